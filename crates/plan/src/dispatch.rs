@@ -1,0 +1,81 @@
+use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
+
+/// How chunks are given to ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DispatchAlgorithm {
+    /// Balance within 1 % of the greedy's, fewest key rows received. The default.
+    #[default]
+    Affinity,
+    /// Heaviest chunk first, each to the lightest rank that still has room.
+    MinHeap,
+    /// Contiguous runs in order.
+    Sequential,
+    /// Chunk `i` and its mirror to the same rank.
+    Zigzag,
+}
+
+/// Which rank owns which chunk of a sequence. Chunk `i` is rows `[i * chunk_size, (i + 1) * chunk_size)`, the last one
+/// maybe shorter. A rank's local rows are its chunks in ascending order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Dispatch {
+    seqlen: usize,
+    chunk_size: usize,
+    rank_chunks: Vec<Vec<u32>>,
+}
+
+impl Dispatch {
+    pub(crate) fn new(seqlen: usize, chunk_size: usize, mut rank_chunks: Vec<Vec<u32>>) -> Self {
+        rank_chunks.iter_mut().for_each(|chunks| chunks.sort_unstable());
+        Self { seqlen, chunk_size, rank_chunks }
+    }
+
+    /// Rows of the whole sequence.
+    pub fn seqlen(&self) -> usize {
+        self.seqlen
+    }
+
+    /// Rows of a chunk (the last may have fewer).
+    pub fn chunk_size(&self) -> usize {
+        self.chunk_size
+    }
+
+    /// Number of ranks; some may own nothing.
+    pub fn cp_size(&self) -> usize {
+        self.rank_chunks.len()
+    }
+
+    /// Number of chunks.
+    pub fn num_chunks(&self) -> usize {
+        self.seqlen.div_ceil(self.chunk_size)
+    }
+
+    /// The chunks of `rank`, ascending: their order is the order of the rank's local rows.
+    pub fn chunks(&self, rank: usize) -> &[u32] {
+        &self.rank_chunks[rank]
+    }
+
+    /// Rows of chunk `chunk` in global order.
+    pub fn chunk_range(&self, chunk: usize) -> Range {
+        Range::new(chunk * self.chunk_size, ((chunk + 1) * self.chunk_size).min(self.seqlen))
+    }
+
+    /// The global rows that `rank` owns, neighbours merged, ascending: the rank's local rows in order.
+    pub fn ranges(&self, rank: usize) -> Vec<Range> {
+        let mut out: Vec<Range> = Vec::new();
+        for &chunk in self.chunks(rank) {
+            let range = self.chunk_range(chunk as usize);
+            match out.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => out.push(range),
+            }
+        }
+        out
+    }
+
+    /// Number of rows that `rank` owns.
+    pub fn tokens(&self, rank: usize) -> usize {
+        self.chunks(rank).iter().map(|&chunk| self.chunk_range(chunk as usize).len()).sum()
+    }
+}

@@ -1,0 +1,74 @@
+use serde::{Deserialize, Serialize};
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// 64-bit IEEE float.
+    F64,
+    /// 32-bit IEEE float.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// 16-bit IEEE float.
+    F16,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 => 8,
+            DType::F32 => 4,
+            DType::Bf16 | DType::F16 => 2,
+        }
+    }
+
+    /// The type in which statistics and sums of this type are held: f64 for f64, else f32.
+    pub const fn accumulator(self) -> DType {
+        match self {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        }
+    }
+}
+
+/// An attention problem, apart from its mask. Shapes as `q [seqlen_q, heads_q, head_dim]`,
+/// `k [seqlen_k, heads_kv, head_dim]`, `v [seqlen_k, heads_kv, head_dim_v]`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionSpec {
+    /// Query heads; a multiple of `heads_kv`.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Elements of a query or key row of one head.
+    pub head_dim: usize,
+    /// Elements of a value row of one head.
+    pub head_dim_v: usize,
+    /// Type of q, k, v, out and of their gradients.
+    pub dtype: DType,
+    /// Factor on `q k^T`, usually `1 / sqrt(head_dim)`.
+    pub scale: f64,
+    /// `s = softcap * tanh(s / softcap)` when above 0.
+    pub softcap: f64,
+    /// Rows of the sink tensor `[seqlen_sink, heads_q]`; 0 without a sink.
+    pub seqlen_sink: usize,
+}
+
+impl AttentionSpec {
+    /// Bytes of one key row and one value row together.
+    pub fn kv_row_bytes(&self) -> usize {
+        self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.size()
+    }
+
+    /// Floating-point operations of the forward over `area` unmasked pairs: `2 (head_dim + head_dim_v)` a pair and
+    /// query head, which is `4 area heads_q head_dim` when the two agree.
+    pub fn flops_forward(&self, area: u64) -> f64 {
+        2.0 * area as f64 * self.heads_q as f64 * (self.head_dim + self.head_dim_v) as f64
+    }
+
+    /// Floating-point operations of the backward: 2.5 times the forward's (five matrix products against two).
+    pub fn flops_backward(&self, area: u64) -> f64 {
+        2.5 * self.flops_forward(area)
+    }
+}

@@ -1,0 +1,332 @@
+use std::sync::Arc;
+
+use counterpoint_mask::Band;
+use counterpoint_plan::{DType, GroupPart};
+use serde::{Deserialize, Serialize};
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        pub struct $name(pub usize);
+    };
+}
+id!(
+    /// Index into [`Program::streams`].
+    StreamId
+);
+id!(
+    /// Index into [`Program::buffers`].
+    BufferId
+);
+id!(
+    /// An event of a Program, `0 .. num_events`. Recorded once in a run.
+    EventId
+);
+id!(
+    /// A kernel barrier of a Program, `0 .. num_barriers`.
+    BarrierId
+);
+id!(
+    /// A signal of a Program, `0 .. num_signals`: a counter that only grows.
+    SignalId
+);
+
+/// What a stream is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StreamKind {
+    /// Computation.
+    Compute,
+    /// Communication.
+    Communication,
+}
+
+/// A queue whose operations run in order; different streams run side by side.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamSpec {
+    /// Shown in traces.
+    pub name: String,
+    /// What it is for.
+    pub kind: StreamKind,
+}
+
+/// Where a buffer's contents come from and go to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BufferRole {
+    /// Given by the caller under the buffer's name; the Program only reads it.
+    Input,
+    /// Handed to the caller under the buffer's name; the Program writes every element.
+    Output,
+    /// Lives inside a run. Its contents before the first write are arbitrary.
+    Scratch,
+}
+
+/// A dense row-major tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BufferSpec {
+    /// Unique in the Program; inputs and outputs are bound by it.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Shape; the first axis is rows (tokens).
+    pub shape: Vec<usize>,
+    /// Where its contents come from and go to.
+    pub role: BufferRole,
+}
+
+impl BufferSpec {
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Elements of one row.
+    pub fn row_elements(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    /// Bytes of the whole tensor.
+    pub fn bytes(&self) -> u64 {
+        (self.rows() as u64) * (self.row_elements() as u64) * self.dtype.size() as u64
+    }
+}
+
+/// Whether an operation begins its result or adds to what is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Accumulate {
+    /// Write every element; what was there does not count.
+    Start,
+    /// Add to what is there.
+    Continue,
+}
+
+/// How a group-reduce combines partial results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceOp {
+    /// Sum.
+    Sum,
+    /// Sum divided by the number of operands.
+    Avg,
+    /// Merge of (out, lse) pairs: tensors come in pairs, out `[rows, heads, dim]` then lse `[rows, heads]`.
+    Lse,
+}
+
+/// One stage of the attention forward, on the state of an online softmax: for each (row, query head) the running
+/// maximum `row_max` of the scores, `row_sum = sum exp(s - row_max)`, and `acc = sum exp(s - row_max) v`, all in the
+/// accumulator type. Carrying the state itself, not a normalised result, keeps every bit of a deterministic run the same
+/// for any number of stages. An untouched row has `row_max = -inf`, `row_sum = 0`, `acc = 0`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionForward {
+    /// `[q_rows, heads_q, head_dim]`.
+    pub q: BufferId,
+    /// `[key_rows, heads_kv, head_dim]`.
+    pub k: BufferId,
+    /// `[key_rows, heads_kv, head_dim_v]`.
+    pub v: BufferId,
+    /// `[q_rows, heads_q, head_dim_v]`, accumulator type.
+    pub acc: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub row_max: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub row_sum: BufferId,
+    /// The work, in rows of `q` and of `k`.
+    pub bands: Arc<[Band]>,
+    /// Factor on `q k^T`.
+    pub scale: f64,
+    /// 0 for none.
+    pub softcap: f64,
+    /// Whether it begins the state or continues it.
+    pub accumulate: Accumulate,
+}
+
+/// Turns the state of a forward into results: `lse = row_max + ln(row_sum + sum_t exp(sink_t - row_max))`,
+/// `out = acc / that sum`. A row that saw nothing gets `out = 0` and `lse = -inf` (with a sink, logsumexp of it).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionFinish {
+    /// As in [`AttentionForward`].
+    pub acc: BufferId,
+    /// As in [`AttentionForward`].
+    pub row_max: BufferId,
+    /// As in [`AttentionForward`].
+    pub row_sum: BufferId,
+    /// `[seqlen_sink, heads_q]`, accumulator type.
+    pub sink: Option<BufferId>,
+    /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+    pub out: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub lse: BufferId,
+}
+
+/// `delta = rowsum(dout * out)`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionDelta {
+    /// `[q_rows, heads_q, head_dim_v]`.
+    pub out: BufferId,
+    /// As `out`.
+    pub dout: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub lse: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type; written.
+    pub delta: BufferId,
+    /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`, accumulator type; the second is written.
+    pub sink: Option<(BufferId, BufferId)>,
+}
+
+/// One stage of the attention backward. `dk`, `dv` are begun and finished here; `dq` runs through all stages.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionBackward {
+    /// `[q_rows, heads_q, head_dim]`.
+    pub q: BufferId,
+    /// `[key_rows, heads_kv, head_dim]`.
+    pub k: BufferId,
+    /// `[key_rows, heads_kv, head_dim_v]`.
+    pub v: BufferId,
+    /// `[q_rows, heads_q, head_dim_v]`.
+    pub dout: BufferId,
+    /// `[q_rows, heads_q]`, of the whole row, accumulator type.
+    pub lse: BufferId,
+    /// `[q_rows, heads_q]`, of the whole row, accumulator type.
+    pub delta: BufferId,
+    /// `[q_rows, heads_q, head_dim]`, accumulator type.
+    pub dq: BufferId,
+    /// `[key_rows, heads_kv, head_dim]`, accumulator type; every element is written.
+    pub dk: BufferId,
+    /// `[key_rows, heads_kv, head_dim_v]`, accumulator type; every element is written.
+    pub dv: BufferId,
+    /// The work, in rows of `q` and of `k`.
+    pub bands: Arc<[Band]>,
+    /// Factor on `q k^T`.
+    pub scale: f64,
+    /// 0 for none.
+    pub softcap: f64,
+    /// Whether `dq` begins here or continues.
+    pub accumulate_dq: Accumulate,
+}
+
+/// Rows to the ranks that need them. All ranks issue the same group collectives in the same order; the n-th of one rank
+/// meets the n-th of every other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupCast {
+    /// This rank's part.
+    pub part: Arc<GroupPart>,
+    /// (input, output) tensors that travel together; the two of a pair have the same row shape and dtype.
+    pub tensors: Vec<(BufferId, BufferId)>,
+    /// Type on the wire.
+    pub wire_dtype: DType,
+    /// Arrives at this kernel barrier as soon as it has started.
+    pub arrive: Option<BarrierId>,
+}
+
+/// Partial results back to their owners, reduced there in the order of source ranks. The owner's own contribution, under
+/// [`Accumulate::Continue`], comes first.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GroupReduce {
+    /// This rank's part.
+    pub part: Arc<GroupPart>,
+    /// (partial results of remote rows, result for owned rows).
+    pub tensors: Vec<(BufferId, BufferId)>,
+    /// How partial results are combined.
+    pub op: ReduceOp,
+    /// Under `Start`, owned rows that no rank sends are set to the operation's identity.
+    pub accumulate: Accumulate,
+    /// Type on the wire.
+    pub wire_dtype: DType,
+    /// Type in which operands are combined.
+    pub reduce_dtype: DType,
+    /// Arrives at this kernel barrier as soon as it has started.
+    pub arrive: Option<BarrierId>,
+}
+
+/// What one operation does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Op {
+    /// A stage of the attention forward.
+    AttentionForward(AttentionForward),
+    /// The end of the attention forward.
+    AttentionFinish(AttentionFinish),
+    /// The row statistic of the backward.
+    AttentionDelta(AttentionDelta),
+    /// A stage of the attention backward.
+    AttentionBackward(AttentionBackward),
+    /// Rows to the ranks that need them.
+    GroupCast(GroupCast),
+    /// Partial results back to their owners.
+    GroupReduce(GroupReduce),
+    /// Copies `src` to `dst`, converting the element type.
+    Cast {
+        /// Source.
+        src: BufferId,
+        /// Destination, of the same shape.
+        dst: BufferId,
+    },
+    /// Marks a point of this stream.
+    Record(EventId),
+    /// Goes on once the event has been recorded.
+    Wait(EventId),
+    /// Goes on once the barrier has counted so many arrivals since the run began.
+    Await {
+        /// The barrier.
+        barrier: BarrierId,
+        /// Arrivals wanted.
+        arrivals: u64,
+    },
+    /// Raises a signal to `value`, counted from the start of the run.
+    Signal {
+        /// The signal.
+        signal: SignalId,
+        /// Its new value.
+        value: u64,
+    },
+    /// Goes on once the signal is at least `value`.
+    WaitSignal {
+        /// The signal.
+        signal: SignalId,
+        /// The value wanted.
+        value: u64,
+    },
+}
+
+/// One operation in its place.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProgramOp {
+    /// The stream that it is queued on.
+    pub stream: StreamId,
+    /// The stage it belongs to.
+    pub stage: Option<usize>,
+    /// Shown in traces and errors, such as `cast kv`.
+    pub label: String,
+    /// What it does.
+    pub op: Op,
+}
+
+/// Everything one rank does in one run, in the order in which it is queued. A producer (Record, arrival, Signal) is
+/// always queued before whoever waits for it, so a Program is safe on any number of hardware queues.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Program {
+    /// Such as `attention forward`.
+    pub name: String,
+    /// The rank.
+    pub rank: usize,
+    /// Ranks that run together.
+    pub world_size: usize,
+    /// Streams.
+    pub streams: Vec<StreamSpec>,
+    /// Buffers.
+    pub buffers: Vec<BufferSpec>,
+    /// Number of events.
+    pub num_events: usize,
+    /// Number of kernel barriers.
+    pub num_barriers: usize,
+    /// Number of signals.
+    pub num_signals: usize,
+    /// Compute workers (threads, SMs) that compute operations leave free.
+    pub sm_margin: usize,
+    /// Operations in the order in which they are queued.
+    pub ops: Vec<ProgramOp>,
+}
