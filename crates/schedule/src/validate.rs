@@ -9,7 +9,7 @@ use crate::{BufferId, BufferRole, Op, Program, SignalId};
 #[non_exhaustive]
 pub enum ProgramError {
     /// An index names nothing.
-    #[error("op {op} ({label}) names a {what} that the Program does not have")]
+    #[error("op {op} ({label}) names {what} that the Program does not have")]
     Unknown {
         /// Index of the operation.
         op: usize,
@@ -19,7 +19,7 @@ pub enum ProgramError {
         what: &'static str,
     },
     /// An operation waits for something that nothing queued before it produces.
-    #[error("op {op} ({label}) waits for a {what} that no earlier op produces; queue the producer first")]
+    #[error("op {op} ({label}) waits for {what} that no earlier op produces; queue the producer first")]
     NoProducer {
         /// Index of the operation.
         op: usize,
@@ -149,7 +149,7 @@ impl Program {
             for (buffers, write) in [(op.op.reads(), false), (op.op.writes(), true)] {
                 for BufferId(buffer) in buffers {
                     let Some(spec) = self.buffers.get(buffer) else {
-                        return Err(self.unknown(index, "buffer"));
+                        return Err(self.unknown(index, "a buffer"));
                     };
                     if write && spec.role == BufferRole::Input {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
@@ -194,11 +194,11 @@ impl Program {
         for (index, op) in self.ops.iter().enumerate() {
             let stream = op.stream.0;
             let Some(mut clock) = streams.get(stream).cloned() else {
-                return Err(self.unknown(index, "stream"));
+                return Err(self.unknown(index, "a stream"));
             };
             match &op.op {
                 Op::Record(event) => match events.get_mut(event.0) {
-                    None => return Err(self.unknown(index, "event")),
+                    None => return Err(self.unknown(index, "an event")),
                     Some(Some(_)) => {
                         let (op, label, event) = (index, op.label.clone(), event.0);
                         return Err(ProgramError::RecordedTwice { op, label, event });
@@ -206,28 +206,28 @@ impl Program {
                     Some(slot) => *slot = Some(clock.clone()),
                 },
                 Op::Wait(event) => match events.get(event.0) {
-                    None => return Err(self.unknown(index, "event")),
-                    Some(None) => return Err(no_producer(index, "event")),
+                    None => return Err(self.unknown(index, "an event")),
+                    Some(None) => return Err(no_producer(index, "an event")),
                     Some(Some(other)) => clock.join(other),
                 },
                 Op::Await { barrier, arrivals: wanted } => match arrivals.get(barrier.0) {
-                    None => return Err(self.unknown(index, "barrier")),
-                    Some(have) if have < wanted => return Err(no_producer(index, "barrier")),
+                    None => return Err(self.unknown(index, "a barrier")),
+                    Some(have) if have < wanted => return Err(no_producer(index, "a barrier")),
                     Some(_) => {}
                 },
                 Op::Signal { signal: SignalId(signal), value } => match signals.get_mut(*signal) {
-                    None => return Err(self.unknown(index, "signal")),
+                    None => return Err(self.unknown(index, "a signal")),
                     Some(raised) => raised.push((*value, clock.clone())),
                 },
                 Op::WaitSignal { signal: SignalId(signal), value } => {
                     let Some(raised) = signals.get(*signal) else {
-                        return Err(self.unknown(index, "signal"));
+                        return Err(self.unknown(index, "a signal"));
                     };
                     // Whichever sufficient signal comes first releases the wait: only what precedes all of them is certain.
                     let enough =
                         raised.iter().filter(|(raised, _)| raised >= value).map(|(_, clock)| clock.clone());
                     match enough.reduce(Clock::meet) {
-                        None => return Err(no_producer(index, "signal")),
+                        None => return Err(no_producer(index, "a signal")),
                         Some(other) => clock.join(&other),
                     }
                 }
@@ -249,7 +249,7 @@ impl Program {
         arrivals: &mut [u64],
     ) -> Result<(), ProgramError> {
         if let Some(barrier) = barrier {
-            *arrivals.get_mut(barrier.0).ok_or_else(|| self.unknown(op, "barrier"))? += 1;
+            *arrivals.get_mut(barrier.0).ok_or_else(|| self.unknown(op, "a barrier"))? += 1;
         }
         Ok(())
     }
