@@ -8,6 +8,7 @@ mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod layout;
 mod outline;
 mod piece;
 mod plan;
