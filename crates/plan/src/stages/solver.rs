@@ -183,3 +183,82 @@ impl Cuts {
         &self.cuts[start..=start + m]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The makespan of given cuts, stage by stage, with a lane for computation, one for casts and one for reduces.
+    fn makespan(profile: &Profile, rates: &Rates, cut: &[usize]) -> f64 {
+        let mut compute_end = rates.compute(profile.local_area);
+        let (mut cast_end, mut reduce_end) = (0.0, compute_end);
+        for stage in cut.windows(2) {
+            let rows = (profile.places[stage[1]] - profile.places[stage[0]]) as f64;
+            cast_end += rates.cast_alpha + rows * rates.cast_row;
+            let area = profile.area_before[stage[1]] - profile.area_before[stage[0]];
+            compute_end = f64::max(compute_end, cast_end) + rates.compute(area);
+            reduce_end = f64::max(reduce_end, compute_end) + rates.reduce_alpha + rows * rates.reduce_row;
+        }
+        f64::max(compute_end, reduce_end)
+    }
+
+    /// All ways to cut `0 ..= last` into `m` stages with rows.
+    fn all_cuts(last: usize, m: usize) -> Vec<Vec<usize>> {
+        if m == 0 {
+            return if last == 0 { vec![vec![0]] } else { Vec::new() };
+        }
+        let shorter = (m - 1..last).flat_map(|place| all_cuts(place, m - 1));
+        shorter.map(|cut| [cut, vec![last]].concat()).collect()
+    }
+
+    fn profiles() -> impl Strategy<Value = Profile> {
+        (proptest::collection::vec((1..9_usize, 0..5000_u64), 0..9), 0..20_000_u64).prop_map(
+            |(cells, local_area)| {
+                let (mut places, mut area_before) = (vec![0], vec![0]);
+                for (blocks, area) in cells {
+                    places.push(places[places.len() - 1] + blocks * crate::KEY_BLOCK);
+                    area_before.push(area_before[area_before.len() - 1] + area);
+                }
+                Profile { places, area_before, local_area }
+            },
+        )
+    }
+
+    fn rates() -> impl Strategy<Value = Rates> {
+        (0.0..0.5_f64, 0.0..0.5_f64, 0.0..0.01_f64, 0.0..0.5_f64, 0.0..0.01_f64).prop_map(
+            |(launch, cast_alpha, cast_row, reduce_alpha, reduce_row)| Rates {
+                launch,
+                pair: 1e-3,
+                cast_alpha,
+                cast_row,
+                reduce_alpha,
+                reduce_row,
+            },
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn no_other_cuts_end_sooner(profile in profiles(), rates in rates(), forward: bool) {
+            let rates = if forward { Rates { reduce_alpha: 0.0, reduce_row: 0.0, ..rates } } else { rates };
+            let most = 5;
+            let solved = Cuts::solve(&profile, &rates, most);
+            let last = profile.places.len() - 1;
+            for m in 0..=most {
+                let best = all_cuts(last, m)
+                    .iter()
+                    .map(|cut| makespan(&profile, &rates, cut))
+                    .fold(f64::INFINITY, f64::min);
+                if best.is_infinite() {
+                    prop_assert!(solved.seconds[m].is_infinite());
+                    continue;
+                }
+                prop_assert!((solved.seconds[m] - best).abs() <= 1e-12 * best.max(1.0), "{} {best}", solved.seconds[m]);
+                let cut: Vec<usize> = solved.cut(m).iter().map(|&index| index as usize).collect();
+                prop_assert!((makespan(&profile, &rates, &cut) - best).abs() <= 1e-12 * best.max(1.0));
+            }
+        }
+    }
+}

@@ -56,3 +56,51 @@ impl Traffic {
         Self { sent, crossing }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Dispatch;
+    use crate::work::{RowList, without};
+
+    proptest! {
+        #[test]
+        fn counts_every_row(
+            owners in proptest::collection::vec(0..5_usize, 1..20),
+            needs in proptest::collection::vec((0..100_usize, 0..100_usize), 5),
+            ranks_per_node in 1..6_usize,
+        ) {
+            let (ranks, chunk_size) = (5, 7);
+            let seqlen = owners.len() * chunk_size - 3;
+            let mut rank_chunks = vec![Vec::new(); ranks];
+            owners.iter().enumerate().for_each(|(chunk, &rank)| rank_chunks[rank].push(chunk as u32));
+            let dispatch = Dispatch::new(seqlen, chunk_size, rank_chunks);
+            let topology = Topology { world_size: ranks, ranks_per_node };
+            let outlines: Vec<RankOutline> = needs
+                .iter()
+                .enumerate()
+                .map(|(rank, &(a, b))| {
+                    let need = Range::new(a.min(b).min(seqlen), a.max(b).min(seqlen));
+                    let need = if need.is_empty() { Vec::new() } else { vec![need] };
+                    let own = dispatch.ranges(rank);
+                    let remote = RowList::new(without(&need, &own));
+                    RankOutline { own, work: Vec::new(), remote }
+                })
+                .collect();
+            let traffic = Traffic::new(&outlines, &Runs::new(&dispatch), &topology);
+            let (mut sent, mut crossing) = (vec![0; ranks], vec![0; ranks]);
+            for (rank, outline) in outlines.iter().enumerate() {
+                for row in outline.remote.ranges.iter().flat_map(|range| range.start..range.end) {
+                    let owner = owners[row / chunk_size];
+                    sent[owner] += 1;
+                    crossing[rank] += u64::from(topology.node(owner) != topology.node(rank));
+                }
+            }
+            prop_assert_eq!(traffic.sent, sent);
+            prop_assert_eq!(traffic.crossing, crossing);
+        }
+    }
+}
