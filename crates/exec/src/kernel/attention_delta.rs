@@ -19,8 +19,16 @@ pub struct DeltaArgs<'a, T: Element> {
     pub lse: &'a [T::Acc],
     /// `[q_rows, heads_q]`, written.
     pub delta: &'a mut [T::Acc],
-    /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`; the second is written.
-    pub sink: Option<(&'a [T::Acc], &'a mut [T::Acc])>,
+    /// The sink and its gradient.
+    pub sink: Option<SinkArgs<'a, T::Acc>>,
+}
+
+/// A sink and its gradient, both `[seqlen_sink, heads_q]`.
+pub struct SinkArgs<'a, A> {
+    /// The sink.
+    pub sink: &'a [A],
+    /// Its gradient from these rows, written.
+    pub dsink: &'a mut [A],
 }
 
 /// Rows whose contributions to `dsink` are summed together before the sums are summed: the order is fixed whatever the
@@ -56,7 +64,7 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
         );
     });
 
-    let Some((sink, dsink)) = args.sink else { return };
+    let Some(SinkArgs { sink, dsink }) = args.sink else { return };
     let seqlen_sink = rows_of("sink", sink, heads);
     check_len("dsink", dsink, seqlen_sink, heads);
     let (lse, delta) = (args.lse, &*args.delta);

@@ -35,7 +35,7 @@ pub(crate) fn tanh_f32(x: f32) -> f32 {
     let a = x.abs();
     let z = x * x;
     let p = -5.704_988_7e-3;
-    let p = p * z + 2.063_908_9e-2;
+    let p = p * z + 2.063_909e-2;
     let p = p * z - 5.373_971_5e-2;
     let p = p * z + 1.333_144_2e-1;
     let p = p * z - 3.333_328e-1;

@@ -15,7 +15,7 @@ mod tile;
 mod turns;
 
 pub use attention_backward::{BackwardArgs, attention_backward};
-pub use attention_delta::{DeltaArgs, attention_delta};
+pub use attention_delta::{DeltaArgs, SinkArgs, attention_delta};
 pub use attention_finish::{FinishArgs, attention_finish};
 pub use attention_forward::{ForwardArgs, attention_forward};
 pub use cast::cast;

@@ -1,7 +1,8 @@
 //! Problems and a single-rank run of the kernels, for the tests of this folder.
+#![allow(clippy::unwrap_used)]
 
 use counterpoint_exec::kernel::{
-    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, attention_backward,
+    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
     attention_delta, attention_finish, attention_forward,
 };
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostData, HostTensor};
@@ -197,7 +198,7 @@ where
             dout,
             lse: &lse,
             delta: &mut delta,
-            sink: sink.zip(dsink.as_deref_mut()),
+            sink: sink.zip(dsink.as_deref_mut()).map(|(sink, dsink)| SinkArgs { sink, dsink }),
         },
         cuts.pool,
     );
