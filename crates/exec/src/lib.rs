@@ -4,8 +4,6 @@ mod attention;
 mod error;
 mod tensor;
 
-pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention,
-};
+pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention};
 pub use error::ExecError;
 pub use tensor::{HostData, HostTensor};

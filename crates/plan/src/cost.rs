@@ -23,6 +23,8 @@ pub struct CostModel {
     pub forward_flops_per_second: f64,
     /// Attention backward, likewise.
     pub backward_flops_per_second: f64,
+    /// Bytes a second that a pass over memory reads and writes, of one rank.
+    pub memory_bytes_per_second: f64,
     /// Cost of one more compute launch, in seconds.
     pub launch_seconds: f64,
     /// Between ranks of one node.

@@ -23,7 +23,8 @@ pub struct RemoteSplit {
 /// partial results of `remote` back to `owned`; one pattern serves both.
 ///
 /// The splits that two ranks share match in order: the remote splits of `r` that name owner `s`, taken in the order of
-/// the list, have the lengths of the owned splits of `s` that name `r`, in the order of that list.
+/// the list, have the lengths of the owned splits of `s` that name `r`, in the order of that list. Owned splits may share
+/// rows as long as no rank is named twice for a row; remote splits never share rows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupPart {
     /// Own rows that others hold.
@@ -41,6 +42,21 @@ impl GroupPart {
     /// Rows that a group-cast receives.
     pub fn recv_rows(&self) -> u64 {
         self.remote.iter().map(|split| split.rows.len() as u64).sum()
+    }
+
+    /// Several parts as one: the remote buffers laid one after the other, `remote_rows` rows each; own rows unchanged.
+    pub fn concat<'a>(parts: impl IntoIterator<Item = (&'a GroupPart, usize)>) -> GroupPart {
+        let mut out = GroupPart::default();
+        let mut offset = 0;
+        for (part, remote_rows) in parts {
+            out.owned.extend_from_slice(&part.owned);
+            out.remote.extend(part.remote.iter().map(|split| RemoteSplit {
+                rows: Range::new(split.rows.start + offset, split.rows.end + offset),
+                rank: split.rank,
+            }));
+            offset += remote_rows;
+        }
+        out
     }
 
     /// Whether this rank neither sends nor receives.

@@ -7,6 +7,7 @@ mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod layout;
 mod plan;
 mod spec;
 mod topology;
