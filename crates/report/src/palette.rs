@@ -13,8 +13,8 @@ const LIGHT: [&str; RANK_COLORS] = [
     "#a3d6f3", "#e89e66", "#cec866", "#a9aeb5",
 ];
 const DARK: [&str; RANK_COLORS] = [
-    "#3d9bd1", "#f0b429", "#2dbb91", "#db93bb", "#7cc7f2", "#ec7b2b", "#c4ba2b", "#98a1ad", "#1f6e9e", "#b98212",
-    "#168064", "#a8658c", "#4495c4", "#b4560f", "#8d8615", "#69717c", "#93c9ea", "#f8d98a", "#8adcc3", "#efc6db",
+    "#3d9bd1", "#f0b429", "#2dbb91", "#db93bb", "#7cc7f2", "#ec7b2b", "#8f8a1c", "#98a1ad", "#1f6e9e", "#b98212",
+    "#168064", "#a8658c", "#4495c4", "#b4560f", "#6b6712", "#69717c", "#93c9ea", "#f8d98a", "#8adcc3", "#efc6db",
     "#bde3fa", "#f6b283", "#e0da83", "#c5cbd3",
 ];
 
