@@ -1,4 +1,4 @@
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, Program, Span, StreamSpec};
@@ -9,8 +9,8 @@ use crate::{ExecError, HostTensor, OpPlace};
 ///
 /// Everything that is "enqueued" only takes its place on a stream and returns at once; nothing in a run waits for the host,
 /// so that a run may become a CUDA graph. Handles are cheap to clone and may stand for borrowed memory or a borrowed
-/// stream: who owns what is the backend's business.
-pub trait Backend: Send + Sized {
+/// stream: who owns what is the backend's business. A clone of a backend is the same rank's.
+pub trait Backend: Clone + Send {
     /// A queue whose operations run in order.
     type Stream: Send;
     /// Marks a point of a stream. May be recorded once in every run.
@@ -155,6 +155,7 @@ pub trait Backend: Send + Sized {
     /// be synchronised.
     fn take_spans(&self, stream: &Self::Stream, index: usize) -> Vec<Span>;
 
-    /// Limit of every wait.
-    fn limit(&self) -> Duration;
+    /// Tells all ranks of an error, so that nobody waits for this one. Returns the first error that was told, which is the
+    /// one to hand on.
+    fn fail(&self, error: ExecError) -> ExecError;
 }

@@ -39,6 +39,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Program`] for a Program that is not well formed, is of another rank, or has operations whose tensors do
     /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
     pub fn new(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
+        let told = backend.clone();
+        Self::prepare(program, backend, transport).map_err(|error| told.fail(error))
+    }
+
+    fn prepare(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
         let error =
             |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
         for (who, rank, world_size) in [
@@ -148,16 +153,23 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// have been finished.
     ///
     /// # Errors
-    /// [`ExecError::Tensor`] when an input is not bound; the world's error when it has failed.
+    /// [`ExecError::Tensor`] when an input is not bound; the first error of any rank.
     pub fn start(&mut self, origin: Instant) -> Result<(), ExecError> {
+        self.poison().and_then(|()| self.enqueue(origin)).map_err(|error| self.backend.fail(error))
+    }
+
+    /// Fills what the run must write with NaN, where the backend is set to do so.
+    fn poison(&self) -> Result<(), ExecError> {
+        let written =
+            self.program.buffers.iter().zip(&self.buffers).filter(|(spec, _)| spec.role != BufferRole::Input);
+        written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|buffer| self.backend.poison(buffer))
+    }
+
+    fn enqueue(&self, origin: Instant) -> Result<(), ExecError> {
         for (spec, buffer) in self.program.buffers.iter().zip(&self.buffers) {
-            match buffer {
-                None => {
-                    let reason = "is an input and was never bound".to_owned();
-                    return Err(ExecError::Tensor { name: spec.name.clone(), reason });
-                }
-                Some(buffer) if spec.role != BufferRole::Input => self.backend.poison(buffer)?,
-                Some(_) => {}
+            if buffer.is_none() {
+                let reason = "is an input and was never bound".to_owned();
+                return Err(ExecError::Tensor { name: spec.name.clone(), reason });
             }
         }
         let table: Vec<B::Buffer> = self.buffers.iter().flatten().cloned().collect();
@@ -198,6 +210,25 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             streams: self.program.streams.iter().map(|stream| stream.name.clone()).collect(),
             spans: spans.flat_map(|(index, stream)| self.backend.take_spans(stream, index)).collect(),
         })
+    }
+
+    /// Runs all ranks of one process once, side by side and measured from one origin, and waits for them.
+    ///
+    /// # Errors
+    /// As [`Prepared::start`] and [`Prepared::finish`].
+    pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
+        let fail = |rank: &Self, error| rank.backend.fail(error);
+        // Poisoning takes as long as a run: first all of that, so that ranks start together.
+        ranks.iter().try_for_each(|rank| rank.poison().map_err(|error| fail(rank, error)))?;
+        let origin = Instant::now();
+        ranks.iter().try_for_each(|rank| rank.enqueue(origin).map_err(|error| fail(rank, error)))?;
+        let mut whole = Timeline::default();
+        for rank in ranks {
+            let Timeline { name, world_size, streams, spans } = rank.finish()?;
+            whole.spans.extend(spans);
+            whole = Timeline { name, world_size, streams, spans: whole.spans };
+        }
+        Ok(whole)
     }
 
     /// Binds inputs, runs once, and waits. Outputs are in [`Prepared::buffer`].

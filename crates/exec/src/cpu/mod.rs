@@ -5,11 +5,12 @@ mod compute;
 mod counter;
 mod event;
 mod kernel_barrier;
+mod operands;
 mod signal;
 mod stream;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamSpec};
@@ -235,7 +236,7 @@ impl Backend for CpuBackend {
         stream.take_spans(origin, index)
     }
 
-    fn limit(&self) -> Duration {
-        self.world.config().limit
+    fn fail(&self, error: ExecError) -> ExecError {
+        self.world.fail(error)
     }
 }

@@ -142,7 +142,9 @@ fn sums_and_averages_in_every_combination_of_types() {
                     *total = round(*total + term, sum);
                 }
             }
-            for (row, count) in expected.iter_mut().zip(&operands).flat_map(|(rows, n)| rows.chunks_mut(7).zip(n)) {
+            for (row, count) in
+                expected.iter_mut().zip(&operands).flat_map(|(rows, n)| rows.chunks_mut(7).zip(n))
+            {
                 for value in row {
                     if op == ReduceOp::Avg {
                         *value = round(*value / f64::from((*count).max(1)), sum);
@@ -152,7 +154,11 @@ fn sums_and_averages_in_every_combination_of_types() {
             }
             let how = Reduce { op, accumulate, wire_dtype: wire, reduce_dtype: sum };
             reduce(&ranks, &pattern, &[(&x, &y)], how);
-            assert_eq!(values(&y), expected, "{partial:?} over {wire:?} in {sum:?} to {result:?}, {op:?} {accumulate:?}");
+            assert_eq!(
+                values(&y),
+                expected,
+                "{partial:?} over {wire:?} in {sum:?} to {result:?}, {op:?} {accumulate:?}"
+            );
         }
     }
 }
@@ -256,8 +262,10 @@ fn the_logarithm_of_a_merge_is_never_narrowed() {
         wire_dtype: DType::Bf16,
         reduce_dtype: DType::F32,
     };
-    let first = ranks[0].group_reduce("merge", &parts[0], &[(&out[0], &results[0]), (&lse[0], &results[1])], how);
-    let second = ranks[1].group_reduce("merge", &parts[1], &[(&out[1], &unused[0]), (&lse[1], &unused[1])], how);
+    let first =
+        ranks[0].group_reduce("merge", &parts[0], &[(&out[0], &results[0]), (&lse[0], &results[1])], how);
+    let second =
+        ranks[1].group_reduce("merge", &parts[1], &[(&out[1], &unused[0]), (&lse[1], &unused[1])], how);
     first.unwrap().synchronize().unwrap();
     second.unwrap().synchronize().unwrap();
     assert_eq!(results[1].tensor().unwrap().to_f64(), [8.015625]);

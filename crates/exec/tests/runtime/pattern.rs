@@ -23,7 +23,8 @@ pub(crate) fn moves(pattern: &Pattern) -> Vec<Move> {
     let mut out = Vec::new();
     for (rank, part) in pattern.parts.iter().enumerate() {
         for source in 0..pattern.parts.len() {
-            let sent = pattern.parts[source].owned.iter().filter(|split| split.ranks.contains(&(rank as u32)));
+            let sent =
+                pattern.parts[source].owned.iter().filter(|split| split.ranks.contains(&(rank as u32)));
             let sent = sent.flat_map(|split| split.rows.start..split.rows.end);
             let received = part.remote.iter().filter(|split| split.rank as usize == source);
             let received = received.flat_map(|split| split.rows.start..split.rows.end);
