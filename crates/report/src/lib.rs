@@ -18,10 +18,14 @@ mod write;
 pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
 pub use matrix::CommMatrix;
-pub use quantity::{format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens};
+pub use quantity::{
+    format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens,
+};
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;
-pub use table::{BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table};
+pub use table::{
+    BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table,
+};
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};
 pub use write::{check_writable, write_atomically};
