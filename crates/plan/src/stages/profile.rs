@@ -90,7 +90,7 @@ fn cut_places(outline: &RankOutline, runs: &Runs, cells: usize) -> Vec<usize> {
         let run = &runs.overlapping(&Range::new(row, row + 1))[0];
         let moved = place - (row - run.range.start.max(remote.ranges[index].start));
         let last = places[cell - 1];
-        places.push(if moved > last && moved % KEY_BLOCK == 0 { moved } else { place });
+        places.push(if moved > last && moved.is_multiple_of(KEY_BLOCK) { moved } else { place });
     }
     if cells > 0 {
         places.push(remote.len());
