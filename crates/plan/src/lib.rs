@@ -2,7 +2,6 @@
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
-mod assign;
 mod bounds;
 mod cache;
 mod config;
@@ -13,7 +12,6 @@ mod exchange;
 mod hierarchy;
 mod layout;
 mod outline;
-mod piece;
 mod plan;
 mod prediction;
 mod runs;
@@ -28,7 +26,8 @@ pub use cache::{Fingerprint, PlanCache};
 pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
+    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    received_rows,
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
