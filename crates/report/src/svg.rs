@@ -83,6 +83,7 @@ impl MaskDrawing<'_> {
             pw = frame.plot_width,
             ph = frame.plot_height,
         );
+        out.push_str("<g class=\"mask-whole\">");
         let _ = write!(
             out,
             "<g class=\"mask-cells\" shape-rendering=\"crispEdges\" transform=\"translate({LEFT} {}) scale(.1)\">{cells}</g>",
@@ -93,6 +94,8 @@ impl MaskDrawing<'_> {
             frame.strips(&mut out, plan, &raster);
         }
         frame.axes(&mut out, sq, sk);
+        out.push_str("</g>");
+        frame.names(&mut out);
         frame.legend(&mut out, self.plan, &raster);
         out.push_str("</svg>");
         out
@@ -275,9 +278,13 @@ impl Frame {
                 format_tokens(tick as u64)
             );
         }
+        let _ = write!(out, "\"/>{labels}</g>");
+    }
+
+    fn names(&self, out: &mut String) {
         let _ = write!(
             out,
-            "\"/>{labels}<text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
+            "<g class=\"mask-axes\"><text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
              <text class=\"mask-name\" x=\"12\" y=\"{y:.1}\" transform=\"rotate(-90 12 {y:.1})\">← queries</text></g>",
             x = LEFT + self.plot_width / 2.0,
             y = self.top + self.plot_height / 2.0,
@@ -286,8 +293,8 @@ impl Frame {
 
     fn legend(&self, out: &mut String, plan: Option<&Plan>, raster: &Raster) {
         let y = self.bottom() + 16.0;
-        let _ = write!(out, "<g class=\"mask-legend\"><text x=\"{LEFT}\" y=\"{:.1}\">unmasked: 0</text>", y + 9.0);
-        let mut x = LEFT + 72.0;
+        out.push_str("<g class=\"mask-legend\">");
+        let mut x = LEFT;
         for level in 1..=LEVELS {
             let _ = write!(out, "<rect class=\"d{level}\" x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"11\"/>");
             x += 12.0;
@@ -295,7 +302,7 @@ impl Frame {
         let cell = |edges: &[usize]| edges.windows(2).map(|edge| edge[1] - edge[0]).max().unwrap_or(1) as u64;
         let _ = write!(
             out,
-            "<text x=\"{:.1}\" y=\"{:.1}\">100 % of a cell of {} × {} tokens</text>",
+            "<text x=\"{:.1}\" y=\"{:.1}\">unmasked part, 0 to 100 %, of a cell of {} × {} tokens</text>",
             x + 6.0,
             y + 9.0,
             format_tokens(cell(&raster.q_edges)),
