@@ -4,11 +4,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::Plan;
 use serde::Serialize;
 
-use crate::{
-    MaskDrawing, TimelinePair, Verified,
-    matrix::CommMatrix,
-    palette::color_properties,
-};
+use crate::{MaskDrawing, TimelinePair, Verified, matrix::CommMatrix, palette::color_properties};
 
 mod data;
 mod escape;
@@ -198,7 +194,11 @@ impl HtmlReport<'_> {
     fn bars_section(&self, out: &mut String) {
         for (id, name, note) in [
             ("area", "Area of each rank", "Unmasked pairs that a rank computes; the line is the mean."),
-            ("recv", "Key rows received by each rank", "In the forward, over all stages; the line is the mean."),
+            (
+                "recv",
+                "Key rows received by each rank",
+                "In the forward, over all stages; the line is the mean.",
+            ),
         ] {
             let open = if id == "area" { "<div class=\"two even\">\n" } else { "" };
             let close = if id == "recv" { "</div>\n" } else { "" };
