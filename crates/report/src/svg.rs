@@ -71,18 +71,21 @@ impl MaskDrawing<'_> {
             percent(self.mask.area() as f64 / pairs)
         );
         let mut out = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"mask\" viewBox=\"0 0 {w} {h}\" role=\"img\" \
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"mask\" style=\"max-width:{limit}px\" viewBox=\"0 0 {w} {h}\" role=\"img\" \
              aria-label=\"{title}. {description}\" data-x=\"{x}\" data-y=\"{y}\" data-width=\"{pw}\" data-height=\"{ph}\" \
              data-q=\"{sq}\" data-k=\"{sk}\"><title>{title}</title><desc>{description}</desc>{style}\
              <rect class=\"mask-paper\" width=\"{w}\" height=\"{h}\"/>\
              <rect class=\"mask-plot\" x=\"{x}\" y=\"{y}\" width=\"{pw}\" height=\"{ph}\"/>",
             w = frame.width,
+            // Stretched to a page's width, a narrow picture would be very tall.
+            limit = frame.width * 1.2,
             h = frame.height,
             x = LEFT,
             y = frame.top,
             pw = frame.plot_width,
             ph = frame.plot_height,
         );
+        out.push_str("<g class=\"mask-whole\">");
         let _ = write!(
             out,
             "<g class=\"mask-cells\" shape-rendering=\"crispEdges\" transform=\"translate({LEFT} {}) scale(.1)\">{cells}</g>",
@@ -93,6 +96,8 @@ impl MaskDrawing<'_> {
             frame.strips(&mut out, plan, &raster);
         }
         frame.axes(&mut out, sq, sk);
+        out.push_str("</g>");
+        frame.names(&mut out);
         frame.legend(&mut out, self.plan, &raster);
         out.push_str("</svg>");
         out
@@ -193,7 +198,7 @@ impl Frame {
         let strip = if with_owners { STRIP + GAP } else { 0.0 };
         let (top, right) = (36.0 + strip, strip + if with_owners { 8.0 } else { 18.0 });
         // A narrow plot must still have room for the legend.
-        let width = (LEFT + plot_width + right).max(420.0);
+        let width = (LEFT + plot_width + right).max(440.0);
         Self { width, height: top + plot_height + 62.0, top, plot_width, plot_height }
     }
 
@@ -287,9 +292,13 @@ impl Frame {
                 format_tokens(tick as u64)
             );
         }
+        let _ = write!(out, "\"/>{labels}</g>");
+    }
+
+    fn names(&self, out: &mut String) {
         let _ = write!(
             out,
-            "\"/>{labels}<text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
+            "<g class=\"mask-axes\"><text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
              <text class=\"mask-name\" x=\"12\" y=\"{y:.1}\" transform=\"rotate(-90 12 {y:.1})\">← queries</text></g>",
             x = LEFT + self.plot_width / 2.0,
             y = self.top + self.plot_height / 2.0,
@@ -298,12 +307,8 @@ impl Frame {
 
     fn legend(&self, out: &mut String, plan: Option<&Plan>, raster: &Raster) {
         let y = self.bottom() + 16.0;
-        let _ = write!(
-            out,
-            "<g class=\"mask-legend\"><text x=\"{LEFT}\" y=\"{:.1}\">unmasked: 0</text>",
-            y + 9.0
-        );
-        let mut x = LEFT + 72.0;
+        out.push_str("<g class=\"mask-legend\">");
+        let mut x = LEFT;
         for level in 1..=LEVELS {
             let _ =
                 write!(out, "<rect class=\"d{level}\" x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"11\"/>");
@@ -312,7 +317,7 @@ impl Frame {
         let cell = |edges: &[usize]| edges.windows(2).map(|edge| edge[1] - edge[0]).max().unwrap_or(1) as u64;
         let _ = write!(
             out,
-            "<text x=\"{:.1}\" y=\"{:.1}\">100 % of a cell of {} × {} tokens</text>",
+            "<text x=\"{:.1}\" y=\"{:.1}\">unmasked part, 0 to 100 %, of a cell of {} × {} tokens</text>",
             x + 6.0,
             y + 9.0,
             format_tokens(cell(&raster.q_edges)),

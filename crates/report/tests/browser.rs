@@ -179,6 +179,13 @@ fn a_small_report_shows_everything() {
     assert!(seen["cellKeys"]["texts"][0].as_str().unwrap().contains('→'));
     assert!(seen["maskKeys"]["texts"][0].as_str().unwrap().contains("query 2,048"));
 
+    assert_eq!(seen["maskZoomed"], "queries 1,536 to 2,560, keys 1,536 to 2,560");
+    assert_eq!((&seen["maskImages"], &seen["maskWholeImages"]), (&Value::from(1), &Value::from(0)));
+    assert_eq!(seen["maskRedrawn"], true);
+    assert_eq!(seen["maskWhole"], "all tokens");
+    let zoomed = text(&seen, "maskZoomedTip");
+    assert!(zoomed.starts_with("query 2,048: chunk 16") && zoomed.ends_with("\nunmasked"), "{zoomed}");
+
     for key in ["zoomWidens", "zoomMovesTicks", "dragMoves", "allRestores", "wheelZooms", "zeroRestores"] {
         assert_eq!(seen[key], true, "{key}: {seen}");
     }
@@ -252,6 +259,74 @@ fn a_million_tokens_on_64_ranks() {
     );
     photograph("million", &html, 1280, 2900, false);
     photograph("million", &html, 1280, 2900, true);
+}
+
+/// The page draws a closer look from the slices with sums of its own. Its pixels must tell the same as the mask.
+#[test]
+fn a_closer_look_is_exact() {
+    let range = Range::new;
+    let slices = vec![
+        AttnSlice::new(range(0, 300), range(0, 400), MaskType::Causal),
+        AttnSlice::new(range(300, 700), range(100, 600), MaskType::BiCausal),
+        AttnSlice::new(range(700, 1000), range(500, 900), MaskType::InvCausal),
+        AttnSlice::new(range(40, 90), range(500, 720), MaskType::Full),
+    ];
+    let mask = Mask::new(1000, 1000, slices).unwrap();
+    let run = Run::new(mask, 3, 100);
+    let probe = "<script>{
+        let canvas;
+        const encode=HTMLCanvasElement.prototype.toDataURL;
+        HTMLCanvasElement.prototype.toDataURL=function(){canvas=this;return encode.call(this)};
+        document.querySelector('[data-mask=in]').click();
+        const context=canvas.getContext('2d');
+        const rows=[];
+        for(let i=0;i<50;i++){let row='';for(let j=0;j<50;j++){
+            const at=(n,of)=>Math.floor((n+.5)/50*of);
+            const alpha=context.getImageData(at(j,canvas.width),at(i,canvas.height),1,1).data[3];
+            row+=alpha===0?'0':alpha===255?'1':'?';}rows.push(row);}
+        const pre=document.createElement('pre');pre.id='pixels';pre.textContent=rows.join(' ');document.body.append(pre);
+        }</script></body>";
+    let page = folder().join("closer-checked.html");
+    fs::write(&page, run.report().render().replace("</body>", probe)).unwrap();
+    let dom = chromium(&page, &["--dump-dom", "--window-size=1280,900"]);
+    let text = dom.split("<pre id=\"pixels\">").nth(1).unwrap().split('<').next().unwrap();
+    // The view is the middle half: tokens 250 to 750 on both axes, sampled every 10.
+    let (mut compared, mut unmasked) = (0, 0);
+    for (i, row) in text.split(' ').enumerate() {
+        for (j, pixel) in row.chars().enumerate() {
+            let at = |n: usize| 250.0 + (n as f64 + 0.5) * 10.0;
+            let sees =
+                |q: f64, k: f64| run.mask.slices().iter().any(|slice| slice.contains(q as usize, k as usize));
+            // Next to an edge a pixel may belong to the neighbouring token.
+            let around: Vec<bool> = [-2.0, 0.0, 2.0]
+                .iter()
+                .flat_map(|dq| [-2.0, 0.0, 2.0].map(|dk| sees(at(i) + dq, at(j) + dk)))
+                .collect();
+            if around.iter().all(|&a| a == around[0]) {
+                assert_eq!(pixel, if around[0] { '1' } else { '0' }, "query {} key {}", at(i), at(j));
+                compared += 1;
+                unmasked += usize::from(around[0]);
+            }
+        }
+    }
+    assert!(
+        compared > 2000 && unmasked > 300 && unmasked < compared - 300,
+        "{compared} compared, {unmasked} unmasked"
+    );
+}
+
+/// A part of a million tokens, to look at.
+#[test]
+fn a_million_tokens_closer_up() {
+    let run = Run::new(documents(lengths("packed_documents_pareto_1m.txt")), 8, 512);
+    let zoom = "<script>for(let i=0;i<4;i++)document.querySelector('[data-mask=in]').click()</script></body>";
+    let html = run.report().render().replace("</body>", zoom);
+    photograph("closer", &html, 1280, 1100, false);
+    let dom = chromium(&folder().join("closer.html"), &["--dump-dom"]);
+    assert!(
+        dom.contains("queries 491,520 to 557,056, keys 491,520 to 557,056"),
+        "the view is somewhere else"
+    );
 }
 
 #[test]

@@ -5,7 +5,7 @@ use counterpoint_schedule::Timeline;
 use super::{HtmlReport, escape};
 use crate::{
     matrix::CommMatrix,
-    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops},
+    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops, three_digits},
     svg::percent,
 };
 
@@ -24,7 +24,7 @@ fn card(out: &mut String, name: &str, value: &str, note: &str) {
 fn large(value: u64) -> String {
     let units = [(1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")];
     match units.iter().find(|(factor, _)| value as f64 >= *factor) {
-        Some((factor, name)) => format!("{:.2} {name}", value as f64 / factor),
+        Some((factor, name)) => format!("{} {name}", three_digits(value as f64 / factor)),
         None => format_count(value),
     }
 }
