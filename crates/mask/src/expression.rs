@@ -206,7 +206,7 @@ impl Mask {
                 let json =
                     read(text).map_err(|problem| MaskError::Unreadable { path: text.to_owned(), problem })?;
                 Mask::from_json(&json)
-                    .map_err(|source| MaskError::File { path: text.to_owned(), source: Box::new(source) })
+                    .map_err(|reason| MaskError::File { path: text.to_owned(), reason: Box::new(reason) })
             }
         }
     }

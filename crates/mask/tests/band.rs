@@ -1,5 +1,7 @@
 //! Bands against their dense pictures.
 
+#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
+
 mod cases;
 
 use std::collections::BTreeSet;
@@ -73,7 +75,7 @@ fn union_of(slices: &[AttnSlice]) -> Pairs {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(3000))]
+    #![proptest_config(cases::cases(10000))]
 
     #[test]
     fn a_band_is_its_definition(band in band()) {
