@@ -55,11 +55,6 @@ impl<'a> Arguments<'a> {
         MaskError::Expression { builder: self.builder, field: field.to_owned(), problem: problem.into() }
     }
 
-    /// An error of the builder itself.
-    pub(super) fn refused(&self, reason: MaskError) -> MaskError {
-        MaskError::Builder { builder: self.builder, reason: Box::new(reason) }
-    }
-
     /// The length of a plain sequence.
     pub(super) fn sequence(&self) -> Result<usize, MaskError> {
         match self.values[..] {
