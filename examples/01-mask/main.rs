@@ -2,7 +2,9 @@
 //!
 //! Run it with `cargo run --example 01-mask`. Everything it says is asserted.
 
-use counterpoint::mask::{AttnSlice, Band, Documents, Mask, MaskError, MaskType, PictureStyle, Range, Window};
+use counterpoint::mask::{
+    AttnSlice, Band, Documents, Mask, MaskError, MaskType, PictureStyle, Range, Window,
+};
 
 fn main() -> Result<(), MaskError> {
     // A slice is a rectangle of queries and keys, and a shape inside it. This one is causal: query 3 sees keys 0..=3.
@@ -22,7 +24,8 @@ fn main() -> Result<(), MaskError> {
     assert_eq!(Mask::causal(Documents::from_lengths([8, 0, 4])?)?.area(), two.area());
 
     // A pair that counted twice would be a wrong result, so it is an error that names the slices and the pair.
-    let wrong = Mask::new(8, 8, vec![slice, AttnSlice::new(Range::new(6, 8), Range::new(0, 2), MaskType::Full)]);
+    let wrong =
+        Mask::new(8, 8, vec![slice, AttnSlice::new(Range::new(6, 8), Range::new(0, 2), MaskType::Full)]);
     assert_eq!(wrong, Err(MaskError::Overlap { first: 0, second: 1, row: 6, col: 0 }));
     if let Err(error) = wrong {
         println!("refused: {error}\n");
@@ -56,7 +59,8 @@ fn main() -> Result<(), MaskError> {
     let long = Mask::block_causal(Documents::from_starts(vec![0, 400_000, 700_000, 1 << 20])?, 50_000)?;
     println!("video, 1M tokens, {} pairs:\n{}", long.area(), long.picture(32, 16, PictureStyle::Blocks));
     let raster = long.raster(32, 16);
-    let counted: u64 = (0..16).flat_map(|y| (0..32).map(move |x| (x, y))).map(|(x, y)| raster.area(x, y)).sum();
+    let counted: u64 =
+        (0..16).flat_map(|y| (0..32).map(move |x| (x, y))).map(|(x, y)| raster.area(x, y)).sum();
     assert_eq!(counted, long.area());
     Ok(())
 }
