@@ -24,24 +24,16 @@ impl CpuKernel {
         Ok(Self { op: program.ops[index].op.clone() })
     }
 
-    /// The buffers that the operation uses.
-    pub(super) fn bind(&self, buffers: &[CpuBuffer]) -> Bound {
-        let mut ids: Vec<BufferId> = self.op.reads().into_iter().chain(self.op.writes()).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        Bound(ids.into_iter().map(|id| (id, buffers[id.0].clone())).collect())
-    }
-
     /// On a stream's thread: runs it on `workers`.
     pub(super) fn run(
         &self,
         rank: usize,
         place: &OpPlace,
-        buffers: &Bound,
+        buffers: &[CpuBuffer],
         workers: &ThreadPool,
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers };
-        let dtype = |id: BufferId| access.buffer(id).dtype();
+        let dtype = |id: BufferId| buffers[id.0].dtype();
         match &self.op {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
@@ -199,28 +191,20 @@ fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [
     tensor.as_mut_slice().unwrap_or(&mut [])
 }
 
-/// Buffers of one launch, by their ids in the Program, ascending.
-pub(super) struct Bound(Vec<(BufferId, CpuBuffer)>);
-
 /// Gives an operation its tensors.
 struct Access<'a> {
     rank: usize,
     place: &'a OpPlace,
-    buffers: &'a Bound,
+    /// The Program's table.
+    buffers: &'a [CpuBuffer],
 }
 
 impl<'a> Access<'a> {
-    fn buffer(&self, id: BufferId) -> &'a CpuBuffer {
-        // `bind` took every buffer that the operation reads or writes.
-        let index = self.buffers.0.partition_point(|(bound, _)| *bound < id);
-        &self.buffers.0[index].1
-    }
-
     fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
-        self.buffer(id).read(self.rank, self.place)
+        self.buffers[id.0].read(self.rank, self.place)
     }
 
     fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
-        self.buffer(id).write(self.rank, self.place)
+        self.buffers[id.0].write(self.rank, self.place)
     }
 }
