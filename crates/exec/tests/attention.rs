@@ -1,5 +1,8 @@
 //! Distributed attention, tensors to tensors, against the dense f64 reference.
+#![allow(clippy::unwrap_used)]
 
+// Written for the tests of the kernels, which use all of it.
+#[allow(dead_code)]
 mod support;
 
 use std::time::{Duration, Instant};
@@ -90,6 +93,10 @@ proptest! {
         let report = check_attention(&mask, &spec, &inputs, &run.outputs);
         prop_assert!(report.passed, "{:#?}", report);
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20))]
 
     /// Any policy, number of stages and repetition: the same bits.
     #[test]
