@@ -37,8 +37,8 @@ pub struct AttentionOutputs {
     pub dsink: Option<HostTensor>,
 }
 
-/// A link that the local transport is told to imitate: every group collective takes at least
-/// `alpha + bytes / bytes_per_second` on each rank.
+/// A link that the local transport is told to imitate: a group collective in which a rank exchanges rows with others takes
+/// at least `alpha + bytes / bytes_per_second` on that rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SlowLink {
     /// Added to every collective.

@@ -17,7 +17,13 @@ impl Mask {
         for (index, slice) in slices.iter().enumerate() {
             for (axis, range, seqlen) in [("q", slice.q_range, seqlen_q), ("k", slice.k_range, seqlen_k)] {
                 if range.end > seqlen {
-                    return Err(MaskError::OutOfBounds { index, axis, start: range.start, end: range.end, seqlen });
+                    return Err(MaskError::OutOfBounds {
+                        index,
+                        axis,
+                        start: range.start,
+                        end: range.end,
+                        seqlen,
+                    });
                 }
             }
         }

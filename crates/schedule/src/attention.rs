@@ -1,19 +1,362 @@
-use counterpoint_plan::{AttentionSpec, Plan};
+//! Distributed attention as Programs.
+//!
+//! Forward: while stage `s` computes, the keys and values of stage `s + 1` arrive. Backward: likewise, and the gradients
+//! of the keys of stage `s - 1` travel home on a stream of their own, so that neither direction waits for the other's
+//! dependencies. Stage 0 is the local work.
 
-use crate::{OverlapPolicy, Program};
+use std::sync::Arc;
 
-/// placeholder
-pub fn lower_attention_forward(_plan: &Plan, _rank: usize, _spec: &AttentionSpec, _policy: OverlapPolicy) -> Program {
-    unreachable!()
+use counterpoint_plan::{
+    AttentionSpec, DType, GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan,
+};
+
+use crate::builder::ProgramBuilder;
+use crate::{
+    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BufferId, BufferRole,
+    GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamKind,
+};
+
+/// Whether the gradients of remote keys travel as soon as a stage has them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum GradientReduction {
+    /// One group-reduce a stage, under the next stage's computation. The order in which an owner adds the shares of its
+    /// rows follows the stages.
+    #[default]
+    PerStage,
+    /// One group-reduce after the last stage: shares are added in the order of ranks, so the result has the same bits for
+    /// any number of stages.
+    Deterministic,
 }
 
-/// placeholder
-pub fn lower_attention_backward(
-    _plan: &Plan,
-    _rank: usize,
-    _spec: &AttentionSpec,
-    _policy: OverlapPolicy,
-    _deterministic: bool,
+/// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`.
+pub fn lower_attention_forward(
+    plan: &Plan,
+    rank: usize,
+    spec: &AttentionSpec,
+    policy: OverlapPolicy,
 ) -> Program {
-    unreachable!()
+    let rank_plan = &plan.ranks[rank];
+    let stages = &rank_plan.forward;
+    let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let cast = if stages.len() > 1 { p.stream("group-cast", StreamKind::Communication) } else { compute };
+
+    let acc_dtype = spec.dtype.accumulator();
+    let local = LocalTensors::declare(&mut p, rank_plan, spec);
+    let row_shape = [rank_plan.q_rows, spec.heads_q];
+    let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
+    let sink = sink_input(&mut p, spec);
+    let acc = p.buffer("acc", acc_dtype, &out_shape, BufferRole::Scratch);
+    let row_max = p.buffer("row_max", acc_dtype, &row_shape, BufferRole::Scratch);
+    let row_sum = p.buffer("row_sum", acc_dtype, &row_shape, BufferRole::Scratch);
+    let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
+    let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
+    let barrier = p.barrier();
+
+    let mut keys = (local.k, local.v);
+    let mut arrived = None;
+    for (s, stage) in stages.iter().enumerate() {
+        let here = Some(s);
+        let next = stages.get(s + 1).map(|next| {
+            let (k, v) = stage_keys(&mut p, s + 1, next, spec);
+            let op = GroupCast {
+                part: Arc::new(next.part.clone()),
+                tensors: vec![(local.k, k), (local.v, v)],
+                wire_dtype: spec.dtype,
+                arrive: barrier,
+            };
+            p.push(cast, Some(s + 1), "cast k v", Op::GroupCast(op));
+            ((k, v), p.mark(cast, Some(s + 1), "k v arrived"))
+        });
+        if let Some(mark) = arrived {
+            p.after(compute, here, "wait for k v", mark);
+        }
+        if next.is_some() {
+            p.after_start(compute, here, "wait until the next cast has started", barrier, s as u64 + 1);
+        }
+        if s == 0 || !stage.bands.is_empty() {
+            let op = AttentionForward {
+                q: local.q,
+                k: keys.0,
+                v: keys.1,
+                acc,
+                row_max,
+                row_sum,
+                bands: stage.bands.clone(),
+                scale: spec.scale,
+                softcap: spec.softcap,
+                accumulate: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+            };
+            p.push(compute, here, "attention forward", Op::AttentionForward(op));
+        }
+        if let Some((next_keys, mark)) = next {
+            keys = next_keys;
+            arrived = Some(mark);
+        }
+    }
+    p.push(
+        compute,
+        None,
+        "finish",
+        Op::AttentionFinish(AttentionFinish { acc, row_max, row_sum, sink, out, lse }),
+    );
+    p.finish()
+}
+
+/// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows) and `sink`; outputs `dq`, `dk`,
+/// `dv`, and `dsink` summed over all ranks.
+pub fn lower_attention_backward(
+    plan: &Plan,
+    rank: usize,
+    spec: &AttentionSpec,
+    policy: OverlapPolicy,
+    reduction: GradientReduction,
+) -> Program {
+    let rank_plan = &plan.ranks[rank];
+    let world_size = plan.ranks.len();
+    let stages = &rank_plan.backward;
+    let mut p = ProgramBuilder::new("attention backward", rank, world_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let (cast, reduce) = if world_size > 1 {
+        (
+            p.stream("group-cast", StreamKind::Communication),
+            p.stream("group-reduce", StreamKind::Communication),
+        )
+    } else {
+        (compute, compute)
+    };
+
+    let acc_dtype = spec.dtype.accumulator();
+    let local = LocalTensors::declare(&mut p, rank_plan, spec);
+    let row_shape = [rank_plan.q_rows, spec.heads_q];
+    let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
+    let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Input);
+    let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Input);
+    let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
+    let sink = sink_input(&mut p, spec);
+    let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
+    let dq = Gradient::declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    let dk = Gradient::declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
+    let dv = Gradient::declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
+    let cast_barrier = p.barrier();
+    let reduce_barrier = p.barrier();
+
+    let dsink = sink.map(|sink| {
+        let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
+        let name = if world_size > 1 { "dsink_share" } else { "dsink" };
+        (sink, p.buffer(name, acc_dtype, &[spec.seqlen_sink, spec.heads_q], role))
+    });
+    let op = AttentionDelta { out, dout, lse, delta, sink: dsink };
+    p.push(compute, None, "delta", Op::AttentionDelta(op));
+    if let Some((_, share)) = dsink
+        && world_size > 1
+    {
+        let mark = p.mark(compute, None, "dsink share done");
+        p.after(reduce, None, "wait for dsink share", mark);
+        let shape = [spec.seqlen_sink, spec.heads_q];
+        let sum = p.buffer("dsink_sum", acc_dtype, &shape, BufferRole::Scratch);
+        let total = p.buffer("dsink", acc_dtype, &shape, BufferRole::Output);
+        let part = Arc::new(through_rank_0(rank, world_size, spec.seqlen_sink));
+        let op = GroupReduce {
+            part: part.clone(),
+            tensors: vec![(share, sum)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            wire_dtype: acc_dtype,
+            reduce_dtype: acc_dtype,
+            arrive: None,
+        };
+        p.push(reduce, None, "reduce dsink", Op::GroupReduce(op));
+        let op = GroupCast { part, tensors: vec![(sum, total)], wire_dtype: acc_dtype, arrive: None };
+        p.push(reduce, None, "cast dsink", Op::GroupCast(op));
+    }
+
+    let mut keys = (local.k, local.v);
+    let mut arrived = None;
+    let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
+    for (s, stage) in stages.iter().enumerate() {
+        let here = Some(s);
+        let next = stages.get(s + 1).map(|next| {
+            let (k, v) = stage_keys(&mut p, s + 1, next, spec);
+            let op = GroupCast {
+                part: Arc::new(next.part.clone()),
+                tensors: vec![(local.k, k), (local.v, v)],
+                wire_dtype: spec.dtype,
+                arrive: cast_barrier,
+            };
+            p.push(cast, Some(s + 1), "cast k v", Op::GroupCast(op));
+            ((k, v), p.mark(cast, Some(s + 1), "k v arrived"))
+        });
+        if let Some(mark) = arrived {
+            p.after(compute, here, "wait for k v", mark);
+        }
+        if next.is_some() {
+            p.after_start(compute, here, "wait until the next cast has started", cast_barrier, s as u64 + 1);
+        }
+        if s >= 2 && reduction == GradientReduction::PerStage {
+            p.after_start(
+                compute,
+                here,
+                "wait until the last reduce has started",
+                reduce_barrier,
+                s as u64 - 1,
+            );
+        }
+        let (stage_dk, stage_dv) = if s == 0 {
+            (dk.acc, dv.acc)
+        } else {
+            let shape_k = [stage.key_rows, spec.heads_kv, spec.head_dim];
+            let shape_v = [stage.key_rows, spec.heads_kv, spec.head_dim_v];
+            (
+                p.buffer(&format!("dk_{s}"), acc_dtype, &shape_k, BufferRole::Scratch),
+                p.buffer(&format!("dv_{s}"), acc_dtype, &shape_v, BufferRole::Scratch),
+            )
+        };
+        let op = AttentionBackward {
+            q: local.q,
+            k: keys.0,
+            v: keys.1,
+            dout,
+            lse,
+            delta,
+            dq: dq.acc,
+            dk: stage_dk,
+            dv: stage_dv,
+            bands: stage.bands.clone(),
+            scale: spec.scale,
+            softcap: spec.softcap,
+            accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+        };
+        p.push(compute, here, "attention backward", Op::AttentionBackward(op));
+        if s > 0 {
+            match reduction {
+                GradientReduction::PerStage => {
+                    let mark = p.mark(compute, here, "dk dv done");
+                    p.after(reduce, here, "wait for dk dv", mark);
+                    let tensors = vec![(stage_dk, dk.acc), (stage_dv, dv.acc)];
+                    let op = sum_home(Arc::new(stage.part.clone()), tensors, acc_dtype, reduce_barrier);
+                    p.push(reduce, here, "reduce dk dv", Op::GroupReduce(op));
+                }
+                GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
+            }
+        }
+        if let Some((next_keys, mark)) = next {
+            keys = next_keys;
+            arrived = Some(mark);
+        }
+    }
+    if !shares.is_empty() {
+        let rows = stages[1..].iter().map(|stage| stage.key_rows).sum();
+        let all_dk =
+            p.buffer("dk_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim], BufferRole::Scratch);
+        let all_dv =
+            p.buffer("dv_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim_v], BufferRole::Scratch);
+        let (dks, dvs) = shares.into_iter().unzip();
+        p.push(compute, None, "gather dk", Op::Concat { srcs: dks, dst: all_dk });
+        p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
+        let mark = p.mark(compute, None, "dk dv done");
+        p.after(reduce, None, "wait for dk dv", mark);
+        let part = GroupPart::concat(stages[1..].iter().map(|stage| (&stage.part, stage.key_rows)));
+        let tensors = vec![(all_dk, dk.acc), (all_dv, dv.acc)];
+        p.push(
+            reduce,
+            None,
+            "reduce dk dv",
+            Op::GroupReduce(sum_home(Arc::new(part), tensors, acc_dtype, None)),
+        );
+    }
+    dq.round(&mut p, compute, "round dq");
+    let home = p.mark(reduce, None, "dk dv home");
+    p.after(compute, None, "wait for the last reduce", home);
+    dk.round(&mut p, compute, "round dk");
+    dv.round(&mut p, compute, "round dv");
+    p.finish()
+}
+
+/// The rank's own rows, which every Program of attention reads.
+struct LocalTensors {
+    q: BufferId,
+    k: BufferId,
+    v: BufferId,
+}
+
+impl LocalTensors {
+    fn declare(p: &mut ProgramBuilder, plan: &RankPlan, spec: &AttentionSpec) -> Self {
+        let mut input = |name, shape: &[usize]| p.buffer(name, spec.dtype, shape, BufferRole::Input);
+        Self {
+            q: input("q", &[plan.q_rows, spec.heads_q, spec.head_dim]),
+            k: input("k", &[plan.k_rows, spec.heads_kv, spec.head_dim]),
+            v: input("v", &[plan.k_rows, spec.heads_kv, spec.head_dim_v]),
+        }
+    }
+}
+
+/// A gradient that is summed in the accumulator type and rounded once at the end, where that is another type.
+struct Gradient {
+    acc: BufferId,
+    rounded: Option<BufferId>,
+}
+
+impl Gradient {
+    fn declare(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        let acc_dtype = dtype.accumulator();
+        if acc_dtype == dtype {
+            return Self { acc: p.buffer(name, dtype, shape, BufferRole::Output), rounded: None };
+        }
+        let acc = p.buffer(&format!("{name}_acc"), acc_dtype, shape, BufferRole::Scratch);
+        Self { acc, rounded: Some(p.buffer(name, dtype, shape, BufferRole::Output)) }
+    }
+
+    fn round(&self, p: &mut ProgramBuilder, stream: crate::StreamId, label: &str) {
+        if let Some(dst) = self.rounded {
+            p.push(stream, None, label, Op::Cast { src: self.acc, dst });
+        }
+    }
+}
+
+fn sink_input(p: &mut ProgramBuilder, spec: &AttentionSpec) -> Option<BufferId> {
+    let shape = [spec.seqlen_sink, spec.heads_q];
+    (spec.seqlen_sink > 0).then(|| p.buffer("sink", spec.dtype.accumulator(), &shape, BufferRole::Input))
+}
+
+fn stage_keys(
+    p: &mut ProgramBuilder,
+    s: usize,
+    stage: &StagePlan,
+    spec: &AttentionSpec,
+) -> (BufferId, BufferId) {
+    let mut scratch = |name: &str, dim| {
+        let shape = [stage.key_rows, spec.heads_kv, dim];
+        p.buffer(&format!("{name}_{s}"), spec.dtype, &shape, BufferRole::Scratch)
+    };
+    (scratch("k", spec.head_dim), scratch("v", spec.head_dim_v))
+}
+
+/// Sums shares of gradients into their owners' rows, on the wire in the accumulator type.
+fn sum_home(
+    part: Arc<GroupPart>,
+    tensors: Vec<(BufferId, BufferId)>,
+    acc_dtype: DType,
+    arrive: Option<crate::BarrierId>,
+) -> GroupReduce {
+    GroupReduce {
+        part,
+        tensors,
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Continue,
+        wire_dtype: acc_dtype,
+        reduce_dtype: acc_dtype,
+        arrive,
+    }
+}
+
+/// The pattern in which rank 0 owns `rows` rows and every rank, itself included, holds a copy: reduced, then cast, it is
+/// an all-reduce with a fixed order.
+fn through_rank_0(rank: usize, world_size: usize, rows: usize) -> GroupPart {
+    let rows = counterpoint_mask::Range::new(0, rows);
+    let ranks = (0..world_size as u32).collect();
+    GroupPart {
+        owned: if rank == 0 { vec![OwnedSplit { rows, ranks }] } else { Vec::new() },
+        remote: vec![RemoteSplit { rows, rank: 0 }],
+    }
 }

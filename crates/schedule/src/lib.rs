@@ -4,17 +4,20 @@
 //! predicts it, and both speak of it as a [`Timeline`].
 
 mod attention;
+mod builder;
 mod policy;
 mod program;
 mod simulate;
 mod timeline;
+mod validate;
 
-pub use attention::{lower_attention_backward, lower_attention_forward};
-pub use policy::{OverlapPolicy, StartOrder};
+pub use attention::{GradientReduction, lower_attention_backward, lower_attention_forward};
+pub use policy::{OverlapPolicy, PolicyError, StartOrder};
 pub use program::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
-    BufferSpec, EventId, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, SignalId, StreamId, StreamKind,
-    StreamSpec,
+    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId,
+    BufferRole, BufferSpec, EventId, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, SignalId,
+    StreamId, StreamKind, StreamSpec,
 };
-pub use simulate::simulate;
-pub use timeline::{Span, SpanKind, Timeline};
+pub use simulate::{SimulateError, simulate};
+pub use timeline::{Overlap, Span, SpanKind, Timeline};
+pub use validate::ProgramError;

@@ -207,8 +207,8 @@ pub struct AttentionBackward {
     pub accumulate_dq: Accumulate,
 }
 
-/// Rows to the ranks that need them. All ranks issue the same group collectives in the same order; the n-th of one rank
-/// meets the n-th of every other.
+/// Rows to the ranks that need them. All ranks queue the same group collectives in the same order, whatever the stream;
+/// the n-th of one rank's Program meets the n-th of every other's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupCast {
     /// This rank's part.
@@ -221,7 +221,8 @@ pub struct GroupCast {
     pub arrive: Option<BarrierId>,
 }
 
-/// Partial results back to their owners, reduced there in the order of source ranks. The owner's own contribution, under
+/// Partial results back to their owners, reduced there: the partial results of one row are combined in the order of their
+/// source ranks, whatever the order of the splits that name it. The owner's own contribution, under
 /// [`Accumulate::Continue`], comes first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupReduce {
@@ -263,6 +264,13 @@ pub enum Op {
         /// Source.
         src: BufferId,
         /// Destination, of the same shape.
+        dst: BufferId,
+    },
+    /// Copies whole buffers one after the other, along the rows, into `dst`.
+    Concat {
+        /// Sources, of one row shape and element type.
+        srcs: Vec<BufferId>,
+        /// Destination, with the rows of all of them.
         dst: BufferId,
     },
     /// Marks a point of this stream.

@@ -1,4 +1,3 @@
-use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 /// What a span's time went into.
@@ -45,13 +44,128 @@ pub struct Timeline {
     pub spans: Vec<Span>,
 }
 
+/// How much of the communication ran under computation, in seconds of a rank, averaged over the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Overlap {
+    /// Time in which any communication was under way.
+    pub communication_seconds: f64,
+    /// Time in which any computation was under way.
+    pub compute_seconds: f64,
+    /// Communication with no computation of the same rank beside it.
+    pub exposed_seconds: f64,
+    /// Hidden over hideable: `(communication - exposed) / min(communication, compute)`, over all ranks. `None` without
+    /// communication.
+    pub efficiency: Option<f64>,
+}
+
 impl Timeline {
     /// End of the last span, in seconds.
     pub fn makespan(&self) -> f64 {
         self.spans.iter().map(|span| span.end).fold(0.0, f64::max)
     }
+
+    /// How much of the communication ran under computation.
+    pub fn overlap(&self) -> Overlap {
+        let mut by_rank = vec![(Vec::new(), Vec::new()); self.world_size];
+        for span in &self.spans {
+            let (communication, compute) = &mut by_rank[span.rank];
+            match span.kind {
+                SpanKind::Communication => communication.push((span.start, span.end)),
+                SpanKind::Compute => compute.push((span.start, span.end)),
+                SpanKind::Wait => {}
+            }
+        }
+        let (mut communication, mut compute, mut exposed, mut hideable) = (0.0, 0.0, 0.0, 0.0);
+        for (moving, computing) in by_rank {
+            let (moving, computing) = (union(moving), union(computing));
+            let (moved, computed) = (length(&moving), length(&computing));
+            let hidden = common_length(&moving, &computing);
+            communication += moved;
+            compute += computed;
+            exposed += moved - hidden;
+            hideable += moved.min(computed);
+        }
+        let ranks = self.world_size.max(1) as f64;
+        Overlap {
+            communication_seconds: communication / ranks,
+            compute_seconds: compute / ranks,
+            exposed_seconds: exposed / ranks,
+            efficiency: (hideable > 0.0).then(|| (communication - exposed) / hideable),
+        }
+    }
 }
 
-// Keeps the import until overlap accounting lands here.
-#[allow(dead_code)]
-type _Placeholder = Range;
+type Interval = (f64, f64);
+
+/// Disjoint ascending intervals with the same points.
+fn union(mut intervals: Vec<Interval>) -> Vec<Interval> {
+    intervals.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut out: Vec<Interval> = Vec::new();
+    for (start, end) in intervals {
+        match out.last_mut() {
+            Some(last) if start <= last.1 => last.1 = last.1.max(end),
+            _ => out.push((start, end)),
+        }
+    }
+    out
+}
+
+fn length(intervals: &[Interval]) -> f64 {
+    intervals.iter().map(|(start, end)| end - start).sum()
+}
+
+/// Length of the intersection of two lists of disjoint ascending intervals.
+fn common_length(a: &[Interval], b: &[Interval]) -> f64 {
+    let (mut i, mut j, mut total) = (0, 0, 0.0);
+    while i < a.len() && j < b.len() {
+        total += (a[i].1.min(b[j].1) - a[i].0.max(b[j].0)).max(0.0);
+        if a[i].1 <= b[j].1 {
+            i += 1;
+        } else {
+            j += 1;
+        }
+    }
+    total
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(rank: usize, kind: SpanKind, start: f64, end: f64) -> Span {
+        Span { rank, stream: 0, label: String::new(), kind, stage: None, start, end }
+    }
+
+    fn timeline(world_size: usize, spans: Vec<Span>) -> Timeline {
+        Timeline { name: "test".into(), world_size, streams: vec!["compute".into()], spans }
+    }
+
+    #[test]
+    fn hidden_and_exposed() {
+        use SpanKind::{Communication, Compute, Wait};
+        let t = timeline(
+            2,
+            vec![
+                span(0, Compute, 0.0, 4.0),
+                span(0, Communication, 1.0, 3.0),
+                span(0, Communication, 2.0, 6.0), // two streams at once count once
+                span(0, Wait, 4.0, 6.0),
+                span(1, Compute, 0.0, 1.0),
+                span(1, Communication, 1.0, 2.0),
+            ],
+        );
+        let o = t.overlap();
+        assert_eq!(t.makespan(), 6.0);
+        assert_eq!(o.communication_seconds, 3.0); // (5 + 1) / 2
+        assert_eq!(o.compute_seconds, 2.5); // (4 + 1) / 2
+        assert_eq!(o.exposed_seconds, 1.5); // (2 + 1) / 2
+        assert_eq!(o.efficiency, Some(3.0 / 5.0)); // hidden 3 + 0, hideable 4 + 1
+    }
+
+    #[test]
+    fn nothing_to_hide() {
+        let t = timeline(1, vec![span(0, SpanKind::Compute, 0.0, 1.0)]);
+        assert_eq!(t.overlap().efficiency, None);
+        assert_eq!(Timeline::default().makespan(), 0.0);
+    }
+}

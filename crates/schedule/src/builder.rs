@@ -1,0 +1,99 @@
+use counterpoint_plan::DType;
+
+use crate::{
+    BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, StartOrder,
+    StreamId, StreamKind, StreamSpec,
+};
+
+/// Writes a [`Program`] under an [`OverlapPolicy`]: lowerings say what may run side by side, the builder turns that into
+/// streams, events and barriers.
+pub(crate) struct ProgramBuilder {
+    program: Program,
+    policy: OverlapPolicy,
+}
+
+impl ProgramBuilder {
+    pub(crate) fn new(name: &str, rank: usize, world_size: usize, policy: OverlapPolicy) -> Self {
+        let program = Program {
+            name: name.to_owned(),
+            rank,
+            world_size,
+            streams: Vec::new(),
+            buffers: Vec::new(),
+            num_events: 0,
+            num_barriers: 0,
+            num_signals: 0,
+            sm_margin: policy.sm_margin,
+            ops: Vec::new(),
+        };
+        Self { program, policy }
+    }
+
+    /// A stream of its own; under `Sequential` everything shares the first one.
+    pub(crate) fn stream(&mut self, name: &str, kind: StreamKind) -> StreamId {
+        if self.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {
+            return StreamId(0);
+        }
+        self.program.streams.push(StreamSpec { name: name.to_owned(), kind });
+        StreamId(self.program.streams.len() - 1)
+    }
+
+    pub(crate) fn buffer(&mut self, name: &str, dtype: DType, shape: &[usize], role: BufferRole) -> BufferId {
+        self.program.buffers.push(BufferSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), role });
+        BufferId(self.program.buffers.len() - 1)
+    }
+
+    /// A barrier where the policy asks for one.
+    pub(crate) fn barrier(&mut self) -> Option<BarrierId> {
+        (self.policy.start == StartOrder::KernelBarrier).then(|| {
+            self.program.num_barriers += 1;
+            BarrierId(self.program.num_barriers - 1)
+        })
+    }
+
+    pub(crate) fn push(&mut self, stream: StreamId, stage: Option<usize>, label: &str, op: Op) {
+        self.program.ops.push(ProgramOp { stream, stage, label: label.to_owned(), op });
+    }
+
+    /// A mark of what `stream` has been given so far.
+    pub(crate) fn mark(&mut self, stream: StreamId, stage: Option<usize>, label: &str) -> Mark {
+        let event = EventId(self.program.num_events);
+        self.program.num_events += 1;
+        self.push(stream, stage, label, Op::Record(event));
+        Mark { stream, event }
+    }
+
+    /// What `stream` is given from now on comes after `mark`. Nothing to do within one stream.
+    pub(crate) fn after(&mut self, stream: StreamId, stage: Option<usize>, label: &str, mark: Mark) {
+        if stream != mark.stream {
+            self.push(stream, stage, label, Op::Wait(mark.event));
+        }
+    }
+
+    /// What `stream` is given from now on starts once the communication that it should hide has started.
+    pub(crate) fn after_start(
+        &mut self,
+        stream: StreamId,
+        stage: Option<usize>,
+        label: &str,
+        barrier: Option<BarrierId>,
+        arrivals: u64,
+    ) {
+        if let Some(barrier) = barrier
+            && arrivals > 0
+        {
+            self.push(stream, stage, label, Op::Await { barrier, arrivals });
+        }
+    }
+
+    pub(crate) fn finish(self) -> Program {
+        self.program
+    }
+}
+
+/// A point of a stream that others can be ordered after.
+#[derive(Clone, Copy)]
+pub(crate) struct Mark {
+    stream: StreamId,
+    event: EventId,
+}

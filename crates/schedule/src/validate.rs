@@ -1,0 +1,286 @@
+//! Whether a Program is well formed and free of data races, without running it.
+
+use thiserror::Error;
+
+use crate::{BufferId, BufferRole, Op, Program, SignalId};
+
+/// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ProgramError {
+    /// An index names nothing.
+    #[error("op {op} ({label}) names {what} that the Program does not have")]
+    Unknown {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Stream, buffer, event, barrier or signal.
+        what: &'static str,
+    },
+    /// An operation waits for something that nothing queued before it produces.
+    #[error("op {op} ({label}) waits for {what} that no earlier op produces; queue the producer first")]
+    NoProducer {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Event, barrier or signal.
+        what: &'static str,
+    },
+    /// An event is recorded twice.
+    #[error("op {op} ({label}) records event {event} a second time")]
+    RecordedTwice {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// The event.
+        event: usize,
+    },
+    /// An input is written.
+    #[error("op {op} ({label}) writes input `{buffer}`")]
+    WritesInput {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Name of the buffer.
+        buffer: String,
+    },
+    /// Two operations use one buffer, at least one writes it, and nothing orders them.
+    #[error(
+        "ops {first} ({first_label}) and {second} ({second_label}) race on buffer `{buffer}`; order them by an event"
+    )]
+    Race {
+        /// Index of the operation queued first.
+        first: usize,
+        /// Its label.
+        first_label: String,
+        /// Index of the other.
+        second: usize,
+        /// Its label.
+        second_label: String,
+        /// Name of the buffer.
+        buffer: String,
+    },
+}
+
+impl Op {
+    /// Buffers that the operation reads. One that it reads and writes is in both lists.
+    pub fn reads(&self) -> Vec<BufferId> {
+        use crate::Accumulate::Continue;
+        match self {
+            Op::AttentionForward(op) => {
+                let mut out = vec![op.q, op.k, op.v];
+                if op.accumulate == Continue {
+                    out.extend([op.acc, op.row_max, op.row_sum]);
+                }
+                out
+            }
+            Op::AttentionFinish(op) => {
+                let mut out = vec![op.acc, op.row_max, op.row_sum];
+                out.extend(op.sink);
+                out
+            }
+            Op::AttentionDelta(op) => {
+                let mut out = vec![op.out, op.dout];
+                if let Some((sink, _)) = op.sink {
+                    out.extend([op.lse, sink]);
+                }
+                out
+            }
+            Op::AttentionBackward(op) => {
+                let mut out = vec![op.q, op.k, op.v, op.dout, op.lse, op.delta];
+                if op.accumulate_dq == Continue {
+                    out.push(op.dq);
+                }
+                out
+            }
+            Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
+            Op::GroupReduce(op) => {
+                let mut out: Vec<_> = op.tensors.iter().map(|&(input, _)| input).collect();
+                if op.accumulate == Continue {
+                    out.extend(op.tensors.iter().map(|&(_, output)| output));
+                }
+                out
+            }
+            Op::Cast { src, .. } => vec![*src],
+            Op::Concat { srcs, .. } => srcs.clone(),
+            Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
+                Vec::new()
+            }
+        }
+    }
+
+    /// Buffers that the operation writes.
+    pub fn writes(&self) -> Vec<BufferId> {
+        match self {
+            Op::AttentionForward(op) => vec![op.acc, op.row_max, op.row_sum],
+            Op::AttentionFinish(op) => vec![op.out, op.lse],
+            Op::AttentionDelta(op) => {
+                let mut out = vec![op.delta];
+                out.extend(op.sink.map(|(_, dsink)| dsink));
+                out
+            }
+            Op::AttentionBackward(op) => vec![op.dq, op.dk, op.dv],
+            Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
+            Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
+            Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
+            Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
+                Vec::new()
+            }
+        }
+    }
+}
+
+impl Program {
+    /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
+    /// read, and that no two unordered operations touch one buffer with a write among them.
+    ///
+    /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
+    ///
+    /// # Errors
+    /// The first thing found wrong.
+    pub fn validate(&self) -> Result<(), ProgramError> {
+        let clocks = self.clocks()?;
+        let mut users: Vec<Vec<(usize, bool)>> = vec![Vec::new(); self.buffers.len()];
+        for (index, op) in self.ops.iter().enumerate() {
+            for (buffers, write) in [(op.op.reads(), false), (op.op.writes(), true)] {
+                for BufferId(buffer) in buffers {
+                    let Some(spec) = self.buffers.get(buffer) else {
+                        return Err(self.unknown(index, "a buffer"));
+                    };
+                    if write && spec.role == BufferRole::Input {
+                        let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
+                        return Err(ProgramError::WritesInput { op, label, buffer });
+                    }
+                    users[buffer].push((index, write));
+                }
+            }
+        }
+        for (buffer, users) in users.iter().enumerate() {
+            for (i, &(first, first_writes)) in users.iter().enumerate() {
+                for &(second, second_writes) in &users[i + 1..] {
+                    let ordered = first == second || clocks[second].follows(self.ops[first].stream.0, first);
+                    if (first_writes || second_writes) && !ordered {
+                        return Err(ProgramError::Race {
+                            first,
+                            first_label: self.ops[first].label.clone(),
+                            second,
+                            second_label: self.ops[second].label.clone(),
+                            buffer: self.buffers[buffer].name.clone(),
+                        });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn unknown(&self, op: usize, what: &'static str) -> ProgramError {
+        ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
+    }
+
+    /// For every operation, what is certainly finished before it starts.
+    fn clocks(&self) -> Result<Vec<Clock>, ProgramError> {
+        let no_producer =
+            |op: usize, what| ProgramError::NoProducer { op, label: self.ops[op].label.clone(), what };
+        let mut streams = vec![Clock::new(self.streams.len()); self.streams.len()];
+        let mut events: Vec<Option<Clock>> = vec![None; self.num_events];
+        let mut arrivals = vec![0u64; self.num_barriers];
+        let mut signals: Vec<Vec<(u64, Clock)>> = vec![Vec::new(); self.num_signals];
+        let mut out = Vec::with_capacity(self.ops.len());
+        for (index, op) in self.ops.iter().enumerate() {
+            let stream = op.stream.0;
+            let Some(mut clock) = streams.get(stream).cloned() else {
+                return Err(self.unknown(index, "a stream"));
+            };
+            match &op.op {
+                Op::Record(event) => match events.get_mut(event.0) {
+                    None => return Err(self.unknown(index, "an event")),
+                    Some(Some(_)) => {
+                        let (op, label, event) = (index, op.label.clone(), event.0);
+                        return Err(ProgramError::RecordedTwice { op, label, event });
+                    }
+                    Some(slot) => *slot = Some(clock.clone()),
+                },
+                Op::Wait(event) => match events.get(event.0) {
+                    None => return Err(self.unknown(index, "an event")),
+                    Some(None) => return Err(no_producer(index, "an event")),
+                    Some(Some(other)) => clock.join(other),
+                },
+                Op::Await { barrier, arrivals: wanted } => match arrivals.get(barrier.0) {
+                    None => return Err(self.unknown(index, "a barrier")),
+                    Some(have) if have < wanted => return Err(no_producer(index, "a barrier")),
+                    Some(_) => {}
+                },
+                Op::Signal { signal: SignalId(signal), value } => match signals.get_mut(*signal) {
+                    None => return Err(self.unknown(index, "a signal")),
+                    Some(raised) => raised.push((*value, clock.clone())),
+                },
+                Op::WaitSignal { signal: SignalId(signal), value } => {
+                    let Some(raised) = signals.get(*signal) else {
+                        return Err(self.unknown(index, "a signal"));
+                    };
+                    // Whichever sufficient signal comes first releases the wait: only what precedes all of them is certain.
+                    let enough =
+                        raised.iter().filter(|(raised, _)| raised >= value).map(|(_, clock)| clock.clone());
+                    match enough.reduce(Clock::meet) {
+                        None => return Err(no_producer(index, "a signal")),
+                        Some(other) => clock.join(&other),
+                    }
+                }
+                Op::GroupCast(cast) => self.arrive(index, cast.arrive, &mut arrivals)?,
+                Op::GroupReduce(reduce) => self.arrive(index, reduce.arrive, &mut arrivals)?,
+                _ => {}
+            }
+            out.push(clock.clone());
+            clock.finished[stream] = Some(index);
+            streams[stream] = clock;
+        }
+        Ok(out)
+    }
+
+    fn arrive(
+        &self,
+        op: usize,
+        barrier: Option<crate::BarrierId>,
+        arrivals: &mut [u64],
+    ) -> Result<(), ProgramError> {
+        if let Some(barrier) = barrier {
+            *arrivals.get_mut(barrier.0).ok_or_else(|| self.unknown(op, "a barrier"))? += 1;
+        }
+        Ok(())
+    }
+}
+
+/// The last finished operation of each stream: a vector clock.
+#[derive(Clone, Debug)]
+struct Clock {
+    finished: Vec<Option<usize>>,
+}
+
+impl Clock {
+    fn new(streams: usize) -> Self {
+        Self { finished: vec![None; streams] }
+    }
+
+    fn join(&mut self, other: &Clock) {
+        for (mine, theirs) in self.finished.iter_mut().zip(&other.finished) {
+            *mine = (*mine).max(*theirs);
+        }
+    }
+
+    fn meet(mut self, other: Clock) -> Clock {
+        for (mine, theirs) in self.finished.iter_mut().zip(other.finished) {
+            *mine = (*mine).min(theirs);
+        }
+        self
+    }
+
+    /// Whether operation `op` of `stream` is certainly finished.
+    fn follows(&self, stream: usize, op: usize) -> bool {
+        self.finished[stream].is_some_and(|last| last >= op)
+    }
+}

@@ -1,0 +1,202 @@
+//! Programs written by hand: what validation refuses and what the simulator predicts.
+
+use std::sync::Arc;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{CostModel, DType, GroupPart, Link, OwnedSplit, RemoteSplit, Topology};
+use counterpoint_schedule::*;
+
+const ROWS: usize = 1000;
+
+/// One second of computation a pass over a buffer, two seconds of communication a cast, half a second to start it.
+fn cost() -> CostModel {
+    let bytes = (ROWS * 4) as f64;
+    let link = Link { alpha_seconds: 0.5, bytes_per_second: bytes / 1.5 };
+    CostModel {
+        forward_flops_per_second: 1.0,
+        backward_flops_per_second: 1.0,
+        memory_bytes_per_second: 2.0 * bytes,
+        launch_seconds: 0.0,
+        link,
+        network: Link { bytes_per_second: link.bytes_per_second / 2.0, ..link },
+    }
+}
+
+/// A Program on a compute and a communication stream, with `buffers` tensors of `ROWS` rows.
+fn program(rank: usize, world_size: usize, buffers: usize, ops: Vec<(usize, Op)>) -> Program {
+    Program {
+        name: "test".into(),
+        rank,
+        world_size,
+        streams: [("compute", StreamKind::Compute), ("cast", StreamKind::Communication)]
+            .map(|(name, kind)| StreamSpec { name: name.into(), kind })
+            .to_vec(),
+        buffers: (0..buffers)
+            .map(|i| BufferSpec {
+                name: format!("b{i}"),
+                dtype: DType::F32,
+                shape: vec![ROWS, 1],
+                role: if i == 0 { BufferRole::Input } else { BufferRole::Scratch },
+            })
+            .collect(),
+        num_events: 2,
+        num_barriers: 1,
+        num_signals: 1,
+        sm_margin: 0,
+        ops: ops
+            .into_iter()
+            .enumerate()
+            .map(|(i, (stream, op))| ProgramOp {
+                stream: StreamId(stream),
+                stage: None,
+                label: format!("op{i}"),
+                op,
+            })
+            .collect(),
+    }
+}
+
+fn copy(src: usize, dst: usize) -> Op {
+    Op::Cast { src: BufferId(src), dst: BufferId(dst) }
+}
+
+/// All rows of `src` to the other of two ranks, into `dst`.
+fn swap(rank: usize, src: usize, dst: usize, arrive: Option<BarrierId>) -> Op {
+    let rows = Range::new(0, ROWS);
+    let other = 1 - rank as u32;
+    let part = GroupPart {
+        owned: vec![OwnedSplit { rows, ranks: vec![other] }],
+        remote: vec![RemoteSplit { rows, rank: other }],
+    };
+    let tensors = vec![(BufferId(src), BufferId(dst))];
+    Op::GroupCast(GroupCast { part: Arc::new(part), tensors, wire_dtype: DType::F32, arrive })
+}
+
+fn spans(timeline: &Timeline, rank: usize) -> Vec<(usize, SpanKind, f64, f64)> {
+    let of_rank = timeline.spans.iter().filter(|span| span.rank == rank);
+    of_rank.map(|span| (span.stream, span.kind, span.start, span.end)).collect()
+}
+
+#[test]
+fn communication_runs_under_computation() {
+    let ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            let ops = vec![
+                (1, swap(rank, 0, 1, None)),
+                (1, Op::Record(EventId(0))),
+                (0, copy(0, 2)),
+                (0, Op::Wait(EventId(0))),
+                (0, copy(1, 3)),
+            ];
+            program(rank, 2, 4, ops)
+        })
+        .collect();
+    ranks.iter().for_each(|p| p.validate().unwrap());
+    let timeline = simulate(&ranks, &Topology::flat(2), &cost()).unwrap();
+    let expected = vec![
+        (0, SpanKind::Compute, 0.0, 1.0),
+        (0, SpanKind::Wait, 1.0, 2.0),
+        (0, SpanKind::Compute, 2.0, 3.0),
+        (1, SpanKind::Communication, 0.0, 2.0),
+    ];
+    assert_eq!(spans(&timeline, 0), expected);
+    assert_eq!(spans(&timeline, 1), expected);
+    let overlap = timeline.overlap();
+    assert_eq!((overlap.communication_seconds, overlap.exposed_seconds), (2.0, 1.0));
+    assert_eq!(overlap.efficiency, Some(0.5));
+
+    let far = simulate(&ranks, &Topology { world_size: 2, ranks_per_node: 1 }, &cost()).unwrap();
+    assert_eq!(far.makespan(), 4.5, "half the bandwidth between nodes: 0.5 + 3, then 1");
+}
+
+#[test]
+fn a_late_rank_holds_up_those_who_exchange_with_it() {
+    let early = program(
+        0,
+        2,
+        3,
+        vec![
+            (1, swap(0, 0, 1, Some(BarrierId(0)))),
+            (0, { Op::Await { barrier: BarrierId(0), arrivals: 1 } }),
+            (0, copy(0, 2)),
+        ],
+    );
+    let late = program(
+        1,
+        2,
+        3,
+        vec![
+            (0, copy(0, 2)),
+            (0, Op::Record(EventId(0))),
+            (1, Op::Wait(EventId(0))),
+            (1, swap(1, 0, 1, None)),
+        ],
+    );
+    let mut late = late;
+    late.ops[3].label = "op0".into(); // the same collective on both ranks
+    let timeline = simulate(&[early, late], &Topology::flat(2), &cost()).unwrap();
+    // The barrier counts starts, so computation does not wait for the late peer.
+    assert_eq!(
+        spans(&timeline, 0),
+        vec![(0, SpanKind::Compute, 0.0, 1.0), (1, SpanKind::Communication, 0.0, 3.0),]
+    );
+    assert_eq!(spans(&timeline, 1)[2], (1, SpanKind::Communication, 1.0, 3.0));
+}
+
+#[test]
+fn programs_that_would_hang_or_disagree() {
+    let stuck = program(0, 1, 1, vec![(0, Op::WaitSignal { signal: SignalId(0), value: 1 })]);
+    assert_eq!(
+        stuck.validate(),
+        Err(ProgramError::NoProducer { op: 0, label: "op0".into(), what: "a signal" })
+    );
+    let error = simulate(&[stuck], &Topology::flat(1), &cost()).unwrap_err();
+    assert_eq!(error, SimulateError::Stuck { rank: 0, op: 0, label: "op0".into() });
+
+    let casts = program(0, 2, 2, vec![(1, swap(0, 0, 1, None))]);
+    let silent = program(1, 2, 2, vec![]);
+    let error = simulate(&[casts, silent], &Topology::flat(2), &cost()).unwrap_err();
+    assert!(matches!(error, SimulateError::Mismatch { collective: 0, rank: 0, other: 1, .. }), "{error}");
+}
+
+/// Validates a Program of one rank with three buffers.
+fn check(ops: Vec<(usize, Op)>, expected: Result<(), &str>) {
+    let got = program(0, 1, 3, ops).validate();
+    assert_eq!(
+        got.as_ref().map_err(ToString::to_string),
+        expected.as_ref().map(|_| &()).map_err(ToString::to_string)
+    );
+}
+
+#[test]
+fn validation() {
+    let (record, wait) = (Op::Record(EventId(0)), Op::Wait(EventId(0)));
+    let signal = |value| Op::Signal { signal: SignalId(0), value };
+    let wait_signal = |value| Op::WaitSignal { signal: SignalId(0), value };
+    check(vec![(0, copy(0, 1)), (0, copy(1, 2))], Ok(()));
+    check(vec![(0, copy(0, 1)), (1, copy(0, 2))], Ok(()));
+    check(vec![(0, copy(0, 1)), (0, record.clone()), (1, wait.clone()), (1, copy(1, 2))], Ok(()));
+    check(vec![(0, copy(0, 1)), (0, signal(2)), (1, wait_signal(1)), (1, copy(1, 2))], Ok(()));
+    check(
+        vec![(0, copy(0, 1)), (1, copy(1, 2))],
+        Err("ops 0 (op0) and 1 (op1) race on buffer `b1`; order them by an event"),
+    );
+    // The event is recorded before the write that it should cover.
+    check(
+        vec![(0, record.clone()), (0, copy(0, 1)), (1, wait.clone()), (1, copy(1, 2))],
+        Err("ops 1 (op1) and 3 (op3) race on buffer `b1`; order them by an event"),
+    );
+    // Either signal releases the wait, and only one of them follows the write.
+    check(
+        vec![(1, signal(1)), (0, copy(0, 1)), (0, signal(1)), (1, wait_signal(1)), (1, copy(1, 2))],
+        Err("ops 1 (op1) and 4 (op4) race on buffer `b1`; order them by an event"),
+    );
+    check(
+        vec![(1, wait), (0, record.clone())],
+        Err("op 0 (op0) waits for an event that no earlier op produces; queue the producer first"),
+    );
+    check(vec![(0, record.clone()), (0, record)], Err("op 1 (op1) records event 0 a second time"));
+    check(vec![(0, copy(1, 0))], Err("op 0 (op0) writes input `b0`"));
+    check(vec![(0, copy(0, 9))], Err("op 0 (op0) names a buffer that the Program does not have"));
+    check(vec![(7, copy(0, 1))], Err("op 0 (op0) names a stream that the Program does not have"));
+}
