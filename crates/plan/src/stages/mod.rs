@@ -67,9 +67,9 @@ impl StageCuts {
     }
 }
 
-/// Places where a list of remote rows may be cut. More of them cost solving time and gain little: the ends of a stage are
-/// then known to a twenty-fourth of the list.
-const CELLS: usize = 24;
+/// Pieces of a list of remote rows between places where it may be cut. Solving takes time in the square of it, and more of
+/// them gain next to nothing: a stage's end is then known to a sixteenth of the list.
+const CELLS: usize = 16;
 
 /// Remote stages that [`StageCount::Auto`] tries. Each one costs a launch and a collective on every rank.
 const MOST_AUTO_STAGES: usize = 8;
