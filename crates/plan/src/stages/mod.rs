@@ -48,6 +48,11 @@ impl StageCuts {
         &self.rows[rank * self.stages + stage]
     }
 
+    /// As [`StageCuts::rows`], of all ranks.
+    pub(crate) fn rows_of_all(&self, stage: usize) -> Vec<&[Range]> {
+        (0..self.rows.len() / self.stages).map(|rank| self.rows(rank, stage)).collect()
+    }
+
     /// The bands of every stage of `rank`.
     pub(crate) fn bands(&self, rank: usize, outline: &RankOutline) -> Vec<Vec<Band>> {
         let mut segments = Vec::with_capacity(outline.own.len() + outline.remote.ranges.len() + self.stages);
