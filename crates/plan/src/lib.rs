@@ -2,32 +2,40 @@
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
-mod assign;
+mod bounds;
+mod cache;
 mod config;
 mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod hierarchy;
 mod layout;
 mod outline;
-mod piece;
 mod plan;
+mod prediction;
 mod runs;
 mod spec;
 mod stages;
+mod summary;
 mod topology;
 mod work;
 
+pub use bounds::TrafficBounds;
+pub use cache::{Fingerprint, PlanCache};
 pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries, received_rows,
-    received_rows_lower_bound,
+    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    received_rows, received_rows_lower_bound,
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
+pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
+pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use topology::Topology;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

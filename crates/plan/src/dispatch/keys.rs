@@ -96,9 +96,12 @@ impl Readers {
         for rank in 0..queries.cp_size() {
             for needed in needed_rows(work, queries.chunks(rank)) {
                 for chunk in needed.start / chunk_size..=(needed.end - 1) / chunk_size {
-                    let rows = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size).intersect(&needed).len();
+                    let rows =
+                        Range::new(chunk * chunk_size, (chunk + 1) * chunk_size).intersect(&needed).len();
                     match reads.last_mut() {
-                        Some(last) if last.0 == chunk as u32 && last.1 == rank as u32 => last.2 += rows as u32,
+                        Some(last) if last.0 == chunk as u32 && last.1 == rank as u32 => {
+                            last.2 += rows as u32
+                        }
                         _ => reads.push((chunk as u32, rank as u32, rows as u32)),
                     }
                 }

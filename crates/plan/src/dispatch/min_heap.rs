@@ -40,8 +40,10 @@ mod tests {
         // Mean 15.5; with two jobs a rank, 16 + 2 = 18 is what the greedy reaches.
         let areas = [2, 4, 3, 16, 13, 5, 9, 10];
         let rank_chunks = min_heap(&areas, 4);
-        let loads: Vec<u64> =
-            rank_chunks.iter().map(|chunks| chunks.iter().map(|&chunk| areas[chunk as usize]).sum()).collect();
+        let loads: Vec<u64> = rank_chunks
+            .iter()
+            .map(|chunks| chunks.iter().map(|&chunk| areas[chunk as usize]).sum())
+            .collect();
         assert_eq!(loads.iter().max(), Some(&18));
         assert!(rank_chunks.iter().all(|chunks| chunks.len() == 2));
     }

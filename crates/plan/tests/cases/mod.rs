@@ -1,5 +1,7 @@
 //! Random masks and configurations that tests of the plan share.
 
+#![allow(dead_code)] // Not every test file uses all of it.
+
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, DispatchAlgorithm, PlanConfig, StageCount, StagePlan, Topology,
@@ -22,7 +24,7 @@ pub(crate) fn masks(longest: usize) -> impl Strategy<Value = Mask> {
     let strips = proptest::collection::vec(strip, 1..7);
     let length = prop_oneof![Just(None), (1..=longest).prop_map(Some)];
     (
-        0..=longest,
+        1..=longest,
         length,
         strips,
         proptest::collection::vec(any::<usize>(), 0..6),

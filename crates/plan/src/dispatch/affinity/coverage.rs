@@ -21,7 +21,8 @@ pub(super) struct Coverage<'a> {
 impl<'a> Coverage<'a> {
     pub(super) fn new(segments: &'a Segments, rank_chunks: &[Vec<u32>]) -> Self {
         let stride = segments.words();
-        let mut coverage = Self { segments, words: vec![Word::default(); stride * rank_chunks.len()], stride };
+        let mut coverage =
+            Self { segments, words: vec![Word::default(); stride * rank_chunks.len()], stride };
         for (rank, chunks) in rank_chunks.iter().enumerate() {
             coverage.refresh(rank, chunks);
         }

@@ -61,7 +61,9 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
         let gain = area(b) - area(a);
         let (load_a, load_b) = (loads[rank_a] + gain, loads[rank_b] - gain);
         let change = |limit| {
-            over(load_a, limit) + over(load_b, limit) - over(loads[rank_a], limit) - over(loads[rank_b], limit)
+            over(load_a, limit) + over(load_b, limit)
+                - over(loads[rank_a], limit)
+                - over(loads[rank_b], limit)
         };
         let (over_mean, over_limit) = (change(mean), change(limit));
         if over_limit > 0 {
