@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::HtmlReport;
 use crate::{
     matrix::CommMatrix,
-    raster::chunk_owners,
+    ownership::chunk_owners,
     timelines::{Source, TimelinePair, rank_seconds},
     trace::kind_name,
 };
