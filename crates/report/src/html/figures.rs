@@ -201,8 +201,9 @@ impl HtmlReport<'_> {
         }
         out.push_str(
             "<li class=\"hint\">Drag to move; Ctrl and wheel to zoom; with the keyboard: arrows, +, −, 0.</li></ul>\n\
-             <div class=\"chart\" id=\"timeline-chart\" tabindex=\"0\"></div>\n",
+",
         );
+        let _ = writeln!(out, "{}</div>", super::chart("timeline-chart", "Timeline"));
         self.pass_table(out);
         out.push_str("</section>\n");
     }
