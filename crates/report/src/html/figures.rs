@@ -110,9 +110,9 @@ impl HtmlReport<'_> {
         if let Some(check) = self.check {
             let class = if check.passed() { "good" } else { "bad" };
             let (verdict, note) = if check.passed() {
-                ("✓ right", "every tensor within its bound")
+                ("✓ passed", "every tensor is within its bound")
             } else {
-                ("✗ wrong", "errors above their bounds, see below")
+                ("✗ failed", "errors above their bounds, see below")
             };
             let _ = write!(
                 out,

@@ -49,7 +49,8 @@ impl Frame {
         let (top, right) = (36.0 + strip, strip + if with_owners { 8.0 } else { 18.0 });
         // A narrow plot must still have room for the legend.
         let width = (LEFT + plot_width + right).max(440.0);
-        Self { width, height: top + plot_height + 62.0, top, plot_width, plot_height }
+        let legend = if with_owners { 62.0 } else { 42.0 };
+        Self { width, height: top + plot_height + legend, top, plot_width, plot_height }
     }
 
     fn right(&self) -> f64 {
