@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::{CostModel, DispatchAlgorithm, Topology};
+use crate::{CostModel, DispatchAlgorithm, PlanError, Topology};
 
 /// How many stages the remote work is cut into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -25,4 +25,47 @@ pub struct PlanConfig {
     pub topology: Topology,
     /// What work costs.
     pub cost: CostModel,
+}
+
+/// The largest number of ranks.
+pub const MAX_CP_SIZE: usize = 4096;
+
+/// The largest number of remote stages that can be asked for.
+pub const MAX_STAGES: usize = 1024;
+
+impl PlanConfig {
+    /// Everything automatic on `world_size` ranks of one node.
+    pub const fn new(world_size: usize) -> Self {
+        Self {
+            chunk_size: None,
+            dispatch: DispatchAlgorithm::Affinity,
+            stages: StageCount::Auto,
+            topology: Topology::flat(world_size),
+            cost: CostModel::H200,
+        }
+    }
+
+    /// Whether a plan can be made with it. Planning itself cannot fail.
+    ///
+    /// # Errors
+    /// A chunk size of 0, a number of ranks or of stages out of range, nodes that hold no rank, a cost model with which
+    /// no time can be predicted.
+    pub fn validate(&self) -> Result<(), PlanError> {
+        if self.chunk_size == Some(0) {
+            return Err(PlanError::ZeroChunkSize);
+        }
+        let Topology { world_size, ranks_per_node } = self.topology;
+        if world_size == 0 || world_size > MAX_CP_SIZE {
+            return Err(PlanError::CpSize { cp_size: world_size, max: MAX_CP_SIZE });
+        }
+        if ranks_per_node == 0 || ranks_per_node > world_size {
+            return Err(PlanError::RanksPerNode { ranks_per_node, world_size });
+        }
+        if let StageCount::Fixed(stages) = self.stages
+            && (stages == 0 || stages > MAX_STAGES)
+        {
+            return Err(PlanError::Stages { stages, max: MAX_STAGES });
+        }
+        self.cost.validate()
+    }
 }

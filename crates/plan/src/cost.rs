@@ -1,5 +1,7 @@
 use serde::{Deserialize, Serialize};
 
+use crate::PlanError;
+
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Link {
@@ -31,4 +33,55 @@ pub struct CostModel {
     pub link: Link,
     /// Between nodes.
     pub network: Link,
+}
+
+impl CostModel {
+    /// A Hopper GPU on NVLink, nodes joined by 400 Gb/s of network a GPU: what to plan with where nothing was measured.
+    /// Rates of attention kernels as published for this GPU, the link as measured with NCCL's all-to-all.
+    pub const H200: CostModel = CostModel {
+        forward_flops_per_second: 600e12,
+        backward_flops_per_second: 500e12,
+        memory_bytes_per_second: 4.3e12,
+        launch_seconds: 5e-6,
+        link: Link { alpha_seconds: 40e-6, bytes_per_second: 330e9 },
+        network: Link { alpha_seconds: 60e-6, bytes_per_second: 45e9 },
+    };
+
+    /// Whether times can be predicted with it.
+    ///
+    /// # Errors
+    /// A rate that is not above 0, a cost that is below 0, anything that is not finite.
+    pub fn validate(&self) -> Result<(), PlanError> {
+        let rates = [
+            ("forward_flops_per_second", self.forward_flops_per_second),
+            ("backward_flops_per_second", self.backward_flops_per_second),
+            ("memory_bytes_per_second", self.memory_bytes_per_second),
+            ("link.bytes_per_second", self.link.bytes_per_second),
+            ("network.bytes_per_second", self.network.bytes_per_second),
+        ];
+        let costs = [
+            ("launch_seconds", self.launch_seconds),
+            ("link.alpha_seconds", self.link.alpha_seconds),
+            ("network.alpha_seconds", self.network.alpha_seconds),
+        ];
+        for (field, value) in rates {
+            if !(value.is_finite() && value > 0.0) {
+                return Err(PlanError::Cost {
+                    field,
+                    value: value.to_string(),
+                    wanted: "finite and above 0",
+                });
+            }
+        }
+        for (field, value) in costs {
+            if !(value.is_finite() && value >= 0.0) {
+                return Err(PlanError::Cost {
+                    field,
+                    value: value.to_string(),
+                    wanted: "finite and at least 0",
+                });
+            }
+        }
+        Ok(())
+    }
 }

@@ -15,4 +15,62 @@ pub enum PlanError {
         /// The largest that is supported.
         max: usize,
     },
+    /// A node holds no rank, or more ranks than there are.
+    #[error(
+        "ranks_per_node is {ranks_per_node} with {world_size} ranks in all; it must be between 1 and {world_size}"
+    )]
+    RanksPerNode {
+        /// What was asked.
+        ranks_per_node: usize,
+        /// All ranks.
+        world_size: usize,
+    },
+    /// A fixed number of stages that is out of range.
+    #[error("the number of stages is {stages}; it must be between 1 and {max}, or chosen automatically")]
+    Stages {
+        /// What was asked.
+        stages: usize,
+        /// The largest that is supported.
+        max: usize,
+    },
+    /// A figure of the cost model with which no time can be predicted.
+    #[error("the cost model's {field} is {value}; it must be {wanted}")]
+    Cost {
+        /// Which figure.
+        field: &'static str,
+        /// What was given.
+        value: String,
+        /// What it must be.
+        wanted: &'static str,
+    },
+    /// There is no such rank.
+    #[error("rank {rank} does not exist; the plan is for {cp_size} ranks, counted from 0")]
+    Rank {
+        /// What was asked.
+        rank: usize,
+        /// Number of ranks.
+        cp_size: usize,
+    },
+    /// A second mask on a dispatch whose length is not the mask's.
+    #[error(
+        "the mask has {mask} {axis} rows, but the plan's dispatch holds {plan}; plan this mask on its own"
+    )]
+    OtherLength {
+        /// `q` or `k`.
+        axis: &'static str,
+        /// Rows of the mask.
+        mask: usize,
+        /// Rows of the dispatch.
+        plan: usize,
+    },
+    /// A second mask on a dispatch for another number of ranks.
+    #[error(
+        "the configuration asks for {config} ranks, but the plan's dispatch is for {plan}; ask for {plan}"
+    )]
+    OtherWorldSize {
+        /// Ranks of the configuration.
+        config: usize,
+        /// Ranks of the dispatch.
+        plan: usize,
+    },
 }

@@ -1,6 +1,8 @@
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
+use crate::runs::{Run, Runs};
+
 /// Rows that this rank owns and the ranks that hold copies or partials of them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct OwnedSplit {
@@ -63,4 +65,102 @@ impl GroupPart {
     pub fn is_empty(&self) -> bool {
         self.owned.is_empty() && self.remote.is_empty()
     }
+}
+
+/// Walks the key sequence once and names every piece that travels: the longest ranges with one owner and one set of
+/// receivers, ascending. `received[r]` are the global rows that rank `r` receives, merged, ascending and not its own.
+///
+/// One pass over the ends of all ranges and over the owners' runs; between two ends the set of receivers stands still.
+fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&Run, Range, &[u32])) {
+    let mut ends: Vec<(usize, u32, End)> = Vec::new();
+    for (rank, ranges) in received.iter().enumerate() {
+        for range in *ranges {
+            ends.push((range.start, rank as u32, End::Enter));
+            ends.push((range.end, rank as u32, End::Leave));
+        }
+    }
+    ends.sort_unstable_by_key(|&(row, ..)| row);
+    let mut receivers: Vec<u32> = Vec::new();
+    let mut row = 0;
+    let mut run = 0;
+    let mut next = 0;
+    while next < ends.len() {
+        let until = ends[next].0;
+        while !receivers.is_empty() && row < until {
+            while runs.all()[run].range.end <= row {
+                run += 1;
+            }
+            let owner = &runs.all()[run];
+            let piece = Range::new(row, owner.range.end.min(until));
+            visit(owner, piece, &receivers);
+            row = piece.end;
+        }
+        row = until;
+        while next < ends.len() && ends[next].0 == until {
+            let (_, rank, end) = ends[next];
+            match (end, receivers.binary_search(&rank)) {
+                (End::Enter, Err(place)) => receivers.insert(place, rank),
+                (End::Leave, Ok(place)) => {
+                    receivers.remove(place);
+                }
+                // Ranges of a rank are merged: it never enters or leaves twice.
+                (End::Enter, Ok(_)) | (End::Leave, Err(_)) => {
+                    debug_assert!(false, "rank {rank} at row {until}")
+                }
+            }
+            next += 1;
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Enter,
+    Leave,
+}
+
+fn push_remote(part: &mut GroupPart, owner: u32, length: usize) {
+    let start = part.remote.last().map_or(0, |split| split.rows.end);
+    part.remote.push(RemoteSplit { rows: Range::new(start, start + length), rank: owner });
+}
+
+/// Every rank's part of the group-cast that gives rank `r` the global rows `received[r]`.
+pub(crate) fn exchange(runs: &Runs, received: &[&[Range]]) -> Vec<GroupPart> {
+    // Counting first: parts of a thousand ranks have a million splits, and growing their lists would copy them.
+    let mut counts = vec![(0_usize, 0_usize); received.len()];
+    sweep(runs, received, |owner, _, receivers| {
+        counts[owner.rank as usize].0 += 1;
+        for &rank in receivers {
+            counts[rank as usize].1 += 1;
+        }
+    });
+    let mut parts: Vec<GroupPart> = counts
+        .iter()
+        .map(|&(owned, remote)| GroupPart {
+            owned: Vec::with_capacity(owned),
+            remote: Vec::with_capacity(remote),
+        })
+        .collect();
+    sweep(runs, received, |owner, piece, receivers| {
+        let split = OwnedSplit { rows: owner.local(&piece), ranks: receivers.to_vec() };
+        parts[owner.rank as usize].owned.push(split);
+        for &rank in receivers {
+            push_remote(&mut parts[rank as usize], owner.rank, piece.len());
+        }
+    });
+    parts
+}
+
+/// The part of `rank` alone; the same as `exchange(..)[rank]`.
+pub(crate) fn exchange_part(runs: &Runs, received: &[&[Range]], rank: usize) -> GroupPart {
+    let mut part = GroupPart::default();
+    let me = rank as u32;
+    sweep(runs, received, |owner, piece, receivers| {
+        if owner.rank == me {
+            part.owned.push(OwnedSplit { rows: owner.local(&piece), ranks: receivers.to_vec() });
+        } else if receivers.binary_search(&me).is_ok() {
+            push_remote(&mut part, owner.rank, piece.len());
+        }
+    });
+    part
 }

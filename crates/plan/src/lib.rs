@@ -2,22 +2,28 @@
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
+mod assign;
 mod config;
 mod cost;
 mod dispatch;
 mod error;
 mod exchange;
 mod layout;
+mod outline;
+mod piece;
 mod plan;
+mod runs;
 mod spec;
+mod stages;
 mod topology;
+mod work;
 
-pub use config::{PlanConfig, StageCount};
+pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{Dispatch, DispatchAlgorithm};
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
-pub use plan::{Plan, RankPlan, StagePlan};
+pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use spec::{AttentionSpec, DType};
 pub use topology::Topology;
 

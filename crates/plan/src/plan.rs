@@ -1,9 +1,11 @@
 use std::sync::Arc;
 
-use counterpoint_mask::{Band, Range};
+use counterpoint_mask::{Band, Mask, Range};
 use serde::{Deserialize, Serialize};
 
-use crate::{Dispatch, GroupPart};
+use crate::exchange::{exchange, exchange_part};
+use crate::outline::Outline;
+use crate::{AttentionSpec, Dispatch, GroupPart, PlanConfig, PlanError};
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
 /// Stage `s > 0` has a key buffer of its own, filled by one group-cast.
@@ -16,7 +18,7 @@ pub struct StagePlan {
     pub recv_ranges: Vec<Range>,
     /// Rows of the stage's key buffer.
     pub key_rows: usize,
-    /// The work: rows are the rank's local query rows, columns are rows of the stage's key buffer.
+    /// The work: rows are the rank's local query rows, columns are rows of the stage's key buffer. Sorted.
     pub bands: Arc<[Band]>,
     /// Unmasked pairs.
     pub area: u64,
@@ -43,6 +45,31 @@ pub struct RankPlan {
     pub backward: Vec<StagePlan>,
 }
 
+impl RankPlan {
+    /// Key rows that it receives in a forward, over all stages.
+    pub fn recv_rows(&self) -> u64 {
+        self.forward.iter().map(|stage| stage.part.recv_rows()).sum()
+    }
+
+    /// Key rows that it sends in a forward, each counted once per destination, over all stages.
+    pub fn send_rows(&self) -> u64 {
+        self.forward.iter().map(|stage| stage.part.send_rows()).sum()
+    }
+
+    /// Global key rows that it receives over all stages, merged and ascending.
+    pub fn recv_ranges(&self) -> Vec<Range> {
+        // Stages are cuts of one ascending list, so neighbours can touch only where one stage ends and the next begins.
+        let mut ranges: Vec<Range> = Vec::new();
+        for range in self.forward.iter().flat_map(|stage| &stage.recv_ranges) {
+            match ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => ranges.push(*range),
+            }
+        }
+        ranges
+    }
+}
+
 /// Who computes what and who sends what, for one mask.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
@@ -52,4 +79,148 @@ pub struct Plan {
     pub k_dispatch: Dispatch,
     /// Every rank's part.
     pub ranks: Vec<RankPlan>,
+}
+
+impl Plan {
+    /// Plans `mask`. Where the lengths of queries and keys agree it is self-attention: one dispatch for both, so that
+    /// token `i`'s query and key live on the same rank. Where they do not, as [`Plan::cross_attention`].
+    ///
+    /// # Errors
+    /// A `config` that does not make sense; see [`PlanConfig::validate`].
+    pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
+        Ok(Outline::new(mask, spec, config)?.into_plan())
+    }
+
+    /// Plans `mask` with queries and keys dispatched each by a solve of its own, whatever their lengths.
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn cross_attention(
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> Result<Plan, PlanError> {
+        Ok(Outline::cross_attention(mask, spec, config)?.into_plan())
+    }
+
+    /// Plans another mask of the same training step on this plan's dispatch: rows stay where they are, exchange and
+    /// stages are those of `mask`. `config`'s chunk size and dispatch algorithm are not looked at.
+    ///
+    /// # Errors
+    /// As [`Plan::new`]; a mask whose lengths are not those of this plan's mask.
+    pub fn for_mask_on(
+        &self,
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> Result<Plan, PlanError> {
+        Ok(Outline::on(mask, spec, config, self.q_dispatch.clone(), self.k_dispatch.clone())?.into_plan())
+    }
+
+    /// The part of `rank`.
+    ///
+    /// # Panics
+    /// When `rank` is not below the number of ranks.
+    pub fn rank(&self, rank: usize) -> &RankPlan {
+        &self.ranks[rank]
+    }
+
+    /// Number of ranks.
+    pub fn cp_size(&self) -> usize {
+        self.ranks.len()
+    }
+}
+
+/// The part of `rank` alone, equal to `Plan::new(mask, spec, config)?.rank(rank)` and cheaper: bands and splits of other
+/// ranks are not made.
+///
+/// # Errors
+/// As [`Plan::new`]; a rank that is not below the number of ranks.
+pub fn plan_rank(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+    rank: usize,
+) -> Result<RankPlan, PlanError> {
+    let outline = Outline::new(mask, spec, config)?;
+    if rank >= outline.ranks.len() {
+        return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
+    }
+    Ok(outline.into_rank(rank))
+}
+
+impl Outline {
+    fn into_plan(self) -> Plan {
+        let mut parts = [&self.forward, &self.backward].map(|cuts| {
+            let stages = cuts.stages();
+            // By stage, then rank; taken out again by rank below.
+            (0..stages)
+                .map(|stage| match stage {
+                    0 => vec![GroupPart::default(); self.ranks.len()],
+                    _ => {
+                        let received: Vec<&[Range]> =
+                            (0..self.ranks.len()).map(|rank| cuts.rows(rank, stage)).collect();
+                        exchange(&self.k_runs, &received)
+                    }
+                })
+                .collect::<Vec<_>>()
+        });
+        let mut take =
+            |direction: usize, stage: usize, rank: usize| std::mem::take(&mut parts[direction][stage][rank]);
+        let ranks = (0..self.ranks.len())
+            .map(|rank| self.rank_plan(rank, |direction, stage| take(direction, stage, rank)))
+            .collect();
+        Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks }
+    }
+
+    fn into_rank(self, rank: usize) -> RankPlan {
+        self.rank_plan(rank, |direction, stage| {
+            if stage == 0 {
+                return GroupPart::default();
+            }
+            let cuts = [&self.forward, &self.backward][direction];
+            let received: Vec<&[Range]> = (0..self.ranks.len()).map(|rank| cuts.rows(rank, stage)).collect();
+            exchange_part(&self.k_runs, &received, rank)
+        })
+    }
+
+    /// `part(direction, stage)` gives the rank's part in a group-cast; direction 0 is the forward.
+    fn rank_plan(&self, rank: usize, mut part: impl FnMut(usize, usize) -> GroupPart) -> RankPlan {
+        let outline = &self.ranks[rank];
+        let k_rows = self.k_dispatch.tokens(rank);
+        let mut direction = 0;
+        let [forward, backward] = [&self.forward, &self.backward].map(|cuts| {
+            let bands = cuts.bands(rank, outline);
+            let stages: Vec<StagePlan> = bands
+                .into_iter()
+                .enumerate()
+                .map(|(stage, bands)| {
+                    let recv_ranges = cuts.rows(rank, stage).to_vec();
+                    let key_rows = match stage {
+                        0 => k_rows,
+                        _ => recv_ranges.iter().map(Range::len).sum(),
+                    };
+                    StagePlan {
+                        part: part(direction, stage),
+                        recv_ranges,
+                        key_rows,
+                        area: bands.iter().map(Band::area).sum(),
+                        bands: bands.into(),
+                    }
+                })
+                .collect();
+            direction += 1;
+            stages
+        });
+        RankPlan {
+            rank,
+            q_ranges: self.q_dispatch.ranges(rank),
+            k_ranges: outline.own.clone(),
+            q_rows: self.q_dispatch.tokens(rank),
+            k_rows,
+            area: forward.iter().map(|stage| stage.area).sum(),
+            forward,
+            backward,
+        }
+    }
 }

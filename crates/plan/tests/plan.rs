@@ -1,0 +1,187 @@
+//! What every plan must hold, on random masks: all pairs once, exactly the needed rows, matching splits.
+
+mod cases;
+
+use std::collections::{BTreeSet, VecDeque};
+
+use cases::{configs, key_buffer, masks, rows, spec};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{GroupPart, KEY_BLOCK, Plan, PlanConfig, RankPlan, StageCount, StagePlan, plan_rank};
+use proptest::prelude::*;
+
+fn directions(rank: &RankPlan) -> [&[StagePlan]; 2] {
+    [&rank.forward, &rank.backward]
+}
+
+/// How often each (row, column) is unmasked in the mask and computed by the plan.
+fn check_pairs(mask: &Mask, plan: &Plan) {
+    let (seqlen_q, seqlen_k) = (mask.seqlen_q(), mask.seqlen_k());
+    let mut wanted = vec![0_u8; seqlen_q * seqlen_k];
+    for slice in mask.slices() {
+        for row in rows(&[slice.q_range]) {
+            for col in rows(&[slice.k_range]) {
+                wanted[row * seqlen_k + col] += u8::from(slice.contains(row, col));
+            }
+        }
+    }
+    for direction in 0..2 {
+        let mut painted = vec![0_u8; seqlen_q * seqlen_k];
+        for rank in &plan.ranks {
+            let q_rows = rows(&rank.q_ranges);
+            assert_eq!(q_rows.len(), rank.q_rows);
+            for (index, stage) in directions(rank)[direction].iter().enumerate() {
+                let buffer = key_buffer(stage, index, &rank.k_ranges);
+                assert_eq!(buffer.len(), stage.key_rows);
+                let mut area = 0;
+                for band in stage.bands.iter() {
+                    for row in rows(&[band.q_range]) {
+                        for col in rows(&[band.columns(row)]) {
+                            painted[q_rows[row] * seqlen_k + buffer[col]] += 1;
+                            area += 1;
+                        }
+                    }
+                }
+                assert_eq!(area, stage.area);
+            }
+            assert_eq!(rank.area, directions(rank)[direction].iter().map(|stage| stage.area).sum::<u64>());
+        }
+        assert_eq!(painted, wanted, "direction {direction}");
+    }
+    assert_eq!(plan.ranks.iter().map(|rank| rank.area).sum::<u64>(), mask.area());
+}
+
+/// Moves row numbers as a group-cast would and returns what every rank's buffer then holds.
+fn group_cast(parts: &[&GroupPart], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    let mut wires = vec![VecDeque::new(); parts.len() * parts.len()];
+    for (source, part) in parts.iter().enumerate() {
+        for split in &part.owned {
+            assert!(!split.rows.is_empty() && !split.ranks.is_empty());
+            assert!(split.ranks.windows(2).all(|pair| pair[0] < pair[1]));
+            for &rank in &split.ranks {
+                assert_ne!(rank as usize, source);
+                let message = inputs[source][split.rows.start..split.rows.end].to_vec();
+                wires[source * parts.len() + rank as usize].push_back(message);
+            }
+        }
+    }
+    let mut outputs = Vec::new();
+    for (rank, part) in parts.iter().enumerate() {
+        let mut buffer = Vec::new();
+        for split in &part.remote {
+            let message: Vec<usize> = wires[split.rank as usize * parts.len() + rank]
+                .pop_front()
+                .expect("a split without a sender");
+            assert_eq!(message.len(), split.rows.len());
+            assert_eq!(split.rows.start, buffer.len(), "the buffer is packed, in order");
+            buffer.extend(message);
+        }
+        outputs.push(buffer);
+    }
+    assert!(wires.iter().all(VecDeque::is_empty), "something was sent that nobody takes");
+    outputs
+}
+
+/// Exactly the needed rows arrive, each once over all stages, in ascending order, from cuts at multiples of a key block.
+fn check_exchange(mask: &Mask, plan: &Plan) {
+    for direction in 0..2 {
+        let inputs: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
+        let stages = directions(&plan.ranks[0])[direction].len();
+        let mut received = vec![Vec::new(); plan.ranks.len()];
+        for stage in 0..stages {
+            let parts: Vec<&GroupPart> =
+                plan.ranks.iter().map(|rank| &directions(rank)[direction][stage].part).collect();
+            for (rank, buffer) in group_cast(&parts, &inputs).into_iter().enumerate() {
+                let stage_plan = &directions(&plan.ranks[rank])[direction][stage];
+                assert_eq!(buffer, rows(&stage_plan.recv_ranges));
+                if stage == 0 {
+                    assert!(stage_plan.part.is_empty());
+                }
+                for pair in stage_plan.part.owned.windows(2) {
+                    assert!(pair[0].rows.end <= pair[1].rows.start);
+                }
+                received[rank].extend(buffer);
+            }
+            for rank in 0..plan.ranks.len() {
+                let later: usize = directions(&plan.ranks[rank])[direction][stage + 1..]
+                    .iter()
+                    .map(|stage| stage.key_rows)
+                    .sum();
+                assert!(received[rank].len() % KEY_BLOCK == 0 || later == 0, "a cut inside a key block");
+            }
+        }
+        for (rank, received) in plan.ranks.iter().zip(&received) {
+            assert_eq!(directions(rank)[direction].len(), stages, "every rank has the same number of stages");
+            let own: BTreeSet<usize> = rows(&rank.k_ranges).into_iter().collect();
+            let mut needed = BTreeSet::new();
+            for row in rows(&rank.q_ranges) {
+                for slice in mask.slices().iter().filter(|slice| slice.q_range.contains(row)) {
+                    needed.extend(rows(&[slice.band().columns(row)]));
+                }
+            }
+            assert_eq!(*received, needed.difference(&own).copied().collect::<Vec<_>>());
+            assert_eq!(rank.recv_rows(), received.len() as u64);
+            assert_eq!(rows(&rank.recv_ranges()), *received);
+        }
+    }
+}
+
+fn check_dispatch(plan: &Plan) {
+    for (dispatch, of) in [(&plan.q_dispatch, 0), (&plan.k_dispatch, 1)] {
+        let mut seen = vec![0; dispatch.seqlen()];
+        for rank in &plan.ranks {
+            let ranges = if of == 0 { &rank.q_ranges } else { &rank.k_ranges };
+            rows(ranges).into_iter().for_each(|row| seen[row] += 1);
+        }
+        assert!(seen.iter().all(|&count| count == 1));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn every_pair_is_computed_once(mask in masks(160), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        check_dispatch(&plan);
+        check_pairs(&mask, &plan);
+        check_exchange(&mask, &plan);
+    }
+
+    #[test]
+    fn cross_attention_of_equal_lengths(mask in masks(96), config in configs()) {
+        let plan = Plan::cross_attention(&mask, &spec(), &config).unwrap();
+        check_dispatch(&plan);
+        check_pairs(&mask, &plan);
+        check_exchange(&mask, &plan);
+    }
+
+    #[test]
+    fn a_rank_alone_is_the_rank_of_the_whole(mask in masks(400), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        prop_assert_eq!(&plan, &Plan::new(&mask, &spec(), &config).unwrap());
+        for rank in 0..plan.cp_size() {
+            prop_assert_eq!(&plan_rank(&mask, &spec(), &config, rank).unwrap(), plan.rank(rank));
+        }
+    }
+}
+
+/// Longer sequences, so that lists of remote rows have many key blocks to cut between.
+fn long_case() -> impl Strategy<Value = (Mask, PlanConfig)> {
+    (masks(1500), configs())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn long_sequences(case in long_case()) {
+        let (mask, config) = case;
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        check_pairs(&mask, &plan);
+        check_exchange(&mask, &plan);
+        if let StageCount::Fixed(stages) = config.stages {
+            let remote = plan.ranks.iter().any(|rank| rank.recv_rows() > 0);
+            prop_assert_eq!(plan.rank(0).forward.len(), if remote { stages + 1 } else { 1 });
+        }
+    }
+}

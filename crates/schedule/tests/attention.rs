@@ -1,0 +1,188 @@
+//! The lowerings of attention, over random masks and plans: valid, free of races, and the same work under every policy.
+
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+
+use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_plan::*;
+use counterpoint_schedule::*;
+use proptest::prelude::*;
+
+fn spec(dtype: DType, seqlen_sink: usize) -> AttentionSpec {
+    AttentionSpec {
+        heads_q: 4,
+        heads_kv: 2,
+        head_dim: 8,
+        head_dim_v: 8,
+        dtype,
+        scale: 0.25,
+        softcap: 0.0,
+        seqlen_sink,
+    }
+}
+
+fn cost() -> CostModel {
+    let link = Link { alpha_seconds: 1e-5, bytes_per_second: 1e8 };
+    CostModel {
+        forward_flops_per_second: 1e9,
+        backward_flops_per_second: 8e8,
+        memory_bytes_per_second: 1e10,
+        launch_seconds: 1e-6,
+        link,
+        network: link,
+    }
+}
+
+fn plan(mask: &Mask, cp_size: usize, chunk_size: usize, stages: usize) -> Plan {
+    let config = PlanConfig {
+        chunk_size: Some(chunk_size),
+        dispatch: DispatchAlgorithm::MinHeap,
+        stages: StageCount::Fixed(stages),
+        topology: Topology::flat(cp_size),
+        cost: cost(),
+    };
+    Plan::new(mask, &spec(DType::Bf16, 0), &config).unwrap()
+}
+
+/// A packed batch: causal documents of the given lengths, some of them looking back at the first as well.
+fn mask(lengths: &[usize]) -> Mask {
+    let total = lengths.iter().sum();
+    let (mut start, mut slices) = (0, Vec::new());
+    for (i, &length) in lengths.iter().enumerate() {
+        let own = Range::new(start, start + length);
+        slices.push(AttnSlice::new(own, own, MaskType::Causal));
+        if i % 2 == 1 {
+            slices.push(AttnSlice::new(own, Range::new(0, lengths[0]), MaskType::Full));
+        }
+        start += length;
+    }
+    Mask::new(total, total, slices).unwrap()
+}
+
+const POLICIES: [&str; 4] = ["sequential", "concurrent", "kernel-barrier", "kernel-barrier+sm-margin=1"];
+
+fn programs(plan: &Plan, spec: &AttentionSpec, policy: &str) -> [Vec<Program>; 3] {
+    let policy = policy.parse().unwrap();
+    let backward = |reduction| {
+        let lower = |rank| lower_attention_backward(plan, rank, spec, policy, reduction);
+        (0..plan.cp_size()).map(lower).collect()
+    };
+    [
+        (0..plan.cp_size()).map(|rank| lower_attention_forward(plan, rank, spec, policy)).collect(),
+        backward(GradientReduction::PerStage),
+        backward(GradientReduction::Deterministic),
+    ]
+}
+
+/// The operations without their place: what must not depend on the policy.
+fn work(program: &Program) -> Vec<String> {
+    let moves = |op: &&ProgramOp| !matches!(op.op, Op::Record(_) | Op::Wait(_) | Op::Await { .. });
+    let text = |op: &ProgramOp| match &op.op {
+        Op::GroupCast(cast) => format!("{:?}", GroupCast { arrive: None, ..cast.clone() }),
+        Op::GroupReduce(reduce) => format!("{:?}", GroupReduce { arrive: None, ..reduce.clone() }),
+        other => format!("{other:?}"),
+    };
+    program.ops.iter().filter(moves).map(text).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn valid_race_free_and_predictable(
+        lengths in prop::collection::vec(1usize..300, 1..8),
+        cp_size in 1usize..6, chunk_size in 16usize..100, stages in 1usize..5, sink in 0usize..2,
+    ) {
+        let mask = mask(&lengths);
+        let plan = plan(&mask, cp_size, chunk_size, stages);
+        let spec = spec(DType::Bf16, sink);
+        let reference = programs(&plan, &spec, POLICIES[0]).map(|ranks| ranks.iter().map(work).collect::<Vec<_>>());
+        for policy in POLICIES {
+            for (ranks, reference) in programs(&plan, &spec, policy).iter().zip(&reference) {
+                for (program, reference) in ranks.iter().zip(reference) {
+                    prop_assert_eq!(program.validate(), Ok(()), "{} {}", policy, program.name);
+                    prop_assert_eq!(&work(program), reference);
+                    let written: BTreeMap<_, _> =
+                        program.ops.iter().flat_map(|op| op.op.writes()).map(|id| (id.0, ())).collect();
+                    for (id, buffer) in program.buffers.iter().enumerate() {
+                        let is_written = written.contains_key(&id);
+                        prop_assert_eq!(is_written, buffer.role != BufferRole::Input, "{}", buffer.name);
+                    }
+                }
+                let timeline = simulate(ranks, &Topology::flat(cp_size), &cost()).unwrap();
+                prop_assert!(timeline.makespan() > 0.0);
+            }
+        }
+    }
+
+    /// Sequential order leaves everything exposed; the other policies never predict a longer run.
+    #[test]
+    fn overlap_never_predicts_a_loss(
+        lengths in prop::collection::vec(1usize..300, 1..8), cp_size in 2usize..6, stages in 1usize..5,
+    ) {
+        let plan = plan(&mask(&lengths), cp_size, 32, stages);
+        let spec = spec(DType::Bf16, 0);
+        let predict = |policy| {
+            let [forward, backward, _] = programs(&plan, &spec, policy);
+            [forward, backward].map(|ranks| simulate(&ranks, &Topology::flat(cp_size), &cost()).unwrap())
+        };
+        let (sequential, concurrent) = (predict("sequential"), predict("concurrent"));
+        for (a, b) in sequential.iter().zip(&concurrent) {
+            prop_assert!(b.makespan() <= a.makespan() * (1.0 + 1e-9));
+            let alone = a.overlap();
+            prop_assert!((alone.exposed_seconds - alone.communication_seconds).abs() <= 1e-12);
+        }
+    }
+}
+
+/// With equal work on both ranks and computation longer than communication, only the first arrival can be exposed, and
+/// stage 0 hides that one.
+#[test]
+fn communication_hides_completely_where_there_is_enough_computation() {
+    let seqlen = 2048;
+    let all = Range::new(0, seqlen);
+    let mask = Mask::new(seqlen, seqlen, vec![AttnSlice::new(all, all, MaskType::Full)]).unwrap();
+    let plan = plan(&mask, 2, 128, 2);
+    let spec = spec(DType::Bf16, 0);
+    let slow = CostModel { forward_flops_per_second: 1e8, backward_flops_per_second: 1e8, ..cost() };
+    for policy in ["concurrent", "kernel-barrier"] {
+        let [forward, ..] = programs(&plan, &spec, policy);
+        let overlap = simulate(&forward, &Topology::flat(2), &slow).unwrap().overlap();
+        assert!(overlap.communication_seconds > 0.0);
+        assert!(overlap.exposed_seconds < 1e-9, "{policy}: {overlap:?}");
+        assert_eq!(overlap.efficiency.map(|e| (e * 1e9).round()), Some(1e9));
+    }
+}
+
+/// Barriers hold a computation back until the communication that it should hide has started, and no longer.
+#[test]
+fn barriers_follow_the_casts() {
+    let plan = plan(&mask(&[400, 300, 300]), 3, 64, 3);
+    let program = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), "kernel-barrier".parse().unwrap());
+    let mut started = 0;
+    for op in &program.ops {
+        match &op.op {
+            Op::GroupCast(cast) => {
+                assert!(cast.arrive.is_some());
+                started += 1;
+            }
+            Op::Await { arrivals, .. } => assert_eq!(*arrivals, started),
+            _ => {}
+        }
+    }
+    assert_eq!(started, 3);
+    let plain = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), OverlapPolicy::default());
+    assert!(plain.ops.iter().all(|op| !matches!(op.op, Op::Await { .. })));
+    assert_eq!(plain.num_barriers, 0);
+}
+
+/// A Program is plain data: it can be written down and read back.
+#[test]
+fn programs_serialise() {
+    let plan = plan(&mask(&[100, 200]), 2, 32, 2);
+    for program in programs(&plan, &spec(DType::F16, 1), "concurrent").iter().flatten() {
+        let text = serde_json::to_string(program).unwrap();
+        assert_eq!(&serde_json::from_str::<Program>(&text).unwrap(), program);
+    }
+}
