@@ -157,6 +157,12 @@ pub(crate) enum CliError {
         /// Why.
         source: counterpoint_plan::PlanError,
     },
+    /// The Programs of a plan do not fit each other, which is a bug of ours.
+    #[error("the plan cannot be simulated ({source}); this is a bug in counterpoint, please report it")]
+    Predict {
+        /// Why.
+        source: counterpoint_schedule::SimulateError,
+    },
     /// A run ended without a result.
     #[error("{source}")]
     Run {
@@ -176,7 +182,7 @@ impl CliError {
     pub(crate) fn exit_status(&self) -> u8 {
         use counterpoint_exec::ExecError;
         match self {
-            Self::CheckFailed { .. } | Self::Stdout { .. } => 1,
+            Self::CheckFailed { .. } | Self::Predict { .. } | Self::Stdout { .. } => 1,
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
             Self::Run { .. } => 1,
             Self::NoCuda => 3,

@@ -5,6 +5,7 @@ mod bench;
 mod mask;
 mod plan;
 mod planning;
+mod usage;
 mod value;
 
 use clap::{Parser, Subcommand};
@@ -14,7 +15,8 @@ pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
-pub(crate) use value::{DISPATCHES, DTYPES};
+pub(crate) use usage::usage_error;
+pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_exec::SlowLink;
-use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, StageCount};
+use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, StageCount};
 use counterpoint_schedule::OverlapPolicy;
 
 /// A number of at least 1, with `k` or `M` for 1024 and 1024 x 1024.
@@ -44,9 +44,6 @@ pub(crate) fn stages(text: &str) -> Result<StageCount, String> {
         _ => Err(format!("`{text}` is not a number of stages; give auto or a number from 1 to {MAX_STAGES}")),
     }
 }
-
-/// More stages than any exchange has use for; each costs a collective on every rank.
-const MAX_STAGES: usize = 1024;
 
 /// Any finite number.
 pub(crate) fn finite(text: &str) -> Result<f64, String> {
@@ -102,12 +99,26 @@ pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAlgorithm> {
 }
 
 /// The element types as the command line names them.
-pub(crate) const DTYPES: [(&str, DType); 4] =
+const DTYPES: [(&str, DType); 4] =
     [("f64", DType::F64), ("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
 
 /// An element type.
 pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
     named(DTYPES)
+}
+
+/// The name of a dispatch algorithm.
+pub(crate) fn dispatch_name(algorithm: DispatchAlgorithm) -> &'static str {
+    name_of(DISPATCHES, algorithm)
+}
+
+/// The name of an element type.
+pub(crate) fn dtype_name(dtype: DType) -> &'static str {
+    name_of(DTYPES, dtype)
+}
+
+fn name_of<T: PartialEq, const N: usize>(names: [(&'static str, T); N], value: T) -> &'static str {
+    names.into_iter().find(|(_, named)| *named == value).map_or("unknown", |(name, _)| name)
 }
 
 /// One of a few names, listed in help and in errors.
