@@ -1,12 +1,12 @@
 use serde::{Deserialize, Serialize};
 
-use crate::Range;
+use crate::{AttnSlice, MaskType, Range};
 
 /// The pairs of a rectangle whose diagonal `col - row` lies in `[diag_min, diag_max]`.
 ///
-/// Every [`AttnSlice`](crate::AttnSlice) is one band, and clipping a band to a rectangle, intersecting two bands or
-/// moving one by offsets gives one band again; a slice cut across a diagonal would need up to three. So planning and
-/// kernels work on bands, and slices are what people write and read.
+/// Every [`AttnSlice`] is one band, and clipping a band to a rectangle, intersecting two bands or moving one by offsets
+/// gives one band again; a slice cut across a diagonal would need up to three. So planning and kernels work on bands,
+/// and slices are what people write and read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Band {
     /// Query rows.
@@ -25,12 +25,46 @@ impl Band {
     /// No upper bound on the diagonal.
     pub const NO_MAX: i64 = 1 << 60;
 
+    /// Every pair of a rectangle.
+    pub const fn full(q_range: Range, k_range: Range) -> Self {
+        Self { q_range, k_range, diag_min: Self::NO_MIN, diag_max: Self::NO_MAX }
+    }
+
     /// The unmasked columns of `row`: one interval, empty when there are none. `row` must lie in `q_range`.
     pub fn columns(&self, row: usize) -> Range {
         debug_assert!(self.q_range.contains(row));
         let start = (row as i64 + self.diag_min).max(self.k_range.start as i64);
         let end = (row as i64 + self.diag_max + 1).min(self.k_range.end as i64).max(start);
         Range { start: start as usize, end: end as usize }
+    }
+
+    /// The rows that see at least one column. They are one range: empty exactly when the band is.
+    pub fn rows(&self) -> Range {
+        let (q, k) = (self.q_range, self.k_range);
+        if q.is_empty() || k.is_empty() || self.diag_min > self.diag_max {
+            return Range { start: q.start, end: q.start };
+        }
+        // Above the first row the upper diagonal is still left of the columns; below the last one the lower diagonal
+        // has passed them.
+        let start = (k.start as i64 - self.diag_max).max(q.start as i64);
+        let end = (k.end as i64 - self.diag_min).min(q.end as i64).max(start);
+        Range { start: start as usize, end: end as usize }
+    }
+
+    /// The columns that at least one row sees: the key rows that this band needs, to the token.
+    pub fn keys(&self) -> Range {
+        let (q, k) = (self.q_range, self.k_range);
+        if q.is_empty() || k.is_empty() || self.diag_min > self.diag_max {
+            return Range { start: k.start, end: k.start };
+        }
+        let start = (q.start as i64 + self.diag_min).max(k.start as i64);
+        let end = (q.end as i64 + self.diag_max).min(k.end as i64).max(start);
+        Range { start: start as usize, end: end as usize }
+    }
+
+    /// Whether no pair is unmasked. The same as an area of 0, and cheaper.
+    pub fn is_empty(&self) -> bool {
+        self.rows().is_empty()
     }
 
     /// Whether query `row` sees key `col`.
@@ -47,7 +81,30 @@ impl Band {
         Band { q_range: self.q_range.intersect(q), k_range: self.k_range.intersect(k), ..*self }
     }
 
-    /// The same band with its rows moved by `dq` and its columns by `dk` (both may be negative).
+    /// The pairs that both bands hold: one band again.
+    pub fn intersect(&self, other: &Band) -> Band {
+        Band {
+            q_range: self.q_range.intersect(&other.q_range),
+            k_range: self.k_range.intersect(&other.k_range),
+            diag_min: self.diag_min.max(other.diag_min),
+            diag_max: self.diag_max.min(other.diag_max),
+        }
+    }
+
+    /// The rows before `at`, and the rows from `at` on.
+    pub fn cut_rows(&self, at: usize) -> (Band, Band) {
+        let (above, below) = self.q_range.cut(at);
+        (Band { q_range: above, ..*self }, Band { q_range: below, ..*self })
+    }
+
+    /// The columns before `at`, and the columns from `at` on.
+    pub fn cut_cols(&self, at: usize) -> (Band, Band) {
+        let (left, right) = self.k_range.cut(at);
+        (Band { k_range: left, ..*self }, Band { k_range: right, ..*self })
+    }
+
+    /// The same band with its rows moved by `dq` and its columns by `dk`. Both may be negative, but no index may
+    /// become so.
     pub fn shift(&self, dq: i64, dk: i64) -> Band {
         let by = |range: Range, d: i64| Range {
             start: (range.start as i64 + d) as usize,
@@ -61,10 +118,114 @@ impl Band {
         }
     }
 
+    /// The canonical form of the same set of pairs: both ranges are its bounding box, and a diagonal bound that hides
+    /// no pair of that box is dropped. `None` when no pair is unmasked.
+    ///
+    /// Two bands hold the same pairs exactly when their trimmed forms are equal.
+    pub fn trim(&self) -> Option<Band> {
+        let (q_range, k_range) = (self.rows(), self.keys());
+        if q_range.is_empty() {
+            return None;
+        }
+        let bottom_left = k_range.start as i64 - (q_range.end as i64 - 1);
+        let top_right = k_range.end as i64 - 1 - q_range.start as i64;
+        Some(Band {
+            q_range,
+            k_range,
+            diag_min: if self.diag_min <= bottom_left { Self::NO_MIN } else { self.diag_min },
+            diag_max: if self.diag_max >= top_right { Self::NO_MAX } else { self.diag_max },
+        })
+    }
+
+    /// Smallest and largest diagonal that a trimmed band really reaches.
+    fn diagonals(&self) -> (i64, i64) {
+        let bottom_left = self.k_range.start as i64 - (self.q_range.end as i64 - 1);
+        let top_right = self.k_range.end as i64 - 1 - self.q_range.start as i64;
+        (self.diag_min.max(bottom_left), self.diag_max.min(top_right))
+    }
+
+    /// The union with `other`, trimmed, when it is a band; `None` when it is not.
+    pub fn union(&self, other: &Band) -> Option<Band> {
+        let (Some(a), Some(b)) = (self.trim(), other.trim()) else {
+            return self.trim().or_else(|| other.trim());
+        };
+        let ((a_min, a_max), (b_min, b_max)) = (a.diagonals(), b.diagonals());
+        // The smallest band around both. It holds the union, so it is the union exactly when it holds no more pairs.
+        let around = Band {
+            q_range: a.q_range.hull(&b.q_range),
+            k_range: a.k_range.hull(&b.k_range),
+            diag_min: a_min.min(b_min),
+            diag_max: a_max.max(b_max),
+        };
+        let shared = a.intersect(&b).area();
+        (around.area() == a.area() - shared + b.area()).then(|| around.trim()).flatten()
+    }
+
+    /// The same pairs in fewer bands: fuses neighbours whose union is a band, until no two that follow each other by
+    /// rows, by columns or along a diagonal fuse. Every band of the result is trimmed, and none is empty.
+    ///
+    /// Greedy: it need not find the smallest number of bands. `O(n log n)` a round, and in practice two or three
+    /// rounds.
+    pub fn merged(bands: Vec<Band>) -> Vec<Band> {
+        let mut bands: Vec<Band> = bands.iter().filter_map(Band::trim).collect();
+        loop {
+            let before = bands.len();
+            bands.sort_unstable_by_key(|b| (b.diag_min, b.diag_max, b.q_range, b.k_range));
+            fuse_neighbours(&mut bands);
+            bands.sort_unstable_by_key(|b| {
+                (b.k_range.start, b.q_range, b.k_range.end, b.diag_min, b.diag_max)
+            });
+            fuse_neighbours(&mut bands);
+            bands.sort_unstable_by_key(|b| {
+                (b.q_range.start, b.k_range, b.q_range.end, b.diag_min, b.diag_max)
+            });
+            fuse_neighbours(&mut bands);
+            if bands.len() == before {
+                return bands;
+            }
+        }
+    }
+
+    /// The same pairs as at most three slices, from top to bottom. No slice is empty.
+    pub fn to_slices(&self) -> impl Iterator<Item = AttnSlice> + Clone + use<> {
+        self.trim().map_or([None; 3], Band::slices_of_trimmed).into_iter().flatten()
+    }
+
+    /// In a bounding box the upper diagonal enters in the first row and leaves the right edge after `upper_end` rows;
+    /// the lower one leaves the left edge at `lower_start`. These two rows cut the band into slices.
+    fn slices_of_trimmed(self) -> [Option<AttnSlice>; 3] {
+        let (q, k) = (self.q_range, self.k_range);
+        let upper_end = match self.diag_max {
+            Self::NO_MAX => q.start,
+            diag => (k.end as i64 - diag) as usize,
+        };
+        let lower_start = match self.diag_min {
+            Self::NO_MIN => q.end,
+            diag => (k.start as i64 - diag) as usize,
+        };
+        let piece = |start: usize, end: usize| {
+            if start >= end {
+                return None;
+            }
+            let mask_type = match (start < upper_end, lower_start < end) {
+                // In one row every shape is its interval of columns.
+                _ if end - start == 1 => MaskType::Full,
+                (false, false) => MaskType::Full,
+                (true, false) => MaskType::Causal,
+                (false, true) => MaskType::InvCausal,
+                (true, true) => MaskType::BiCausal,
+            };
+            let k_range = Range { start: self.columns(start).start, end: self.columns(end - 1).end };
+            Some(AttnSlice { q_range: Range { start, end }, k_range, mask_type })
+        };
+        let (first, second) = (upper_end.min(lower_start), upper_end.max(lower_start));
+        [piece(q.start, first), piece(first, second), piece(second, q.end)]
+    }
+
     /// Number of unmasked pairs, in closed form.
     ///
     /// `sum over rows of max(0, min(k.end, row + diag_max + 1) - max(k.start, row + diag_min))`, as a difference of
-    /// sums of clamped affine functions: for a fixed row, `max(0, hi - lo)` with `lo <= col`-clamping both ends into
+    /// sums of clamped affine functions: for a fixed row, `max(0, hi - lo)` with both ends clamped into
     /// `[k.start, k.end]` is `clamp(hi) - clamp(lo)` whenever `diag_min <= diag_max + 1`.
     pub fn area(&self) -> u64 {
         if self.q_range.is_empty() || self.k_range.is_empty() || self.diag_min > self.diag_max {
@@ -82,4 +243,15 @@ impl Band {
         };
         (clamped_sum(self.diag_max + 1) - clamped_sum(self.diag_min)) as u64
     }
+}
+
+/// Replaces every run of bands that fuse one after another by its union.
+fn fuse_neighbours(bands: &mut Vec<Band>) {
+    bands.dedup_by(|next, last| match last.union(next) {
+        Some(union) => {
+            *last = union;
+            true
+        }
+        None => false,
+    });
 }

@@ -1,11 +1,27 @@
 use thiserror::Error;
 
-/// Why a mask is not valid. Every variant names the slice and the values.
+/// Why a mask is not valid. Every message names the place and the values, and says what would be right.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MaskError {
+    /// A sequence without tokens: there is nothing to attend.
+    #[error("seqlen_{axis} is 0; a mask needs at least one query row and one key column")]
+    EmptySequence {
+        /// `q` or `k`.
+        axis: &'static str,
+    },
+    /// A sequence longer than [`MAX_SEQLEN`](crate::MAX_SEQLEN).
+    #[error("seqlen_{axis} is {seqlen}; at most {limit} tokens are supported")]
+    SequenceTooLong {
+        /// `q` or `k`.
+        axis: &'static str,
+        /// The length asked for.
+        seqlen: usize,
+        /// The largest length supported.
+        limit: usize,
+    },
     /// A slice reaches past the sequence.
-    #[error("slice {index}: {axis} range [{start}, {end}) is outside the sequence of {seqlen} tokens")]
+    #[error("slices[{index}].{axis}: the range [{start}, {end}) is outside the sequence of {seqlen} tokens")]
     OutOfBounds {
         /// Index of the slice.
         index: usize,
@@ -17,5 +33,156 @@ pub enum MaskError {
         end: usize,
         /// Length of that axis.
         seqlen: usize,
+    },
+    /// A slice has a range without tokens.
+    #[error("slices[{index}].{axis}: the range [{at}, {at}) is empty; leave the slice out")]
+    EmptyRange {
+        /// Index of the slice.
+        index: usize,
+        /// `q` or `k`.
+        axis: &'static str,
+        /// Where the range starts and ends.
+        at: usize,
+    },
+    /// A slice has a range that ends before it starts.
+    #[error("slices[{index}].{axis}: the range [{start}, {end}) is reversed; write the smaller number first")]
+    ReversedRange {
+        /// Index of the slice.
+        index: usize,
+        /// `q` or `k`.
+        axis: &'static str,
+        /// Start of the range.
+        start: usize,
+        /// End of the range.
+        end: usize,
+    },
+    /// Two slices hold the same pair, which would count twice.
+    #[error(
+        "slices[{first}] and slices[{second}] overlap: both hold row {row}, column {col}; slices must be disjoint"
+    )]
+    Overlap {
+        /// Index of one slice.
+        first: usize,
+        /// Index of the other slice, larger than `first`.
+        second: usize,
+        /// A query row that both hold.
+        row: usize,
+        /// A key column that both hold in that row.
+        col: usize,
+    },
+    /// Cumulative starts that do not begin with 0 (or are missing).
+    #[error("cumulative starts begin with 0, not with {}", first.map_or("nothing".to_owned(), |v| v.to_string()))]
+    StartsNotAtZero {
+        /// The first value, when there is one.
+        first: Option<usize>,
+    },
+    /// Cumulative starts that decrease.
+    #[error(
+        "cumulative starts must not decrease, but number {index} is {value} after {previous}; \
+         for lengths of documents write lengths=..."
+    )]
+    StartsDecrease {
+        /// Position of the smaller value, counted from 0.
+        index: usize,
+        /// The value before it.
+        previous: usize,
+        /// The value.
+        value: usize,
+    },
+    /// Document lengths whose sum overflows.
+    #[error("the lengths up to number {index} add up to more than {limit} tokens")]
+    LengthsTooLong {
+        /// Position of the length that went too far, counted from 0.
+        index: usize,
+        /// The largest sum supported.
+        limit: usize,
+    },
+    /// Cross attention between unequal numbers of documents.
+    #[error(
+        "{queries} documents of queries cannot be paired with {keys} documents of keys; give as many of each"
+    )]
+    DocumentCount {
+        /// Documents on the query side.
+        queries: usize,
+        /// Documents on the key side.
+        keys: usize,
+    },
+    /// A block of no tokens.
+    #[error("{field} is 0; a block needs at least one token")]
+    EmptyBlock {
+        /// Which size it is.
+        field: &'static str,
+    },
+    /// A builder that would need more slices than memory should be spent on.
+    #[error("this mask would need more than {limit} slices; choose a larger block or a shorter sequence")]
+    TooManySlices {
+        /// The largest number of slices that a builder makes.
+        limit: usize,
+    },
+    /// A block index outside the grid of a block-sparse mask.
+    #[error("block ({row}, {col}) is outside the grid of {rows} x {cols} blocks")]
+    BlockOutOfBounds {
+        /// Block row.
+        row: usize,
+        /// Block column.
+        col: usize,
+        /// Block rows of the grid.
+        rows: usize,
+        /// Block columns of the grid.
+        cols: usize,
+    },
+    /// A builder expression that names no builder.
+    #[error("unknown mask builder {name:?}; known builders: {known}")]
+    UnknownBuilder {
+        /// The name as written.
+        name: String,
+        /// The names that exist.
+        known: String,
+    },
+    /// A part of a builder expression that is missing, unknown or not what is expected there.
+    #[error("{builder}: {field}: {problem}")]
+    Expression {
+        /// The builder's name.
+        builder: &'static str,
+        /// The option, or the place of the value.
+        field: String,
+        /// What is wrong, and what is expected.
+        problem: String,
+    },
+    /// Arguments of a builder expression that are well-formed and make no valid mask.
+    #[error("{builder}: {source}")]
+    Builder {
+        /// The builder's name.
+        builder: &'static str,
+        /// Why.
+        source: Box<MaskError>,
+    },
+    /// A file that a mask names and that cannot be read.
+    #[error("cannot read {path:?}: {problem}")]
+    Unreadable {
+        /// The file as written.
+        path: String,
+        /// What the reader said.
+        problem: String,
+    },
+    /// A mask file whose content is no valid mask.
+    #[error("{path}: {source}")]
+    File {
+        /// The file as written.
+        path: String,
+        /// Why.
+        source: Box<MaskError>,
+    },
+    /// Text that is not JSON, or JSON that is not a mask.
+    #[error("{path}{}{problem} (line {line}, column {column})", if path.is_empty() { "" } else { ": " })]
+    Json {
+        /// Where in the document, for example `slices[3].q[1]`; empty for the document itself.
+        path: String,
+        /// What is wrong, and what is expected.
+        problem: String,
+        /// Line, from 1.
+        line: usize,
+        /// Column, from 1.
+        column: usize,
     },
 }

@@ -6,13 +6,22 @@
 //! This crate is pure: no device, clock, environment, file or thread count.
 
 mod band;
+mod builder;
+mod documents;
 mod error;
+pub mod expression;
+mod json;
 mod mask;
+mod overlap;
 mod range;
+mod raster;
 mod slice;
 
 pub use band::Band;
+pub use builder::Window;
+pub use documents::Documents;
 pub use error::MaskError;
-pub use mask::Mask;
+pub use mask::{MAX_SEQLEN, Mask};
 pub use range::Range;
+pub use raster::{PictureStyle, Raster};
 pub use slice::{AttnSlice, MaskType};

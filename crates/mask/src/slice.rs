@@ -18,6 +18,24 @@ pub enum MaskType {
     BiCausal = 3,
 }
 
+impl MaskType {
+    /// The name used in JSON and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Causal => "causal",
+            Self::InvCausal => "inv_causal",
+            Self::BiCausal => "bi_causal",
+        }
+    }
+}
+
+impl std::fmt::Display for MaskType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// A rectangle of the (query, key) plane and the shape of its unmasked part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct AttnSlice {
@@ -56,5 +74,17 @@ impl AttnSlice {
     /// Whether query `row` sees key `col`.
     pub fn contains(&self, row: usize, col: usize) -> bool {
         self.band().contains(row, col)
+    }
+
+    /// The rows before `at`, and the rows from `at` on, as slices: at most three on each side.
+    pub fn cut_rows(&self, at: usize) -> (Vec<AttnSlice>, Vec<AttnSlice>) {
+        let (above, below) = self.band().cut_rows(at);
+        (above.to_slices().collect(), below.to_slices().collect())
+    }
+
+    /// The columns before `at`, and the columns from `at` on, as slices: at most three on each side.
+    pub fn cut_cols(&self, at: usize) -> (Vec<AttnSlice>, Vec<AttnSlice>) {
+        let (left, right) = self.band().cut_cols(at);
+        (left.to_slices().collect(), right.to_slices().collect())
     }
 }

@@ -1,0 +1,227 @@
+//! Masks written as one word on a command line: `causal:4k`, `sliding-window:1M,left=1023,right=0`.
+//!
+//! ```text
+//! mask       = path | builder ":" arguments
+//! arguments  = [ value { "," value } ] { "," option "=" value { "," value } }
+//! value      = size | size ";" size | bits | "@" file
+//! size       = digits [ "k" | "M" ]            1024 and 1024 * 1024 tokens
+//! ```
+//!
+//! The values before the first option are the sequence: one size (`S` in [`BUILDERS`]), or for the varlen builders
+//! the cumulative starts of the documents, from 0 to the length of the sequence (`STARTS`). Instead of starts,
+//! `lengths=` takes the documents' lengths. A list can stand in a file: `lengths=@FILE`, one value a line; empty lines
+//! are skipped. A document may have length 0. Options come in any order.
+//!
+//! Cross attention: `full`, `causal` and their varlen forms take `keys=`, the keys' size or starts (or `key-lengths=`).
+//! `shared-question:128;300,200` separates the question from the answers' lengths by a semicolon. `block-sparse` takes
+//! one word of `0` and `1` for each block row: block column 0 first, missing digits are 0.
+//!
+//! Anything that does not begin with lower-case letters and a colon is the path of a JSON file ([`Mask::from_json`]);
+//! `./` in front makes a path of any name.
+
+mod arguments;
+
+use arguments::Arguments;
+
+use crate::{Mask, MaskError, Window};
+
+/// Reads a file's text for [`Mask::parse`], which itself touches no file: the caller decides what a name means. The
+/// error is one sentence for the user.
+pub type ReadFile<'a> = &'a dyn Fn(&str) -> Result<String, String>;
+
+/// How one builder is written, for help texts.
+#[derive(Clone, Copy, Debug)]
+pub struct Builder {
+    /// What stands before the colon.
+    pub name: &'static str,
+    /// What follows the colon.
+    pub arguments: &'static str,
+    /// What it means, in a few words.
+    pub meaning: &'static str,
+    options: &'static [&'static str],
+    build: fn(&Arguments) -> Result<Mask, MaskError>,
+}
+
+/// Every builder, in the order in which help lists them.
+pub const BUILDERS: &[Builder] = &[
+    Builder {
+        name: "full",
+        arguments: "S[,keys=S]",
+        meaning: "every token sees every token",
+        options: &["keys"],
+        build: |a| {
+            let queries = a.sequence()?;
+            Mask::cross_full(queries, a.optional_size("keys")?.unwrap_or(queries)).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "causal",
+        arguments: "S[,keys=S]",
+        meaning: "a token sees itself and what is before it; with keys, aligned to the last token",
+        options: &["keys"],
+        build: |a| {
+            let queries = a.sequence()?;
+            Mask::cross_causal(queries, a.optional_size("keys")?.unwrap_or(queries)).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "varlen-full",
+        arguments: "STARTS[,keys=STARTS]",
+        meaning: "full inside each document",
+        options: &["lengths", "keys", "key-lengths"],
+        build: |a| {
+            let queries = a.documents()?;
+            let keys = a.key_documents()?.unwrap_or_else(|| queries.clone());
+            Mask::cross_full(queries, keys).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "varlen-causal",
+        arguments: "STARTS[,keys=STARTS]",
+        meaning: "causal inside each document",
+        options: &["lengths", "keys", "key-lengths"],
+        build: |a| {
+            let queries = a.documents()?;
+            let keys = a.key_documents()?.unwrap_or_else(|| queries.clone());
+            Mask::cross_causal(queries, keys).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "sliding-window",
+        arguments: "S[,left=N][,right=N][,global=N]",
+        meaning: "left tokens before, right tokens after, and the first global tokens always",
+        options: &["left", "right", "global"],
+        build: |a| Mask::sliding_window(a.sequence()?, window(a)?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "varlen-sliding-window",
+        arguments: "STARTS[,left=N][,right=N][,global=N]",
+        meaning: "a sliding window inside each document",
+        options: &["lengths", "left", "right", "global"],
+        build: |a| Mask::sliding_window(a.documents()?, window(a)?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "block-causal",
+        arguments: "S,block=N",
+        meaning: "a token sees its own block and earlier ones",
+        options: &["block"],
+        build: |a| Mask::block_causal(a.sequence()?, a.size("block")?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "varlen-block-causal",
+        arguments: "STARTS,block=N",
+        meaning: "block-causal inside each document",
+        options: &["lengths", "block"],
+        build: |a| Mask::block_causal(a.documents()?, a.size("block")?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "prefix-lm",
+        arguments: "S,prefix=N",
+        meaning: "causal, and the first tokens are seen by all",
+        options: &["prefix"],
+        build: |a| Mask::prefix_lm(a.sequence()?, a.size("prefix")?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "varlen-prefix-lm",
+        arguments: "STARTS,prefix=N",
+        meaning: "prefix-lm inside each document",
+        options: &["lengths", "prefix"],
+        build: |a| Mask::prefix_lm(a.documents()?, a.size("prefix")?).map_err(|e| a.refused(e)),
+    },
+    Builder {
+        name: "shared-question",
+        arguments: "Q;LENGTHS",
+        meaning: "one question, then answers that see it and themselves, causally",
+        options: &[],
+        build: |a| {
+            let (question, answers) = a.question_and_answers()?;
+            Mask::shared_question(question, answers).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "last-global",
+        arguments: "STARTS,global=N[,block=N]",
+        meaning: "causal documents (block-causal with block), then global more tokens that see everything",
+        options: &["lengths", "global", "block"],
+        build: |a| {
+            let block = a.optional_size("block")?.unwrap_or(1);
+            Mask::last_global(a.documents()?, block, a.size("global")?).map_err(|e| a.refused(e))
+        },
+    },
+    Builder {
+        name: "block-sparse",
+        arguments: "S,block=N,rows=BITS,BITS,...[,keys=S]",
+        meaning: "chosen blocks of a grid, one word of 0 and 1 for each block row",
+        options: &["block", "rows", "keys"],
+        build: |a| {
+            let (queries, block) = (a.sequence()?, a.size("block")?);
+            let keys = a.optional_size("keys")?.unwrap_or(queries);
+            let blocks = a.blocks("rows")?;
+            Mask::block_sparse(queries, keys, block, block, &blocks).map_err(|e| a.refused(e))
+        },
+    },
+];
+
+fn window(arguments: &Arguments) -> Result<Window, MaskError> {
+    let window = Window {
+        left: arguments.optional_size("left")?,
+        right: arguments.optional_size("right")?,
+        global: arguments.optional_size("global")?.unwrap_or(0),
+    };
+    if window.left.is_none() && window.right.is_none() {
+        let problem = "missing; give left=N, right=N or both (a missing one has no limit)";
+        return Err(arguments.wrong("left", problem));
+    }
+    Ok(window)
+}
+
+impl Mask {
+    /// A mask from a command line: a builder expression, or the path of a JSON file. See [`expression`](self) for the
+    /// grammar. `read` is asked for the text of files that are named.
+    ///
+    /// # Errors
+    /// One sentence that names the builder and the option, or the file and the place in it, and says what is expected.
+    pub fn parse(text: &str, read: ReadFile) -> Result<Self, MaskError> {
+        let text = text.trim();
+        let (name, arguments) = match text.split_once(':') {
+            Some((name, arguments)) if is_builder_name(name) => (name, Some(arguments)),
+            _ => (text, None),
+        };
+        let builder = BUILDERS.iter().find(|builder| builder.name == name);
+        match (builder, arguments) {
+            (Some(builder), Some(arguments)) => {
+                let arguments = Arguments::split(builder.name, builder.options, arguments, read)?;
+                (builder.build)(&arguments)
+            }
+            (Some(builder), None) => Err(MaskError::Expression {
+                builder: builder.name,
+                field: "arguments".to_owned(),
+                problem: format!("missing; write {}:{}", builder.name, builder.arguments),
+            }),
+            (None, Some(_)) => Err(MaskError::UnknownBuilder {
+                name: name.to_owned(),
+                known: BUILDERS.iter().map(|builder| builder.name).collect::<Vec<_>>().join(", "),
+            }),
+            (None, None) => {
+                let json =
+                    read(text).map_err(|problem| MaskError::Unreadable { path: text.to_owned(), problem })?;
+                Mask::from_json(&json)
+                    .map_err(|source| MaskError::File { path: text.to_owned(), source: Box::new(source) })
+            }
+        }
+    }
+}
+
+/// A builder expression. Text that names a file is refused: nothing here can read one, [`Mask::parse`] can.
+impl std::str::FromStr for Mask {
+    type Err = MaskError;
+
+    fn from_str(text: &str) -> Result<Self, MaskError> {
+        Mask::parse(text, &|_| Err("files are not read here".to_owned()))
+    }
+}
+
+fn is_builder_name(name: &str) -> bool {
+    name.starts_with(|c: char| c.is_ascii_lowercase())
+        && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_')
+}

@@ -1,0 +1,212 @@
+use super::ReadFile;
+use crate::mask::MAX_SEQLEN;
+use crate::{Documents, MaskError};
+
+/// What follows the colon of a builder expression, split but not yet understood.
+pub(super) struct Arguments<'a> {
+    builder: &'static str,
+    /// The values before the first option.
+    values: Vec<&'a str>,
+    options: Vec<(&'a str, Vec<&'a str>)>,
+    read: ReadFile<'a>,
+}
+
+/// A place in the arguments, as messages name it, for the values before the first option.
+const SEQUENCE: &str = "sequence";
+
+impl<'a> Arguments<'a> {
+    /// Splits `text` and checks that every option is one of `known`, given once.
+    pub(super) fn split(
+        builder: &'static str,
+        known: &[&str],
+        text: &'a str,
+        read: ReadFile<'a>,
+    ) -> Result<Self, MaskError> {
+        let mut arguments = Self { builder, values: Vec::new(), options: Vec::new(), read };
+        if text.trim().is_empty() {
+            return Ok(arguments);
+        }
+        for item in text.split(',') {
+            let Some((name, value)) = item.split_once('=') else {
+                match arguments.options.last_mut() {
+                    Some((_, values)) => values.push(item.trim()),
+                    None => arguments.values.push(item.trim()),
+                }
+                continue;
+            };
+            let name = name.trim();
+            if !known.contains(&name) {
+                let problem = match known {
+                    [] => "unknown option; there are none here".to_owned(),
+                    _ => format!("unknown option; known: {}", known.join(", ")),
+                };
+                return Err(arguments.wrong(name, problem));
+            }
+            if arguments.option(name).is_some() {
+                return Err(arguments.wrong(name, "given twice"));
+            }
+            arguments.options.push((name, vec![value.trim()]));
+        }
+        Ok(arguments)
+    }
+
+    /// An error at `field`.
+    pub(super) fn wrong(&self, field: &str, problem: impl Into<String>) -> MaskError {
+        MaskError::Expression { builder: self.builder, field: field.to_owned(), problem: problem.into() }
+    }
+
+    /// An error of the builder itself.
+    pub(super) fn refused(&self, source: MaskError) -> MaskError {
+        MaskError::Builder { builder: self.builder, source: Box::new(source) }
+    }
+
+    /// The length of a plain sequence.
+    pub(super) fn sequence(&self) -> Result<usize, MaskError> {
+        match self.values[..] {
+            [value] => self.number(SEQUENCE, value),
+            [] => Err(self.wrong(SEQUENCE, "missing; the first value is its length, for example 4k")),
+            _ => Err(self.wrong(
+                SEQUENCE,
+                format!(
+                    "expected one length, got {} values; options are written name=value",
+                    self.values.len()
+                ),
+            )),
+        }
+    }
+
+    /// The documents: cumulative starts, or `lengths=`.
+    pub(super) fn documents(&self) -> Result<Documents, MaskError> {
+        let starts = (!self.values.is_empty()).then_some(&self.values[..]);
+        self.documents_of("starts", starts, "lengths")?.ok_or_else(|| {
+            self.wrong("starts", "missing; give cumulative starts such as 0,100,400, or lengths=100,300")
+        })
+    }
+
+    /// The keys' documents where they differ: `keys=` or `key-lengths=`.
+    pub(super) fn key_documents(&self) -> Result<Option<Documents>, MaskError> {
+        self.documents_of("keys", self.option("keys"), "key-lengths")
+    }
+
+    fn documents_of(
+        &self,
+        starts_field: &str,
+        starts: Option<&[&str]>,
+        lengths_field: &str,
+    ) -> Result<Option<Documents>, MaskError> {
+        let (field, documents) = match (starts, self.option(lengths_field)) {
+            (None, None) => return Ok(None),
+            (Some(_), Some(_)) => {
+                let problem = format!("give either {starts_field} or {lengths_field}, not both");
+                return Err(self.wrong(lengths_field, problem));
+            }
+            (Some(starts), None) => {
+                (starts_field, Documents::from_starts(self.numbers(starts_field, starts)?))
+            }
+            (None, Some(lengths)) => {
+                (lengths_field, Documents::from_lengths(self.numbers(lengths_field, lengths)?))
+            }
+        };
+        documents.map(Some).map_err(|error| self.wrong(field, error.to_string()))
+    }
+
+    /// The two parts of `shared-question`.
+    pub(super) fn question_and_answers(&self) -> Result<(usize, Documents), MaskError> {
+        let split = self.values.split_first().and_then(|(first, rest)| Some((first.split_once(';')?, rest)));
+        let Some(((question, answer), answers)) = split else {
+            return Err(self.wrong(
+                "answers",
+                "missing; write the question's length, a semicolon, the answers' lengths",
+            ));
+        };
+        let question = self.number("question", question.trim())?;
+        let answers: Vec<&str> = std::iter::once(answer.trim()).chain(answers.iter().copied()).collect();
+        let lengths = self.numbers("answers", &answers)?;
+        let answers =
+            Documents::from_lengths(lengths).map_err(|error| self.wrong("answers", error.to_string()))?;
+        Ok((question, answers))
+    }
+
+    /// The blocks marked by `1` in the words of an option, as `(block row, block column)`.
+    pub(super) fn blocks(&self, field: &'static str) -> Result<Vec<(usize, usize)>, MaskError> {
+        let Some(values) = self.option(field) else {
+            return Err(self
+                .wrong(field, "missing; give one word of 0 and 1 for each block row, for example 1,11,101"));
+        };
+        let mut blocks = Vec::new();
+        for (row, (place, word)) in self.items(field, values)?.into_iter().enumerate() {
+            for (col, digit) in word.chars().enumerate() {
+                match digit {
+                    '0' => {}
+                    '1' => blocks.push((row, col)),
+                    _ => return Err(self.wrong(&place, format!("expected only 0 and 1, got {word:?}"))),
+                }
+            }
+        }
+        Ok(blocks)
+    }
+
+    /// A size that must be given.
+    pub(super) fn size(&self, field: &'static str) -> Result<usize, MaskError> {
+        self.optional_size(field)?.ok_or_else(|| self.wrong(field, format!("missing; write {field}=N")))
+    }
+
+    /// A size that may be given.
+    pub(super) fn optional_size(&self, field: &'static str) -> Result<Option<usize>, MaskError> {
+        match self.option(field) {
+            None => Ok(None),
+            Some([value]) => self.number(field, value).map(Some),
+            Some(values) => {
+                Err(self.wrong(field, format!("expected one number, got {} values", values.len())))
+            }
+        }
+    }
+
+    fn option(&self, name: &str) -> Option<&[&'a str]> {
+        self.options.iter().find(|(option, _)| *option == name).map(|(_, values)| &values[..])
+    }
+
+    fn numbers(&self, field: &str, values: &[&str]) -> Result<Vec<usize>, MaskError> {
+        self.items(field, values)?.iter().map(|(place, item)| self.number(place, item)).collect()
+    }
+
+    /// The items of a list and the name of each one's place; `@FILE` stands for the lines of a file.
+    fn items(&self, field: &str, values: &[&str]) -> Result<Vec<(String, String)>, MaskError> {
+        let Some(path) = values.first().and_then(|value| value.strip_prefix('@')) else {
+            let named = |(index, value): (usize, &&str)| (format!("{field}[{index}]"), (*value).to_owned());
+            return Ok(values.iter().enumerate().map(named).collect());
+        };
+        if values.len() > 1 {
+            return Err(self.wrong(field, format!("nothing may follow @{path}")));
+        }
+        let text = (self.read)(path)
+            .map_err(|problem| self.wrong(field, format!("cannot read {path:?}: {problem}")))?;
+        let lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
+        Ok(lines.map(|(index, line)| (format!("{field}: {path}:{}", index + 1), line.to_owned())).collect())
+    }
+
+    /// Digits, with `k` or `M` behind them for 1024 or 1024 * 1024.
+    fn number(&self, field: &str, text: &str) -> Result<usize, MaskError> {
+        let (digits, unit) = match text.strip_suffix(['k', 'K']) {
+            Some(digits) => (digits, 1024),
+            None => match text.strip_suffix('M') {
+                Some(digits) => (digits, 1024 * 1024),
+                None => (text, 1),
+            },
+        };
+        if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(
+                self.wrong(field, format!("expected a whole number such as 4096, 4k or 1M, got {text:?}"))
+            );
+        }
+        // Only digits: what does not parse is too large.
+        digits
+            .parse::<usize>()
+            .ok()
+            .and_then(|number| number.checked_mul(unit))
+            .filter(|&number| number <= MAX_SEQLEN)
+            .ok_or_else(|| {
+                self.wrong(field, format!("{text} is too large; at most {MAX_SEQLEN} tokens are supported"))
+            })
+    }
+}

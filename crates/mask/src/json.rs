@@ -1,0 +1,209 @@
+use std::fmt::{self, Write};
+
+use serde::de::{SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::mask::MAX_SEQLEN;
+use crate::{AttnSlice, Mask, MaskError, MaskType, Range};
+
+impl Mask {
+    /// Reads `{"seqlen_q": 1024, "seqlen_k": 1024, "slices": [{"q": [0, 512], "k": [0, 1024], "type": "causal"}, …]}`.
+    ///
+    /// # Errors
+    /// Text that is not JSON, or not of this form (unknown, missing or doubled fields, wrong types, numbers that are
+    /// negative, fractional or too large), with the place, line and column; or a mask that [`Mask::new`] refuses.
+    pub fn from_json(text: &str) -> Result<Self, MaskError> {
+        let mut deserializer = serde_json::Deserializer::from_str(text);
+        let document: Document = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+            let path = error.path().to_string();
+            // `.` is the document itself, `?` a place with no name; neither tells the user anything.
+            let path = if path == "." || path.contains('?') { String::new() } else { path };
+            describe(path, &error.into_inner())
+        })?;
+        deserializer.end().map_err(|error| describe(String::new(), &error))?;
+        document.try_into()
+    }
+
+    /// The mask in the form that [`Mask::from_json`] reads, one slice a line.
+    pub fn to_json(&self) -> String {
+        let mut text = format!(
+            "{{\n  \"seqlen_q\": {},\n  \"seqlen_k\": {},\n  \"slices\": [",
+            self.seqlen_q(),
+            self.seqlen_k()
+        );
+        for (index, AttnSlice { q_range: q, k_range: k, mask_type }) in self.slices().iter().enumerate() {
+            let separator = if index == 0 { "" } else { "," };
+            // Writing to a String cannot fail.
+            let _ = write!(
+                text,
+                "{separator}\n    {{\"q\": [{}, {}], \"k\": [{}, {}], \"type\": \"{mask_type}\"}}",
+                q.start, q.end, k.start, k.end
+            );
+        }
+        text.push_str(if self.slices().is_empty() { "]\n}\n" } else { "\n  ]\n}\n" });
+        text
+    }
+}
+
+impl Serialize for Mask {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Document {
+            seqlen_q: Tokens(self.seqlen_q()),
+            seqlen_k: Tokens(self.seqlen_k()),
+            slices: self.slices().iter().map(Entry::from).collect(),
+        }
+        .serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Mask {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Document::deserialize(deserializer)?.try_into().map_err(serde::de::Error::custom)
+    }
+}
+
+/// A mask as it stands in a file, not yet validated.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object with seqlen_q, seqlen_k and slices")]
+struct Document {
+    seqlen_q: Tokens,
+    seqlen_k: Tokens,
+    slices: Vec<Entry>,
+}
+
+/// A slice as it stands in a file.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object with q, k and type")]
+struct Entry {
+    q: Bounds,
+    k: Bounds,
+    #[serde(rename = "type")]
+    mask_type: MaskType,
+}
+
+/// A number of tokens, or the index of one.
+struct Tokens(usize);
+
+/// `[start, end]`.
+struct Bounds(Range);
+
+impl TryFrom<Document> for Mask {
+    type Error = MaskError;
+
+    fn try_from(document: Document) -> Result<Self, MaskError> {
+        let slices = document.slices.iter().map(|entry| AttnSlice {
+            q_range: entry.q.0,
+            k_range: entry.k.0,
+            mask_type: entry.mask_type,
+        });
+        Mask::new(document.seqlen_q.0, document.seqlen_k.0, slices.collect())
+    }
+}
+
+impl From<&AttnSlice> for Entry {
+    fn from(slice: &AttnSlice) -> Self {
+        Self { q: Bounds(slice.q_range), k: Bounds(slice.k_range), mask_type: slice.mask_type }
+    }
+}
+
+impl Serialize for Tokens {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u64(self.0 as u64)
+    }
+}
+
+impl Serialize for Bounds {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        [self.0.start, self.0.end].serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Tokens {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_u64(TokensVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bounds {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(BoundsVisitor)
+    }
+}
+
+struct TokensVisitor;
+
+impl Visitor<'_> for TokensVisitor {
+    type Value = Tokens;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a whole number from 0 to {MAX_SEQLEN}")
+    }
+
+    fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Tokens, E> {
+        match usize::try_from(value) {
+            Ok(tokens) if tokens <= MAX_SEQLEN => Ok(Tokens(tokens)),
+            _ => Err(E::invalid_value(serde::de::Unexpected::Unsigned(value), &self)),
+        }
+    }
+}
+
+struct BoundsVisitor;
+
+impl<'de> Visitor<'de> for BoundsVisitor {
+    type Value = Bounds;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("two numbers [start, end]")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Bounds, A::Error> {
+        let wrong_count = |count| serde::de::Error::invalid_length(count, &self);
+        let start = items.next_element::<Tokens>()?.ok_or_else(|| wrong_count(0))?;
+        let end = items.next_element::<Tokens>()?.ok_or_else(|| wrong_count(1))?;
+        let mut count = 2;
+        while items.next_element::<serde::de::IgnoredAny>()?.is_some() {
+            count += 1;
+        }
+        // Reversed ranges pass here: `Mask::new` refuses them, with the slice's index.
+        if count == 2 { Ok(Bounds(Range { start: start.0, end: end.0 })) } else { Err(wrong_count(count)) }
+    }
+}
+
+/// The parser's message in the words of someone who edits a mask file.
+fn describe(path: String, error: &serde_json::Error) -> MaskError {
+    let (line, column) = (error.line(), error.column());
+    let message = error.to_string();
+    let message = message.strip_suffix(&format!(" at line {line} column {column}")).unwrap_or(&message);
+    let problem = if error.is_eof() {
+        "the JSON ends too early; something is not closed".to_owned()
+    } else if error.is_syntax() {
+        format!("this is not JSON: {message}")
+    } else {
+        reword(message)
+    };
+    MaskError::Json { path, problem, line, column }
+}
+
+/// Turns `invalid type: A, expected B` round, and names the found value as JSON does.
+fn reword(message: &str) -> String {
+    let Some((found, expected)) = ["invalid type: ", "invalid value: ", "invalid length "]
+        .iter()
+        .find_map(|prefix| message.strip_prefix(prefix)?.split_once(", expected "))
+    else {
+        return message.replace("unknown variant", "unknown type");
+    };
+    let literal = ["integer", "floating point", "boolean", "string"]
+        .iter()
+        .find_map(|kind| found.strip_prefix(kind)?.strip_prefix(' '))
+        .map(|literal| literal.trim_matches('`'));
+    let found = match found {
+        "map" => "an object",
+        "sequence" => "a list",
+        "1" if message.starts_with("invalid length") => "1 number",
+        _ if message.starts_with("invalid length") => {
+            return format!("expected {expected}, got {found} numbers");
+        }
+        _ => literal.unwrap_or(found),
+    };
+    format!("expected {expected}, got {found}")
+}
