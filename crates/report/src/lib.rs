@@ -1,1 +1,27 @@
-//! placeholder
+//! What a run shows: tables for a terminal, Chrome traces, SVG and HTML.
+//!
+//! Everything here turns values of the crates to the left into text. Only [`write_atomically`] touches the machine.
+
+mod error;
+mod html;
+mod matrix;
+mod palette;
+mod quantity;
+mod raster;
+mod statistics;
+mod svg;
+mod table;
+mod timelines;
+mod trace;
+mod write;
+
+pub use error::ReportError;
+pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
+pub use matrix::CommMatrix;
+pub use quantity::{format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens};
+pub use statistics::{Statistics, geometric_mean};
+pub use svg::MaskDrawing;
+pub use table::{BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table};
+pub use timelines::TimelinePair;
+pub use trace::{TraceSection, chrome_trace};
+pub use write::{check_writable, write_atomically};

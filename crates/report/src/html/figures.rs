@@ -1,0 +1,252 @@
+use std::fmt::Write;
+
+use counterpoint_schedule::Timeline;
+
+use super::{HtmlReport, escape};
+use crate::{
+    matrix::CommMatrix,
+    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops},
+    svg::percent,
+};
+
+/// A headline figure: what, how much, and what it means.
+fn card(out: &mut String, name: &str, value: &str, note: &str) {
+    let _ = write!(
+        out,
+        "<div class=\"card\"><dt>{}</dt><dd>{}</dd><dd class=\"note\">{}</dd></div>",
+        escape(name),
+        escape(value),
+        escape(note)
+    );
+}
+
+/// Three digits and a word: `5.24 billion`.
+fn large(value: u64) -> String {
+    let units = [(1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")];
+    match units.iter().find(|(factor, _)| value as f64 >= *factor) {
+        Some((factor, name)) => format!("{:.2} {name}", value as f64 / factor),
+        None => format_count(value),
+    }
+}
+
+impl HtmlReport<'_> {
+    pub(super) fn cards(&self, out: &mut String, matrix: &CommMatrix) {
+        let (mask, plan, figures) = (self.mask, self.plan, &self.figures);
+        out.push_str("<dl class=\"cards\">");
+
+        let (sq, sk, area) = (mask.seqlen_q() as u64, mask.seqlen_k() as u64, mask.area());
+        let slices = match mask.slices().len() {
+            1 => "1 slice".to_owned(),
+            n => format!("{} slices", format_count(n as u64)),
+        };
+        if plan.q_dispatch == plan.k_dispatch {
+            card(out, "Tokens", &format_count(sq), &slices);
+        } else {
+            card(out, "Queries × keys", &format!("{} × {}", format_count(sq), format_count(sk)), &slices);
+        }
+        let density = percent(area as f64 / (sq as f64 * sk as f64).max(1.0));
+        card(out, "Area", &large(area), &format!("unmasked pairs, {density} of all"));
+        let chunks = format!(
+            "{} chunks of {}",
+            format_count(plan.q_dispatch.num_chunks() as u64),
+            format_count(plan.q_dispatch.chunk_size() as u64)
+        );
+        let planned = figures.plan_seconds.map_or(String::new(), |s| format!(", planned in {}", format_seconds(s)));
+        card(out, "Ranks", &format_count(plan.ranks.len() as u64), &format!("{chunks}{planned}"));
+
+        let areas = plan.ranks.iter().map(|rank| rank.area);
+        let mean = area as f64 / plan.ranks.len().max(1) as f64;
+        let balance = if area == 0 { 1.0 } else { areas.max().unwrap_or(0) as f64 / mean };
+        card(out, "Balance", &format!("{balance:.3}"), "largest area over mean; 1 is perfect");
+
+        let ranks = plan.ranks.len().max(1) as f64;
+        let rows = matrix.total() as f64 / ranks;
+        let bytes = figures.kv_row_bytes.map_or(String::new(), |b| format!(", {}", format_bytes((rows * b as f64) as u64)));
+        let against = match figures.comm {
+            Some(comm) if comm.recv_rows > 0 && comm.all_gather_rows > 0 => {
+                format!("; all-gather: {}", format_ratio(comm.all_gather_rows as f64 / comm.recv_rows as f64))
+            }
+            _ => String::new(),
+        };
+        card(
+            out,
+            "Key rows received",
+            &format_count(rows.round() as u64),
+            &format!("mean of a rank{bytes}{against}"),
+        );
+
+        for (name, pair) in self.passes() {
+            let title = if name == "forward" { "Forward" } else { "Backward" };
+            let flops = if name == "forward" { figures.forward_flops } else { figures.backward_flops };
+            match (pair.measured.map(Timeline::makespan), pair.predicted.map(Timeline::makespan)) {
+                (Some(measured), predicted) => {
+                    let rate = flops.filter(|_| measured > 0.0).map(|f| format_tflops(f / measured / ranks));
+                    let predicted = predicted.map(|seconds| format!("predicted {}", format_seconds(seconds)));
+                    let notes: Vec<String> = predicted.into_iter().chain(rate.map(|r| format!("{r} a rank"))).collect();
+                    card(out, title, &format_seconds(measured), &notes.join("; "));
+                }
+                (None, Some(predicted)) => card(out, title, &format_seconds(predicted), "predicted, not run"),
+                (None, None) => {}
+            }
+        }
+        let efficiencies: Vec<(&str, f64)> = self
+            .passes()
+            .filter_map(|(name, pair)| pair.best().and_then(|t| t.overlap().efficiency).map(|e| (name, e)))
+            .collect();
+        if let Some(&(_, first)) = efficiencies.first() {
+            let value = |e: f64| format!("{:.0} %", e * 100.0);
+            let note = match efficiencies.get(1) {
+                Some(&(name, second)) => format!("of the forward's hideable communication; {name} {}", value(second)),
+                None => "of the hideable communication ran under computation".to_owned(),
+            };
+            card(out, "Overlap", &value(first), &note);
+        }
+        if let Some(check) = self.check {
+            let class = if check.passed() { "good" } else { "bad" };
+            let (verdict, note) = if check.passed() {
+                ("✓ right", "every tensor within its bound")
+            } else {
+                ("✗ wrong", "errors above their bounds, see below")
+            };
+            let _ = write!(
+                out,
+                "<div class=\"card {class}\"><dt>Check</dt><dd>{verdict}</dd><dd class=\"note\">{note}</dd></div>"
+            );
+        }
+        out.push_str("</dl>\n");
+    }
+
+    /// Rows received against bound, ring and all-gather, as bars on one scale.
+    pub(super) fn comparison_section(&self, out: &mut String, matrix: &CommMatrix) {
+        let Some(comm) = self.figures.comm else { return };
+        let total = matrix.total();
+        let rows = [
+            ("lower bound", comm.lower_bound_rows),
+            ("this plan", comm.recv_rows),
+            ("ring", comm.ring_rows),
+            ("all-gather", comm.all_gather_rows),
+        ];
+        let longest = rows.iter().map(|row| row.1).max().unwrap_or(0).max(1) as f64;
+        let ranks = self.plan.ranks.len().max(1) as f64;
+        out.push_str(
+            "<section class=\"panel\"><h2>Key rows received, compared</h2><table class=\"compare\">\
+             <thead><tr><th scope=\"col\">mean of a rank</th><td></td><th scope=\"col\">rows</th>\
+             <th scope=\"col\">to this plan</th></tr></thead><tbody>",
+        );
+        for (name, rows) in rows {
+            let ratio = if comm.recv_rows > 0 { rows as f64 / comm.recv_rows as f64 } else { f64::NAN };
+            let class = if name == "this plan" { " class=\"own\"" } else { "" };
+            let _ = write!(
+                out,
+                "<tr{class}><th scope=\"row\">{name}</th><td class=\"track\"><i style=\"width:{:.2}%\"></i></td>\
+                 <td>{}</td><td>{}</td></tr>",
+                rows as f64 / longest * 100.0,
+                format_count((rows as f64 / ranks).round() as u64),
+                format_ratio(ratio),
+            );
+        }
+        out.push_str("</tbody></table>");
+        // Two sources for one number must not drift apart unseen.
+        if total != comm.recv_rows {
+            let _ = write!(
+                out,
+                "<p class=\"note\">The exchange moves {} rows in all, {} were stated.</p>",
+                format_count(total),
+                format_count(comm.recv_rows)
+            );
+        }
+        out.push_str("</section>\n");
+    }
+
+    pub(super) fn timeline_section(&self, out: &mut String) {
+        let passes: Vec<_> = self.passes().collect();
+        if passes.is_empty() {
+            return;
+        }
+        out.push_str("<section class=\"panel\" id=\"timeline\"><h2>Timeline</h2>\n<div class=\"tools\">");
+        let group = |out: &mut String, label: &str, key: &str, names: &[&str]| {
+            let _ = write!(out, "<div role=\"group\" aria-label=\"{label}\">");
+            for (index, name) in names.iter().enumerate() {
+                let _ = write!(
+                    out,
+                    "<button type=\"button\" data-{key}=\"{name}\" aria-pressed=\"{}\">{name}</button>",
+                    index == 0
+                );
+            }
+            out.push_str("</div>");
+        };
+        group(out, "Pass", "pass", &passes.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+        if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
+            group(out, "Source", "source", &["both", "measured", "predicted"]);
+        }
+        group(out, "Order of ranks", "order", &["by rank", "slowest first"]);
+        out.push_str(
+            "<div role=\"group\" aria-label=\"Ranks shown\" id=\"timeline-pages\">\
+             <button type=\"button\" data-page=\"-1\" aria-label=\"Ranks before\">‹</button><output></output>\
+             <button type=\"button\" data-page=\"1\" aria-label=\"Ranks after\">›</button></div>\
+             <div role=\"group\" aria-label=\"Zoom\"><button type=\"button\" data-zoom=\"out\" aria-label=\"Zoom out\">−</button>\
+             <button type=\"button\" data-zoom=\"in\" aria-label=\"Zoom in\">+</button>\
+             <button type=\"button\" data-zoom=\"all\">all</button></div></div>\n\
+             <ul class=\"legend\"><li><i class=\"compute\"></i>computation</li>\
+             <li><i class=\"communication\"></i>communication</li><li><i class=\"wait\"></i>waiting</li>",
+        );
+        if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
+            out.push_str("<li><i class=\"compute predicted\"></i>predicted (outlined)</li>");
+        }
+        out.push_str(
+            "<li class=\"hint\">Drag to move; Ctrl and wheel to zoom; with the keyboard: arrows, +, −, 0.</li></ul>\n\
+             <div class=\"chart\" id=\"timeline-chart\" tabindex=\"0\"></div>\n",
+        );
+        self.pass_table(out);
+        out.push_str("</section>\n");
+    }
+
+    fn pass_table(&self, out: &mut String) {
+        out.push_str(
+            "<div class=\"scroll\"><table class=\"figures\"><thead><tr><th scope=\"col\">pass</th><th scope=\"col\">total</th>\
+             <th scope=\"col\">computation</th><th scope=\"col\">communication</th><th scope=\"col\">exposed</th>\
+             <th scope=\"col\">overlap efficiency</th></tr></thead><tbody>",
+        );
+        for (name, pair) in self.passes() {
+            for (source, timeline) in pair.sources() {
+                let overlap = timeline.overlap();
+                let _ = write!(
+                    out,
+                    "<tr><th scope=\"row\">{name}, {}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                    source.name(),
+                    format_seconds(timeline.makespan()),
+                    format_seconds(overlap.compute_seconds),
+                    format_seconds(overlap.communication_seconds),
+                    format_seconds(overlap.exposed_seconds),
+                    overlap.efficiency.map_or_else(|| "–".to_owned(), |e| format!("{e:.3}")),
+                );
+            }
+        }
+        out.push_str(
+            "</tbody></table></div>\n<p class=\"note\">Total: until the last rank is done. The rest: seconds of a rank, mean of \
+             all ranks. Exposed: communication with no computation beside it.</p>\n",
+        );
+    }
+
+    pub(super) fn check_section(&self, out: &mut String) {
+        let Some(check) = self.check else { return };
+        out.push_str(
+            "<section class=\"panel\" id=\"check\"><h2>Check against the dense f64 reference</h2>\n\
+             <div class=\"scroll\"><table class=\"figures\"><thead><tr><th scope=\"col\">tensor</th>\
+             <th scope=\"col\">measure</th><th scope=\"col\">error</th><th scope=\"col\">bound</th><th scope=\"col\"></th>\
+             </tr></thead><tbody>",
+        );
+        for row in &check.rows {
+            let (class, verdict) = if row.verified.passed() { ("good", "✓ within") } else { ("bad", "✗ above") };
+            let _ = write!(
+                out,
+                "<tr><th scope=\"row\">{}</th><td>{}</td><td>{:.2e}</td><td>{:.2e}</td><td class=\"{class}\">{verdict}</td></tr>",
+                escape(&row.tensor),
+                escape(&row.measure),
+                row.verified.error,
+                row.verified.bound,
+            );
+        }
+        out.push_str("</tbody></table></div></section>\n");
+    }
+}
