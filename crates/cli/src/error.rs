@@ -33,11 +33,19 @@ pub(crate) enum CliError {
         /// The system's words.
         source: io::Error,
     },
-    /// The mask is not one.
-    #[error("mask {mask}: {source}")]
-    Mask {
-        /// The file or the expression.
-        mask: String,
+    /// A file does not hold a mask.
+    #[error("{}: {source}", path.display())]
+    MaskFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: counterpoint_mask::MaskError,
+    },
+    /// An expression is not one of a mask.
+    #[error("mask {expression}: {source}")]
+    MaskExpression {
+        /// The expression.
+        expression: String,
         /// What is wrong.
         source: counterpoint_mask::MaskError,
     },
@@ -183,7 +191,7 @@ impl CliError {
         use counterpoint_exec::ExecError;
         match self {
             Self::CheckFailed { .. } | Self::Predict { .. } | Self::Stdout { .. } => 1,
-            Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
+            Self::Run { source: ExecError::Tensor { .. } } => 2,
             Self::Run { .. } => 1,
             Self::NoCuda => 3,
             _ => 2,

@@ -11,18 +11,28 @@ use super::{PlanningArguments, value};
 /// Run distributed attention on real tensors, and check it
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Input (safetensors, F64, F32, BF16 or F16): q [seqlen_q, heads_q, head_dim], k [seqlen_k, heads_kv, head_dim],
-v [seqlen_k, heads_kv, head_dim_v]; optional sink [seqlen_sink, heads_q] in F32 (or F64 beside F64 tensors); dout
-[seqlen_q, heads_q, head_dim_v] for --backward.
-Output: out, lse, and with --backward dq, dk, dv (and dsink), in global token order whatever the dispatch was. Files are
-written whole or not at all, once everything has been computed; when --check finds an error out of bounds they are
-written too, so that it can be looked at, and the exit status is 1.
+Input (safetensors; F64, F32, BF16 or F16):
+  q     [seqlen_q, heads_q, head_dim]
+  k     [seqlen_k, heads_kv, head_dim]
+  v     [seqlen_k, heads_kv, head_dim_v]
+  dout  [seqlen_q, heads_q, head_dim_v], with --backward
+  sink  [seqlen_sink, heads_q], optional, F32 (or F64 beside F64 tensors)
+Output (safetensors): out, lse, and with --backward dq, dk, dv (and dsink), in
+global token order whatever the dispatch was.
+
+Everything is checked first, then computed; then files are written, each whole
+or not at all. Results that --check finds out of bounds are written too, to be
+looked at; the exit status is then 1.
 
 Examples:
-  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 --backward --check --report report.html
-  counterpoint attention --mask mask.json --input qkv.safetensors --output out.safetensors --cp-size 8
-  counterpoint attention --mask causal:4k --heads-q 8 --heads-kv 2 --dtype bf16 --check --json
-  counterpoint attention --mask causal:4k --cp-size 2 --stages 4 --slow-link 500,0.2 --trace trace.json")]
+  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
+      --backward --check --report report.html
+  counterpoint attention --mask mask.json --input qkv.safetensors \\
+      --output out.safetensors --cp-size 8
+  counterpoint attention --mask causal:4k --heads-q 8 --heads-kv 2 --dtype bf16 \\
+      --check --json
+  counterpoint attention --mask causal:4k --cp-size 2 --stages 4 \\
+      --slow-link 500,0.2 --trace trace.json")]
 pub(crate) struct AttentionArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]

@@ -12,8 +12,9 @@ pub(crate) enum BenchCommand {
 /// Time the planner, and compare balance and received rows of every dispatch
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Without --mask it takes two batches of 1M tokens of packed documents (lengths drawn lognormal and heavy-tailed), on 8
-and 64 ranks, and a causal mask of 4M tokens on 1,024 ranks; it then prints the goals and whether they are reached.
+Without --mask it takes two batches of 1M tokens of packed documents (lengths
+drawn lognormal and heavy-tailed) on 8 and 64 ranks, and a causal mask of 4M
+tokens on 1,024 ranks; it then prints the goals and whether they are reached.
 
 Examples:
   counterpoint bench plan
@@ -44,7 +45,8 @@ pub(crate) struct BenchPlanArguments {
 /// Time CPU attention against the matmul rate of the same library, and show what overlap hides
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Every row is checked against the f64 reference; a row out of bounds is not printed, and the exit status is 1.
+Every row is checked against the f64 reference; a row out of bounds is not
+printed, and the exit status is 1.
 
 Examples:
   counterpoint bench attention

@@ -1,10 +1,11 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use counterpoint_mask::expression::BUILDERS;
 
 /// Print a mask's slices as JSON and a small picture of it
 #[derive(Debug, Args)]
-#[command(after_help = MASK_HELP)]
+#[command(after_help = help())]
 pub(crate) struct MaskArguments {
     /// A JSON file or a builder expression
     pub(crate) mask: String,
@@ -18,19 +19,27 @@ pub(crate) struct MaskArguments {
     pub(crate) json: bool,
 }
 
-const MASK_HELP: &str = "\
-MASK is a path to a JSON file, or one of the expressions below. Sizes take k and M (1024 and 1024 x 1024). A varlen
-builder takes cumulative starts, lengths=100,300 or lengths=@FILE with one length a line.
-  full:S   causal:S   varlen-full:0,100,400   varlen-causal:0,100,400
-  sliding-window:S,left=1023,right=0   block-causal:S,block=512   varlen-block-causal:0,4096,8192,block=512
-  prefix-lm:S,prefix=100   shared-question:128;128,256,512
+fn help() -> String {
+    let mut text = "\
+MASK is a path to a JSON file, or one of the expressions below. Sizes (S, N)
+take k and M, 1024 and 1024 x 1024. STARTS are cumulative, as in 0,100,400;
+lengths=100,300 means the same, and lengths=@FILE reads one length a line.
 
-JSON: {\"seqlen_q\": 1024, \"seqlen_k\": 1024, \"slices\": [{\"q\": [0, 512], \"k\": [0, 1024], \"type\": \"causal\"}]}
-with the types full, causal (aligned to the bottom right), inv_causal (to the top left) and bi_causal (both).
+"
+    .to_owned();
+    for builder in BUILDERS {
+        text += &format!("  {}:{}\n      {}\n", builder.name, builder.arguments, builder.meaning);
+    }
+    text + "
+JSON: {\"seqlen_q\": 1024, \"seqlen_k\": 1024,
+       \"slices\": [{\"q\": [0, 512], \"k\": [0, 1024], \"type\": \"causal\"}, ...]}
+Types: full, causal (aligned to the bottom right), inv_causal (to the top left)
+and bi_causal (both). Slices must be disjoint.
 
-With --json the JSON document is all that stdout gets; without it the picture follows.
+stdout gets the slices as JSON, then the picture; with --json the JSON alone.
 
 Examples:
   counterpoint mask causal:16
   counterpoint mask varlen-causal:lengths=300,4000,96 --json > mask.json
-  counterpoint mask mask.json --svg mask.svg";
+  counterpoint mask mask.json --svg mask.svg"
+}

@@ -27,19 +27,20 @@ pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name};
     arg_required_else_help = false,
     after_help = "\
 MASK is a path to a JSON file or an expression, such as:
-  causal:64k                                every token sees itself and what came before
-  varlen-causal:lengths=300,4000,96         packed documents, causal inside each
-  varlen-causal:lengths=@documents.txt      the same, one length a line
-  sliding-window:32k,left=1023,right=0      itself and 1,023 tokens before
-  counterpoint mask --help                  has the whole list
+  causal:64k                            each token sees itself and what is before it
+  varlen-causal:lengths=300,4000,96     packed documents, causal inside each
+  varlen-causal:lengths=@documents.txt  the same, one length a line
+  sliding-window:32k,left=1023,right=0  itself and 1,023 tokens before
+`counterpoint mask --help` has the whole list.
 
 Examples:
   counterpoint mask varlen-causal:lengths=300,4000,96
   counterpoint plan --mask causal:64k --cp-size 8
-  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 --backward --check --report report.html
+  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
+      --backward --check --report report.html
 
-Exit status: 0 done, 1 it ran and a check or the run failed, 2 bad usage or bad input, 3 the machine lacks what was
-asked for, 130 interrupted."
+Exit status: 0 done; 1 it ran and a check or the run failed; 2 bad usage or bad
+input; 3 the machine lacks what was asked for; 130 interrupted."
 )]
 pub(crate) struct Arguments {
     #[command(subcommand)]

@@ -7,14 +7,15 @@ use super::{PlanningArguments, ShapeArguments, value};
 /// Solve and explain a plan without running it
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is measured but the solve time: stages are cut for a fixed model of an H200 node, so the same input gives the same
-plan on every machine. Token counts are key rows received.
+Nothing is measured but the solve time: stages are cut for a fixed model of an
+H200 node, so the same input gives the same plan on every machine. Token counts
+are key rows received.
 
 Examples:
   counterpoint plan --mask causal:64k --cp-size 8
-  counterpoint plan --mask varlen-causal:lengths=@documents.txt --cp-size 64 --chunk-size 512 --nodes 8
+  counterpoint plan --mask varlen-causal:lengths=@documents.txt --cp-size 16 --nodes 2
   counterpoint plan --mask mask.json --cp-size 4 --dispatch zigzag --json
-  counterpoint plan --mask sliding-window:64k,left=4095,right=0 --cp-size 8 --report plan.html")]
+  counterpoint plan --mask causal:64k --cp-size 8 --report plan.html")]
 pub(crate) struct PlanArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]

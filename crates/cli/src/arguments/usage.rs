@@ -11,5 +11,5 @@ pub(crate) fn usage_error(error: &clap::Error) -> CliError {
             parts.push(line);
         }
     }
-    CliError::Usage { message: parts.join("; ") + "; --help has examples" }
+    CliError::Usage { message: parts.join("; ") + "; see --help for examples" }
 }

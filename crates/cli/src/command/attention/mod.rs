@@ -1,8 +1,6 @@
 mod result;
 mod tensors;
 
-use std::path::Path;
-
 use counterpoint_exec::{RunConfig, calibrate, check_attention, reference_bytes, run_attention};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
@@ -78,7 +76,7 @@ fn checked_outputs(arguments: &AttentionArguments) -> Result<Outputs, CliError> 
             ("--report", results.report.as_deref()),
             ("--trace", results.trace.as_deref()),
         ],
-        &[("--input", arguments.tensors.input.as_deref()), ("--mask", Some(Path::new(&arguments.mask)))],
+        &[("--input", arguments.tensors.input.as_deref()), ("--mask", mask_argument::file(&arguments.mask))],
     )
 }
 
