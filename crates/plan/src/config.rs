@@ -31,7 +31,7 @@ pub struct PlanConfig {
 pub const MAX_CP_SIZE: usize = 4096;
 
 /// The largest number of remote stages that can be asked for.
-pub const MAX_STAGES: usize = 1024;
+pub const MAX_STAGES: usize = 64;
 
 impl PlanConfig {
     /// Everything automatic on `world_size` ranks of one node.

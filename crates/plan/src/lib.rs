@@ -20,7 +20,10 @@ mod work;
 
 pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
-pub use dispatch::{Dispatch, DispatchAlgorithm};
+pub use dispatch::{
+    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    received_rows,
+};
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};

@@ -42,8 +42,7 @@ impl Outline {
         config: &PlanConfig,
     ) -> Result<Self, PlanError> {
         config.validate()?;
-        let q_dispatch = assign::dispatch_queries(mask, config);
-        let k_dispatch = assign::dispatch_keys(mask, config, &q_dispatch);
+        let (q_dispatch, k_dispatch) = assign::dispatch_cross(mask, config);
         Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
     }
 

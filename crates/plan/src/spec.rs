@@ -61,6 +61,11 @@ impl AttentionSpec {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.size()
     }
 
+    /// Bytes of the partial gradients of one key row and one value row together: they travel in the accumulator's type.
+    pub fn kv_gradient_row_bytes(&self) -> usize {
+        self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.accumulator().size()
+    }
+
     /// Floating-point operations of the forward over `area` unmasked pairs: `2 (head_dim + head_dim_v)` a pair and
     /// query head, which is `4 area heads_q head_dim` when the two agree.
     pub fn flops_forward(&self, area: u64) -> f64 {

@@ -92,7 +92,6 @@ impl RowList {
         self.places.partition_point(|&start| start <= place) - 1
     }
 
-    #[allow(dead_code)]
     /// The global row at `place`, which must be below the length.
     pub(crate) fn row_at(&self, place: usize) -> usize {
         let index = self.range_at(place);

@@ -22,7 +22,7 @@ pub(crate) fn masks(longest: usize) -> impl Strategy<Value = Mask> {
     let strips = proptest::collection::vec(strip, 1..7);
     let length = prop_oneof![Just(None), (1..=longest).prop_map(Some)];
     (
-        0..=longest,
+        1..=longest,
         length,
         strips,
         proptest::collection::vec(any::<usize>(), 0..6),

@@ -1,3 +1,18 @@
+//! Chunks to ranks.
+
+mod affinity;
+mod capacity;
+mod chunk_work;
+mod keys;
+mod min_heap;
+mod received_rows;
+mod sequential;
+mod zigzag;
+
+pub use chunk_work::{ChunkWork, chunk_work};
+pub use keys::dispatch_keys;
+pub use received_rows::received_rows;
+
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
@@ -78,4 +93,39 @@ impl Dispatch {
     pub fn tokens(&self, rank: usize) -> usize {
         self.chunks(rank).iter().map(|&chunk| self.chunk_range(chunk as usize).len()).sum()
     }
+}
+
+/// Gives every chunk of `work` to a rank, queries and keys together (self-attention): chunk `i` of the queries and chunk
+/// `i` of the keys live on the same rank. Counts differ by at most one; with more ranks than chunks some ranks own
+/// nothing. `cp_size` must be at least 1.
+///
+/// A pure function of its input: the same work gives the same dispatch everywhere.
+pub fn dispatch(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
+    solve(work, cp_size, algorithm, Home::WithQueries)
+}
+
+/// Gives every query chunk of `work` to a rank when keys are dispatched on their own (cross-attention), by
+/// [`dispatch_keys`]. Otherwise as [`dispatch`].
+pub fn dispatch_queries(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm) -> Dispatch {
+    solve(work, cp_size, algorithm, Home::Elsewhere)
+}
+
+/// Where the key rows of a query chunk's own positions live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Home {
+    /// On the rank that owns the query chunk.
+    WithQueries,
+    /// Not known yet: no key row counts as owned.
+    Elsewhere,
+}
+
+fn solve(work: &ChunkWork, cp_size: usize, algorithm: DispatchAlgorithm, home: Home) -> Dispatch {
+    let chunks = work.num_chunks();
+    let rank_chunks = match algorithm {
+        DispatchAlgorithm::Affinity => affinity::affinity(work, cp_size, home),
+        DispatchAlgorithm::MinHeap => min_heap::min_heap(work.areas(), cp_size),
+        DispatchAlgorithm::Sequential => sequential::sequential(chunks, cp_size),
+        DispatchAlgorithm::Zigzag => zigzag::zigzag(chunks, cp_size),
+    };
+    Dispatch::new(work.seqlen_q(), work.chunk_size(), rank_chunks)
 }

@@ -1,0 +1,225 @@
+use std::sync::Mutex;
+
+use counterpoint_mask::{Band, Range};
+use counterpoint_plan::KEY_BLOCK;
+use counterpoint_schedule::Accumulate;
+use rayon::ThreadPool;
+
+use super::matmul::{Mat, MatMut, matmul};
+use super::queue::{drain, lock};
+use super::score::Scoring;
+use super::shape::{check_len, rows_of};
+use super::tile::{Strips, Visit, gather, split_heads, strip, tiles_of_block};
+use super::turns::Turns;
+use super::{Element, HeadShape, Real};
+
+/// Tensors and numbers of one backward stage, as in [`counterpoint_schedule::AttentionBackward`].
+pub struct BackwardArgs<'a, T: Element> {
+    /// Heads and their sizes.
+    pub shape: HeadShape,
+    /// `[q_rows, heads_q, head_dim]`
+    pub q: &'a [T],
+    /// `[key_rows, heads_kv, head_dim]`
+    pub k: &'a [T],
+    /// `[key_rows, heads_kv, head_dim_v]`
+    pub v: &'a [T],
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub dout: &'a [T],
+    /// `[q_rows, heads_q]`, of the whole row.
+    pub lse: &'a [T::Acc],
+    /// `[q_rows, heads_q]`, of the whole row.
+    pub delta: &'a [T::Acc],
+    /// `[q_rows, heads_q, head_dim]`, begun or continued.
+    pub dq: &'a mut [T::Acc],
+    /// `[key_rows, heads_kv, head_dim]`, every element written.
+    pub dk: &'a mut [T::Acc],
+    /// `[key_rows, heads_kv, head_dim_v]`, every element written.
+    pub dv: &'a mut [T::Acc],
+    /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
+    pub bands: &'a [Band],
+    /// Factor on `q k^T`.
+    pub scale: f64,
+    /// 0 for none.
+    pub softcap: f64,
+    /// Whether `dq` begins here.
+    pub accumulate_dq: Accumulate,
+}
+
+/// A block of key rows of one key head.
+struct Block<'a, R> {
+    head: usize,
+    index: usize,
+    cols: Range,
+    bands: &'a [Band],
+    dk: Vec<&'a mut [R]>,
+    dv: Vec<&'a mut [R]>,
+}
+
+struct Scratch<R> {
+    q: Vec<R>,
+    k: Vec<R>,
+    v: Vec<R>,
+    dout: Vec<R>,
+    p: Vec<R>,
+    ds: Vec<R>,
+    dq: Vec<R>,
+    dk: Vec<R>,
+    dv: Vec<R>,
+}
+
+/// What the blocks read.
+struct Inputs<'a, T: Element> {
+    shape: HeadShape,
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    dout: &'a [T],
+    lse: &'a [T::Acc],
+    delta: &'a [T::Acc],
+    scoring: Scoring<T::Acc>,
+}
+
+/// One stage of the blocked attention backward (FlashAttention-2, Dao 2023, algorithm 2, with the sums in a fixed
+/// order): a thread takes a key block through the query tiles that see it, in ascending order, with five matrix
+/// products a tile; `dk` and `dv` of the block stay with the thread. A tile's `dq` receives its key blocks in ascending
+/// order: a thread that comes to a tile early waits for the block before it. Blocks are begun in ascending order, so
+/// whoever is waited for is at work already, and threads follow each other one tile apart.
+///
+/// Deterministic as [`attention_forward`](super::attention_forward) is: same bits for any number of threads, any
+/// cutting into bands, and in `dq` for keys split at multiples of [`KEY_BLOCK`] into consecutive calls.
+///
+/// # Panics
+/// When a tensor's length does not fit the others or a band leaves the tensors.
+pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &ThreadPool) {
+    let shape = args.shape;
+    shape.check();
+    let group = shape.group();
+    let q_rows = rows_of("q", args.q, shape.heads_q * shape.head_dim);
+    let key_rows = rows_of("k", args.k, shape.heads_kv * shape.head_dim);
+    check_len("v", args.v, key_rows, shape.heads_kv * shape.head_dim_v);
+    check_len("dout", args.dout, q_rows, shape.heads_q * shape.head_dim_v);
+    check_len("lse", args.lse, q_rows, shape.heads_q);
+    check_len("delta", args.delta, q_rows, shape.heads_q);
+    check_len("dq", args.dq, q_rows, shape.heads_q * shape.head_dim);
+    check_len("dk", args.dk, key_rows, shape.heads_kv * shape.head_dim);
+    check_len("dv", args.dv, key_rows, shape.heads_kv * shape.head_dim_v);
+    assert!(
+        args.bands.iter().all(|band| band.q_range.end <= q_rows),
+        "a band leaves the {q_rows} query rows"
+    );
+
+    if args.accumulate_dq == Accumulate::Start {
+        args.dq.fill(T::Acc::ZERO);
+    }
+    let tile_rows = shape.tile_rows();
+    let dq: Vec<Mutex<Vec<&mut [T::Acc]>>> =
+        split_heads(args.dq, shape.heads_kv, group * shape.head_dim, tile_rows)
+            .into_iter()
+            .map(Mutex::new)
+            .collect();
+
+    let strips = Strips::of_columns(args.bands, key_rows);
+    let mut dk = split_heads(args.dk, shape.heads_kv, shape.head_dim, KEY_BLOCK).into_iter();
+    let mut dv = split_heads(args.dv, shape.heads_kv, shape.head_dim_v, KEY_BLOCK).into_iter();
+    let mut blocks = Vec::with_capacity(strips.len() * shape.heads_kv);
+    for index in 0..strips.len() {
+        let cols = strip(index, KEY_BLOCK, key_rows);
+        // Neighbours in the queue are blocks of different heads, which never wait for each other.
+        for ((head, dk), dv) in (0..shape.heads_kv).zip(dk.by_ref()).zip(dv.by_ref()) {
+            blocks.push(Block { head, index, cols, bands: strips.bands(index), dk, dv });
+        }
+    }
+
+    let inputs = Inputs {
+        shape,
+        q: args.q,
+        k: args.k,
+        v: args.v,
+        dout: args.dout,
+        lse: args.lse,
+        delta: args.delta,
+        scoring: Scoring::new(args.scale, args.softcap),
+    };
+    let turns = Turns::new(shape.heads_kv);
+    let height = tile_rows.min(q_rows) * group;
+    let scratch = || Scratch {
+        q: vec![T::Acc::ZERO; height * shape.head_dim],
+        k: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim],
+        v: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim_v],
+        dout: vec![T::Acc::ZERO; height * shape.head_dim_v],
+        p: vec![T::Acc::ZERO; height * KEY_BLOCK],
+        ds: vec![T::Acc::ZERO; height * KEY_BLOCK],
+        dq: vec![T::Acc::ZERO; height * shape.head_dim],
+        dk: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim],
+        dv: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim_v],
+    };
+    let begin = |block: &Block<'_, T::Acc>| turns.begin(block.head, block.index);
+    drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
+        let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
+        gather(inputs.k, shape.heads_kv * dim, block.cols, block.head * dim, dim, &mut scratch.k);
+        gather(inputs.v, shape.heads_kv * dim_v, block.cols, block.head * dim_v, dim_v, &mut scratch.v);
+        scratch.dk.fill(T::Acc::ZERO);
+        scratch.dv.fill(T::Acc::ZERO);
+        for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
+            inputs.visit(block.head, &visit, scratch);
+            turn.reach(visit.index);
+            let first = visit.rows.start - visit.index * tile_rows;
+            let mut dq = lock(&dq[visit.index * shape.heads_kv + block.head]);
+            let sums = dq[first..first + visit.rows.len()].iter_mut();
+            for (sum, part) in sums.zip(scratch.dq.chunks_exact(group * dim)) {
+                for (sum, &x) in sum.iter_mut().zip(part) {
+                    *sum += x;
+                }
+            }
+            drop(dq);
+            turn.pass(visit.index);
+        }
+        for (row, dk) in block.dk.iter_mut().zip(scratch.dk.chunks_exact(dim)) {
+            row.copy_from_slice(dk);
+        }
+        for (row, dv) in block.dv.iter_mut().zip(scratch.dv.chunks_exact(dim_v)) {
+            row.copy_from_slice(dv);
+        }
+    });
+}
+
+impl<T: Element> Inputs<'_, T> {
+    /// The five products of one tile and one block: adds to the block's `dk`, `dv` and leaves the tile's share of `dq` in
+    /// the scratch.
+    fn visit(&self, head: usize, visit: &Visit, scratch: &mut Scratch<T::Acc>) {
+        let HeadShape { heads_q, head_dim: dim, head_dim_v: dim_v, .. } = self.shape;
+        let group = self.shape.group();
+        let (rows, cols) = (visit.rows.len() * group, visit.cols.len());
+        gather(self.q, heads_q * dim, visit.rows, head * group * dim, group * dim, &mut scratch.q);
+        gather(
+            self.dout,
+            heads_q * dim_v,
+            visit.rows,
+            head * group * dim_v,
+            group * dim_v,
+            &mut scratch.dout,
+        );
+        let q = Mat::new(&scratch.q, rows, dim, dim);
+        let k = Mat::new(&scratch.k, cols, dim, dim);
+        let v = Mat::new(&scratch.v, cols, dim_v, dim_v);
+        let dout = Mat::new(&scratch.dout, rows, dim_v, dim_v);
+
+        self.scoring.scores(visit, group, dim, &scratch.q, &scratch.k, &mut scratch.p);
+        let dp = MatMut::new(&mut scratch.ds, rows, cols, KEY_BLOCK);
+        matmul(T::Acc::ONE, dout, v.transposed(), T::Acc::ZERO, dp);
+
+        let stacked = scratch.p.chunks_exact_mut(KEY_BLOCK).zip(scratch.ds.chunks_exact_mut(KEY_BLOCK));
+        let statistics = (visit.rows.start..visit.rows.end)
+            .flat_map(|row| (0..group).map(move |g| row * heads_q + head * group + g));
+        for (at, (p, ds)) in statistics.zip(stacked) {
+            self.scoring.gradient(self.lse[at], self.delta[at], &mut p[..cols], &mut ds[..cols]);
+        }
+
+        let p = Mat::new(&scratch.p, rows, cols, KEY_BLOCK);
+        let ds = Mat::new(&scratch.ds, rows, cols, KEY_BLOCK);
+        let (one, scale) = (T::Acc::ONE, self.scoring.scale());
+        matmul(one, p.transposed(), dout, one, MatMut::new(&mut scratch.dv, cols, dim_v, dim_v));
+        matmul(scale, ds.transposed(), q, one, MatMut::new(&mut scratch.dk, cols, dim, dim));
+        matmul(scale, ds, k, T::Acc::ZERO, MatMut::new(&mut scratch.dq, rows, dim, dim));
+    }
+}

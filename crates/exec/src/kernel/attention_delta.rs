@@ -1,0 +1,96 @@
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::score::row_sum;
+use super::shape::{check_len, rows_of};
+use super::{Element, Real};
+
+/// Tensors of the row statistic of a backward, as in [`counterpoint_schedule::AttentionDelta`].
+pub struct DeltaArgs<'a, T: Element> {
+    /// Query heads.
+    pub heads_q: usize,
+    /// Elements of a value row of one head.
+    pub head_dim_v: usize,
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub out: &'a [T],
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub dout: &'a [T],
+    /// `[q_rows, heads_q]`
+    pub lse: &'a [T::Acc],
+    /// `[q_rows, heads_q]`, written.
+    pub delta: &'a mut [T::Acc],
+    /// The sink and its gradient.
+    pub sink: Option<SinkArgs<'a, T::Acc>>,
+}
+
+/// A sink and its gradient, both `[seqlen_sink, heads_q]`.
+pub struct SinkArgs<'a, A> {
+    /// The sink.
+    pub sink: &'a [A],
+    /// Its gradient from these rows, written.
+    pub dsink: &'a mut [A],
+}
+
+/// Rows whose contributions to `dsink` are summed together before the sums are summed: the order is fixed whatever the
+/// number of threads, and the rounding error of long sequences stays small.
+const ROWS_OF_SUM: usize = 256;
+
+/// `delta = rowsum(dout * out)`, and these rows' share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
+///
+/// # Panics
+/// When a tensor's length does not fit the others.
+pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool) {
+    let (heads, dim) = (args.heads_q, args.head_dim_v);
+    let row_elements = heads * dim;
+    let rows = rows_of("out", args.out, row_elements);
+    check_len("dout", args.dout, rows, row_elements);
+    check_len("lse", args.lse, rows, heads);
+    check_len("delta", args.delta, rows, heads);
+
+    threads.install(|| {
+        args.delta.par_chunks_exact_mut(heads).enumerate().with_min_len(16).for_each_init(
+            || (vec![T::Acc::ZERO; dim], vec![T::Acc::ZERO; dim]),
+            |(out, dout), (row, delta)| {
+                for (head, delta) in delta.iter_mut().enumerate() {
+                    let at = (row * heads + head) * dim;
+                    T::widen(&args.out[at..at + dim], out);
+                    T::widen(&args.dout[at..at + dim], dout);
+                    for (x, &y) in out.iter_mut().zip(dout.iter()) {
+                        *x *= y;
+                    }
+                    *delta = row_sum(out);
+                }
+            },
+        );
+    });
+
+    let Some(SinkArgs { sink, dsink }) = args.sink else { return };
+    let seqlen_sink = rows_of("sink", sink, heads);
+    check_len("dsink", dsink, seqlen_sink, heads);
+    let (lse, delta) = (args.lse, &*args.delta);
+    let partial_sums: Vec<Vec<T::Acc>> = threads.install(|| {
+        lse.par_chunks(ROWS_OF_SUM * heads)
+            .zip(delta.par_chunks(ROWS_OF_SUM * heads))
+            .map(|(lse, delta)| {
+                let mut sums = vec![T::Acc::ZERO; sink.len()];
+                for (lse, delta) in lse.chunks_exact(heads).zip(delta.chunks_exact(heads)) {
+                    for (sums, sink) in sums.chunks_exact_mut(heads).zip(sink.chunks_exact(heads)) {
+                        for (head, sum) in sums.iter_mut().enumerate() {
+                            // lse = -inf only where every sink is -inf too: nothing to share out.
+                            if lse[head] > -T::Acc::INFINITY {
+                                *sum += (sink[head] - lse[head]).exp() * delta[head];
+                            }
+                        }
+                    }
+                }
+                sums
+            })
+            .collect()
+    });
+    dsink.fill(T::Acc::ZERO);
+    for sums in partial_sums {
+        for (total, sum) in dsink.iter_mut().zip(sums) {
+            *total += -sum;
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! The CPU kernels: plain functions over slices, run on the threads that they are given.
+
+mod attention_backward;
+mod attention_delta;
+mod attention_finish;
+mod attention_forward;
+mod cast;
+mod element;
+mod exponential;
+mod matmul;
+mod queue;
+mod score;
+mod shape;
+mod tile;
+mod turns;
+
+pub use attention_backward::{BackwardArgs, attention_backward};
+pub use attention_delta::{DeltaArgs, SinkArgs, attention_delta};
+pub use attention_finish::{FinishArgs, attention_finish};
+pub use attention_forward::{ForwardArgs, attention_forward};
+pub use cast::cast;
+pub use element::{Element, Real};
+pub use shape::HeadShape;

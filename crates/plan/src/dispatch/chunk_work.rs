@@ -1,0 +1,110 @@
+use counterpoint_mask::{Mask, Range};
+
+use crate::piece::canonical;
+
+/// What every chunk of query rows computes and reads, exact to the token: all that a dispatch looks at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkWork {
+    seqlen_q: usize,
+    seqlen_k: usize,
+    chunk_size: usize,
+    areas: Vec<u64>,
+    /// The ranges of chunk `i` are `ranges[offsets[i]..offsets[i + 1]]`.
+    offsets: Vec<usize>,
+    ranges: Vec<Range>,
+}
+
+impl ChunkWork {
+    /// Query rows of the whole sequence.
+    pub fn seqlen_q(&self) -> usize {
+        self.seqlen_q
+    }
+
+    /// Key rows of the whole sequence.
+    pub fn seqlen_k(&self) -> usize {
+        self.seqlen_k
+    }
+
+    /// Query rows of a chunk (the last may have fewer).
+    pub fn chunk_size(&self) -> usize {
+        self.chunk_size
+    }
+
+    /// Number of chunks.
+    pub fn num_chunks(&self) -> usize {
+        self.areas.len()
+    }
+
+    /// Query rows of `chunk`.
+    pub fn rows(&self, chunk: usize) -> Range {
+        Range::new(chunk * self.chunk_size, ((chunk + 1) * self.chunk_size).min(self.seqlen_q))
+    }
+
+    /// Unmasked pairs of `chunk`.
+    pub fn area(&self, chunk: usize) -> u64 {
+        self.areas[chunk]
+    }
+
+    /// Unmasked pairs of all chunks.
+    pub fn areas(&self) -> &[u64] {
+        &self.areas
+    }
+
+    /// The key rows that `chunk` reads: ascending ranges that neither overlap nor touch.
+    pub fn needs(&self, chunk: usize) -> &[Range] {
+        &self.ranges[self.offsets[chunk]..self.offsets[chunk + 1]]
+    }
+}
+
+/// The work of every chunk of `chunk_size` query rows of `mask`. `chunk_size` must be at least 1.
+///
+/// Each band is cut only by the chunks that its rows reach, so time and memory are linear in slices, chunks and pairs of
+/// a slice and a chunk that it touches (apart from sorting the ranges of one chunk).
+pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
+    let chunks = mask.seqlen_q().div_ceil(chunk_size);
+    let mut areas = vec![0_u64; chunks];
+    let mut counts = vec![0_usize; chunks + 1];
+    let mut touched: Vec<(u32, Range)> = Vec::with_capacity(chunks + mask.slices().len());
+    for band in mask.bands() {
+        let Some(band) = canonical(&band) else { continue };
+        let (first, last) = (band.q_range.start / chunk_size, (band.q_range.end - 1) / chunk_size);
+        for chunk in first..=last {
+            let rows = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
+            if let Some(piece) = canonical(&band.clip(&rows, &band.k_range)) {
+                areas[chunk] += piece.area();
+                counts[chunk] += 1;
+                touched.push((chunk as u32, piece.k_range));
+            }
+        }
+    }
+
+    // Counting sort by chunk: `counts` becomes the place where the next range of each chunk goes.
+    let mut place = 0;
+    for count in &mut counts {
+        place += std::mem::replace(count, place);
+    }
+    let mut sorted = vec![Range::new(0, 0); touched.len()];
+    for &(chunk, range) in &touched {
+        sorted[counts[chunk as usize]] = range;
+        counts[chunk as usize] += 1;
+    }
+
+    let mut ranges: Vec<Range> = Vec::with_capacity(sorted.len());
+    let mut offsets = Vec::with_capacity(chunks + 1);
+    offsets.push(0);
+    let mut start = 0;
+    for chunk in 0..chunks {
+        let end = counts[chunk];
+        sorted[start..end].sort_unstable();
+        let first = ranges.len();
+        for &range in &sorted[start..end] {
+            match ranges[first..].last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                _ => ranges.push(range),
+            }
+        }
+        offsets.push(ranges.len());
+        start = end;
+    }
+    ChunkWork { seqlen_q: mask.seqlen_q(), seqlen_k: mask.seqlen_k(), chunk_size, areas, offsets, ranges }
+}

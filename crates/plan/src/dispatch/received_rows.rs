@@ -1,0 +1,33 @@
+use counterpoint_mask::Range;
+
+use super::{ChunkWork, Dispatch};
+use crate::work::without;
+
+/// Key rows that each rank reads and does not own, exact to the token: what an exchange has to move to it.
+///
+/// `queries` says who computes which chunk of `work`, `keys` who owns which key rows; the same dispatch twice for
+/// self-attention.
+pub fn received_rows(work: &ChunkWork, queries: &Dispatch, keys: &Dispatch) -> Vec<u64> {
+    (0..queries.cp_size())
+        .map(|rank| {
+            let needed = needed_rows(work, queries.chunks(rank));
+            let received = without(&needed, &keys.ranges(rank));
+            received.iter().map(|range| range.len() as u64).sum()
+        })
+        .collect()
+}
+
+/// The key rows that `chunks` together read, merged and ascending.
+pub(super) fn needed_rows(work: &ChunkWork, chunks: &[u32]) -> Vec<Range> {
+    let mut ranges: Vec<Range> =
+        chunks.iter().flat_map(|&chunk| work.needs(chunk as usize)).copied().collect();
+    ranges.sort_unstable();
+    ranges.dedup_by(|next, last| {
+        let joins = next.start <= last.end;
+        if joins {
+            last.end = last.end.max(next.end);
+        }
+        joins
+    });
+    ranges
+}
