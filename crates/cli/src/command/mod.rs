@@ -1,6 +1,11 @@
 //! What each command does. Everything is checked, then computed, then written and printed.
 
+mod attention;
+mod comparison;
 mod mask;
+mod plan;
+mod prediction;
+mod solution;
 
 use crate::arguments::Command;
 use crate::error::CliError;
@@ -8,7 +13,9 @@ use crate::error::CliError;
 /// Runs a command.
 pub(crate) fn run(command: Command) -> Result<(), CliError> {
     match command {
+        Command::Attention(arguments) => attention::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Mask(arguments) => mask::run(&arguments),
-        _ => todo!(),
+        Command::Bench(_) => todo!(),
     }
 }

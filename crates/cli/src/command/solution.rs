@@ -1,7 +1,7 @@
 use std::time::Instant;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanSummary};
 
 use crate::error::CliError;
 
@@ -20,5 +20,10 @@ impl Solution {
         let begin = Instant::now();
         let plan = Plan::new(mask, spec, config).map_err(|source| CliError::Plan { source })?;
         Ok(Self { plan, seconds: begin.elapsed().as_secs_f64() })
+    }
+
+    /// The plan in figures.
+    pub(crate) fn summary(&self, mask: &Mask, spec: &AttentionSpec) -> PlanSummary {
+        PlanSummary::new(&self.plan, mask, spec, self.seconds)
     }
 }

@@ -95,7 +95,7 @@ impl AttentionResult<'_> {
             dispatch: dispatch_name(self.arguments.planning.dispatch),
             overlap_policy: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
-            plan: self.solution.summary(self.mask),
+            plan: self.solution.summary(self.mask, &self.spec),
             seconds: Seconds {
                 plan: Some(self.solution.seconds),
                 forward: self.run.forward.makespan(),
@@ -232,7 +232,7 @@ impl AttentionResult<'_> {
             figures: Figures {
                 setup: setup.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
                 plan_seconds: Some(self.solution.seconds),
-                comm: Some(comm_figures(&self.solution.summary(self.mask))),
+                comm: Some(comm_figures(&self.solution.summary(self.mask, spec).comm)),
                 kv_row_bytes: Some(spec.kv_row_bytes() as u64),
                 forward_flops: Some(spec.flops_forward(self.mask.area())),
                 backward_flops: Some(spec.flops_backward(self.mask.area())),
