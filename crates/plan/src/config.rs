@@ -15,7 +15,7 @@ pub enum StageCount {
 /// What a person chose.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanConfig {
-    /// Rows of a chunk; `None` picks one from the length and the number of ranks.
+    /// Rows of a chunk; `None` picks one from the length and the number of ranks, see [`PlanConfig::chunk_size_for`].
     pub chunk_size: Option<usize>,
     /// Chunks to ranks.
     pub dispatch: DispatchAlgorithm,
@@ -43,6 +43,15 @@ impl PlanConfig {
             topology: Topology::flat(world_size),
             cost: CostModel::H200,
         }
+    }
+
+    /// Rows of a chunk of a sequence of `seqlen` rows: what was asked for; else the power of two in `[64, 2048]` that gives
+    /// every rank at least 16 chunks where the length allows, so that there is something to balance.
+    pub fn chunk_size_for(&self, seqlen: usize) -> usize {
+        self.chunk_size.unwrap_or_else(|| {
+            let most = seqlen / (16 * self.topology.world_size.max(1));
+            most.checked_ilog2().map_or(64, |log| (1_usize << log).clamp(64, 2048))
+        })
     }
 
     /// Whether a plan can be made with it. Planning itself cannot fail.

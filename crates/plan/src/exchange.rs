@@ -71,7 +71,7 @@ impl GroupPart {
 /// receivers, ascending. `received[r]` are the global rows that rank `r` receives, merged, ascending and not its own.
 ///
 /// One pass over the ends of all ranges and over the owners' runs; between two ends the set of receivers stands still.
-fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&Run, Range, &[u32])) {
+pub(crate) fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&Run, Range, &[u32])) {
     let mut ends: Vec<(usize, u32, End)> = Vec::new();
     for (rank, ranges) in received.iter().enumerate() {
         for range in *ranges {
@@ -119,7 +119,7 @@ enum End {
     Leave,
 }
 
-fn push_remote(part: &mut GroupPart, owner: u32, length: usize) {
+pub(crate) fn push_remote(part: &mut GroupPart, owner: u32, length: usize) {
     let start = part.remote.last().map_or(0, |split| split.rows.end);
     part.remote.push(RemoteSplit { rows: Range::new(start, start + length), rank: owner });
 }

@@ -2,22 +2,27 @@
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
-mod assign;
+mod bounds;
+mod cache;
 mod config;
 mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod hierarchy;
 mod layout;
 mod outline;
-mod piece;
 mod plan;
+mod prediction;
 mod runs;
 mod spec;
 mod stages;
+mod summary;
 mod topology;
 mod work;
 
+pub use bounds::TrafficBounds;
+pub use cache::{Fingerprint, PlanCache};
 pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
@@ -26,8 +31,11 @@ pub use dispatch::{
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
+pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
+pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use topology::Topology;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

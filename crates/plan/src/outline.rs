@@ -3,7 +3,9 @@ use counterpoint_mask::{Band, Mask, Range};
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, rank_work, without};
-use crate::{AttentionSpec, Dispatch, PlanConfig, PlanError, assign};
+use crate::{
+    AttentionSpec, Dispatch, PlanConfig, PlanError, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+};
 
 /// What all ranks must know of each rank: its work and what it receives.
 pub(crate) struct RankOutline {
@@ -32,7 +34,8 @@ impl Outline {
         if mask.seqlen_q() != mask.seqlen_k() {
             return Self::cross_attention(mask, spec, config);
         }
-        let dispatch = assign::dispatch_self(mask, config);
+        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
+        let dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
         Ok(Self::build(mask, spec, config, dispatch.clone(), dispatch))
     }
 
@@ -42,7 +45,9 @@ impl Outline {
         config: &PlanConfig,
     ) -> Result<Self, PlanError> {
         config.validate()?;
-        let (q_dispatch, k_dispatch) = assign::dispatch_cross(mask, config);
+        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
+        let q_dispatch = dispatch_queries(&work, config.topology.world_size, config.dispatch);
+        let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
         Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
     }
 

@@ -129,6 +129,32 @@ impl Plan {
     pub fn cp_size(&self) -> usize {
         self.ranks.len()
     }
+
+    /// Unmasked pairs of the mask.
+    pub fn area(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.area).sum()
+    }
+
+    /// The largest area of a rank over the mean; 1.0 is perfect, also for a mask without a pair.
+    pub fn balance(&self) -> f64 {
+        let most = self.ranks.iter().map(|rank| rank.area).max().unwrap_or(0);
+        match self.area() {
+            0 => 1.0,
+            area => most as f64 * self.cp_size() as f64 / area as f64,
+        }
+    }
+
+    /// Key rows that travel in a forward: `[owner * cp_size + receiver]`.
+    pub fn communication_matrix(&self) -> Vec<u64> {
+        let ranks = self.cp_size();
+        let mut matrix = vec![0; ranks * ranks];
+        for rank in &self.ranks {
+            for split in rank.forward.iter().flat_map(|stage| &stage.part.remote) {
+                matrix[split.rank as usize * ranks + rank.rank] += split.rows.len() as u64;
+            }
+        }
+        matrix
+    }
 }
 
 /// The part of `rank` alone, equal to `Plan::new(mask, spec, config)?.rank(rank)` and cheaper: bands and splits of other
@@ -150,7 +176,7 @@ pub fn plan_rank(
 }
 
 impl Outline {
-    fn into_plan(self) -> Plan {
+    pub(crate) fn into_plan(self) -> Plan {
         let mut parts = [&self.forward, &self.backward].map(|cuts| {
             let stages = cuts.stages();
             // By stage, then rank; taken out again by rank below.

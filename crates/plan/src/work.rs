@@ -1,18 +1,49 @@
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::piece::{canonical, is_rectangle, push_joined};
 use crate::runs::Runs;
+
+/// Whether a trimmed band is a whole rectangle.
+pub(crate) fn is_rectangle(band: &Band) -> bool {
+    band.diag_min == Band::NO_MIN && band.diag_max == Band::NO_MAX
+}
+
+/// Appends a trimmed `band`, fused with the last one where the two are one band. Cutting makes neighbours follow each
+/// other, so looking at the last one finds them.
+fn push_fused(bands: &mut Vec<Band>, band: Band) {
+    if let Some(last) = bands.last_mut()
+        && let Some(union) = fuse(last, &band)
+    {
+        *last = union;
+        return;
+    }
+    bands.push(band);
+}
+
+/// The union of two trimmed bands that share no pair, when it is a band.
+fn fuse(a: &Band, b: &Band) -> Option<Band> {
+    let (q, k) = (a.q_range.hull(&b.q_range), a.k_range.hull(&b.k_range));
+    if is_rectangle(a) && is_rectangle(b) {
+        // The common case by far, and cheap.
+        let pairs = |band: &Band| band.q_range.len() * band.k_range.len();
+        return (q.len() * k.len() == pairs(a) + pairs(b)).then(|| Band::full(q, k));
+    }
+    // No row and no column of a band is empty, so bands with a gap between them are never one.
+    if q.len() > a.q_range.len() + b.q_range.len() || k.len() > a.k_range.len() + b.k_range.len() {
+        return None;
+    }
+    a.union(b)
+}
 
 /// The bands of every rank: rows are the rank's local query rows, columns are still global key rows. Costs one step for
 /// each band and each run of query rows that it crosses.
 pub(crate) fn rank_work(mask: &Mask, q_runs: &Runs, ranks: usize) -> Vec<Vec<Band>> {
     let mut work: Vec<Vec<Band>> = vec![Vec::new(); ranks];
     for band in mask.bands() {
-        let Some(band) = canonical(&band) else { continue };
+        let Some(band) = band.trim() else { continue };
         for run in q_runs.overlapping(&band.q_range) {
-            if let Some(piece) = canonical(&band.clip(&run.range, &band.k_range)) {
+            if let Some(piece) = band.clip(&run.range, &band.k_range).trim() {
                 let to_local = run.local_start as i64 - run.range.start as i64;
-                push_joined(&mut work[run.rank as usize], piece.shift(to_local, 0));
+                push_fused(&mut work[run.rank as usize], piece.shift(to_local, 0));
             }
         }
     }
@@ -21,17 +52,8 @@ pub(crate) fn rank_work(mask: &Mask, q_runs: &Runs, ranks: usize) -> Vec<Vec<Ban
 
 /// The key rows that `work` reads, merged and ascending.
 pub(crate) fn needed_rows(work: &[Band]) -> Vec<Range> {
-    // Every column of a canonical band is read, so the union of the column ranges is exact.
-    let mut ranges: Vec<Range> = work.iter().map(|band| band.k_range).collect();
-    ranges.sort_unstable();
-    let mut merged: Vec<Range> = Vec::new();
-    for range in ranges {
-        match merged.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => merged.push(range),
-        }
-    }
-    merged
+    // Every column of a trimmed band is read by some row, so the union of the column ranges is exact.
+    Range::merged(work.iter().map(|band| band.k_range).collect())
 }
 
 /// The rows of `rows` that are not in `own`. Both ascending and merged, and so is the result.
@@ -131,11 +153,11 @@ pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: us
         let first = segments.partition_point(|segment| segment.range.end <= band.k_range.start);
         for segment in segments[first..].iter().take_while(|segment| segment.range.start < band.k_range.end) {
             let part = band.clip(&band.q_range, &segment.range);
-            // A part of a rectangle is a rectangle, and canonical.
-            let part = if is_rectangle(band) { Some(part) } else { canonical(&part) };
+            // A part of a rectangle is a rectangle, and trimmed.
+            let part = if is_rectangle(band) { Some(part) } else { part.trim() };
             if let Some(part) = part {
                 let to_buffer = segment.start as i64 - segment.range.start as i64;
-                push_joined(&mut bands[segment.stage], part.shift(0, to_buffer));
+                push_fused(&mut bands[segment.stage], part.shift(0, to_buffer));
             }
         }
     }

@@ -1,7 +1,5 @@
 use counterpoint_mask::{Mask, Range};
 
-use crate::piece::canonical;
-
 /// What every chunk of query rows computes and reads, exact to the token: all that a dispatch looks at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkWork {
@@ -66,11 +64,11 @@ pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
     let mut counts = vec![0_usize; chunks + 1];
     let mut touched: Vec<(u32, Range)> = Vec::with_capacity(chunks + mask.slices().len());
     for band in mask.bands() {
-        let Some(band) = canonical(&band) else { continue };
+        let Some(band) = band.trim() else { continue };
         let (first, last) = (band.q_range.start / chunk_size, (band.q_range.end - 1) / chunk_size);
         for chunk in first..=last {
             let rows = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
-            if let Some(piece) = canonical(&band.clip(&rows, &band.k_range)) {
+            if let Some(piece) = band.clip(&rows, &band.k_range).trim() {
                 areas[chunk] += piece.area();
                 counts[chunk] += 1;
                 touched.push((chunk as u32, piece.k_range));

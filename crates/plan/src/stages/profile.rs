@@ -2,8 +2,8 @@ use counterpoint_mask::{Band, Range};
 
 use crate::KEY_BLOCK;
 use crate::outline::RankOutline;
-use crate::piece::is_rectangle;
 use crate::runs::Runs;
+use crate::work::is_rectangle;
 
 /// A rank's remote work along its list of remote rows: where it may be cut, and how much work lies before each place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,7 +69,7 @@ impl Profile {
     }
 }
 
-/// Unmasked pairs of a canonical band in the columns of `k`.
+/// Unmasked pairs of a trimmed band in the columns of `k`.
 fn area_within(band: &Band, k: &Range) -> u64 {
     let part = band.clip(&band.q_range, k);
     if is_rectangle(band) { (part.q_range.len() * part.k_range.len()) as u64 } else { part.area() }
@@ -90,7 +90,7 @@ fn cut_places(outline: &RankOutline, runs: &Runs, cells: usize) -> Vec<usize> {
         let run = &runs.overlapping(&Range::new(row, row + 1))[0];
         let moved = place - (row - run.range.start.max(remote.ranges[index].start));
         let last = places[cell - 1];
-        places.push(if moved > last && moved % KEY_BLOCK == 0 { moved } else { place });
+        places.push(if moved > last && moved.is_multiple_of(KEY_BLOCK) { moved } else { place });
     }
     if cells > 0 {
         places.push(remote.len());

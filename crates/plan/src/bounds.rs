@@ -1,0 +1,180 @@
+use std::cmp::Reverse;
+
+use counterpoint_mask::Mask;
+use serde::{Deserialize, Serialize};
+
+use crate::{AttentionSpec, Plan, chunk_work};
+
+/// Key rows that all ranks together receive: by this plan, at least by any, and by other ways to distribute attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrafficBounds {
+    /// By this plan.
+    pub recv_tokens: u64,
+    /// At least, by every dispatch of these chunks that is as balanced as this one: its heaviest rank no heavier, no rank
+    /// with more chunks or more key rows.
+    pub lower_bound_tokens: u64,
+    /// Ring attention: every key row visits every rank, whatever the mask.
+    pub ring_tokens: u64,
+    /// All keys gathered on every rank.
+    pub all_gather_tokens: u64,
+    /// Ulysses: q, k, v and out change from sequence to heads and back; its bytes in rows of k and v. `None` where it does
+    /// not work: query heads that do not divide by the number of ranks, or key heads of which neither they nor the ranks
+    /// are a multiple of the other.
+    pub ulysses_tokens: Option<u64>,
+}
+
+impl TrafficBounds {
+    /// Bounds of `plan`, which must be a plan for `mask` and `spec`.
+    pub fn new(plan: &Plan, mask: &Mask, spec: &AttentionSpec) -> Self {
+        let ranks = plan.cp_size() as u64;
+        let all = (ranks - 1) * mask.seqlen_k() as u64;
+        Self {
+            recv_tokens: plan.ranks.iter().map(|rank| rank.recv_rows()).sum(),
+            lower_bound_tokens: lower_bound(plan, mask),
+            ring_tokens: all,
+            all_gather_tokens: all,
+            ulysses_tokens: ulysses(mask, spec, ranks),
+        }
+    }
+}
+
+/// Sort chunks by the rows that they read, most first. `i` ranks can hold at most `i` times the heaviest rank's area and
+/// `i` times the longest rank's chunks; the first chunks that exceed either need an `i + 1`th rank. So the rank with the
+/// `i + 1`th largest need reads at least as many rows as the last of them, and owns at most as many as any rank does.
+fn lower_bound(plan: &Plan, mask: &Mask) -> u64 {
+    let work = chunk_work(mask, plan.q_dispatch.chunk_size());
+    let reads = |chunk: usize| work.needs(chunk).iter().map(|range| range.len() as u64).sum::<u64>();
+    let mut needs: Vec<(u64, u64)> =
+        (0..work.num_chunks()).map(|chunk| (reads(chunk), work.area(chunk))).collect();
+    needs.sort_unstable_by_key(|&need| Reverse(need));
+    let most = |of: &dyn Fn(usize) -> u64| (0..plan.cp_size()).map(of).max().unwrap_or(0);
+    let most_area = most(&|rank| plan.ranks[rank].area);
+    let most_chunks = most(&|rank| plan.q_dispatch.chunks(rank).len() as u64);
+    let most_rows = most(&|rank| plan.k_dispatch.tokens(rank) as u64);
+    let (mut bound, mut ranks) = (0_u64, 0_u64);
+    let (mut area, mut chunks) = (0_u64, 0_u64);
+    for (rows_read, chunk_area) in needs {
+        area += chunk_area;
+        chunks += 1;
+        // The chunks so far do not fit on as many ranks as have been charged: charge one more.
+        let full = u128::from(ranks) * u128::from(most_area) < u128::from(area);
+        if full || ranks * most_chunks < chunks {
+            bound += rows_read.saturating_sub(most_rows);
+            ranks += 1;
+        }
+    }
+    bound
+}
+
+/// Every rank keeps `1 / ranks` of what it has and exchanges the rest. Where there are fewer key heads than ranks, several
+/// ranks receive the same head.
+fn ulysses(mask: &Mask, spec: &AttentionSpec, ranks: u64) -> Option<u64> {
+    let (heads_q, heads_kv) = (spec.heads_q as u64, spec.heads_kv as u64);
+    let shares_keys = heads_kv.is_multiple_of(ranks) || ranks.is_multiple_of(heads_kv);
+    if heads_kv == 0 || !heads_q.is_multiple_of(ranks) || !shares_keys {
+        return None;
+    }
+    let kv_heads = heads_kv.max(ranks);
+    let heads = mask.seqlen_q() as u64 * heads_q + mask.seqlen_k() as u64 * kv_heads;
+    Some((heads as u128 * u128::from(ranks - 1) / u128::from(ranks * heads_kv)) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{AttnSlice, MaskType, Range};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::outline::Outline;
+    use crate::{DType, Dispatch, PlanConfig};
+
+    const SPEC: AttentionSpec = AttentionSpec {
+        heads_q: 8,
+        heads_kv: 2,
+        head_dim: 64,
+        head_dim_v: 64,
+        dtype: DType::Bf16,
+        scale: 0.125,
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+
+    /// Documents one after the other, each seeing itself causally.
+    fn documents(lengths: &[usize]) -> Mask {
+        let mut start = 0;
+        let slices = lengths.iter().map(|length| {
+            let range = Range::new(start, start + length);
+            start = range.end;
+            AttnSlice::new(range, range, MaskType::Causal)
+        });
+        let slices = slices.collect();
+        Mask::new(start, start, slices).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// All dispatches of a few chunks to three ranks: none that keeps the limits of the bound receives less.
+        #[test]
+        fn no_dispatch_receives_less(
+            lengths in proptest::collection::vec(1..40_usize, 1..5), chunk_size in 8..24_usize, picked: usize,
+        ) {
+            let ranks = 3;
+            let mask = documents(&lengths);
+            let chunks = mask.seqlen_q().div_ceil(chunk_size).min(6);
+            let chunk_size = mask.seqlen_q().div_ceil(chunks);
+            let chunks = mask.seqlen_q().div_ceil(chunk_size);
+            let config = PlanConfig { chunk_size: Some(chunk_size), ..PlanConfig::new(ranks) };
+            let plans: Vec<Plan> = (0..ranks.pow(chunks as u32))
+                .map(|mut number| {
+                    let mut rank_chunks = vec![Vec::new(); ranks];
+                    for chunk in 0..chunks {
+                        rank_chunks[number % ranks].push(chunk as u32);
+                        number /= ranks;
+                    }
+                    let dispatch = Dispatch::new(mask.seqlen_q(), chunk_size, rank_chunks);
+                    Outline::on(&mask, &SPEC, &config, dispatch.clone(), dispatch).unwrap().into_plan()
+                })
+                .collect();
+            let limits = |plan: &Plan| {
+                let most = |of: &dyn Fn(usize) -> u64| (0..ranks).map(of).max().unwrap();
+                [
+                    most(&|rank| plan.ranks[rank].area),
+                    most(&|rank| plan.q_dispatch.chunks(rank).len() as u64),
+                    most(&|rank| plan.k_dispatch.tokens(rank) as u64),
+                ]
+            };
+            let plan = &plans[picked % plans.len()];
+            let bounds = TrafficBounds::new(plan, &mask, &SPEC);
+            for other in &plans {
+                if limits(other).iter().zip(limits(plan)).all(|(theirs, ours)| *theirs <= ours) {
+                    let received = other.ranks.iter().map(|rank| rank.recv_rows()).sum::<u64>();
+                    prop_assert!(bounds.lower_bound_tokens <= received);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_bound_bites_on_one_causal_document() {
+        let mask = documents(&[4096]);
+        let config = PlanConfig { chunk_size: Some(64), ..PlanConfig::new(8) };
+        let bounds = TrafficBounds::new(&Plan::new(&mask, &SPEC, &config).unwrap(), &mask, &SPEC);
+        // The heaviest ranks must read nearly everything, so that the bound is most of what ring attention moves.
+        assert!(bounds.lower_bound_tokens * 2 > bounds.ring_tokens, "{bounds:?}");
+        assert!(bounds.lower_bound_tokens <= bounds.recv_tokens && bounds.recv_tokens <= bounds.ring_tokens);
+        assert_eq!(bounds.ring_tokens, 7 * 4096);
+        // q and out: 8 heads of 2 rows each; k and v: 8 copies where there are 2 heads; 7/8 of it moves.
+        assert_eq!(bounds.ulysses_tokens, Some(4096 * (8 + 8) / 2 * 7 / 8));
+    }
+
+    #[test]
+    fn ulysses_needs_heads_that_divide() {
+        let mask = documents(&[100]);
+        assert_eq!(ulysses(&mask, &SPEC, 3), None);
+        let spec = AttentionSpec { heads_q: 12, heads_kv: 4, ..SPEC };
+        assert_eq!(ulysses(&mask, &spec, 6), None);
+        assert_eq!(ulysses(&mask, &spec, 1), Some(0));
+        assert_eq!(ulysses(&mask, &spec, 2), Some(100 * 16 / 4 / 2));
+    }
+}

@@ -1,0 +1,112 @@
+use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
+
+use crate::exchange::{push_remote, sweep};
+use crate::runs::Runs;
+use crate::{Dispatch, GroupPart, OwnedSplit, Plan, RankPlan, StagePlan, Topology};
+
+/// One rank's part in a group-cast in two steps: between nodes, then inside each node.
+///
+/// Step one brings each row that a node needs and does not own to one rank of that node, its gateway. Step two casts
+/// inside the node; its input is the rank's own key rows followed by the rows of step one. Its output is the stage's key
+/// buffer, the same as that of the flat group-cast. A gateway that needs a row itself sends it to itself in step two.
+///
+/// The group-reduce runs the steps backwards: partial results are reduced inside the node before they cross.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TwoLevelPart {
+    /// Between nodes. `owned` are own key rows, `remote` are rows of the buffer of step one.
+    pub inter: GroupPart,
+    /// Inside the node. `owned` are rows of [own key rows | buffer of step one], listed in global key order; `remote` are
+    /// rows of the stage's key buffer.
+    pub intra: GroupPart,
+    /// Rows of the buffer of step one.
+    pub inter_rows: usize,
+}
+
+/// The exchange of a plan on several nodes: a row that several ranks of a node need crosses the network once.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TwoLevelExchange {
+    /// Forward parts by rank, then stage.
+    pub forward: Vec<Vec<TwoLevelPart>>,
+    /// Backward parts by rank, then stage.
+    pub backward: Vec<Vec<TwoLevelPart>>,
+}
+
+impl TwoLevelExchange {
+    /// The two levels of `plan`, whose ranks are laid out as `topology` says. On one node step one is empty and step two
+    /// is the flat exchange.
+    ///
+    /// # Panics
+    /// When `topology` is not for as many ranks as the plan.
+    pub fn new(plan: &Plan, topology: &Topology) -> Self {
+        assert_eq!(topology.world_size, plan.cp_size(), "the topology must be that of the plan's ranks");
+        let runs = Runs::new(&plan.k_dispatch);
+        let direction = |stages: fn(&RankPlan) -> &[StagePlan]| {
+            let mut parts = vec![Vec::new(); plan.cp_size()];
+            for stage in 0..stages(&plan.ranks[0]).len() {
+                let received: Vec<&[Range]> =
+                    plan.ranks.iter().map(|rank| stages(rank)[stage].recv_ranges.as_slice()).collect();
+                let stage_parts = two_levels(&runs, &received, &plan.k_dispatch, topology);
+                parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
+            }
+            parts
+        };
+        Self { forward: direction(|rank| &rank.forward), backward: direction(|rank| &rank.backward) }
+    }
+
+    /// Key rows that cross between nodes in a forward: as few as can be, each row once for each node that needs it and
+    /// does not own it.
+    pub fn crossing_rows(&self) -> u64 {
+        self.forward.iter().flatten().map(|part| part.inter.send_rows()).sum()
+    }
+}
+
+/// Key rows that cross between nodes in a forward when every rank fetches for itself.
+pub fn flat_crossing_rows(plan: &Plan, topology: &Topology) -> u64 {
+    let crossing = |rank: usize, stage: &StagePlan| -> u64 {
+        let far = |owner: u32| topology.node(owner as usize) != topology.node(rank);
+        stage.part.remote.iter().filter(|split| far(split.rank)).map(|split| split.rows.len() as u64).sum()
+    };
+    plan.ranks.iter().flat_map(|rank| rank.forward.iter().map(|stage| crossing(rank.rank, stage))).sum()
+}
+
+/// One stage, all ranks.
+fn two_levels(
+    runs: &Runs,
+    received: &[&[Range]],
+    k_dispatch: &Dispatch,
+    topology: &Topology,
+) -> Vec<TwoLevelPart> {
+    let own_rows: Vec<usize> = (0..received.len()).map(|rank| k_dispatch.tokens(rank)).collect();
+    let mut parts = vec![TwoLevelPart::default(); received.len()];
+    sweep(runs, received, |owner, piece, receivers| {
+        let home = topology.node(owner.rank as usize);
+        let mut gateways = Vec::new();
+        // Receivers ascend, so those of one node stand together.
+        for group in receivers.chunk_by(|&a, &b| topology.node(a as usize) == topology.node(b as usize)) {
+            let (source, rows) = if topology.node(group[0] as usize) == home {
+                (owner.rank, owner.local(&piece))
+            } else {
+                // A rank that needs the rows anyway, so that forwarding adds no copy inside the node; of these the one that
+                // has taken in the least so far, and the first of equals.
+                let gateway = group.iter().copied().min_by_key(|&rank| parts[rank as usize].inter_rows);
+                let gateway = gateway.unwrap_or(group[0]);
+                gateways.push(gateway);
+                let part = &mut parts[gateway as usize];
+                push_remote(&mut part.inter, owner.rank, piece.len());
+                let start = own_rows[gateway as usize] + part.inter_rows;
+                part.inter_rows += piece.len();
+                (gateway, Range::new(start, start + piece.len()))
+            };
+            parts[source as usize].intra.owned.push(OwnedSplit { rows, ranks: group.to_vec() });
+            for &rank in group {
+                push_remote(&mut parts[rank as usize].intra, source, piece.len());
+            }
+        }
+        if !gateways.is_empty() {
+            let split = OwnedSplit { rows: owner.local(&piece), ranks: gateways };
+            parts[owner.rank as usize].inter.owned.push(split);
+        }
+    });
+    parts
+}

@@ -1,0 +1,148 @@
+//! The two-level exchange, checked by moving row numbers through it.
+
+mod cases;
+
+use std::collections::{BTreeSet, VecDeque};
+
+use cases::{configs, masks, rows, spec};
+use counterpoint_plan::{
+    GroupPart, Plan, RankPlan, StagePlan, Topology, TwoLevelExchange, TwoLevelPart, flat_crossing_rows,
+};
+use proptest::prelude::*;
+
+/// Moves rows as a group-cast does. `allowed(source, destination)` says which pairs may talk.
+fn group_cast(
+    parts: &[&GroupPart],
+    inputs: &[Vec<usize>],
+    allowed: impl Fn(usize, usize) -> bool,
+) -> Vec<Vec<usize>> {
+    let mut wires = vec![VecDeque::new(); parts.len() * parts.len()];
+    for (source, part) in parts.iter().enumerate() {
+        for split in &part.owned {
+            assert!(!split.rows.is_empty() && !split.ranks.is_empty());
+            assert!(split.ranks.windows(2).all(|pair| pair[0] < pair[1]));
+            for &rank in &split.ranks {
+                assert!(allowed(source, rank as usize), "{source} must not send to {rank}");
+                wires[source * parts.len() + rank as usize]
+                    .push_back(&inputs[source][split.rows.start..split.rows.end]);
+            }
+        }
+    }
+    let outputs = parts.iter().enumerate().map(|(rank, part)| {
+        let mut buffer = Vec::new();
+        for split in &part.remote {
+            let message =
+                wires[split.rank as usize * parts.len() + rank].pop_front().expect("nobody sends this");
+            assert_eq!((split.rows.start, split.rows.len()), (buffer.len(), message.len()));
+            buffer.extend_from_slice(message);
+        }
+        buffer
+    });
+    let outputs = outputs.collect();
+    assert!(wires.iter().all(VecDeque::is_empty), "something was sent that nobody takes");
+    outputs
+}
+
+/// The mirror: adds up partial counts where the cast would have read.
+fn group_reduce(parts: &[&GroupPart], partials: &[Vec<u64>], sums: &mut [Vec<u64>]) {
+    let mut wires = vec![VecDeque::new(); parts.len() * parts.len()];
+    for (rank, part) in parts.iter().enumerate() {
+        for split in &part.remote {
+            wires[rank * parts.len() + split.rank as usize]
+                .push_back(&partials[rank][split.rows.start..split.rows.end]);
+        }
+    }
+    for (owner, part) in parts.iter().enumerate() {
+        for split in &part.owned {
+            for &rank in &split.ranks {
+                let message =
+                    wires[rank as usize * parts.len() + owner].pop_front().expect("nobody sends this");
+                for (sum, partial) in sums[owner][split.rows.start..split.rows.end].iter_mut().zip(message) {
+                    *sum += partial;
+                }
+            }
+        }
+    }
+}
+
+fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topology: &Topology) -> u64 {
+    let ranks = plan.cp_size();
+    let node = |rank: usize| topology.node(rank);
+    let own: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
+
+    let inter: Vec<&GroupPart> = parts.iter().map(|part| &part.inter).collect();
+    let first = group_cast(&inter, &own, |source, rank| node(source) != node(rank));
+    let middle: Vec<Vec<usize>> =
+        own.iter().zip(&first).map(|(own, first)| [&own[..], first].concat()).collect();
+    let intra: Vec<&GroupPart> = parts.iter().map(|part| &part.intra).collect();
+    let second = group_cast(&intra, &middle, |source, rank| node(source) == node(rank));
+    for rank in 0..ranks {
+        assert_eq!(parts[rank].inter_rows, first[rank].len());
+        assert_eq!(second[rank], rows(&stages[rank].recv_ranges), "the buffer of rank {rank}");
+    }
+
+    // Every row enters a foreign node that needs it once.
+    let mut wanted = BTreeSet::new();
+    for rank in 0..ranks {
+        for row in &second[rank] {
+            let owner = own.iter().position(|own| own.binary_search(row).is_ok()).unwrap();
+            if node(owner) != node(rank) {
+                wanted.insert((node(rank), *row));
+            }
+        }
+    }
+    let mut entered: Vec<(usize, usize)> = first
+        .iter()
+        .enumerate()
+        .flat_map(|(rank, rows)| rows.iter().map(move |&row| (node(rank), row)))
+        .collect();
+    entered.sort_unstable();
+    assert_eq!(entered, wanted.into_iter().collect::<Vec<_>>());
+
+    // Backwards, every owner's sum has one share from every rank that held a copy.
+    let partials: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; second[rank].len()]).collect();
+    let mut sums: Vec<Vec<u64>> = middle.iter().map(|rows| vec![0; rows.len()]).collect();
+    group_reduce(&intra, &partials, &mut sums);
+    let shares: Vec<Vec<u64>> = (0..ranks).map(|rank| sums[rank].split_off(own[rank].len())).collect();
+    group_reduce(&inter, &shares, &mut sums);
+    for owner in 0..ranks {
+        for (row, &sum) in own[owner].iter().zip(&sums[owner]) {
+            let holders = (0..ranks).filter(|&rank| second[rank].binary_search(row).is_ok());
+            assert_eq!(sum, holders.map(|rank| 1 << rank).sum::<u64>());
+        }
+    }
+    entered.len() as u64
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn rows_arrive_and_cross_once(mask in masks(300), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        let topology = config.topology;
+        let two_level = TwoLevelExchange::new(&plan, &topology);
+        prop_assert_eq!(&two_level, &TwoLevelExchange::new(&plan, &topology));
+        let mut crossed = 0;
+        let directions: [(fn(&RankPlan) -> &[StagePlan], _); 2] =
+            [(|rank| &rank.forward, &two_level.forward), (|rank| &rank.backward, &two_level.backward)];
+        for (index, (stages, parts)) in directions.into_iter().enumerate() {
+            for stage in 0..stages(plan.rank(0)).len() {
+                let stage_plans: Vec<&StagePlan> = plan.ranks.iter().map(|rank| &stages(rank)[stage]).collect();
+                let stage_parts: Vec<&TwoLevelPart> = parts.iter().map(|parts| &parts[stage]).collect();
+                let rows = check_stage(&plan, &stage_plans, &stage_parts, &topology);
+                crossed += if index == 0 { rows } else { 0 };
+            }
+        }
+        prop_assert_eq!(two_level.crossing_rows(), crossed);
+        prop_assert!(crossed <= flat_crossing_rows(&plan, &topology));
+        if topology.nodes() == 1 {
+            prop_assert_eq!(crossed, 0);
+            for (rank, parts) in plan.ranks.iter().zip(&two_level.forward) {
+                for (stage, part) in rank.forward.iter().zip(parts) {
+                    prop_assert_eq!(&stage.part, &part.intra);
+                }
+            }
+        }
+    }
+}

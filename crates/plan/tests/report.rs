@@ -1,0 +1,258 @@
+//! What is built around a plan: figures, predictions, the cache, bad configurations, other masks on one dispatch.
+
+mod cases;
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use cases::{configs, masks, spec};
+use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_plan::{
+    Fingerprint, Link, MAX_CP_SIZE, MAX_STAGES, Plan, PlanCache, PlanConfig, PlanError, PlanSummary,
+    Prediction, StageCount, Topology, plan_rank,
+};
+use proptest::prelude::*;
+
+fn causal(length: usize) -> Mask {
+    let all = Range::new(0, length);
+    Mask::new(length, length, vec![AttnSlice::new(all, all, MaskType::Causal)]).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn serde_round_trip(mask in masks(300), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        let text = serde_json::to_string(&plan).unwrap();
+        prop_assert_eq!(&plan, &serde_json::from_str::<Plan>(&text).unwrap());
+        let config_text = serde_json::to_string(&config).unwrap();
+        prop_assert_eq!(config, serde_json::from_str::<PlanConfig>(&config_text).unwrap());
+    }
+
+    #[test]
+    fn the_summary_adds_up(mask in masks(300), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        let summary = PlanSummary::new(&plan, &mask, &spec(), 0.25);
+        let matrix = plan.communication_matrix();
+        let ranks = plan.cp_size();
+        prop_assert_eq!(summary.area, mask.area());
+        prop_assert_eq!(summary.solve_seconds, 0.25);
+        if let Some(chunk_size) = config.chunk_size {
+            prop_assert_eq!(summary.chunk_size, chunk_size);
+        }
+        let most = summary.ranks.iter().map(|rank| rank.area).max().unwrap();
+        prop_assert!((summary.balance * mask.area() as f64 - (most * ranks as u64) as f64).abs() <= 1e-6 * most as f64);
+        prop_assert_eq!(summary.ranks.iter().map(|rank| rank.chunks.len()).sum::<usize>(), summary.num_chunks);
+        for rank in &summary.ranks {
+            let (me, n) = (rank.rank, ranks);
+            prop_assert_eq!(rank.recv_tokens, (0..n).map(|owner| matrix[owner * n + me]).sum::<u64>());
+            prop_assert_eq!(rank.send_tokens, matrix[me * n..(me + 1) * n].iter().sum::<u64>());
+            prop_assert_eq!(rank.recv_tokens, rank.recv_ranges.iter().map(|[start, end]| (end - start) as u64).sum::<u64>());
+            prop_assert!(rank.recv_ranges.windows(2).all(|pair| pair[0][1] < pair[1][0]));
+            prop_assert_eq!(rank.area, rank.stages.iter().map(|stage| stage.area).sum::<u64>());
+            prop_assert_eq!(rank.recv_tokens, rank.stages.iter().map(|stage| stage.recv_tokens).sum::<u64>());
+        }
+        prop_assert_eq!(summary.comm.recv_tokens, matrix.iter().sum::<u64>());
+        prop_assert!(summary.comm.lower_bound_tokens <= summary.comm.recv_tokens);
+        prop_assert!(summary.comm.recv_tokens <= summary.comm.all_gather_tokens);
+    }
+
+    #[test]
+    fn another_mask_on_the_same_dispatch(first in masks(200), seed in masks(200), config in configs()) {
+        // The second mask is cut to the first one's lengths.
+        let (q, k) = (Range::new(0, first.seqlen_q()), Range::new(0, first.seqlen_k()));
+        let slices = seed.slices().iter().filter(|slice| slice.q_range.end <= q.end && slice.k_range.end <= k.end);
+        let other = Mask::new(q.end, k.end, slices.copied().collect()).unwrap();
+        let plan = Plan::new(&first, &spec(), &config).unwrap();
+        let moved = plan.for_mask_on(&other, &spec(), &config).unwrap();
+        prop_assert_eq!(&moved.q_dispatch, &plan.q_dispatch);
+        prop_assert_eq!(&moved.k_dispatch, &plan.k_dispatch);
+        prop_assert_eq!(moved.area(), other.area());
+        prop_assert_eq!(&plan.for_mask_on(&first, &spec(), &config).unwrap(), &plan);
+    }
+
+    #[test]
+    fn predictions_are_made_of_stages(mask in masks(600), config in configs()) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        let prediction = Prediction::new(&plan, &spec(), &config);
+        for (direction, ranks) in [&prediction.forward, &prediction.backward].into_iter().enumerate() {
+            for (rank, predicted) in plan.ranks.iter().zip(ranks) {
+                let stages = [&rank.forward, &rank.backward][direction];
+                prop_assert_eq!(stages.len(), predicted.stages.len());
+                let sum = |of: fn(&counterpoint_plan::StagePrediction) -> f64| -> f64 { predicted.stages.iter().map(of).sum() };
+                let compute = sum(|stage| stage.compute_seconds);
+                let cast = sum(|stage| stage.cast_seconds);
+                let reduce = sum(|stage| stage.reduce_seconds);
+                let rounding = 1e-12 * (compute + cast + reduce);
+                prop_assert!(predicted.seconds + rounding >= compute.max(reduce));
+                prop_assert!(predicted.seconds <= compute + cast + reduce + rounding);
+                prop_assert!(direction == 1 || reduce == 0.0);
+                prop_assert_eq!(predicted.stages[0].cast_seconds, 0.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_summary_is_the_documented_json() {
+    let mask = causal(512);
+    let config = PlanConfig { chunk_size: Some(64), ..PlanConfig::new(2) };
+    let plan = Plan::new(&mask, &spec(), &config).unwrap();
+    let json = serde_json::to_value(PlanSummary::new(&plan, &mask, &spec(), 0.5)).unwrap();
+    let keys =
+        |value: &serde_json::Value| -> Vec<String> { value.as_object().unwrap().keys().cloned().collect() };
+    let sorted = |names: &[&str]| -> Vec<String> {
+        let mut names: Vec<String> = names.iter().map(ToString::to_string).collect();
+        names.sort();
+        names
+    };
+    let same = |value: &serde_json::Value, names: &[&str]| {
+        let mut found = keys(value);
+        found.sort();
+        assert_eq!(found, sorted(names));
+    };
+    same(
+        &json,
+        &["area", "cp_size", "chunk_size", "num_chunks", "solve_seconds", "balance", "ranks", "comm"],
+    );
+    same(
+        &json["ranks"][0],
+        &["rank", "chunks", "tokens", "area", "recv_tokens", "send_tokens", "recv_ranges", "stages"],
+    );
+    same(&json["ranks"][0]["stages"][0], &["area", "recv_tokens"]);
+    same(&json["comm"], &["recv_tokens", "lower_bound_tokens", "ring_tokens", "all_gather_tokens"]);
+    assert_eq!(json["area"], 512 * 513 / 2);
+    assert!(json["ranks"][1]["recv_ranges"][0][0].is_u64());
+}
+
+#[test]
+fn more_stages_hide_a_slow_link() {
+    // Communication takes about as long as computation: in one stage nothing hides it, in several most of it hides.
+    let mask = causal(1 << 16);
+    let mut config = PlanConfig { chunk_size: Some(512), stages: StageCount::Fixed(1), ..PlanConfig::new(8) };
+    config.cost.forward_flops_per_second = 2e12;
+    config.cost.link = Link { alpha_seconds: 1e-6, bytes_per_second: 1e8 };
+    let seconds = |config: &PlanConfig| {
+        let plan = Plan::new(&mask, &spec(), config).unwrap();
+        let prediction = Prediction::new(&plan, &spec(), config);
+        (plan.rank(0).forward.len(), prediction.forward_seconds(), prediction.backward_seconds())
+    };
+    let (_, one, one_backward) = seconds(&config);
+    config.stages = StageCount::Auto;
+    let (stages, many, many_backward) = seconds(&config);
+    assert!(stages > 2, "{stages}");
+    assert!(many < 0.9 * one, "{many} {one}");
+    assert!(many_backward < one_backward, "{many_backward} {one_backward}");
+    // With a launch that costs more than all the work, one stage is best.
+    config.cost.launch_seconds = 1.0;
+    assert_eq!(seconds(&config).0, 2);
+}
+
+#[test]
+fn a_chunk_size_is_chosen_where_none_is_asked_for() {
+    for (length, ranks, wanted) in
+        [(1 << 20, 8, 2048), (1 << 20, 64, 1024), (10_000, 8, 64), (20_000, 8, 128), (50, 4, 64)]
+    {
+        let plan = Plan::new(&causal(length), &spec(), &PlanConfig::new(ranks)).unwrap();
+        assert_eq!(plan.q_dispatch.chunk_size(), wanted, "{length} rows on {ranks} ranks");
+    }
+}
+
+#[test]
+fn the_cache_is_bounded_and_goes_by_content() {
+    let mut cache = PlanCache::new(NonZeroUsize::new(2).unwrap());
+    let config = PlanConfig::new(2);
+    let mut plan = |length| cache.plan(&causal(length), &spec(), &config).unwrap();
+    let first = plan(300);
+    assert!(Arc::ptr_eq(&first, &plan(300)));
+    assert_eq!(*first, Plan::new(&causal(300), &spec(), &config).unwrap());
+    let second = plan(301);
+    plan(300);
+    plan(302);
+    assert!(Arc::ptr_eq(&first, &plan(300)), "300 was used after 301");
+    assert!(!Arc::ptr_eq(&second, &plan(301)), "301 had to go");
+    assert_eq!(cache.len(), 2);
+    assert!(cache.plan(&causal(9), &spec(), &PlanConfig::new(0)).is_err());
+    assert_eq!(cache.len(), 2);
+}
+
+#[test]
+fn fingerprints_see_every_input() {
+    let mask = causal(100);
+    let config = PlanConfig::new(4);
+    let base = Fingerprint::of(&mask, &spec(), &config);
+    assert_eq!(base, Fingerprint::of(&causal(100), &spec(), &config));
+    let mut others = vec![Fingerprint::of(&causal(101), &spec(), &config)];
+    let mut changed_spec = |change: fn(&mut counterpoint_plan::AttentionSpec)| {
+        let mut spec = spec();
+        change(&mut spec);
+        others.push(Fingerprint::of(&mask, &spec, &config));
+    };
+    changed_spec(|spec| spec.heads_q += 8);
+    changed_spec(|spec| spec.heads_kv += 2);
+    changed_spec(|spec| std::mem::swap(&mut spec.head_dim, &mut spec.head_dim_v));
+    changed_spec(|spec| spec.dtype = counterpoint_plan::DType::F16);
+    changed_spec(|spec| spec.scale *= 2.0);
+    changed_spec(|spec| spec.softcap = 30.0);
+    changed_spec(|spec| spec.seqlen_sink = 1);
+    let mut changed_config = |change: fn(&mut PlanConfig)| {
+        let mut config = config;
+        change(&mut config);
+        others.push(Fingerprint::of(&mask, &spec(), &config));
+    };
+    changed_config(|config| config.chunk_size = Some(64));
+    changed_config(|config| config.dispatch = counterpoint_plan::DispatchAlgorithm::Zigzag);
+    changed_config(|config| config.stages = StageCount::Fixed(1));
+    changed_config(|config| config.topology.ranks_per_node = 2);
+    changed_config(|config| config.topology = Topology::flat(3));
+    changed_config(|config| config.cost.launch_seconds += 1e-9);
+    changed_config(|config| std::mem::swap(&mut config.cost.link, &mut config.cost.network));
+    others.push(base);
+    let count = others.len();
+    others.sort();
+    others.dedup();
+    assert_eq!(others.len(), count);
+    assert_eq!(base.to_string().len(), 64);
+}
+
+#[test]
+fn bad_configurations_are_refused() {
+    let plan = |change: fn(&mut PlanConfig)| {
+        let mut config = PlanConfig::new(4);
+        change(&mut config);
+        Plan::new(&causal(100), &spec(), &config).unwrap_err()
+    };
+    assert_eq!(plan(|config| config.chunk_size = Some(0)), PlanError::ZeroChunkSize);
+    assert_eq!(
+        plan(|config| config.topology = Topology::flat(0)),
+        PlanError::CpSize { cp_size: 0, max: MAX_CP_SIZE }
+    );
+    assert_eq!(
+        plan(|config| config.topology = Topology::flat(MAX_CP_SIZE + 1)),
+        PlanError::CpSize { cp_size: MAX_CP_SIZE + 1, max: MAX_CP_SIZE }
+    );
+    for ranks_per_node in [0, 5] {
+        let mut config = PlanConfig::new(4);
+        config.topology.ranks_per_node = ranks_per_node;
+        assert_eq!(config.validate(), Err(PlanError::RanksPerNode { ranks_per_node, world_size: 4 }));
+    }
+    for stages in [0, MAX_STAGES + 1] {
+        let config = PlanConfig { stages: StageCount::Fixed(stages), ..PlanConfig::new(4) };
+        assert_eq!(config.validate(), Err(PlanError::Stages { stages, max: MAX_STAGES }));
+    }
+    let message = plan(|config| config.cost.link.bytes_per_second = 0.0).to_string();
+    assert_eq!(message, "the cost model's link.bytes_per_second is 0; it must be finite and above 0");
+    assert!(matches!(plan(|config| config.cost.launch_seconds = f64::NAN), PlanError::Cost { .. }));
+    let config = PlanConfig::new(4);
+    assert_eq!(plan_rank(&causal(100), &spec(), &config, 4), Err(PlanError::Rank { rank: 4, cp_size: 4 }));
+    let whole = Plan::new(&causal(100), &spec(), &config).unwrap();
+    assert_eq!(
+        whole.for_mask_on(&causal(99), &spec(), &config),
+        Err(PlanError::OtherLength { axis: "q", mask: 99, plan: 100 })
+    );
+    assert_eq!(
+        whole.for_mask_on(&causal(100), &spec(), &PlanConfig::new(3)),
+        Err(PlanError::OtherWorldSize { config: 3, plan: 4 })
+    );
+}
