@@ -100,7 +100,9 @@ pub(crate) enum CliError {
         reason: String,
     },
     /// Query heads are not a multiple of key heads.
-    #[error("{heads_q} query heads do not divide among {heads_kv} key heads; the first must be a multiple of the second")]
+    #[error(
+        "{heads_q} query heads do not divide among {heads_kv} key heads; the first must be a multiple of the second"
+    )]
     Heads {
         /// Query heads.
         heads_q: usize,
@@ -108,7 +110,9 @@ pub(crate) enum CliError {
         heads_kv: usize,
     },
     /// A NaN or an infinity.
-    #[error("tensor `{name}` holds {value} at {index:?}, the first of its kind; mend the input, or pass --allow-non-finite")]
+    #[error(
+        "tensor `{name}` holds {value} at {index:?}, the first of its kind; mend the input, or pass --allow-non-finite"
+    )]
     NonFinite {
         /// Which.
         name: &'static str,

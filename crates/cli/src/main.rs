@@ -16,7 +16,6 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use arguments::Arguments;
-use error::CliError;
 
 fn main() -> ExitCode {
     interrupt::install();
@@ -39,7 +38,8 @@ fn main() -> ExitCode {
 fn report_panics_in_one_line() {
     std::panic::set_hook(Box::new(|panic| {
         if std::thread::current().name() == Some("main") {
-            console::note(&format!("error: this is a bug in counterpoint, please report it: {panic}"));
+            let message = panic.to_string().replace('\n', " ");
+            console::note(&format!("error: this is a bug in counterpoint, please report it: {message}"));
         }
     }));
 }

@@ -78,7 +78,8 @@ pub(crate) fn outputs_as_safetensors(outputs: &AttentionOutputs) -> Result<Vec<u
         ("dsink", outputs.dsink.as_ref()),
     ];
     let views = all.into_iter().filter_map(|(name, tensor)| Some((name, Bytes(tensor?))));
-    serialize(views, None).map_err(|error| CliError::Tensor { name: "out", reason: format!("cannot be stored: {error}") })
+    serialize(views, None)
+        .map_err(|error| CliError::Tensor { name: "out", reason: format!("cannot be stored: {error}") })
 }
 
 /// A tensor as little-endian bytes.

@@ -24,7 +24,10 @@ fn every_level_has_examples() {
 fn examples_work() {
     let folder = Folder::new();
     folder.write("documents.txt", "100\n2000\n300\n");
-    folder.write("mask.json", r#"{"seqlen_q": 64, "seqlen_k": 64, "slices": [{"q": [0, 64], "k": [0, 64], "type": "causal"}]}"#);
+    folder.write(
+        "mask.json",
+        r#"{"seqlen_q": 64, "seqlen_k": 64, "slices": [{"q": [0, 64], "k": [0, 64], "type": "causal"}]}"#,
+    );
     for level in ["mask", "plan"] {
         let help = folder.run(&format!("{level} --help")).ok().stdout;
         let (_, examples) = help.split_once("Examples:").unwrap();
@@ -45,13 +48,47 @@ fn flags_of_the_interface_exist() {
         (
             "attention",
             &[
-                "--mask", "--input", "--output", "--cp-size", "--chunk-size", "--device", "--backward", "--check",
-                "--stages", "--dispatch", "--scale", "--softcap", "--deterministic", "--report", "--trace", "--json",
-                "--seqlen", "--heads-q", "--heads-kv", "--head-dim", "--dtype", "--seed", "--allow-non-finite",
-                "--overlap", "--limit", "--slow-link",
+                "--mask",
+                "--input",
+                "--output",
+                "--cp-size",
+                "--chunk-size",
+                "--device",
+                "--backward",
+                "--check",
+                "--stages",
+                "--dispatch",
+                "--scale",
+                "--softcap",
+                "--deterministic",
+                "--report",
+                "--trace",
+                "--json",
+                "--seqlen",
+                "--heads-q",
+                "--heads-kv",
+                "--head-dim",
+                "--dtype",
+                "--seed",
+                "--allow-non-finite",
+                "--overlap",
+                "--limit",
+                "--slow-link",
             ][..],
         ),
-        ("plan", &["--mask", "--cp-size", "--chunk-size", "--dispatch", "--nodes", "--heads-q", "--json", "--report"]),
+        (
+            "plan",
+            &[
+                "--mask",
+                "--cp-size",
+                "--chunk-size",
+                "--dispatch",
+                "--nodes",
+                "--heads-q",
+                "--json",
+                "--report",
+            ],
+        ),
         ("mask", &["--svg", "--json"]),
         ("bench plan", &["--json"]),
         ("bench attention", &["--json"]),
@@ -82,7 +119,10 @@ fn bad_usage_is_one_sentence() {
         ("plan --mask causal:8 --cp-size 2 --chunk-size x", &["--chunk-size", "`x`"]),
         ("plan --mask causal:8 --cp-size 2 --nodes 3", &["--nodes", "3", "2"]),
         ("plan --mask causal:8 --cp-size 2 --nodes 0", &["--nodes"]),
-        ("plan --mask causal:8 --cp-size 2 --dispatch best", &["best", "affinity", "min-heap", "sequential", "zigzag"]),
+        (
+            "plan --mask causal:8 --cp-size 2 --dispatch best",
+            &["best", "affinity", "min-heap", "sequential", "zigzag"],
+        ),
         ("plan --mask causal:8 --cp-size 2 --heads-q 6 --heads-kv 4", &["6", "4", "divide"]),
         ("plan --mask causal:8 --cp-size 2 --head-dim 0", &["--head-dim"]),
         ("plan --mask causal:8 --cp-size 2 --stages 0", &["--stages"]),

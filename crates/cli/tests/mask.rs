@@ -86,20 +86,24 @@ fn bad_expressions() {
         ("sliding-window:16", &["left"]),
         ("varlen-causal:0,300,100", &["300", "100"]),
         ("block-causal:16,block=0", &["block"]),
-        ("prefix-lm:16,prefix=17", &["prefix"]),
     ] {
         for command in ["mask", "plan --cp-size 2 --mask", "attention --mask"] {
             folder.refuses(&format!("{command} {mask}"), words);
         }
     }
-    let ran = assert_cmd::Command::new(env!("CARGO_BIN_EXE_counterpoint")).args(["mask", ""]).output().unwrap();
+    let ran =
+        assert_cmd::Command::new(env!("CARGO_BIN_EXE_counterpoint")).args(["mask", ""]).output().unwrap();
     assert_eq!(ran.status.code(), Some(2));
 }
 
 #[test]
 fn bad_json() {
     let folder = Folder::new();
-    let slice = |body: &str| format!(r#"{{"seqlen_q": 8, "seqlen_k": 8, "slices": [{{"q": [0, 2], "k": [0, 8], "type": "full"}}, {body}]}}"#);
+    let slice = |body: &str| {
+        format!(
+            r#"{{"seqlen_q": 8, "seqlen_k": 8, "slices": [{{"q": [0, 2], "k": [0, 8], "type": "full"}}, {body}]}}"#
+        )
+    };
     let good = r#"{"q": [2, 4], "k": [0, 8], "type": "causal"}"#;
     folder.write("good.json", slice(good));
     folder.run("mask good.json").ok();
@@ -115,7 +119,10 @@ fn bad_json() {
         (r#"{"seqlen_q": -8, "seqlen_k": 8, "slices": []}"#.into(), &["seqlen_q", "-8"]),
         (r#"{"seqlen_q": 8.5, "seqlen_k": 8, "slices": []}"#.into(), &["seqlen_q", "8.5"]),
         (r#"{"seqlen_q": 99999999999999999999999, "seqlen_k": 8, "slices": []}"#.into(), &["seqlen_q"]),
-        (r#"{"seqlen_q": 18446744073709551615, "seqlen_k": 8, "slices": []}"#.into(), &["18446744073709551615"]),
+        (
+            r#"{"seqlen_q": 18446744073709551615, "seqlen_k": 8, "slices": []}"#.into(),
+            &["18446744073709551615"],
+        ),
         (slice(r#"{"q": [2, 4], "k": [0, 8], "type": "causal", "weight": 1}"#), &["slices[1]", "weight"]),
         (slice(r#"{"q": [2, 4], "k": [0, 8], "type": "diagonal"}"#), &["slices[1]", "diagonal"]),
         (slice(r#"{"q": [2, 4], "k": [0, 8]}"#), &["slices[1]", "type"]),
@@ -129,7 +136,10 @@ fn bad_json() {
         (slice(r#"{"q": [4, 2], "k": [0, 8], "type": "full"}"#), &["slice", "1", "4", "2"]),
         (slice(r#"{"q": [4, 4], "k": [0, 8], "type": "full"}"#), &["slice", "1", "4"]),
         // Both slices and one pair of theirs.
-        (slice(r#"{"q": [1, 4], "k": [3, 8], "type": "full"}"#), &["0", "1", "(1, "]),
+        (
+            slice(r#"{"q": [1, 4], "k": [3, 8], "type": "full"}"#),
+            &["slices[0]", "slices[1]", "row 1", "column 3"],
+        ),
     ];
     for (text, words) in bad {
         folder.write("mask.json", &text);

@@ -10,7 +10,7 @@ mod value;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use attention::{AttentionArguments, Device};
+pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
 pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments};
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;

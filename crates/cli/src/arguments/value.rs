@@ -14,7 +14,8 @@ pub(crate) fn size(text: &str) -> Result<usize, String> {
         Some(b'M') => (&text[..text.len() - 1], 1 << 20),
         _ => (text, 1),
     };
-    let wrong = || format!("`{text}` is not a size; give a whole number of at least 1, such as 512, 4k or 1M");
+    let wrong =
+        || format!("`{text}` is not a size; give a whole number of at least 1, such as 512, 4k or 1M");
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(wrong());
     }
@@ -140,7 +141,20 @@ mod tests {
         for (text, value) in [("1", 1), ("512", 512), ("4k", 4096), ("1M", 1 << 20), ("4095M", 4095 << 20)] {
             assert_eq!(size(text), Ok(value), "{text}");
         }
-        for text in ["", "k", "0", "0k", "-1", "+1", "1.5", "1 k", "1K", "4096M", "4294967296", "99999999999999999999999"] {
+        for text in [
+            "",
+            "k",
+            "0",
+            "0k",
+            "-1",
+            "+1",
+            "1.5",
+            "1 k",
+            "1K",
+            "4096M",
+            "4294967296",
+            "99999999999999999999999",
+        ] {
             assert!(size(text).is_err(), "{text}");
         }
     }

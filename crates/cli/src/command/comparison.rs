@@ -1,7 +1,7 @@
 //! A plan's traffic beside what one would compare it with.
 
-use counterpoint_plan::{AttentionSpec, CommSummary, Plan, TrafficBounds};
 use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, CommSummary, Plan, TrafficBounds};
 use counterpoint_report::{CommFigures, ComparisonRow};
 
 /// The figures as the report takes them.
@@ -15,7 +15,13 @@ pub(crate) fn comm_figures(comm: &CommSummary) -> CommFigures {
 }
 
 /// Rows of a table: this plan, the lower bound, and other ways to distribute the same attention.
-pub(crate) fn traffic_rows(name: &str, plan: &Plan, mask: &Mask, spec: &AttentionSpec, seconds: f64) -> Vec<ComparisonRow> {
+pub(crate) fn traffic_rows(
+    name: &str,
+    plan: &Plan,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    seconds: f64,
+) -> Vec<ComparisonRow> {
     let bounds = TrafficBounds::new(plan, mask, spec);
     let ratio = |rows: u64| (bounds.recv_tokens > 0).then(|| rows as f64 / bounds.recv_tokens as f64);
     let other = |name: &str, rows: u64| ComparisonRow {

@@ -57,7 +57,8 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
 fn topology(arguments: &PlanArguments) -> Result<Topology, CliError> {
     let (nodes, cp_size) = (arguments.nodes, arguments.cp_size);
     if !cp_size.is_multiple_of(nodes) {
-        let reason = format!("does not divide --cp-size {cp_size}; every node holds the same number of ranks");
+        let reason =
+            format!("does not divide --cp-size {cp_size}; every node holds the same number of ranks");
         return Err(CliError::Flag { flag: "--nodes", value: nodes.to_string(), reason });
     }
     Ok(Topology { world_size: cp_size, ranks_per_node: cp_size / nodes })
@@ -137,7 +138,16 @@ impl Told<'_> {
             ("mask", self.arguments.mask.clone()),
             ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
             ("ranks", format!("{} on {} nodes", plan.cp_size(), self.config.topology.nodes())),
-            ("heads", format!("{}:{} of {}, {}", spec.heads_q, spec.heads_kv, spec.head_dim, dtype_name(spec.dtype))),
+            (
+                "heads",
+                format!(
+                    "{}:{} of {}, {}",
+                    spec.heads_q,
+                    spec.heads_kv,
+                    spec.head_dim,
+                    dtype_name(spec.dtype)
+                ),
+            ),
             ("cost model", "H200".to_owned()),
         ];
         let predicted = |timeline| TimelinePair { predicted: Some(timeline), measured: None };

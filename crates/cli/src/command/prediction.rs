@@ -31,9 +31,9 @@ impl Prediction {
         let forward = timeline(ranks().map(|r| lower_attention_forward(plan, r, spec, policy)).collect())?;
         let backward = match backward {
             None => None,
-            Some(how) => {
-                Some(timeline(ranks().map(|r| lower_attention_backward(plan, r, spec, policy, how)).collect())?)
-            }
+            Some(how) => Some(timeline(
+                ranks().map(|r| lower_attention_backward(plan, r, spec, policy, how)).collect(),
+            )?),
         };
         Ok(Self { forward, backward })
     }

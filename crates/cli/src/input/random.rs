@@ -74,7 +74,10 @@ mod tests {
     #[test]
     fn known_bits() {
         let bits: Vec<u64> = values(7, 1, 4).into_iter().map(f64::to_bits).collect();
-        assert_eq!(bits, [0, 0, 0, 0]);
+        assert_eq!(
+            bits,
+            [4593695889341019057, 4574899159507359745, 13828710088146973633, 13817652958610680049]
+        );
     }
 
     #[test]

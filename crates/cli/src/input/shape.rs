@@ -116,7 +116,10 @@ fn refuse_extra(file: &TensorFile) -> Result<(), CliError> {
 fn sink_rows(file: &TensorFile, q: &Header) -> Result<usize, CliError> {
     let sink = Header::of(file, "sink", &["seqlen_sink", "heads_q"])?;
     if sink.float != DType::F32 && sink.float != q.float.accumulator() {
-        let reason = format!("is {} beside {} tensors; give it in F32 (or F64 beside F64 tensors)", sink.dtype, q.dtype);
+        let reason = format!(
+            "is {} beside {} tensors; give it in F32 (or F64 beside F64 tensors)",
+            sink.dtype, q.dtype
+        );
         return Err(CliError::Tensor { name: "sink", reason });
     }
     sink.axis_is(1, q.shape[1], "those of `q`")?;
@@ -127,9 +130,10 @@ fn sink_rows(file: &TensorFile, q: &Header) -> Result<usize, CliError> {
 /// The sink in the accumulator's type, which holds every number of the type that it may be given in.
 fn widened(sink: HostTensor, accumulator: DType) -> HostTensor {
     match (sink.data(), accumulator) {
-        (HostData::F32(values), DType::F64) => {
-            HostTensor::new(sink.shape().to_vec(), HostData::F64(values.iter().map(|&x| f64::from(x)).collect()))
-        }
+        (HostData::F32(values), DType::F64) => HostTensor::new(
+            sink.shape().to_vec(),
+            HostData::F64(values.iter().map(|&x| f64::from(x)).collect()),
+        ),
         _ => sink,
     }
 }
@@ -163,7 +167,8 @@ impl Header {
         match axes.iter().find(|&&axis| self.shape[axis] == 0) {
             None => Ok(()),
             Some(&axis) => {
-                let reason = format!("has {} 0 in its shape {:?}; it must be at least 1", self.axes[axis], self.shape);
+                let reason =
+                    format!("has {} 0 in its shape {:?}; it must be at least 1", self.axes[axis], self.shape);
                 Err(CliError::Tensor { name: self.name, reason })
             }
         }
@@ -174,8 +179,10 @@ impl Header {
             return Ok(());
         }
         let (axis_name, shape) = (self.axes[axis], &self.shape);
-        let reason =
-            format!("has {axis_name} {} in its shape {shape:?}, but it must be {wanted} like {whose}", shape[axis]);
+        let reason = format!(
+            "has {axis_name} {} in its shape {shape:?}, but it must be {wanted} like {whose}",
+            shape[axis]
+        );
         Err(CliError::Tensor { name: self.name, reason })
     }
 }

@@ -46,7 +46,8 @@ impl TensorFile {
         file.read_exact(&mut length).map_err(unreadable)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES || header_bytes > bytes - 8 {
-            let reason = format!("its first 8 bytes announce a header of {header_bytes} bytes in a file of {bytes}");
+            let reason =
+                format!("its first 8 bytes announce a header of {header_bytes} bytes in a file of {bytes}");
             return Err(broken(reason));
         }
         let mut header = vec![0; header_bytes as usize];
@@ -57,7 +58,9 @@ impl TensorFile {
         let announced = data_start + header.data_len() as u64;
         if announced != bytes {
             let state = if bytes < announced { "truncated" } else { "too long" };
-            return Err(broken(format!("it is {state}, with {bytes} bytes where its header announces {announced}")));
+            return Err(broken(format!(
+                "it is {state}, with {bytes} bytes where its header announces {announced}"
+            )));
         }
         let tensors = header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
         Ok(Self { path: path.to_owned(), file, data_start, tensors })
@@ -120,7 +123,8 @@ pub(super) fn float_type(dtype: Dtype) -> Option<DType> {
 
 /// The error for a type that attention does not take.
 pub(super) fn unsupported(name: &'static str, dtype: Dtype) -> CliError {
-    let reason = format!("is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16");
+    let reason =
+        format!("is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16");
     CliError::Tensor { name, reason }
 }
 

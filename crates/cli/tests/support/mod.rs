@@ -56,7 +56,10 @@ impl Folder {
     /// As [`Folder::run`], with variables.
     pub fn run_with(&self, line: &str, variables: &[(&str, &str)]) -> Ran {
         let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_counterpoint"));
-        command.current_dir(self.folder.path()).args(line.split_whitespace()).timeout(Duration::from_secs(120));
+        command
+            .current_dir(self.folder.path())
+            .args(line.split_whitespace())
+            .timeout(Duration::from_secs(120));
         command.env_remove("RUST_BACKTRACE").envs(variables.iter().copied());
         let output = command.output().unwrap();
         Ran {
@@ -116,7 +119,8 @@ impl Ran {
 
     /// stdout as one JSON document.
     pub fn json(&self) -> Value {
-        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{}: {error}\n{}", self.command, self.stdout))
+        serde_json::from_str(&self.stdout)
+            .unwrap_or_else(|error| panic!("{}: {error}\n{}", self.command, self.stdout))
     }
 
     /// stdout as one JSON object a line.

@@ -1,7 +1,7 @@
 mod result;
 mod tensors;
 
-use counterpoint_exec::{RunConfig, calibrate, check_attention, reference_bytes, run_attention};
+use counterpoint_exec::{RunConfig, check_attention, reference_bytes, run_attention};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
@@ -29,6 +29,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     let progress = Progress::new();
     progress.step("reading tensors");
     let spec = *tensors.spec();
+    let has_unused_dout = tensors.has_unused_dout();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
     let config = plan_config(arguments, &spec);
@@ -46,7 +47,6 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link: arguments.run.slow_link,
-        ..RunConfig::default()
     };
     let run = run_attention(&solution.plan, &spec, &inputs, &run_config)
         .map_err(|source| CliError::Run { source })?;
@@ -56,6 +56,9 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     let result = AttentionResult { arguments, mask: &mask, spec, solution, prediction, run, check };
     outputs.write(|flag| result.contents(flag))?;
     drop(progress);
+    if has_unused_dout {
+        console::note("note: the input's dout was not read; --backward reads it");
+    }
     if arguments.results.json {
         console::print_json(&result.document(&outputs))?;
     } else {
@@ -97,7 +100,11 @@ fn refuse_what_does_not_fit(
         let reference = reference_bytes(spec, mask.seqlen_q(), mask.seqlen_k(), arguments.run.backward);
         let needed = tensors.saturating_add(reference);
         if needed > available {
-            return refuse("--check, the dense f64 reference,", needed, "check a shorter sequence or fewer heads");
+            return refuse(
+                "--check, the dense f64 reference,",
+                needed,
+                "check a shorter sequence or fewer heads",
+            );
         }
     }
     Ok(())
@@ -114,10 +121,9 @@ fn tensor_bytes(mask: &Mask, spec: &AttentionSpec, backward: bool) -> u64 {
 }
 
 fn plan_config(arguments: &AttentionArguments, spec: &AttentionSpec) -> PlanConfig {
-    let mut cost = calibrate(spec, arguments.cp_size);
+    let mut cost = counterpoint_plan::CostModel::H200;
     if let Some(slow) = arguments.run.slow_link {
-        cost.link =
-            Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
+        cost.link = Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
     }
     PlanConfig {
         chunk_size: arguments.planning.chunk_size,

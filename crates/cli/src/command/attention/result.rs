@@ -155,7 +155,8 @@ impl AttentionResult<'_> {
     pub(super) fn verdict(&self) -> Result<(), CliError> {
         let Some(check) = self.check.as_ref().filter(|check| !check.passed) else { return Ok(()) };
         let wrong = check.tensors.iter().filter(|tensor| !tensor.passed).map(|tensor| tensor.name.as_str());
-        let what = format!("out of bounds against the f64 reference: {}", wrong.collect::<Vec<_>>().join(", "));
+        let what =
+            format!("out of bounds against the f64 reference: {}", wrong.collect::<Vec<_>>().join(", "));
         Err(CliError::CheckFailed { what })
     }
 
@@ -246,10 +247,13 @@ impl AttentionResult<'_> {
 
     /// The passes that ran, by name, measured beside predicted.
     fn passes(&self) -> impl Iterator<Item = (&'static str, TimelinePair<'_>)> {
-        let pair = |predicted, measured| TimelinePair { predicted: Some(predicted), measured: Some(measured) };
+        let pair =
+            |predicted, measured| TimelinePair { predicted: Some(predicted), measured: Some(measured) };
         let backward = self.prediction.backward.as_ref().zip(self.run.backward.as_ref());
         let forward = ("forward", pair(&self.prediction.forward, &self.run.forward));
-        [forward].into_iter().chain(backward.map(|(predicted, measured)| ("backward", pair(predicted, measured))))
+        [forward]
+            .into_iter()
+            .chain(backward.map(|(predicted, measured)| ("backward", pair(predicted, measured))))
     }
 
     /// The passes one after the other, as one timeline.
@@ -257,9 +261,11 @@ impl AttentionResult<'_> {
         let mut whole = Timeline { name: "attention".to_owned(), ..self.run.forward.clone() };
         let begin = whole.makespan();
         let backward = self.run.backward.iter().flat_map(|timeline| &timeline.spans);
-        whole.spans.extend(
-            backward.map(|span| Span { start: span.start + begin, end: span.end + begin, ..span.clone() }),
-        );
+        whole.spans.extend(backward.map(|span| Span {
+            start: span.start + begin,
+            end: span.end + begin,
+            ..span.clone()
+        }));
         whole
     }
 }

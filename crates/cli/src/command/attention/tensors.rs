@@ -3,7 +3,6 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 
 use crate::arguments::{AttentionArguments, TensorArguments};
-use crate::console;
 use crate::error::CliError;
 use crate::input::{Problem, TensorFile, heads_divide, random_inputs};
 
@@ -21,11 +20,7 @@ impl Tensors {
             let spec = random_spec(&arguments.tensors, mask, run.scale, run.softcap)?;
             return Ok(Self::Random { spec, seed: arguments.tensors.seed.unwrap_or(0) });
         };
-        let problem = Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap)?;
-        if problem.has_unused_dout() {
-            console::note("note: dout is not read without --backward");
-        }
-        Ok(Self::File(problem))
+        Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap).map(Self::File)
     }
 
     /// Their shapes.
@@ -36,8 +31,17 @@ impl Tensors {
         }
     }
 
+    /// Whether there is a dout that a run without the backward does not read.
+    pub(super) fn has_unused_dout(&self) -> bool {
+        matches!(self, Self::File(problem) if problem.has_unused_dout())
+    }
+
     /// Reads or draws them.
-    pub(super) fn read(self, arguments: &AttentionArguments, mask: &Mask) -> Result<AttentionInputs, CliError> {
+    pub(super) fn read(
+        self,
+        arguments: &AttentionArguments,
+        mask: &Mask,
+    ) -> Result<AttentionInputs, CliError> {
         match self {
             Self::File(problem) => problem.read(arguments.tensors.allow_non_finite),
             Self::Random { spec, seed } => Ok(random_inputs(mask, &spec, seed, arguments.run.backward)),
@@ -55,7 +59,9 @@ fn random_spec(
         && (seqlen != mask.seqlen_q() || seqlen != mask.seqlen_k())
     {
         let (q, k) = (mask.seqlen_q(), mask.seqlen_k());
-        let reason = format!("disagrees with the mask, which has {q} queries and {k} keys; leave it out or change the mask");
+        let reason = format!(
+            "disagrees with the mask, which has {q} queries and {k} keys; leave it out or change the mask"
+        );
         return Err(CliError::Flag { flag: "--seqlen", value: seqlen.to_string(), reason });
     }
     let heads_q = tensors.heads_q.unwrap_or(8);
