@@ -1,6 +1,8 @@
 use std::fmt::{self, Write};
+use std::marker::PhantomData;
 
-use serde::de::{SeqAccess, Visitor};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::mask::MAX_SEQLEN;
@@ -14,14 +16,15 @@ impl Mask {
     /// negative, fractional or too large), with the place, line and column; or a mask that [`Mask::new`] refuses.
     pub fn from_json(text: &str) -> Result<Self, MaskError> {
         let mut deserializer = serde_json::Deserializer::from_str(text);
-        let document: Document = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
-            let path = error.path().to_string();
-            // `.` is the document itself, `?` a place with no name; neither tells the user anything.
-            let path = if path == "." || path.contains('?') { String::new() } else { path };
-            describe(path, &error.into_inner())
-        })?;
+        let document: Object<Document> =
+            serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
+                let path = error.path().to_string();
+                // `.` is the document itself, `?` a place with no name; neither tells the user anything.
+                let path = if path == "." || path.contains('?') { String::new() } else { path };
+                describe(path, &error.into_inner())
+            })?;
         deserializer.end().map_err(|error| describe(String::new(), &error))?;
-        document.try_into()
+        document.0.try_into()
     }
 
     /// The mask in the form that [`Mask::from_json`] reads, one slice a line.
@@ -50,7 +53,7 @@ impl Serialize for Mask {
         Document {
             seqlen_q: Tokens(self.seqlen_q()),
             seqlen_k: Tokens(self.seqlen_k()),
-            slices: self.slices().iter().map(Entry::from).collect(),
+            slices: self.slices().iter().map(|slice| Object(Entry::from(slice))).collect(),
         }
         .serialize(serializer)
     }
@@ -58,27 +61,45 @@ impl Serialize for Mask {
 
 impl<'de> Deserialize<'de> for Mask {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Document::deserialize(deserializer)?.try_into().map_err(serde::de::Error::custom)
+        Object::<Document>::deserialize(deserializer)?.0.try_into().map_err(Error::custom)
     }
 }
 
 /// A mask as it stands in a file, not yet validated.
 #[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an object with seqlen_q, seqlen_k and slices")]
+#[serde(deny_unknown_fields)]
 struct Document {
     seqlen_q: Tokens,
     seqlen_k: Tokens,
-    slices: Vec<Entry>,
+    slices: Vec<Object<Entry>>,
 }
 
 /// A slice as it stands in a file.
 #[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "an object with q, k and type")]
+#[serde(deny_unknown_fields)]
 struct Entry {
     q: Bounds,
     k: Bounds,
     #[serde(rename = "type")]
     mask_type: MaskType,
+}
+
+/// A value written as a JSON object. Serde's derive alone would take a list of the fields' values as well.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Object<T>(T);
+
+trait Fields {
+    /// Names the fields in messages.
+    const FIELDS: &str;
+}
+
+impl Fields for Document {
+    const FIELDS: &str = "seqlen_q, seqlen_k and slices";
+}
+
+impl Fields for Entry {
+    const FIELDS: &str = "q, k and type";
 }
 
 /// A number of tokens, or the index of one.
@@ -91,7 +112,7 @@ impl TryFrom<Document> for Mask {
     type Error = MaskError;
 
     fn try_from(document: Document) -> Result<Self, MaskError> {
-        let slices = document.slices.iter().map(|entry| AttnSlice {
+        let slices = document.slices.iter().map(|Object(entry)| AttnSlice {
             q_range: entry.q.0,
             k_range: entry.k.0,
             mask_type: entry.mask_type,
@@ -130,6 +151,26 @@ impl<'de> Deserialize<'de> for Bounds {
     }
 }
 
+impl<'de, T: Deserialize<'de> + Fields> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ObjectVisitor(PhantomData)).map(Object)
+    }
+}
+
+struct ObjectVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de> + Fields> Visitor<'de> for ObjectVisitor<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an object with {}", T::FIELDS)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<T, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(fields))
+    }
+}
+
 struct TokensVisitor;
 
 impl Visitor<'_> for TokensVisitor {
@@ -139,10 +180,10 @@ impl Visitor<'_> for TokensVisitor {
         write!(f, "a whole number from 0 to {MAX_SEQLEN}")
     }
 
-    fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Tokens, E> {
+    fn visit_u64<E: Error>(self, value: u64) -> Result<Tokens, E> {
         match usize::try_from(value) {
             Ok(tokens) if tokens <= MAX_SEQLEN => Ok(Tokens(tokens)),
-            _ => Err(E::invalid_value(serde::de::Unexpected::Unsigned(value), &self)),
+            _ => Err(E::invalid_value(Unexpected::Unsigned(value), &self)),
         }
     }
 }
@@ -157,11 +198,11 @@ impl<'de> Visitor<'de> for BoundsVisitor {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Bounds, A::Error> {
-        let wrong_count = |count| serde::de::Error::invalid_length(count, &self);
+        let wrong_count = |count| Error::invalid_length(count, &self);
         let start = items.next_element::<Tokens>()?.ok_or_else(|| wrong_count(0))?;
         let end = items.next_element::<Tokens>()?.ok_or_else(|| wrong_count(1))?;
         let mut count = 2;
-        while items.next_element::<serde::de::IgnoredAny>()?.is_some() {
+        while items.next_element::<IgnoredAny>()?.is_some() {
             count += 1;
         }
         // Reversed ranges pass here: `Mask::new` refuses them, with the slice's index.

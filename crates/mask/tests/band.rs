@@ -1,5 +1,7 @@
 //! Bands against their dense pictures.
 
+mod cases;
+
 use std::collections::BTreeSet;
 
 use counterpoint_mask::{AttnSlice, Band, MAX_SEQLEN, MaskType, Range};
@@ -71,7 +73,7 @@ fn union_of(slices: &[AttnSlice]) -> Pairs {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(3000))]
+    #![proptest_config(cases::cases(3000))]
 
     #[test]
     fn a_band_is_its_definition(band in band()) {

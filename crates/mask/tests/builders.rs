@@ -1,5 +1,7 @@
 //! Builders against the definition of each mask, pair by pair.
 
+mod cases;
+
 use counterpoint_mask::{Documents, MAX_SEQLEN, Mask, MaskError, Window};
 use proptest::prelude::*;
 
@@ -39,7 +41,7 @@ fn documents(lengths: &[usize]) -> Documents {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(cases::cases(400))]
 
     #[test]
     fn full_and_causal(lengths in lengths()) {

@@ -1,5 +1,7 @@
 //! Masks as text: builder expressions and JSON, and what is said about wrong ones.
 
+mod cases;
+
 use std::time::Instant;
 
 use counterpoint_mask::expression::BUILDERS;
@@ -147,7 +149,7 @@ fn wrong_expressions_get_one_clear_sentence() {
         ("sliding-window:4k,left=-1", "sliding-window: left: expected a whole number"),
         ("block-causal:4k", "block-causal: block: missing; write block=N"),
         ("block-causal:4k,block=0", "block-causal: block is 0; a block needs at least one token"),
-        ("block-causal:4000M,block=2", "block-causal: this mask would need more than 16777216 slices"),
+        ("block-causal:4000M,block=2", "block-causal: this mask would need more than 4194304 slices"),
         ("prefix-lm:4k", "prefix-lm: prefix: missing"),
         (
             "shared-question:128",
@@ -180,7 +182,7 @@ fn wrong_expressions_get_one_clear_sentence() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(cases::cases(2000))]
 
     /// Nothing that a person can type makes the parser panic, and every refusal is one line.
     #[test]
@@ -253,6 +255,8 @@ fn wrong_json_gets_one_clear_sentence_with_its_place() {
         (String::new(), "the JSON ends too early; something is not closed".to_owned()),
         ("hello".to_owned(), "this is not JSON: expected value (line 1, column 1)".to_owned()),
         ("[1, 2]".to_owned(), "expected an object with seqlen_q, seqlen_k and slices, got a list".to_owned()),
+        ("[8, 8, []]".to_owned(), "expected an object with seqlen_q, seqlen_k and slices, got a list".to_owned()),
+        (one("[[0, 4], [0, 4], \"full\"]"), "slices[0]: expected an object with q, k and type, got a list".to_owned()),
         ("null".to_owned(), "expected an object with seqlen_q, seqlen_k and slices, got null".to_owned()),
         (one(good) + "x", "this is not JSON: trailing characters".to_owned()),
         (one(good).replace("]}", "],}"), "this is not JSON: trailing comma".to_owned()),

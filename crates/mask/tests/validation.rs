@@ -1,5 +1,7 @@
 //! What `Mask::new` refuses, and how fast.
 
+mod cases;
+
 use std::time::Instant;
 
 use counterpoint_mask::{AttnSlice, MAX_SEQLEN, Mask, MaskError, MaskType, Range};
@@ -20,7 +22,7 @@ fn any_slice(size: usize, longest: usize) -> impl Strategy<Value = AttnSlice> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(8000))]
+    #![proptest_config(cases::cases(8000))]
 
     /// Against counting. Short slices on a large plane are often disjoint, long ones on a small one rarely.
     #[test]

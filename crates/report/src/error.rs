@@ -29,7 +29,9 @@ pub enum ReportError {
         path: PathBuf,
     },
     /// The folder may not be written to.
-    #[error("cannot write {path}: no permission to create files in {folder}; change its permissions or choose another path")]
+    #[error(
+        "cannot write {path}: no permission to create files in {folder}; change its permissions or choose another path"
+    )]
     NoPermission {
         /// The file.
         path: PathBuf,

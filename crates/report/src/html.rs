@@ -4,11 +4,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::Plan;
 use serde::Serialize;
 
-use crate::{
-    MaskDrawing, TimelinePair, Verified,
-    matrix::CommMatrix,
-    palette::color_properties,
-};
+use crate::{MaskDrawing, TimelinePair, Verified, matrix::CommMatrix, palette::color_properties};
 
 mod data;
 mod escape;
@@ -16,6 +12,11 @@ mod figures;
 mod ranks;
 
 pub(crate) use escape::escape;
+
+const MASK_TOOLS: &str = "<div class=\"tools\" id=\"mask-tools\"><div role=\"group\" aria-label=\"Zoom of the mask\">\
+    <button type=\"button\" data-mask=\"out\" aria-label=\"Zoom out\">−</button>\
+    <button type=\"button\" data-mask=\"in\" aria-label=\"Zoom in\">+</button>\
+    <button type=\"button\" data-mask=\"all\">all</button></div><output>all tokens</output></div>\n";
 
 /// Key rows received by all ranks together, by this plan and by what one would compare it with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -159,12 +160,13 @@ impl HtmlReport<'_> {
 
     fn mask_section(&self, out: &mut String) {
         let drawing = MaskDrawing { title: "Attention mask", mask: self.mask, plan: Some(self.plan) };
+        let tools = if self.mask.slices().len() <= data::SLICES { MASK_TOOLS } else { "" };
         let _ = write!(
             out,
             "<section class=\"panel\" id=\"mask\"><h2>Mask, chunks coloured by rank</h2>\n\
              <p>A row takes the colour of the rank that owns its queries; the strips name the owners of queries (right) and \
-             of keys (top). Point at the mask for the pair below the pointer.</p>\n\
-             <div class=\"chart\" id=\"mask-chart\" tabindex=\"0\">{}</div></section>\n",
+             of keys (top). Point at a pair for its owners.</p>\n\
+             {tools}<div class=\"chart\" id=\"mask-chart\" tabindex=\"0\">{}</div></section>\n",
             drawing.render_inline()
         );
     }
@@ -192,7 +194,11 @@ impl HtmlReport<'_> {
     fn bars_section(&self, out: &mut String) {
         for (id, name, note) in [
             ("area", "Area of each rank", "Unmasked pairs that a rank computes; the line is the mean."),
-            ("recv", "Key rows received by each rank", "In the forward, over all stages; the line is the mean."),
+            (
+                "recv",
+                "Key rows received by each rank",
+                "In the forward, over all stages; the line is the mean.",
+            ),
         ] {
             let open = if id == "area" { "<div class=\"two even\">\n" } else { "" };
             let close = if id == "recv" { "</div>\n" } else { "" };

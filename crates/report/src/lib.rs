@@ -18,10 +18,38 @@ mod write;
 pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
 pub use matrix::CommMatrix;
-pub use quantity::{format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens};
+pub use quantity::{
+    format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens,
+};
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;
-pub use table::{BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table};
+pub use table::{
+    BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table,
+};
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};
 pub use write::{check_writable, write_atomically};
+
+#[cfg(test)]
+mod tests {
+    /// Every script and style is in the file itself, so a source must not smuggle in an address.
+    #[test]
+    fn page_sources_name_no_address() {
+        let sources = [
+            include_str!("html/page.css"),
+            include_str!("svg/mask.css"),
+            include_str!("html/errors.js"),
+            include_str!("html/chart.js"),
+            include_str!("html/bars.js"),
+            include_str!("html/matrix.js"),
+            include_str!("html/mask.js"),
+            include_str!("html/timeline.js"),
+        ];
+        for source in sources {
+            for address in ["https:", "http:", "@import", "fetch(", "XMLHttpRequest", "import("] {
+                assert!(!source.replace("http://www.w3.org/2000/svg", "").contains(address), "{address}");
+            }
+            assert!(!source.contains("</script") && !source.contains("</style"));
+        }
+    }
+}

@@ -8,14 +8,14 @@ pub(crate) const RANK_COLORS: usize = 24;
 /// design", 2008, with yellow darkened and black replaced, so that all eight show on light and dark paper), in three
 /// tones: plain, deep, pale.
 const LIGHT: [&str; RANK_COLORS] = [
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a39a00", "#6f7680", "#004c78", "#a86f00",
-    "#00694c", "#8f4a72", "#2a7fb0", "#8f3e00", "#6b6500", "#454b54", "#66aad1", "#f3c766", "#66c5ab", "#e3b3cd",
-    "#a3d6f3", "#e89e66", "#cec866", "#a9aeb5",
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a39a00", "#6f7680", "#004c78",
+    "#a86f00", "#00694c", "#8f4a72", "#2a7fb0", "#8f3e00", "#6b6500", "#454b54", "#66aad1", "#f3c766",
+    "#66c5ab", "#e3b3cd", "#a3d6f3", "#e89e66", "#cec866", "#a9aeb5",
 ];
 const DARK: [&str; RANK_COLORS] = [
-    "#3d9bd1", "#f0b429", "#2dbb91", "#db93bb", "#7cc7f2", "#ec7b2b", "#8f8a1c", "#98a1ad", "#1f6e9e", "#b98212",
-    "#168064", "#a8658c", "#4495c4", "#b4560f", "#6b6712", "#69717c", "#93c9ea", "#f8d98a", "#8adcc3", "#efc6db",
-    "#bde3fa", "#f6b283", "#e0da83", "#c5cbd3",
+    "#3d9bd1", "#f0b429", "#2dbb91", "#db93bb", "#7cc7f2", "#ec7b2b", "#8f8a1c", "#98a1ad", "#1f6e9e",
+    "#b98212", "#168064", "#a8658c", "#4495c4", "#b4560f", "#6b6712", "#69717c", "#93c9ea", "#f8d98a",
+    "#8adcc3", "#efc6db", "#bde3fa", "#f6b283", "#e0da83", "#c5cbd3",
 ];
 
 /// Index of the colour of `rank`.
@@ -55,20 +55,18 @@ mod tests {
     }
 
     fn luminance(color: &str) -> f64 {
-        let linear = channels(color).map(|c| if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) });
+        let linear =
+            channels(color).map(|c| if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) });
         0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     }
 
     /// sRGB as somebody without green receptors sees it (Machado, Oliveira and Fernandes 2009, table 1, severity 1.0),
     /// on linear light.
     fn deuteranope(color: &str) -> [f64; 3] {
-        let c = channels(color).map(|c| if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) });
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-        .map(|row| row.iter().zip(c).map(|(m, c)| m * c).sum::<f64>().clamp(0.0, 1.0).powf(1.0 / 2.2))
+        let c =
+            channels(color).map(|c| if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) });
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+            .map(|row| row.iter().zip(c).map(|(m, c)| m * c).sum::<f64>().clamp(0.0, 1.0).powf(1.0 / 2.2))
     }
 
     #[test]

@@ -2,7 +2,7 @@
 const NOTHING: &str = "–";
 
 /// `value` with three significant digits, and all digits before the point.
-fn three_digits(value: f64) -> String {
+pub(crate) fn three_digits(value: f64) -> String {
     let decimals = match value.abs() {
         // The limits lie where rounding would carry into a further digit.
         v if v >= 99.95 => 0,

@@ -96,29 +96,17 @@ pub(crate) fn chunk_owners(dispatch: &Dispatch) -> Vec<usize> {
     owners
 }
 
-/// The rank that owns most rows of each part between `edges`; the lower one of two that own the same.
+/// A rank that owns rows of each part between `edges`. Where a part lies in several chunks, the one at a place that
+/// moves from part to part by the golden ratio: over many parts every rank is met as often as it owns rows, whatever
+/// the period in which chunks go round the ranks. (The owner of most rows would always be the first of equals.)
 pub(crate) fn owners(dispatch: &Dispatch, edges: &[usize]) -> Vec<usize> {
     let of_chunk = chunk_owners(dispatch);
-    let mut shares: Vec<(usize, usize)> = Vec::new();
-    edges
-        .windows(2)
-        .map(|edge| {
-            let part = Range::new(edge[0], edge[1]);
-            shares.clear();
-            for chunk in part.start / dispatch.chunk_size()..part.end.div_ceil(dispatch.chunk_size()) {
-                shares.push((of_chunk[chunk], dispatch.chunk_range(chunk).intersect(&part).len()));
-            }
-            shares.sort_unstable();
-            let mut best = (0, 0);
-            for run in shares.chunk_by(|a, b| a.0 == b.0) {
-                let rows = run.iter().map(|(_, rows)| rows).sum();
-                if rows > best.1 {
-                    best = (run[0].0, rows);
-                }
-            }
-            best.0
-        })
-        .collect()
+    let owner = |(index, edge): (usize, &[usize])| {
+        let place = (index as f64 * 0.618_033_988_7).fract();
+        let row = edge[0] + ((edge[1] - edge[0]) as f64 * place) as usize;
+        of_chunk.get(row / dispatch.chunk_size()).copied().unwrap_or(0)
+    };
+    edges.windows(2).enumerate().map(owner).collect()
 }
 
 #[cfg(test)]

@@ -71,18 +71,21 @@ impl MaskDrawing<'_> {
             percent(self.mask.area() as f64 / pairs)
         );
         let mut out = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"mask\" viewBox=\"0 0 {w} {h}\" role=\"img\" \
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"mask\" style=\"max-width:{limit}px\" viewBox=\"0 0 {w} {h}\" role=\"img\" \
              aria-label=\"{title}. {description}\" data-x=\"{x}\" data-y=\"{y}\" data-width=\"{pw}\" data-height=\"{ph}\" \
              data-q=\"{sq}\" data-k=\"{sk}\"><title>{title}</title><desc>{description}</desc>{style}\
              <rect class=\"mask-paper\" width=\"{w}\" height=\"{h}\"/>\
              <rect class=\"mask-plot\" x=\"{x}\" y=\"{y}\" width=\"{pw}\" height=\"{ph}\"/>",
             w = frame.width,
+            // Stretched to a page's width, a narrow picture would be very tall.
+            limit = frame.width * 1.2,
             h = frame.height,
             x = LEFT,
             y = frame.top,
             pw = frame.plot_width,
             ph = frame.plot_height,
         );
+        out.push_str("<g class=\"mask-whole\">");
         let _ = write!(
             out,
             "<g class=\"mask-cells\" shape-rendering=\"crispEdges\" transform=\"translate({LEFT} {}) scale(.1)\">{cells}</g>",
@@ -93,6 +96,8 @@ impl MaskDrawing<'_> {
             frame.strips(&mut out, plan, &raster);
         }
         frame.axes(&mut out, sq, sk);
+        out.push_str("</g>");
+        frame.names(&mut out);
         frame.legend(&mut out, self.plan, &raster);
         out.push_str("</svg>");
         out
@@ -107,7 +112,9 @@ impl MaskDrawing<'_> {
         };
         let raster = Raster::new(self.mask, q_edges, even_edges(sk, grid));
         let owner = self.plan.map(|plan| owners(&plan.q_dispatch, &raster.q_edges));
-        let position = |edge: usize, seqlen: usize, length: f64| (edge as f64 / seqlen.max(1) as f64 * length * 10.0).round() as i64;
+        let position = |edge: usize, seqlen: usize, length: f64| {
+            (edge as f64 / seqlen.max(1) as f64 * length * 10.0).round() as i64
+        };
         let x: Vec<i64> = raster.k_edges.iter().map(|&edge| position(edge, sk, frame.plot_width)).collect();
         let y: Vec<i64> = raster.q_edges.iter().map(|&edge| position(edge, sq, frame.plot_height)).collect();
 
@@ -142,7 +149,11 @@ impl MaskDrawing<'_> {
         for ((rank, level), path) in paths {
             if self.plan.is_some() && last != Some(rank) {
                 let close = if last.is_some() { "</g>" } else { "" };
-                let _ = write!(out, "{close}<g fill=\"var(--rank-{})\"><title>rank {rank}</title>", color_of(rank));
+                let _ = write!(
+                    out,
+                    "{close}<g fill=\"var(--rank-{})\"><title>rank {rank}</title>",
+                    color_of(rank)
+                );
                 last = Some(rank);
             }
             let _ = write!(out, "<path class=\"d{level}\" d=\"{path}\"/>");
@@ -187,7 +198,7 @@ impl Frame {
         let strip = if with_owners { STRIP + GAP } else { 0.0 };
         let (top, right) = (36.0 + strip, strip + if with_owners { 8.0 } else { 18.0 });
         // A narrow plot must still have room for the legend.
-        let width = (LEFT + plot_width + right).max(420.0);
+        let width = (LEFT + plot_width + right).max(440.0);
         Self { width, height: top + plot_height + 62.0, top, plot_width, plot_height }
     }
 
@@ -216,9 +227,11 @@ impl Frame {
     /// Who owns the queries, at the right, and the keys, at the top; named where there is room.
     fn strips(&self, out: &mut String, plan: &Plan, raster: &Raster) {
         out.push_str("<g class=\"mask-owners\">");
-        for (dispatch, length) in [(&plan.q_dispatch, self.plot_height), (&plan.k_dispatch, self.plot_width)] {
+        for (dispatch, length) in [(&plan.q_dispatch, self.plot_height), (&plan.k_dispatch, self.plot_width)]
+        {
             let vertical = std::ptr::eq(dispatch, &plan.q_dispatch);
-            let edges = if vertical { raster.q_edges.clone() } else { chunk_edges(dispatch, raster.columns()) };
+            let edges =
+                if vertical { raster.q_edges.clone() } else { chunk_edges(dispatch, raster.columns()) };
             let owner = owners(dispatch, &edges);
             let unit = length / dispatch.seqlen().max(1) as f64;
             let mut start = 0;
@@ -262,7 +275,11 @@ impl Frame {
         for tick in ticks(seqlen_k, (self.plot_width / 75.0) as usize) {
             let x = LEFT + tick as f64 / seqlen_k.max(1) as f64 * self.plot_width;
             let _ = write!(out, "M{x:.1} {:.1}v3", baseline + 3.0);
-            let _ = write!(labels, "<text x=\"{x:.1}\" y=\"{baseline:.1}\">{}</text>", format_tokens(tick as u64));
+            let _ = write!(
+                labels,
+                "<text x=\"{x:.1}\" y=\"{baseline:.1}\">{}</text>",
+                format_tokens(tick as u64)
+            );
         }
         for tick in ticks(seqlen_q, (self.plot_height / 50.0) as usize) {
             let y = self.top + tick as f64 / seqlen_q.max(1) as f64 * self.plot_height;
@@ -275,9 +292,13 @@ impl Frame {
                 format_tokens(tick as u64)
             );
         }
+        let _ = write!(out, "\"/>{labels}</g>");
+    }
+
+    fn names(&self, out: &mut String) {
         let _ = write!(
             out,
-            "\"/>{labels}<text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
+            "<g class=\"mask-axes\"><text class=\"mask-name\" x=\"{x:.1}\" y=\"12\">keys →</text>\
              <text class=\"mask-name\" x=\"12\" y=\"{y:.1}\" transform=\"rotate(-90 12 {y:.1})\">← queries</text></g>",
             x = LEFT + self.plot_width / 2.0,
             y = self.top + self.plot_height / 2.0,
@@ -286,16 +307,17 @@ impl Frame {
 
     fn legend(&self, out: &mut String, plan: Option<&Plan>, raster: &Raster) {
         let y = self.bottom() + 16.0;
-        let _ = write!(out, "<g class=\"mask-legend\"><text x=\"{LEFT}\" y=\"{:.1}\">unmasked: 0</text>", y + 9.0);
-        let mut x = LEFT + 72.0;
+        out.push_str("<g class=\"mask-legend\">");
+        let mut x = LEFT;
         for level in 1..=LEVELS {
-            let _ = write!(out, "<rect class=\"d{level}\" x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"11\"/>");
+            let _ =
+                write!(out, "<rect class=\"d{level}\" x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"11\"/>");
             x += 12.0;
         }
         let cell = |edges: &[usize]| edges.windows(2).map(|edge| edge[1] - edge[0]).max().unwrap_or(1) as u64;
         let _ = write!(
             out,
-            "<text x=\"{:.1}\" y=\"{:.1}\">100 % of a cell of {} × {} tokens</text>",
+            "<text x=\"{:.1}\" y=\"{:.1}\">unmasked part, 0 to 100 %, of a cell of {} × {} tokens</text>",
             x + 6.0,
             y + 9.0,
             format_tokens(cell(&raster.q_edges)),
@@ -385,7 +407,8 @@ mod tests {
                 let density = path[..1].parse::<f64>().unwrap() / LEVELS as f64;
                 let d = path.split("d=\"").nth(1).unwrap().split('"').next().unwrap();
                 for rectangle in d.split('M').skip(1) {
-                    let mut numbers = rectangle.split(|c: char| !c.is_ascii_digit()).filter(|n| !n.is_empty());
+                    let mut numbers =
+                        rectangle.split(|c: char| !c.is_ascii_digit()).filter(|n| !n.is_empty());
                     let mut number = || numbers.next().unwrap().parse::<f64>().unwrap();
                     let (_, _, w, h) = (number(), number(), number(), number());
                     painted += density * w * h;
@@ -409,7 +432,11 @@ mod tests {
                 if state >> 62 != 0 {
                     let (q, k) = (row * cell, column * cell);
                     let side = 512 * (1 + (state >> 40) as usize % 8);
-                    slices.push(AttnSlice::new(Range::new(q, q + side), Range::new(k, k + side), MaskType::Causal));
+                    slices.push(AttnSlice::new(
+                        Range::new(q, q + side),
+                        Range::new(k, k + side),
+                        MaskType::Causal,
+                    ));
                 }
             }
         }

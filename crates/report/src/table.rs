@@ -125,7 +125,8 @@ impl Grid {
                 }
             }));
         }
-        let mut out: String = table.lines().flat_map(|line| [line.trim_end().to_owned(), "\n".to_owned()]).collect();
+        let mut out: String =
+            table.lines().flat_map(|line| [line.trim_end().to_owned(), "\n".to_owned()]).collect();
         if !style.color {
             debug_assert!(!out.contains('\u{1b}'));
         }

@@ -55,9 +55,11 @@ pub fn chrome_trace(sections: &[TraceSection<'_>]) -> String {
         let mut length = 0;
         for (source, timeline) in section.timelines.sources() {
             for span in &timeline.spans {
-                let (start, end) = (nanoseconds(span.start), nanoseconds(span.end).max(nanoseconds(span.start)));
+                let (start, end) =
+                    (nanoseconds(span.start), nanoseconds(span.end).max(nanoseconds(span.start)));
                 length = length.max(end);
-                let stream = streams.iter().position(|name| *name == timeline.streams[span.stream]).unwrap_or(0);
+                let stream =
+                    streams.iter().position(|name| *name == timeline.streams[span.stream]).unwrap_or(0);
                 let kind = kind_name(span.kind);
                 let name = match span.stage {
                     Some(stage) => format!("stage {stage} · {kind} · {}", span.label),

@@ -24,7 +24,14 @@ fn chromium(page: &Path, arguments: &[&str]) -> String {
     let profile = tempfile::tempdir().unwrap();
     let (out, err) = (profile.path().join("stdout"), profile.path().join("stderr"));
     let mut child = Command::new("chromium")
-        .args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"])
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--hide-scrollbars",
+        ])
         .args(["--disable-background-networking", "--disable-component-update", "--disable-sync"])
         .args(["--disable-dev-shm-usage", "--force-color-profile=srgb"])
         .arg(format!("--user-data-dir={}", profile.path().join("profile").display()))
@@ -68,7 +75,8 @@ fn photograph(name: &str, html: &str, width: usize, height: usize, dark: bool) -
     fs::write(&page, html).unwrap();
     let theme = if dark { "dark" } else { "light" };
     let picture = folder().join(format!("{name}-{width}-{theme}.png"));
-    let mut arguments = vec![format!("--screenshot={}", picture.display()), format!("--window-size={width},{height}")];
+    let mut arguments =
+        vec![format!("--screenshot={}", picture.display()), format!("--window-size={width},{height}")];
     if dark {
         arguments.push("--blink-settings=preferredColorScheme=0".to_owned());
     }
@@ -92,7 +100,11 @@ fn seen(name: &str, html: &str, width: usize) -> Value {
     let seen: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(seen["error"], Value::Null, "{name}");
     assert_eq!(seen["drawn"], "yes", "{name}");
-    assert!(seen["wideness"].as_i64().unwrap() <= 0, "{name}: the page is wider than {width}: {}", seen["wideness"]);
+    assert!(
+        seen["wideness"].as_i64().unwrap() <= 0,
+        "{name}: the page is wider than {width}: {}",
+        seen["wideness"]
+    );
     seen
 }
 
@@ -102,7 +114,10 @@ fn assert_self_contained(html: &str) {
         for (at, _) in html.match_indices(foreign) {
             let place = &html[at..(at + 60).min(html.len())];
             // The name of the SVG vocabulary is no address that anybody opens.
-            assert!(place.starts_with("http://www.w3.org/2000/svg\""), "refers to something outside: {place}");
+            assert!(
+                place.starts_with("http://www.w3.org/2000/svg\""),
+                "refers to something outside: {place}"
+            );
         }
     }
 }
@@ -134,7 +149,9 @@ fn a_small_report_shows_everything() {
         .plan
         .ranks
         .iter()
-        .flat_map(|rank| rank.forward.iter().flat_map(|s| &s.part.remote).map(|split| (rank.rank, split.rank)))
+        .flat_map(|rank| {
+            rank.forward.iter().flat_map(|s| &s.part.remote).map(|split| (rank.rank, split.rank))
+        })
         .collect();
     assert_eq!(seen["cells"], pairs.len());
 
@@ -161,6 +178,13 @@ fn a_small_report_shows_everything() {
     assert_eq!(seen["spanKeys"]["texts"][3], Value::Null, "Escape takes the details away");
     assert!(seen["cellKeys"]["texts"][0].as_str().unwrap().contains('→'));
     assert!(seen["maskKeys"]["texts"][0].as_str().unwrap().contains("query 2,048"));
+
+    assert_eq!(seen["maskZoomed"], "queries 1,536 to 2,560, keys 1,536 to 2,560");
+    assert_eq!((&seen["maskImages"], &seen["maskWholeImages"]), (&Value::from(1), &Value::from(0)));
+    assert_eq!(seen["maskRedrawn"], true);
+    assert_eq!(seen["maskWhole"], "all tokens");
+    let zoomed = text(&seen, "maskZoomedTip");
+    assert!(zoomed.starts_with("query 2,048: chunk 16") && zoomed.ends_with("\nunmasked"), "{zoomed}");
 
     for key in ["zoomWidens", "zoomMovesTicks", "dragMoves", "allRestores", "wheelZooms", "zeroRestores"] {
         assert_eq!(seen[key], true, "{key}: {seen}");
@@ -228,9 +252,81 @@ fn a_million_tokens_on_64_ranks() {
         run.measured[0].spans.iter().filter(|span| span.rank == rank).map(|span| span.end).fold(0.0, f64::max)
     };
     let slowest = (0..64).max_by(|&a, &b| seconds(a).total_cmp(&seconds(b)).then(b.cmp(&a))).unwrap();
-    assert!(text(&seen, "slowestTip").contains(&format!("rank {slowest},")), "{slowest}: {}", seen["slowestTip"]);
+    assert!(
+        text(&seen, "slowestTip").contains(&format!("rank {slowest},")),
+        "{slowest}: {}",
+        seen["slowestTip"]
+    );
     photograph("million", &html, 1280, 2900, false);
     photograph("million", &html, 1280, 2900, true);
+}
+
+/// The page draws a closer look from the slices with sums of its own. Its pixels must tell the same as the mask.
+#[test]
+fn a_closer_look_is_exact() {
+    let range = Range::new;
+    let slices = vec![
+        AttnSlice::new(range(0, 300), range(0, 400), MaskType::Causal),
+        AttnSlice::new(range(300, 700), range(100, 600), MaskType::BiCausal),
+        AttnSlice::new(range(700, 1000), range(500, 900), MaskType::InvCausal),
+        AttnSlice::new(range(40, 90), range(500, 720), MaskType::Full),
+    ];
+    let mask = Mask::new(1000, 1000, slices).unwrap();
+    let run = Run::new(mask, 3, 100);
+    let probe = "<script>{
+        let canvas;
+        const encode=HTMLCanvasElement.prototype.toDataURL;
+        HTMLCanvasElement.prototype.toDataURL=function(){canvas=this;return encode.call(this)};
+        document.querySelector('[data-mask=in]').click();
+        const context=canvas.getContext('2d');
+        const rows=[];
+        for(let i=0;i<50;i++){let row='';for(let j=0;j<50;j++){
+            const at=(n,of)=>Math.floor((n+.5)/50*of);
+            const alpha=context.getImageData(at(j,canvas.width),at(i,canvas.height),1,1).data[3];
+            row+=alpha===0?'0':alpha===255?'1':'?';}rows.push(row);}
+        const pre=document.createElement('pre');pre.id='pixels';pre.textContent=rows.join(' ');document.body.append(pre);
+        }</script></body>";
+    let page = folder().join("closer-checked.html");
+    fs::write(&page, run.report().render().replace("</body>", probe)).unwrap();
+    let dom = chromium(&page, &["--dump-dom", "--window-size=1280,900"]);
+    let text = dom.split("<pre id=\"pixels\">").nth(1).unwrap().split('<').next().unwrap();
+    // The view is the middle half: tokens 250 to 750 on both axes, sampled every 10.
+    let (mut compared, mut unmasked) = (0, 0);
+    for (i, row) in text.split(' ').enumerate() {
+        for (j, pixel) in row.chars().enumerate() {
+            let at = |n: usize| 250.0 + (n as f64 + 0.5) * 10.0;
+            let sees =
+                |q: f64, k: f64| run.mask.slices().iter().any(|slice| slice.contains(q as usize, k as usize));
+            // Next to an edge a pixel may belong to the neighbouring token.
+            let around: Vec<bool> = [-2.0, 0.0, 2.0]
+                .iter()
+                .flat_map(|dq| [-2.0, 0.0, 2.0].map(|dk| sees(at(i) + dq, at(j) + dk)))
+                .collect();
+            if around.iter().all(|&a| a == around[0]) {
+                assert_eq!(pixel, if around[0] { '1' } else { '0' }, "query {} key {}", at(i), at(j));
+                compared += 1;
+                unmasked += usize::from(around[0]);
+            }
+        }
+    }
+    assert!(
+        compared > 2000 && unmasked > 300 && unmasked < compared - 300,
+        "{compared} compared, {unmasked} unmasked"
+    );
+}
+
+/// A part of a million tokens, to look at.
+#[test]
+fn a_million_tokens_closer_up() {
+    let run = Run::new(documents(lengths("packed_documents_pareto_1m.txt")), 8, 512);
+    let zoom = "<script>for(let i=0;i<4;i++)document.querySelector('[data-mask=in]').click()</script></body>";
+    let html = run.report().render().replace("</body>", zoom);
+    photograph("closer", &html, 1280, 1100, false);
+    let dom = chromium(&folder().join("closer.html"), &["--dump-dom"]);
+    assert!(
+        dom.contains("queries 491,520 to 557,056, keys 491,520 to 557,056"),
+        "the view is somewhere else"
+    );
 }
 
 #[test]
@@ -249,7 +345,8 @@ fn one_rank_exchanges_nothing() {
 fn forward_alone_and_predicted_alone() {
     let run = four_documents();
     let forward = Some(TimelinePair { predicted: Some(&run.predicted[0]), measured: None });
-    let report = HtmlReport { forward, backward: None, check: None, figures: Figures::default(), ..run.report() };
+    let report =
+        HtmlReport { forward, backward: None, check: None, figures: Figures::default(), ..run.report() };
     let html = report.render();
     let predicted = seen("predicted", &html, 1280);
     assert_eq!(predicted["spans"], run.predicted[0].spans.len());
@@ -282,7 +379,8 @@ fn many_ranks_and_cross_attention() {
 fn labels_cannot_become_markup() {
     let mut run = Run::new(documents([300]), 2, 128);
     for timeline in run.measured.iter_mut().chain(&mut run.predicted) {
-        timeline.spans[0].label = "</script><script>document.documentElement.dataset.error='ran'</script><!--".into();
+        timeline.spans[0].label =
+            "</script><script>document.documentElement.dataset.error='ran'</script><!--".into();
         timeline.streams[0] = "<b>compute</b>".into();
     }
     run.figures.setup.push(("a\"b".into(), "<img src=x onerror=alert(1)>".into()));

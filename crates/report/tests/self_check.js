@@ -50,6 +50,25 @@
   seen.cellKeys = walked("#matrix-chart", ["ArrowRight", "ArrowDown"]);
   seen.maskKeys = walked("#mask-chart", ["ArrowRight", "ArrowRight", "ArrowUp"]);
 
+  const closer = get("[data-mask=in]");
+  if (closer) {
+    const shown = () => get("#mask-tools output").textContent;
+    closer.click();
+    closer.click();
+    seen.maskZoomed = shown();
+    seen.maskImages = all("#mask-chart image").length;
+    const pixels = () => get("#mask-chart image")?.getAttribute("href");
+    const first = pixels();
+    point(plot);
+    seen.maskZoomedTip = said();
+    press(get("#mask-chart"), "-");
+    seen.maskRedrawn = pixels() !== first;
+    seen.maskOwnerRuns = all("#mask-chart .mask-owners rect").length;
+    get("[data-mask=all]").click();
+    seen.maskWhole = shown();
+    seen.maskWholeImages = all("#mask-chart image").length;
+  }
+
   const bytes = get("#matrix-bytes");
   if (bytes) {
     bytes.click();

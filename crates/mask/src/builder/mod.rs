@@ -10,9 +10,9 @@ pub use window::Window;
 use crate::mask::MAX_SEQLEN;
 use crate::{AttnSlice, Mask, MaskError, MaskType, Range};
 
-/// Builders stop here (about 3 GB with all that validation needs), instead of running out of memory: one small number
+/// Builders stop here (validating that many takes about 1 GB), instead of running out of memory: one small number
 /// in a builder's arguments is enough to ask for billions of slices.
-const MAX_SLICES: usize = 1 << 24;
+const MAX_SLICES: usize = 1 << 22;
 
 /// The slices of a mask under construction. Slices with an empty range are dropped, so that builders need no special
 /// case for documents without tokens.

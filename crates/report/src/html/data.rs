@@ -1,5 +1,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
+use counterpoint_mask::Band;
 use counterpoint_schedule::Timeline;
 use serde_json::{Value, json};
 
@@ -11,6 +12,8 @@ use crate::{
     trace::kind_name,
 };
 
+/// Slices that the page holds, to draw a part of the mask closer up; of more there is only the whole picture.
+pub(super) const SLICES: usize = 20_000;
 /// Cells along an axis of the communication matrix; of more ranks, neighbours share a cell.
 const MATRIX_CELLS: usize = 64;
 /// Ranks whose spans the page holds; of more, a selection.
@@ -27,12 +30,26 @@ impl HtmlReport<'_> {
         json!({
             "q": owners(&plan.q_dispatch),
             "k": owners(&plan.k_dispatch),
+            "slices": self.slices(),
             "area": plan.ranks.iter().map(|rank| rank.area).collect::<Vec<_>>(),
             "recv": matrix.received(),
             "rowBytes": self.figures.kv_row_bytes,
             "matrix": {"group": group, "entries": matrix.grouped(group).entries()},
             "passes": self.passes().map(|(name, pair)| pass(name, &pair)).collect::<Vec<_>>(),
         })
+    }
+}
+
+impl HtmlReport<'_> {
+    /// `[first query, end, first key, end, least diagonal, largest diagonal]` of each slice, `null` without a bound.
+    fn slices(&self) -> Option<Vec<Value>> {
+        let bound = |diagonal: i64, none: i64| (diagonal != none).then_some(diagonal);
+        let slice = |band: Band| {
+            let (q, k) = (band.q_range, band.k_range);
+            let (low, high) = (bound(band.diag_min, Band::NO_MIN), bound(band.diag_max, Band::NO_MAX));
+            json!([q.start, q.end, k.start, k.end, low, high])
+        };
+        (self.mask.slices().len() <= SLICES).then(|| self.mask.bands().map(slice).collect())
     }
 }
 

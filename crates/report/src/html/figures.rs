@@ -5,7 +5,7 @@ use counterpoint_schedule::Timeline;
 use super::{HtmlReport, escape};
 use crate::{
     matrix::CommMatrix,
-    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops},
+    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops, three_digits},
     svg::percent,
 };
 
@@ -24,7 +24,7 @@ fn card(out: &mut String, name: &str, value: &str, note: &str) {
 fn large(value: u64) -> String {
     let units = [(1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")];
     match units.iter().find(|(factor, _)| value as f64 >= *factor) {
-        Some((factor, name)) => format!("{:.2} {name}", value as f64 / factor),
+        Some((factor, name)) => format!("{} {name}", three_digits(value as f64 / factor)),
         None => format_count(value),
     }
 }
@@ -51,7 +51,8 @@ impl HtmlReport<'_> {
             format_count(plan.q_dispatch.num_chunks() as u64),
             format_count(plan.q_dispatch.chunk_size() as u64)
         );
-        let planned = figures.plan_seconds.map_or(String::new(), |s| format!(", planned in {}", format_seconds(s)));
+        let planned =
+            figures.plan_seconds.map_or(String::new(), |s| format!(", planned in {}", format_seconds(s)));
         card(out, "Ranks", &format_count(plan.ranks.len() as u64), &format!("{chunks}{planned}"));
 
         let areas = plan.ranks.iter().map(|rank| rank.area);
@@ -61,7 +62,9 @@ impl HtmlReport<'_> {
 
         let ranks = plan.ranks.len().max(1) as f64;
         let rows = matrix.total() as f64 / ranks;
-        let bytes = figures.kv_row_bytes.map_or(String::new(), |b| format!(", {}", format_bytes((rows * b as f64) as u64)));
+        let bytes = figures
+            .kv_row_bytes
+            .map_or(String::new(), |b| format!(", {}", format_bytes((rows * b as f64) as u64)));
         let against = match figures.comm {
             Some(comm) if comm.recv_rows > 0 && comm.all_gather_rows > 0 => {
                 format!("; all-gather: {}", format_ratio(comm.all_gather_rows as f64 / comm.recv_rows as f64))
@@ -82,7 +85,8 @@ impl HtmlReport<'_> {
                 (Some(measured), predicted) => {
                     let rate = flops.filter(|_| measured > 0.0).map(|f| format_tflops(f / measured / ranks));
                     let predicted = predicted.map(|seconds| format!("predicted {}", format_seconds(seconds)));
-                    let notes: Vec<String> = predicted.into_iter().chain(rate.map(|r| format!("{r} a rank"))).collect();
+                    let notes: Vec<String> =
+                        predicted.into_iter().chain(rate.map(|r| format!("{r} a rank"))).collect();
                     card(out, title, &format_seconds(measured), &notes.join("; "));
                 }
                 (None, Some(predicted)) => card(out, title, &format_seconds(predicted), "predicted, not run"),
@@ -96,7 +100,9 @@ impl HtmlReport<'_> {
         if let Some(&(_, first)) = efficiencies.first() {
             let value = |e: f64| format!("{:.0} %", e * 100.0);
             let note = match efficiencies.get(1) {
-                Some(&(name, second)) => format!("of the forward's hideable communication; {name} {}", value(second)),
+                Some(&(name, second)) => {
+                    format!("of the forward's hideable communication; {name} {}", value(second))
+                }
                 None => "of the hideable communication ran under computation".to_owned(),
             };
             card(out, "Overlap", &value(first), &note);
@@ -237,7 +243,8 @@ impl HtmlReport<'_> {
              </tr></thead><tbody>",
         );
         for row in &check.rows {
-            let (class, verdict) = if row.verified.passed() { ("good", "✓ within") } else { ("bad", "✗ above") };
+            let (class, verdict) =
+                if row.verified.passed() { ("good", "✓ within") } else { ("bad", "✗ above") };
             let _ = write!(
                 out,
                 "<tr><th scope=\"row\">{}</th><td>{}</td><td>{:.2e}</td><td>{:.2e}</td><td class=\"{class}\">{verdict}</td></tr>",

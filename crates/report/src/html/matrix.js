@@ -10,7 +10,7 @@ function matrix(chart) {
 
   const draw = (width) => {
     const left = 40, head = 34, foot = 26;
-    const side = Math.min(width - left - 4, 460), pitch = side / cells;
+    const side = Math.min(width - left - 4, 420), pitch = side / cells;
     const height = head + side + foot;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Communication matrix of ${ranks} ranks, at most ${amount(most)} in a cell` });
     const x0 = left + Math.max(0, (width - left - 4 - side) / 2);

@@ -57,9 +57,17 @@ impl HtmlReport<'_> {
                 part.forward.len(),
             );
             for (_, seconds) in &passes {
-                let _ = write!(out, "<td>{}</td>", seconds.get(rank).map_or(String::new(), |&s| format_seconds(s)));
+                let _ = write!(
+                    out,
+                    "<td>{}</td>",
+                    seconds.get(rank).map_or(String::new(), |&s| format_seconds(s))
+                );
             }
-            let _ = writeln!(out, "<td class=\"text\">{}</td></tr>", chunk_list(self.plan.q_dispatch.chunks(rank), CHUNK_RUNS));
+            let _ = writeln!(
+                out,
+                "<td class=\"text\">{}</td></tr>",
+                chunk_list(self.plan.q_dispatch.chunks(rank), CHUNK_RUNS)
+            );
         }
         out.push_str("</tbody></table></div></details></section>\n");
     }

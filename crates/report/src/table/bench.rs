@@ -129,7 +129,9 @@ mod tests {
     #[test]
     fn rows_say_what_was_measured_and_how_right_it_was() {
         let text = bench_table(&[row(3.2e-7)], &Style::PLAIN);
-        for part in ["attention forward", "4096 x 8 x 128", "f32", "causal:4k", "11.0 ms", "10.5 ms", "13.0 ms"] {
+        for part in
+            ["attention forward", "4096 x 8 x 128", "f32", "causal:4k", "11.0 ms", "10.5 ms", "13.0 ms"]
+        {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         for part in ["0.031 TFLOP/s", "0.900x", "3.2e-7"] {

@@ -11,7 +11,11 @@ pub fn check_table(check: &CheckFigures, style: &Style) -> String {
         Column::text("", 0),
     ]);
     for row in &check.rows {
-        let verdict = if row.verified.passed() { ("ok".to_owned(), Tone::Good) } else { ("FAILED".to_owned(), Tone::Bad) };
+        let verdict = if row.verified.passed() {
+            ("ok".to_owned(), Tone::Good)
+        } else {
+            ("FAILED".to_owned(), Tone::Bad)
+        };
         grid.row(vec![
             plain(&*row.tensor),
             plain(&*row.measure),

@@ -63,7 +63,11 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
             plain(""),
             count(&tokens),
             count(&areas),
-            plain(if mean_area > 0.0 { format!("{:.3}", of(&areas) / mean_area) } else { "1.000".to_owned() }),
+            plain(if mean_area > 0.0 {
+                format!("{:.3}", of(&areas) / mean_area)
+            } else {
+                "1.000".to_owned()
+            }),
             count(&received),
             count(&sent),
         ];
@@ -144,7 +148,9 @@ pub fn comparison_table(ranks: usize, rows: &[ComparisonRow], style: &Style) -> 
             plain(&*row.name),
             plain(row.solve_seconds.map_or_else(|| "–".to_owned(), format_seconds)),
             match row.balance {
-                Some(balance) => (format!("{balance:.3}"), if balance > 1.05 { Tone::Bad } else { Tone::Plain }),
+                Some(balance) => {
+                    (format!("{balance:.3}"), if balance > 1.05 { Tone::Bad } else { Tone::Plain })
+                }
                 None => plain("–"),
             },
             plain(format_count((row.recv_rows as f64 / ranks.max(1) as f64).round() as u64)),
@@ -176,12 +182,21 @@ mod tests {
                 recv_rows: 8 * 17_788,
                 ratio: Some(1.0),
             },
-            ComparisonRow { name: "lower bound".into(), solve_seconds: None, balance: None, recv_rows: 8, ratio: None },
+            ComparisonRow {
+                name: "lower bound".into(),
+                solve_seconds: None,
+                balance: None,
+                recv_rows: 8,
+                ratio: None,
+            },
         ];
         let text = comparison_table(8, &rows, &Style::PLAIN);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 4, "{text}");
-        assert_eq!(lines[2].split_whitespace().collect::<Vec<_>>(), ["affinity", "4.20", "ms", "1.003", "17,788", "1.00x"]);
+        assert_eq!(
+            lines[2].split_whitespace().collect::<Vec<_>>(),
+            ["affinity", "4.20", "ms", "1.003", "17,788", "1.00x"]
+        );
         assert_eq!(lines[3].split_whitespace().collect::<Vec<_>>(), ["lower", "bound", "–", "–", "1", "–"]);
     }
 }

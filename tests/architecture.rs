@@ -1,0 +1,123 @@
+//! The invariants of ARCHITECTURE.md that are absences, held over `cargo metadata` and the sources.
+
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Which of the workspace's crates each may use.
+const MAY_USE: &[(&str, &[&str])] = &[
+    ("counterpoint-mask", &[]),
+    ("counterpoint-plan", &["mask"]),
+    ("counterpoint-schedule", &["mask", "plan"]),
+    ("counterpoint-exec", &["mask", "plan", "schedule"]),
+    ("counterpoint-report", &["mask", "plan", "schedule"]),
+    ("counterpoint", &["mask", "plan", "schedule", "exec", "report"]),
+    ("counterpoint-cli", &["mask", "plan", "schedule", "exec", "report"]),
+];
+
+/// What the pure crates must not name.
+const IMPURE: &[&str] = &[
+    "std::time",
+    "std::env",
+    "std::fs",
+    "std::net",
+    "std::thread",
+    "std::process",
+    "HashMap",
+    "HashSet",
+    "rayon",
+    "rand::",
+];
+
+#[test]
+fn crates_depend_one_way() {
+    let metadata = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(metadata.status.success(), "{}", String::from_utf8_lossy(&metadata.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&metadata.stdout).unwrap();
+    let mut seen = BTreeMap::new();
+    for package in metadata["packages"].as_array().unwrap() {
+        let uses: BTreeSet<String> = package["dependencies"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|dependency| dependency["kind"].is_null())
+            .filter_map(|dependency| {
+                dependency["name"].as_str()?.strip_prefix("counterpoint-").map(str::to_owned)
+            })
+            .collect();
+        seen.insert(package["name"].as_str().unwrap().to_owned(), uses);
+    }
+    assert_eq!(seen.len(), MAY_USE.len(), "a crate without a line in the table: {:?}", seen.keys());
+    for (name, may_use) in MAY_USE {
+        for used in &seen[*name] {
+            assert!(may_use.contains(&used.as_str()), "{name} must not use counterpoint-{used}");
+        }
+    }
+}
+
+#[test]
+fn pure_crates_name_nothing_impure() {
+    for name in ["mask", "plan", "schedule"] {
+        for (path, line, text) in code_lines(&root().join("crates").join(name).join("src")) {
+            for word in IMPURE {
+                assert!(!text.contains(word), "{}:{line} names {word}: {text}", path.display());
+            }
+        }
+    }
+}
+
+#[test]
+fn no_crate_names_a_gpu_library() {
+    for (path, line, text) in code_lines(&root().join("crates")) {
+        for word in ["cudarc", "libnccl", "libcuda", "nvrtc::", "cuMulticast"] {
+            assert!(!text.contains(word), "{}:{line} names {word}: {text}", path.display());
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_lives_in_one_file() {
+    let allowed = root().join("crates/exec/src/kernel/matmul.rs");
+    let words = ["unsafe {", "unsafe fn", "unsafe impl", "allow(unsafe_code)"];
+    for (path, line, text) in code_lines(&root().join("crates")) {
+        let found = words.iter().any(|word| text.contains(word));
+        assert!(!found || path == allowed, "{}:{line} is unsafe: {text}", path.display());
+    }
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Every line of Rust below `folder` that is not a comment, up to the file's test module.
+fn code_lines(folder: &Path) -> Vec<(PathBuf, usize, String)> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                files.push(path);
+            }
+        }
+    }
+    assert!(!files.is_empty(), "no sources below {}", folder.display());
+    let mut lines = Vec::new();
+    for path in files {
+        let text = fs::read_to_string(&path).unwrap();
+        let code = text.lines().enumerate().take_while(|(_, line)| !line.contains("#[cfg(test)]"));
+        for (number, line) in code.filter(|(_, line)| !line.trim_start().starts_with("//")) {
+            lines.push((path.clone(), number + 1, line.to_owned()));
+        }
+    }
+    lines
+}
