@@ -27,6 +27,13 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
+/// Says that timings are not those of a release build, where they are not.
+pub(crate) fn note_development_build() {
+    if cfg!(debug_assertions) {
+        note("note: this is a development build with its checks; time a build with --release");
+    }
+}
+
 /// How tables on standard output are drawn: coloured on a terminal unless `NO_COLOR` is set, as wide as the terminal.
 pub(crate) fn style() -> Style {
     if !io::stdout().is_terminal() {

@@ -3,6 +3,7 @@
 mod arguments;
 mod command;
 mod console;
+mod device;
 mod error;
 mod input;
 mod interrupt;
