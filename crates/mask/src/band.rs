@@ -149,6 +149,10 @@ impl Band {
         let (Some(a), Some(b)) = (self.trim(), other.trim()) else {
             return self.trim().or_else(|| other.trim());
         };
+        let gap = |a: Range, b: Range| a.start.max(b.start) > a.end.min(b.end);
+        if gap(a.q_range, b.q_range) || gap(a.k_range, b.k_range) {
+            return None;
+        }
         let ((a_min, a_max), (b_min, b_max)) = (a.diagonals(), b.diagonals());
         // The smallest band around both. It holds the union, so it is the union exactly when it holds no more pairs.
         let around = Band {

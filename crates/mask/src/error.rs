@@ -150,12 +150,12 @@ pub enum MaskError {
         problem: String,
     },
     /// Arguments of a builder expression that are well-formed and make no valid mask.
-    #[error("{builder}: {source}")]
+    #[error("{builder}: {reason}")]
     Builder {
         /// The builder's name.
         builder: &'static str,
         /// Why.
-        source: Box<MaskError>,
+        reason: Box<MaskError>,
     },
     /// A file that a mask names and that cannot be read.
     #[error("cannot read {path:?}: {problem}")]
@@ -166,12 +166,12 @@ pub enum MaskError {
         problem: String,
     },
     /// A mask file whose content is no valid mask.
-    #[error("{path}: {source}")]
+    #[error("{path}: {reason}")]
     File {
         /// The file as written.
         path: String,
         /// Why.
-        source: Box<MaskError>,
+        reason: Box<MaskError>,
     },
     /// Text that is not JSON, or JSON that is not a mask.
     #[error("{path}{}{problem} (line {line}, column {column})", if path.is_empty() { "" } else { ": " })]

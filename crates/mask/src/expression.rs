@@ -51,7 +51,7 @@ pub const BUILDERS: &[Builder] = &[
         options: &["keys"],
         build: |a| {
             let queries = a.sequence()?;
-            Mask::cross_full(queries, a.optional_size("keys")?.unwrap_or(queries)).map_err(|e| a.refused(e))
+            Mask::cross_full(queries, a.optional_size("keys")?.unwrap_or(queries))
         },
     },
     Builder {
@@ -61,7 +61,7 @@ pub const BUILDERS: &[Builder] = &[
         options: &["keys"],
         build: |a| {
             let queries = a.sequence()?;
-            Mask::cross_causal(queries, a.optional_size("keys")?.unwrap_or(queries)).map_err(|e| a.refused(e))
+            Mask::cross_causal(queries, a.optional_size("keys")?.unwrap_or(queries))
         },
     },
     Builder {
@@ -72,7 +72,7 @@ pub const BUILDERS: &[Builder] = &[
         build: |a| {
             let queries = a.documents()?;
             let keys = a.key_documents()?.unwrap_or_else(|| queries.clone());
-            Mask::cross_full(queries, keys).map_err(|e| a.refused(e))
+            Mask::cross_full(queries, keys)
         },
     },
     Builder {
@@ -83,7 +83,7 @@ pub const BUILDERS: &[Builder] = &[
         build: |a| {
             let queries = a.documents()?;
             let keys = a.key_documents()?.unwrap_or_else(|| queries.clone());
-            Mask::cross_causal(queries, keys).map_err(|e| a.refused(e))
+            Mask::cross_causal(queries, keys)
         },
     },
     Builder {
@@ -91,42 +91,42 @@ pub const BUILDERS: &[Builder] = &[
         arguments: "S[,left=N][,right=N][,global=N]",
         meaning: "left tokens before, right tokens after, and the first global tokens always",
         options: &["left", "right", "global"],
-        build: |a| Mask::sliding_window(a.sequence()?, window(a)?).map_err(|e| a.refused(e)),
+        build: |a| Mask::sliding_window(a.sequence()?, window(a)?),
     },
     Builder {
         name: "varlen-sliding-window",
         arguments: "STARTS[,left=N][,right=N][,global=N]",
         meaning: "a sliding window inside each document",
         options: &["lengths", "left", "right", "global"],
-        build: |a| Mask::sliding_window(a.documents()?, window(a)?).map_err(|e| a.refused(e)),
+        build: |a| Mask::sliding_window(a.documents()?, window(a)?),
     },
     Builder {
         name: "block-causal",
         arguments: "S,block=N",
         meaning: "a token sees its own block and earlier ones",
         options: &["block"],
-        build: |a| Mask::block_causal(a.sequence()?, a.size("block")?).map_err(|e| a.refused(e)),
+        build: |a| Mask::block_causal(a.sequence()?, a.size("block")?),
     },
     Builder {
         name: "varlen-block-causal",
         arguments: "STARTS,block=N",
         meaning: "block-causal inside each document",
         options: &["lengths", "block"],
-        build: |a| Mask::block_causal(a.documents()?, a.size("block")?).map_err(|e| a.refused(e)),
+        build: |a| Mask::block_causal(a.documents()?, a.size("block")?),
     },
     Builder {
         name: "prefix-lm",
         arguments: "S,prefix=N",
         meaning: "causal, and the first tokens are seen by all",
         options: &["prefix"],
-        build: |a| Mask::prefix_lm(a.sequence()?, a.size("prefix")?).map_err(|e| a.refused(e)),
+        build: |a| Mask::prefix_lm(a.sequence()?, a.size("prefix")?),
     },
     Builder {
         name: "varlen-prefix-lm",
         arguments: "STARTS,prefix=N",
         meaning: "prefix-lm inside each document",
         options: &["lengths", "prefix"],
-        build: |a| Mask::prefix_lm(a.documents()?, a.size("prefix")?).map_err(|e| a.refused(e)),
+        build: |a| Mask::prefix_lm(a.documents()?, a.size("prefix")?),
     },
     Builder {
         name: "shared-question",
@@ -135,7 +135,7 @@ pub const BUILDERS: &[Builder] = &[
         options: &[],
         build: |a| {
             let (question, answers) = a.question_and_answers()?;
-            Mask::shared_question(question, answers).map_err(|e| a.refused(e))
+            Mask::shared_question(question, answers)
         },
     },
     Builder {
@@ -145,7 +145,7 @@ pub const BUILDERS: &[Builder] = &[
         options: &["lengths", "global", "block"],
         build: |a| {
             let block = a.optional_size("block")?.unwrap_or(1);
-            Mask::last_global(a.documents()?, block, a.size("global")?).map_err(|e| a.refused(e))
+            Mask::last_global(a.documents()?, block, a.size("global")?)
         },
     },
     Builder {
@@ -157,7 +157,7 @@ pub const BUILDERS: &[Builder] = &[
             let (queries, block) = (a.sequence()?, a.size("block")?);
             let keys = a.optional_size("keys")?.unwrap_or(queries);
             let blocks = a.blocks("rows")?;
-            Mask::block_sparse(queries, keys, block, block, &blocks).map_err(|e| a.refused(e))
+            Mask::block_sparse(queries, keys, block, block, &blocks)
         },
     },
 ];
@@ -191,7 +191,10 @@ impl Mask {
         match (builder, arguments) {
             (Some(builder), Some(arguments)) => {
                 let arguments = Arguments::split(builder.name, builder.options, arguments, read)?;
-                (builder.build)(&arguments)
+                (builder.build)(&arguments).map_err(|error| match error {
+                    MaskError::Expression { .. } => error,
+                    reason => MaskError::Builder { builder: builder.name, reason: Box::new(reason) },
+                })
             }
             (Some(builder), None) => Err(MaskError::Expression {
                 builder: builder.name,
@@ -206,7 +209,7 @@ impl Mask {
                 let json =
                     read(text).map_err(|problem| MaskError::Unreadable { path: text.to_owned(), problem })?;
                 Mask::from_json(&json)
-                    .map_err(|source| MaskError::File { path: text.to_owned(), source: Box::new(source) })
+                    .map_err(|reason| MaskError::File { path: text.to_owned(), reason: Box::new(reason) })
             }
         }
     }

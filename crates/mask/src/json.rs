@@ -222,7 +222,25 @@ fn describe(path: String, error: &serde_json::Error) -> MaskError {
     } else {
         reword(message)
     };
-    MaskError::Json { path, problem, line, column }
+    MaskError::Json { path: one_line(&path), problem: one_line(&problem), line, column }
+}
+
+/// What stands in the file may hold line breaks, or a megabyte of text in place of a number.
+fn one_line(text: &str) -> String {
+    const LONGEST: usize = 160;
+    let mut line = String::new();
+    for (index, character) in text.chars().enumerate() {
+        if index == LONGEST {
+            line.push('…');
+            break;
+        }
+        if character.is_control() {
+            line.extend(character.escape_default());
+        } else {
+            line.push(character);
+        }
+    }
+    line
 }
 
 /// Turns `invalid type: A, expected B` round, and names the found value as JSON does.

@@ -1,5 +1,7 @@
 //! Bands against their dense pictures.
 
+#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
+
 mod cases;
 
 use std::collections::BTreeSet;
@@ -73,7 +75,7 @@ fn union_of(slices: &[AttnSlice]) -> Pairs {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(3000))]
+    #![proptest_config(cases::cases(10000))]
 
     #[test]
     fn a_band_is_its_definition(band in band()) {
@@ -315,4 +317,32 @@ fn merging_undoes_a_grid() {
     let window = Band { diag_min: -5, diag_max: 2, ..Band::full(Range::new(0, 64), Range::new(0, 64)) };
     let strips = (0..64).step_by(4).map(|row| window.clip(&Range::new(row, row + 4), &window.k_range));
     assert_eq!(Band::merged(strips.collect()), [window]);
+}
+
+/// A thousand packed documents, cut into 512-row chunks and shuffled, become one band a document again.
+#[test]
+fn merging_undoes_chunks_of_many_documents() {
+    let mut documents = Vec::new();
+    let mut start = 0;
+    for index in 0..1000 {
+        let end = start + 1 + (index * 7919) % 2097;
+        documents.extend(
+            AttnSlice::new(Range::new(start, end), Range::new(start, end), MaskType::Causal).band().trim(),
+        );
+        start = end;
+    }
+    let mut pieces = Vec::new();
+    for document in &documents {
+        for chunk in document.q_range.start / 512..=(document.q_range.end - 1) / 512 {
+            pieces.push(document.clip(&Range::new(chunk * 512, (chunk + 1) * 512), &document.k_range));
+        }
+    }
+    assert!(pieces.len() > 2500, "{}", pieces.len());
+    pieces.sort_by_key(|band| band.q_range.start.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20);
+    let count = pieces.len();
+    let started = std::time::Instant::now();
+    let mut merged = Band::merged(pieces);
+    println!("{count} bands merged in {:.2} ms", started.elapsed().as_secs_f64() * 1e3);
+    merged.sort_unstable_by_key(|band| band.q_range);
+    assert_eq!(merged, documents);
 }

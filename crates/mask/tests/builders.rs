@@ -1,5 +1,7 @@
 //! Builders against the definition of each mask, pair by pair.
 
+#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
+
 mod cases;
 
 use counterpoint_mask::{Documents, MAX_SEQLEN, Mask, MaskError, Window};
@@ -41,7 +43,7 @@ fn documents(lengths: &[usize]) -> Documents {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(400))]
+    #![proptest_config(cases::cases(1500))]
 
     #[test]
     fn full_and_causal(lengths in lengths()) {

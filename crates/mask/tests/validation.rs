@@ -1,5 +1,7 @@
 //! What `Mask::new` refuses, and how fast.
 
+#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
+
 mod cases;
 
 use std::time::Instant;
@@ -22,7 +24,7 @@ fn any_slice(size: usize, longest: usize) -> impl Strategy<Value = AttnSlice> {
 }
 
 proptest! {
-    #![proptest_config(cases::cases(8000))]
+    #![proptest_config(cases::cases(20000))]
 
     /// Against counting. Short slices on a large plane are often disjoint, long ones on a small one rarely.
     #[test]
@@ -54,7 +56,9 @@ proptest! {
     #[test]
     fn a_partition_is_accepted_and_one_more_pair_is_not(
         cuts in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..3, 0_usize..64), 0..40),
-        extra in (0_usize..64, 0_usize..64), swaps in any::<u64>(),
+        extra in (0_usize..64, 0_usize..64), turn in any::<prop::sample::Index>(),
+        // At the front of a short sequence, or at the very end of the longest.
+        (before, seqlen) in prop::sample::select(vec![(0, 64), (MAX_SEQLEN - 64, MAX_SEQLEN)]),
     ) {
         use counterpoint_mask::Band;
         let plane = Range::new(0, 64);
@@ -71,16 +75,17 @@ proptest! {
                 ],
             });
         }
-        let mut slices: Vec<AttnSlice> = bands.iter().flat_map(|band| band.to_slices()).collect();
-        let turn = swaps as usize % slices.len();
+        let there = |band: &Band| band.shift(before as i64, before as i64);
+        let mut slices: Vec<AttnSlice> = bands.iter().flat_map(|band| there(band).to_slices()).collect();
+        let turn = turn.index(slices.len());
         slices.rotate_left(turn);
-        let mask = Mask::new(64, 64, slices.clone());
+        let mask = Mask::new(seqlen, seqlen, slices.clone());
         prop_assert_eq!(mask.map(|mask| mask.area()), Ok(64 * 64));
-        let (row, col) = extra;
+        let (row, col) = (before + extra.0, before + extra.1);
         slices.push(slice((row, row + 1), (col, col + 1), MaskType::Full));
         let second = slices.len() - 1;
         let first = slices.iter().position(|slice| slice.contains(row, col)).unwrap();
-        prop_assert_eq!(Mask::new(64, 64, slices), Err(MaskError::Overlap { first, second, row, col }));
+        prop_assert_eq!(Mask::new(seqlen, seqlen, slices), Err(MaskError::Overlap { first, second, row, col }));
     }
 }
 
@@ -140,7 +145,8 @@ fn a_hundred_thousand_nested_rectangles_take_less_than_a_second() {
     let seconds = started.elapsed().as_secs_f64();
     assert_eq!(mask.area(), mask.slices().iter().map(|slice| slice.q_range.len() as u64).sum::<u64>());
     println!("100,000 slices validated in {seconds:.3} s");
-    // Seconds of this machine may be shared with others; one quadratic pass would take minutes.
+    // A sixth of a second when optimised and alone. The bound leaves room for a busy machine; a quadratic pass
+    // takes minutes.
     assert!(seconds < 5.0, "{seconds} s");
 
     // The last pair of the last diagonal, held once more.

@@ -1,5 +1,5 @@
 use super::Drawing;
-use crate::{Band, Documents, Mask, MaskError, MaskType, Range};
+use crate::{Band, Documents, Mask, MaskError, MaskType};
 
 /// How far a token sees in [`Mask::sliding_window`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -28,20 +28,20 @@ impl Mask {
             let left = window.left.unwrap_or(far).min(far);
             let right = window.right.unwrap_or(far).min(far);
             let global = window.global.min(far);
-            // Until its left end has passed the global tokens, the window and they are one interval.
-            let (near, rest) = document.cut(document.start.saturating_add(left).saturating_add(global + 1));
-            let (sinks, others) = document.cut(document.start + global);
-            let upper = Band { diag_max: right as i64, ..Band::full(near, document) };
             let window =
-                Band { diag_min: -(left as i64), diag_max: right as i64, ..Band::full(rest, others) };
-            let joined = if global == 0 {
-                // Without global tokens it is one band, and cutting it as one gives fewer slices.
-                let whole = Range { start: near.start, end: rest.end };
-                [Some(Band { q_range: whole, k_range: document, ..window }), None]
-            } else {
-                [Some(upper), Some(window)]
+                Band { diag_min: -(left as i64), diag_max: right as i64, ..Band::full(document, document) };
+            // Until its left end has passed the global tokens, the window and they are one interval.
+            let (near, rest) = document.cut(document.start + left + global + 1);
+            let (sinks, others) = document.cut(document.start + global);
+            let parts: &[Band] = match global {
+                // Cut as one band it gives fewer slices.
+                0 => &[window],
+                _ => &[
+                    Band { q_range: near, diag_min: Band::NO_MIN, ..window },
+                    Band { q_range: rest, k_range: others, ..window },
+                ],
             };
-            for slice in joined.iter().flatten().flat_map(Band::to_slices) {
+            for slice in parts.iter().flat_map(Band::to_slices) {
                 drawing.add(slice.q_range, slice.k_range, slice.mask_type)?;
             }
             drawing.add(rest, sinks, MaskType::Full)?;

@@ -40,7 +40,7 @@ impl<'a> Arguments<'a> {
                     [] => "unknown option; there are none here".to_owned(),
                     _ => format!("unknown option; known: {}", known.join(", ")),
                 };
-                return Err(arguments.wrong(name, problem));
+                return Err(arguments.wrong(&name.escape_debug().to_string(), problem));
             }
             if arguments.option(name).is_some() {
                 return Err(arguments.wrong(name, "given twice"));
@@ -53,11 +53,6 @@ impl<'a> Arguments<'a> {
     /// An error at `field`.
     pub(super) fn wrong(&self, field: &str, problem: impl Into<String>) -> MaskError {
         MaskError::Expression { builder: self.builder, field: field.to_owned(), problem: problem.into() }
-    }
-
-    /// An error of the builder itself.
-    pub(super) fn refused(&self, source: MaskError) -> MaskError {
-        MaskError::Builder { builder: self.builder, source: Box::new(source) }
     }
 
     /// The length of a plain sequence.
@@ -177,7 +172,7 @@ impl<'a> Arguments<'a> {
             return Ok(values.iter().enumerate().map(named).collect());
         };
         if values.len() > 1 {
-            return Err(self.wrong(field, format!("nothing may follow @{path}")));
+            return Err(self.wrong(field, format!("nothing may follow the file {path:?}")));
         }
         let text = (self.read)(path)
             .map_err(|problem| self.wrong(field, format!("cannot read {path:?}: {problem}")))?;

@@ -1,6 +1,6 @@
 use counterpoint_mask::Range;
 
-use super::{ChunkWork, Dispatch};
+use super::{ChunkWork, Dispatch, Home};
 use crate::work::without;
 
 /// Key rows that each rank reads and does not own, exact to the token: what an exchange has to move to it.
@@ -15,6 +15,16 @@ pub fn received_rows(work: &ChunkWork, queries: &Dispatch, keys: &Dispatch) -> V
             received.iter().map(|range| range.len() as u64).sum()
         })
         .collect()
+}
+
+/// What a rank would receive that computes `chunks` (ascending).
+pub(super) fn received_by(work: &ChunkWork, chunks: &[u32], home: Home) -> u64 {
+    let needed = needed_rows(work, chunks);
+    let own: Vec<Range> = match home {
+        Home::WithQueries => chunks.iter().map(|&chunk| work.rows(chunk as usize)).collect(),
+        Home::Elsewhere => Vec::new(),
+    };
+    without(&needed, &own).iter().map(|range| range.len() as u64).sum()
 }
 
 /// The key rows that `chunks` together read, merged and ascending.
