@@ -175,6 +175,14 @@ pub(crate) enum CliError {
         /// Why.
         source: counterpoint_schedule::SimulateError,
     },
+    /// The system gives no threads.
+    #[error("cannot start {threads} threads: {reason}; raise the limit on threads (ulimit -u)")]
+    Threads {
+        /// How many.
+        threads: usize,
+        /// The system's words.
+        reason: String,
+    },
     /// A run ended without a result.
     #[error("{source}")]
     Run {
@@ -195,9 +203,9 @@ impl CliError {
         use counterpoint_exec::ExecError;
         match self {
             Self::CheckFailed { .. } | Self::Predict { .. } | Self::Stdout { .. } => 1,
-            Self::Run { source: ExecError::Tensor { .. } } => 2,
+            Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
+            Self::NoCuda | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
             Self::Run { .. } => 1,
-            Self::NoCuda => 3,
             _ => 2,
         }
     }

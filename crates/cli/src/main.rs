@@ -8,7 +8,6 @@ mod error;
 mod input;
 mod interrupt;
 mod mask_argument;
-mod memory;
 mod output;
 mod progress;
 

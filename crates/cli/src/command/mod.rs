@@ -1,6 +1,7 @@
 //! What each command does. Everything is checked, then computed, then written and printed.
 
 mod attention;
+mod bench_attention;
 mod bench_plan;
 mod comparison;
 mod mask;
@@ -18,6 +19,6 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
-        Command::Bench(BenchCommand::Attention(_)) => todo!(),
+        Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
     }
 }

@@ -3,14 +3,13 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use counterpoint_exec::{HostData, HostTensor};
+use counterpoint_exec::{HostData, HostTensor, available_memory};
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use crate::error::CliError;
-use crate::memory;
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
 /// straight into vectors of their type: the file is never in memory as a whole beside them.
@@ -36,7 +35,7 @@ impl TensorFile {
             return Err(unreadable(io::Error::other("it is not a regular file")));
         }
         let bytes = metadata.len();
-        if let Some(available) = memory::available().filter(|&available| bytes > available) {
+        if let Some(available) = available_memory().filter(|&available| bytes > available) {
             return Err(CliError::InputTooLarge { path: path.to_owned(), bytes, available });
         }
         if bytes < 8 {

@@ -1,7 +1,7 @@
 mod result;
 mod tensors;
 
-use counterpoint_exec::{RunConfig, check_attention, reference_bytes, run_attention};
+use counterpoint_exec::{RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
@@ -14,7 +14,7 @@ use crate::arguments::{AttentionArguments, Device};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument, memory};
+use crate::{console, mask_argument};
 
 /// `counterpoint attention`.
 pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
@@ -47,6 +47,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link: arguments.run.slow_link,
+        ..RunConfig::default()
     };
     let run = run_attention(&solution.plan, &spec, &inputs, &run_config)
         .map_err(|source| CliError::Run { source })?;
@@ -90,7 +91,7 @@ fn refuse_what_does_not_fit(
     mask: &Mask,
     spec: &AttentionSpec,
 ) -> Result<(), CliError> {
-    let Some(available) = memory::available() else { return Ok(()) };
+    let Some(available) = available_memory() else { return Ok(()) };
     let tensors = tensor_bytes(mask, spec, arguments.run.backward);
     let refuse = |what, needed, instead| Err(CliError::OutOfMemory { what, needed, available, instead });
     if tensors > available {
@@ -121,7 +122,7 @@ fn tensor_bytes(mask: &Mask, spec: &AttentionSpec, backward: bool) -> u64 {
 }
 
 fn plan_config(arguments: &AttentionArguments, spec: &AttentionSpec) -> PlanConfig {
-    let mut cost = counterpoint_plan::CostModel::H200;
+    let mut cost = calibrate(spec, arguments.cp_size);
     if let Some(slow) = arguments.run.slow_link {
         cost.link = Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
     }
