@@ -2,6 +2,8 @@
 
 mod attention;
 mod backend;
+mod bench;
+mod calibrate;
 mod check;
 mod communicator;
 mod cpu;
@@ -22,6 +24,8 @@ mod world;
 
 pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention};
 pub use backend::Backend;
+pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
+pub use calibrate::calibrate;
 pub use check::{CheckReport, TensorCheck, check_attention, compare_with_reference};
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};

@@ -49,7 +49,9 @@ impl CpuKernel {
             }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
-                cast(src.data(), dst.data_mut(), workers);
+                with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
+                    cast(elements::<S>(&src), elements_mut::<D>(&mut dst), workers);
+                }));
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
@@ -61,8 +63,7 @@ impl CpuKernel {
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (mut acc, mut row_max, mut row_sum) =
@@ -86,8 +87,7 @@ where
 
 fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (acc, row_max, row_sum) = (access.read(op.acc)?, access.read(op.row_max)?, access.read(op.row_sum)?);
     let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
@@ -108,8 +108,7 @@ where
 
 fn delta<T>(op: &AttentionDelta, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (out, dout, lse) = (access.read(op.out)?, access.read(op.dout)?, access.read(op.lse)?);
     let mut delta = access.write(op.delta)?;
@@ -133,8 +132,7 @@ where
 
 fn backward<T>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (dout, lse, delta) = (access.read(op.dout)?, access.read(op.lse)?, access.read(op.delta)?);
