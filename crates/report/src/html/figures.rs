@@ -129,7 +129,11 @@ impl HtmlReport<'_> {
             ("ring", comm.ring_rows),
             ("all-gather", comm.all_gather_rows),
         ];
-        let longest = rows.iter().map(|row| row.1).max().unwrap_or(0).max(1) as f64;
+        let longest = rows.iter().map(|row| row.1).max().unwrap_or(0) as f64;
+        if longest == 0.0 {
+            // One rank: there is nothing to compare.
+            return;
+        }
         let ranks = self.plan.ranks.len().max(1) as f64;
         out.push_str(
             "<section class=\"panel\"><h2>Key rows received, compared</h2><table class=\"compare\">\
