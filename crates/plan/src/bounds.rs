@@ -1,9 +1,7 @@
-use std::cmp::Reverse;
-
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 
-use crate::{AttentionSpec, Plan, chunk_work};
+use crate::{AttentionSpec, Plan, chunk_work, received_rows_lower_bound};
 
 /// Key rows that all ranks together receive: by this plan, at least by any, and by other ways to distribute attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,40 +28,16 @@ impl TrafficBounds {
         let all = (ranks - 1) * mask.seqlen_k() as u64;
         Self {
             recv_tokens: plan.ranks.iter().map(|rank| rank.recv_rows()).sum(),
-            lower_bound_tokens: lower_bound(plan, mask),
+            lower_bound_tokens: received_rows_lower_bound(
+                &chunk_work(mask, plan.q_dispatch.chunk_size()),
+                &plan.q_dispatch,
+                &plan.k_dispatch,
+            ),
             ring_tokens: all,
             all_gather_tokens: all,
             ulysses_tokens: ulysses(mask, spec, ranks),
         }
     }
-}
-
-/// Sort chunks by the rows that they read, most first. `i` ranks can hold at most `i` times the heaviest rank's area and
-/// `i` times the longest rank's chunks; the first chunks that exceed either need an `i + 1`th rank. So the rank with the
-/// `i + 1`th largest need reads at least as many rows as the last of them, and owns at most as many as any rank does.
-fn lower_bound(plan: &Plan, mask: &Mask) -> u64 {
-    let work = chunk_work(mask, plan.q_dispatch.chunk_size());
-    let reads = |chunk: usize| work.needs(chunk).iter().map(|range| range.len() as u64).sum::<u64>();
-    let mut needs: Vec<(u64, u64)> =
-        (0..work.num_chunks()).map(|chunk| (reads(chunk), work.area(chunk))).collect();
-    needs.sort_unstable_by_key(|&need| Reverse(need));
-    let most = |of: &dyn Fn(usize) -> u64| (0..plan.cp_size()).map(of).max().unwrap_or(0);
-    let most_area = most(&|rank| plan.ranks[rank].area);
-    let most_chunks = most(&|rank| plan.q_dispatch.chunks(rank).len() as u64);
-    let most_rows = most(&|rank| plan.k_dispatch.tokens(rank) as u64);
-    let (mut bound, mut ranks) = (0_u64, 0_u64);
-    let (mut area, mut chunks) = (0_u64, 0_u64);
-    for (rows_read, chunk_area) in needs {
-        area += chunk_area;
-        chunks += 1;
-        // The chunks so far do not fit on as many ranks as have been charged: charge one more.
-        let full = u128::from(ranks) * u128::from(most_area) < u128::from(area);
-        if full || ranks * most_chunks < chunks {
-            bound += rows_read.saturating_sub(most_rows);
-            ranks += 1;
-        }
-    }
-    bound
 }
 
 /// Every rank keeps `1 / ranks` of what it has and exchanges the rest. Where there are fewer key heads than ranks, several

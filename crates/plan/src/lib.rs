@@ -9,6 +9,7 @@ mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod group_part;
 mod hierarchy;
 mod layout;
 mod outline;
@@ -27,10 +28,11 @@ pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
-    received_rows,
+    received_rows, received_rows_lower_bound,
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};

@@ -4,6 +4,7 @@ mod affinity;
 mod capacity;
 mod chunk_work;
 mod keys;
+mod lower_bound;
 mod min_heap;
 mod received_rows;
 mod sequential;
@@ -11,6 +12,7 @@ mod zigzag;
 
 pub use chunk_work::{ChunkWork, chunk_work};
 pub use keys::dispatch_keys;
+pub use lower_bound::received_rows_lower_bound;
 pub use received_rows::received_rows;
 
 use counterpoint_mask::Range;

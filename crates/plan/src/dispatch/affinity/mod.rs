@@ -4,8 +4,6 @@ mod segments;
 mod stretch;
 mod trade;
 
-use std::ops::Range;
-
 use super::min_heap::min_heap;
 use super::received_rows::received_by;
 use super::sequential::sequential;
@@ -27,7 +25,7 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home) -> Vec<Vec<u3
     let limit = area_limit(work, ranks, greedy.max_area);
     let mut best = Candidate::new(work, home, sequential(work.num_chunks(), ranks));
     let stretches = stretches(work);
-    let mut tried: Vec<Vec<Range<u32>>> = Vec::new();
+    let mut tried = Vec::new();
     for small in SMALL {
         let joined = join_small(&stretches, small);
         if tried.contains(&joined) {
@@ -35,15 +33,18 @@ pub(super) fn affinity(work: &ChunkWork, ranks: usize, home: Home) -> Vec<Vec<u3
         }
         let start = Candidate::new(work, home, pair_heavy_with_light(work, &joined, ranks));
         tried.push(joined);
-        if start.rank(limit) < best.rank(limit) {
+        if start.cost(limit) < best.cost(limit) {
             best = start;
         }
     }
-    trade(work, &Segments::new(work, home), &mut best.rank_chunks, limit);
-    let best = Candidate::new(work, home, best.rank_chunks);
-    // The greedy is never beaten in balance by more than the limit allows, so it is what remains when nothing else fits.
+    let mut traded = best.rank_chunks.clone();
+    trade(work, &Segments::new(work, home), &mut traded, limit);
+    let traded = Candidate::new(work, home, traded);
+    if traded.cost(limit) < best.cost(limit) {
+        best = traded;
+    }
     let fits = best.max_area <= limit && best.max_received <= greedy.max_received;
-    if fits && best.total < greedy.total { best.rank_chunks } else { greedy.rank_chunks }
+    if fits && best.cost(limit) < greedy.cost(limit) { best.rank_chunks } else { greedy.rank_chunks }
 }
 
 /// The largest area that a rank may get: 1 % above the mean, or 1 % above the greedy's largest where the greedy itself is
@@ -78,9 +79,10 @@ impl Candidate {
         Self { rank_chunks, max_area, total, max_received }
     }
 
-    /// Smaller is better: area above the limit in whole percents, then received rows.
-    fn rank(&self, limit: u64) -> (u64, u64, u64) {
-        let over = self.max_area.saturating_sub(limit);
-        ((u128::from(over) * 100).div_ceil(u128::from(limit.max(1))) as u64, self.total, self.max_received)
+    /// Smaller is better: area above the limit in whole percents first; then the product of the largest area and the
+    /// rows, so that one percent of balance is worth one percent of traffic.
+    fn cost(&self, limit: u64) -> (u128, u128) {
+        let over = u128::from(self.max_area.saturating_sub(limit));
+        ((over * 100).div_ceil(u128::from(limit.max(1))), u128::from(self.max_area) * u128::from(self.total))
     }
 }

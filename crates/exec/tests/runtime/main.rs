@@ -1,0 +1,8 @@
+//! The runtime without attention: group collectives, streams, the interpreter, faults.
+
+mod collectives;
+mod errors;
+mod faults;
+mod overlap;
+mod pattern;
+mod programs;
