@@ -1,5 +1,6 @@
 //! What is built around a plan: figures, predictions, the cache, bad configurations, other masks on one dispatch.
 
+#[allow(dead_code, reason = "the other tests of this crate use the rest")]
 mod cases;
 
 use std::num::NonZeroUsize;
