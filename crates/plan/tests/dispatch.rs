@@ -1,6 +1,7 @@
 //! What every dispatch must hold, on random masks, and how good it is on real document lengths.
 
-#[allow(dead_code, reason = "the other tests of this crate use the rest")]
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
 mod cases;
 
 use cases::masks;

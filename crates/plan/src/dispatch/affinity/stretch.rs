@@ -6,12 +6,27 @@ use crate::dispatch::ChunkWork;
 /// costs traffic. Packed documents longer than a chunk come out as a stretch each; a causal, full or sliding-window
 /// sequence is one stretch.
 ///
-/// A cut is made where two neighbours share less than a chunk's rows: what it costs at most.
+/// Two neighbours are apart where they share less than a chunk's rows. A chunk in which one document ends and the next
+/// begins shares rows with both of its neighbours; these are apart where they share little with each other, and the
+/// chunk stays with the one that it shares more with.
 pub(super) fn stretches(work: &ChunkWork) -> Vec<Range<u32>> {
+    let chunks = work.num_chunks();
+    let little = work.chunk_size();
+    // Of chunk `i`: rows shared with `i - 1`, and those that `i - 1` and `i + 1` share.
+    let back: Vec<usize> =
+        (0..chunks).map(|i| if i == 0 { 0 } else { shared_rows(work, i - 1, i) }).collect();
+    let across: Vec<usize> = (0..chunks)
+        .map(|i| if i == 0 || i + 1 == chunks { usize::MAX } else { shared_rows(work, i - 1, i + 1) })
+        .collect();
+    let apart = |i: usize| {
+        let joins_right = across[i] < little && back[i] <= back[i + 1];
+        let joins_left = across[i - 1] < little && back[i] < back[i - 1];
+        back[i] < little || joins_right || joins_left
+    };
     let mut stretches: Vec<Range<u32>> = Vec::new();
-    for chunk in 0..work.num_chunks() {
+    for chunk in 0..chunks {
         match stretches.last_mut() {
-            Some(last) if shared_rows(work, chunk - 1, chunk) >= work.chunk_size() => last.end += 1,
+            Some(last) if !apart(chunk) => last.end += 1,
             _ => stretches.push(chunk as u32..chunk as u32 + 1),
         }
     }
