@@ -1,2 +1,45 @@
-//! placeholder
-fn main() {}
+//! The `counterpoint` binary: arguments, printing, exit status.
+
+mod arguments;
+mod command;
+mod console;
+mod device;
+mod error;
+mod input;
+mod interrupt;
+mod mask_argument;
+mod output;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use arguments::Arguments;
+
+fn main() -> ExitCode {
+    interrupt::install();
+    report_panics_in_one_line();
+    let result = match Arguments::try_parse() {
+        Ok(arguments) => command::run(arguments.command),
+        Err(error) if error.use_stderr() => Err(arguments::usage_error(&error)),
+        Err(help) => console::print(&help.render().to_string()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            console::note(&format!("error: {error}"));
+            ExitCode::from(error.exit_status())
+        }
+    }
+}
+
+/// A panic is a bug of ours, told in one line. One of a rank's threads reaches the user as that run's error.
+fn report_panics_in_one_line() {
+    std::panic::set_hook(Box::new(|panic| {
+        if std::thread::current().name() == Some("main") {
+            let message = panic.to_string().replace('\n', " ");
+            console::note(&format!("error: this is a bug in counterpoint, please report it: {message}"));
+        }
+    }));
+}

@@ -1,9 +1,19 @@
+use std::sync::Arc;
 use std::time::Duration;
 
-use counterpoint_plan::{AttentionSpec, Plan};
-use counterpoint_schedule::{OverlapPolicy, Timeline};
+use counterpoint_plan::{AttentionSpec, DType, Dispatch, Plan, RankPlan};
+use counterpoint_schedule::{
+    BufferRole, BufferSpec, GradientReduction, OverlapPolicy, Program, Timeline, lower_attention_backward,
+    lower_attention_forward,
+};
+use rayon::ThreadPool;
 
-use crate::{ExecError, HostTensor};
+use crate::layout::{dispatch, undispatch};
+use crate::memory::check_memory;
+use crate::{
+    CpuBackend, CpuBuffer, ExecError, FaultInjection, HostTensor, LocalTransport, Prepared, Transport, World,
+    WorldConfig,
+};
 
 /// Tensors in global token order, shapes as in [`AttentionSpec`].
 #[derive(Clone, Debug, PartialEq)]
@@ -37,8 +47,8 @@ pub struct AttentionOutputs {
     pub dsink: Option<HostTensor>,
 }
 
-/// A link that the local transport is told to imitate: every group collective takes at least
-/// `alpha + bytes / bytes_per_second` on each rank.
+/// A link that the local transport is told to imitate: a group collective in which a rank exchanges rows with others takes
+/// at least `alpha + bytes / bytes_per_second` on that rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SlowLink {
     /// Added to every collective.
@@ -54,10 +64,25 @@ pub struct RunConfig {
     pub policy: OverlapPolicy,
     /// Same bits for any policy and number of stages.
     pub deterministic: bool,
-    /// Limit of every wait.
+    /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
+    /// computation.
     pub limit: Duration,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
+    /// Faults to inject; a test tool.
+    pub faults: Vec<FaultInjection>,
+}
+
+impl Default for RunConfig {
+    fn default() -> Self {
+        Self {
+            policy: OverlapPolicy::default(),
+            deterministic: false,
+            limit: Duration::from_secs(600),
+            slow_link: None,
+            faults: Vec::new(),
+        }
+    }
 }
 
 /// What a run gave.
@@ -71,12 +96,185 @@ pub struct AttentionRun {
     pub backward: Option<Timeline>,
 }
 
-/// placeholder
+/// Runs distributed attention on CPU ranks, which are threads of this process: dispatches the tensors, runs the forward
+/// (and, when there is a `dout`, the backward) of every rank, and gathers the results.
+///
+/// # Errors
+/// [`ExecError::Tensor`] when a tensor does not fit the plan; [`ExecError::OutOfMemory`], before anything is allocated; and
+/// whatever ends a run early. There is no partial result: a rank that panics or stalls makes the call return its error
+/// within the limit, at the price of that rank's threads, which end when they can.
 pub fn run_attention(
-    _plan: &Plan,
-    _spec: &AttentionSpec,
-    _inputs: &AttentionInputs,
-    _config: &RunConfig,
+    plan: &Plan,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    config: &RunConfig,
 ) -> Result<AttentionRun, ExecError> {
-    unreachable!()
+    check_inputs(plan, spec, inputs)?;
+    let ranks = 0..plan.ranks.len();
+    let forward: Vec<Program> =
+        ranks.clone().map(|rank| lower_attention_forward(plan, rank, spec, config.policy)).collect();
+    let reduction =
+        if config.deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage };
+    let backward: Vec<Program> = ranks
+        .filter(|_| inputs.dout.is_some())
+        .map(|rank| lower_attention_backward(plan, rank, spec, config.policy, reduction))
+        .collect();
+    // The two run one after the other; results are gathered while the last one's buffers are alive.
+    let gathered = inputs.bytes();
+    check_memory(bytes(&forward).max(bytes(&backward)).saturating_add(gathered))?;
+
+    let world_config =
+        WorldConfig { limit: config.limit, faults: config.faults.clone(), ..WorldConfig::default() };
+    let world = World::new(plan.ranks.len(), world_config);
+    let workers = CpuBackend::workers(config.policy.sm_margin)?;
+    let machine = Machine { world, workers, slow_link: config.slow_link };
+
+    let local = LocalInputs::dispatch(plan, inputs)?;
+    let mut forward = machine.prepare(forward)?;
+    for (rank, prepared) in forward.iter_mut().enumerate() {
+        local.bind(rank, prepared)?;
+    }
+    let forward_timeline = Prepared::run_ranks(&mut forward)?;
+    let out = output(&forward, "out")?;
+    let lse = output(&forward, "lse")?;
+    drop(forward);
+    let mut run = AttentionRun {
+        outputs: AttentionOutputs {
+            out: undispatch(&plan.q_dispatch, &tensors(&out)?)?,
+            lse: undispatch(&plan.q_dispatch, &tensors(&lse)?)?,
+            dq: None,
+            dk: None,
+            dv: None,
+            dsink: None,
+        },
+        forward: forward_timeline,
+        backward: None,
+    };
+    if backward.is_empty() {
+        return Ok(run);
+    }
+
+    let mut backward = machine.prepare(backward)?;
+    for (rank, prepared) in backward.iter_mut().enumerate() {
+        local.bind(rank, prepared)?;
+        prepared.bind("out", out[rank].clone())?;
+        prepared.bind("lse", lse[rank].clone())?;
+    }
+    run.backward = Some(Prepared::run_ranks(&mut backward)?);
+    let gradient = |name: &str, dispatch: &Dispatch| -> Result<Option<HostTensor>, ExecError> {
+        undispatch(dispatch, &tensors(&output(&backward, name)?)?).map(Some)
+    };
+    run.outputs.dq = gradient("dq", &plan.q_dispatch)?;
+    run.outputs.dk = gradient("dk", &plan.k_dispatch)?;
+    run.outputs.dv = gradient("dv", &plan.k_dispatch)?;
+    if inputs.sink.is_some() {
+        // Summed over all ranks already, so that every rank has it.
+        run.outputs.dsink = output(&backward, "dsink")?.first().map(CpuBuffer::tensor).transpose()?;
+    }
+    Ok(run)
+}
+
+impl AttentionInputs {
+    fn bytes(&self) -> u64 {
+        let tensors = [Some(&self.q), Some(&self.k), Some(&self.v), self.sink.as_ref(), self.dout.as_ref()];
+        tensors.into_iter().flatten().map(|tensor| (tensor.len() * tensor.dtype().size()) as u64).sum()
+    }
+}
+
+fn check_inputs(plan: &Plan, spec: &AttentionSpec, inputs: &AttentionInputs) -> Result<(), ExecError> {
+    let (rows_q, rows_k) = (plan.q_dispatch.seqlen(), plan.k_dispatch.seqlen());
+    let acc = spec.dtype.accumulator();
+    check("q", &inputs.q, spec.dtype, &[rows_q, spec.heads_q, spec.head_dim])?;
+    check("k", &inputs.k, spec.dtype, &[rows_k, spec.heads_kv, spec.head_dim])?;
+    check("v", &inputs.v, spec.dtype, &[rows_k, spec.heads_kv, spec.head_dim_v])?;
+    if let Some(dout) = &inputs.dout {
+        check("dout", dout, spec.dtype, &[rows_q, spec.heads_q, spec.head_dim_v])?;
+    }
+    match &inputs.sink {
+        Some(sink) => check("sink", sink, acc, &[spec.seqlen_sink, spec.heads_q]),
+        None if spec.seqlen_sink > 0 => Err(ExecError::Tensor {
+            name: "sink".to_owned(),
+            reason: format!("is missing, and the spec has {} rows of it", spec.seqlen_sink),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Result<(), ExecError> {
+    if tensor.dtype() == dtype && tensor.shape() == shape {
+        return Ok(());
+    }
+    let reason = format!("must be {dtype:?} {shape:?}, not {:?} {:?}", tensor.dtype(), tensor.shape());
+    Err(ExecError::Tensor { name: name.to_owned(), reason })
+}
+
+/// Bytes of all buffers of all ranks.
+fn bytes(programs: &[Program]) -> u64 {
+    programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes).fold(0, u64::saturating_add)
+}
+
+type Rank = Prepared<CpuBackend, LocalTransport>;
+
+/// What the ranks of a run share.
+struct Machine {
+    world: Arc<World>,
+    workers: Arc<ThreadPool>,
+    slow_link: Option<SlowLink>,
+}
+
+impl Machine {
+    fn prepare(&self, programs: Vec<Program>) -> Result<Vec<Rank>, ExecError> {
+        let transports = LocalTransport::connect(&self.world, self.slow_link);
+        let backend = |rank| CpuBackend::new(&self.world, rank, self.workers.clone());
+        let ranks = programs.into_iter().zip(transports);
+        ranks.map(|(program, transport)| Rank::new(program, backend(transport.rank()), transport)).collect()
+    }
+}
+
+/// Every rank's rows of the inputs, shared by forward and backward.
+struct LocalInputs {
+    tensors: Vec<Vec<(&'static str, CpuBuffer)>>,
+}
+
+impl LocalInputs {
+    fn dispatch(plan: &Plan, inputs: &AttentionInputs) -> Result<Self, ExecError> {
+        let rank = |rank: &RankPlan| {
+            let mut local = Vec::new();
+            let mut add = |name: &'static str, tensor: HostTensor| {
+                local.push((name, CpuBuffer::new(rank.rank, name, tensor)));
+            };
+            add("q", dispatch(&inputs.q, &rank.q_ranges)?);
+            add("k", dispatch(&inputs.k, &rank.k_ranges)?);
+            add("v", dispatch(&inputs.v, &rank.k_ranges)?);
+            if let Some(sink) = &inputs.sink {
+                add("sink", sink.clone());
+            }
+            if let Some(dout) = &inputs.dout {
+                add("dout", dispatch(dout, &rank.q_ranges)?);
+            }
+            Ok(local)
+        };
+        Ok(Self { tensors: plan.ranks.iter().map(rank).collect::<Result<_, _>>()? })
+    }
+
+    /// Binds those that the Program asks for.
+    fn bind(&self, rank: usize, prepared: &mut Rank) -> Result<(), ExecError> {
+        for (name, buffer) in &self.tensors[rank] {
+            let wanted = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == *name;
+            if prepared.program().buffers.iter().any(wanted) {
+                prepared.bind(name, buffer.clone())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn output(ranks: &[Rank], name: &str) -> Result<Vec<CpuBuffer>, ExecError> {
+    let missing =
+        || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
+    ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
+}
+
+fn tensors(buffers: &[CpuBuffer]) -> Result<Vec<HostTensor>, ExecError> {
+    buffers.iter().map(CpuBuffer::tensor).collect()
 }

@@ -2,7 +2,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 use serde::Serialize;
 
-use crate::reference::{Reference, convert, plain_attention, reference_attention};
+use crate::reference::{Reference, plain_attention, reference_attention};
 use crate::{AttentionInputs, AttentionOutputs, HostTensor};
 
 /// How far the results of a run are from the dense f64 reference.
@@ -102,7 +102,7 @@ fn check_tensor(
     noise: f64,
 ) -> TensorCheck {
     let norm = norm(expected).max(noise);
-    let error = Difference::of(&convert::<f64>(tensor), expected);
+    let error = Difference::of(&tensor.to_f64(), expected);
     let base = match dtype {
         DType::F64 => F64_BOUND,
         _ => F32_BOUND,
@@ -119,7 +119,7 @@ fn check_tensor(
 }
 
 fn check_lse(dtype: DType, tensor: &HostTensor, expected: &[f64]) -> TensorCheck {
-    let values = convert::<f64>(tensor);
+    let values = tensor.to_f64();
     let finite: Vec<f64> = expected.iter().copied().filter(|x| x.is_finite()).collect();
     let norm = norm(&finite).max((finite.len() as f64).sqrt());
     let bound = if dtype == DType::F64 { F64_BOUND } else { F32_BOUND };

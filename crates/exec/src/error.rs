@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use thiserror::Error;
 
 /// Why a run ended without a result.
@@ -12,4 +14,132 @@ pub enum ExecError {
         /// What is wrong.
         reason: String,
     },
+    /// A Program that no backend can run.
+    #[error("program `{program}` of rank {rank} cannot run: {reason}")]
+    Program {
+        /// The Program's name.
+        program: String,
+        /// Its rank.
+        rank: usize,
+        /// The operation or buffer, what is wrong with it and what to do.
+        reason: String,
+    },
+    /// Two operations that no event, barrier or signal orders used one buffer at the same time, one of them writing.
+    #[error(
+        "data race on buffer `{buffer}` of rank {owner}: {wanted} while {held}; order them with an event"
+    )]
+    DataRace {
+        /// The rank that the buffer belongs to.
+        owner: usize,
+        /// The buffer.
+        buffer: String,
+        /// Who wanted it and for what.
+        wanted: String,
+        /// Who had it and for what.
+        held: String,
+    },
+    /// A rank's own part in a group collective makes no sense. Nothing was sent.
+    #[error("rank {rank} cannot take part in {collective}: {reason}")]
+    BadCollective {
+        /// The rank whose part it is.
+        rank: usize,
+        /// The collective's label.
+        collective: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// Two ranks' parts in one group collective do not fit each other.
+    #[error(
+        "ranks {rank} and {peer} disagree in collective {sequence} {collective}: {reason}; both must build it from one \
+         plan"
+    )]
+    CollectiveMismatch {
+        /// The rank that found it.
+        rank: usize,
+        /// The other.
+        peer: usize,
+        /// The collective's sequence number.
+        sequence: u64,
+        /// Label and stage.
+        collective: String,
+        /// Both sides' figures.
+        reason: String,
+    },
+    /// Two ranks issued different group collectives at the same place of their sequence.
+    #[error(
+        "collective {sequence} is {own} on rank {rank} but {other} on rank {peer}; all ranks must issue the same \
+         collectives in the same order"
+    )]
+    CollectiveOrder {
+        /// The rank that found it.
+        rank: usize,
+        /// The other.
+        peer: usize,
+        /// The sequence number.
+        sequence: u64,
+        /// What this rank issued.
+        own: String,
+        /// What the other issued.
+        other: String,
+    },
+    /// A wait reached its limit.
+    #[error("{0}")]
+    Stalled(Box<Stall>),
+    /// A thread of a rank panicked.
+    #[error("rank {rank} panicked in {place}: {message}")]
+    RankPanicked {
+        /// The rank.
+        rank: usize,
+        /// The operation.
+        place: String,
+        /// The panic's message.
+        message: String,
+    },
+    /// The buffers do not fit into memory.
+    #[error(
+        "this run needs {needed} bytes of memory and {available} are available; use fewer rows, a narrower dtype, or \
+         more memory"
+    )]
+    OutOfMemory {
+        /// Bytes of all ranks' buffers.
+        needed: u64,
+        /// Bytes that the machine has left.
+        available: u64,
+    },
+    /// The operating system gave no thread.
+    #[error(
+        "rank {rank} cannot start a thread for stream `{stream}`: {reason}; use fewer ranks or raise the limit"
+    )]
+    Thread {
+        /// The rank.
+        rank: usize,
+        /// The stream.
+        stream: String,
+        /// The system's words.
+        reason: String,
+    },
+}
+
+/// A wait that reached its limit: who waited for whom, where, and who held everything up.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[error(
+    "rank {rank} waited {:.3} s for {awaited} in {place}; {evidence}; culprit: rank {culprit}, {culprit_doing}. Raise \
+     the limit if that may take so long",
+    waited.as_secs_f64()
+)]
+pub struct Stall {
+    /// The rank that waited.
+    pub rank: usize,
+    /// Where it waited: ``collective 4 `cast kv` (stage 2)`` or ``stream compute, `wait kv` (stage 1)``.
+    pub place: String,
+    /// What it waited for: `rank 5`, `an event of stream communication`.
+    pub awaited: String,
+    /// How long.
+    pub waited: Duration,
+    /// The last that was seen of what it waited for.
+    pub evidence: String,
+    /// The rank at the end of the chain of waits.
+    pub culprit: usize,
+    /// What that rank was doing.
+    pub culprit_doing: String,
 }

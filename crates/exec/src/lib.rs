@@ -1,16 +1,45 @@
 //! Runs Programs: backends, transports, group collectives, the CPU kernels and the f64 reference.
 
 mod attention;
+mod backend;
+mod bench;
+mod calibrate;
 mod check;
+mod communicator;
+mod cpu;
 mod error;
+mod fault;
+mod host_element;
+mod interpreter;
 pub mod kernel;
+mod layout;
+mod local;
+mod memory;
+mod monitor;
+mod place;
 mod reference;
 mod tensor;
+mod transport;
+mod world;
 
 pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention};
+pub use backend::Backend;
+pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
+pub use calibrate::calibrate;
 pub use check::{CheckReport, TensorCheck, check_attention, compare_with_reference};
-pub use error::ExecError;
+pub use communicator::{Communicator, Handle, Reduce};
+pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
+pub use error::{ExecError, Stall};
+pub use fault::{FaultInjection, FaultKind, FaultPoint};
+pub use host_element::{Accumulator, HostElement};
+pub use interpreter::Prepared;
+pub use layout::{dispatch, undispatch};
+pub use local::{LocalCollective, LocalTransport};
+pub use memory::{available_memory, check_memory};
+pub use place::OpPlace;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, plain_attention, reference_attention, reference_bytes,
 };
 pub use tensor::{HostData, HostTensor};
+pub use transport::Transport;
+pub use world::{World, WorldConfig};

@@ -3,8 +3,9 @@ use counterpoint_plan::{AttentionSpec, DType};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::kernel::{Element, Real};
-use crate::{AttentionInputs, HostData, HostTensor};
+use crate::host_element::{convert, with_host_element};
+use crate::kernel::Real;
+use crate::{AttentionInputs, HostElement, HostTensor};
 
 /// Results of dense attention, every tensor in f64 and in global token order, shapes as in
 /// [`AttentionOutputs`](crate::AttentionOutputs).
@@ -129,7 +130,7 @@ impl<'a, A: Real> Dense<'a, A> {
         let (seqlen_q, seqlen_k) = (mask.seqlen_q(), mask.seqlen_k());
         let read = |name: &str, tensor: &HostTensor, shape: [usize; 3]| {
             assert_eq!(tensor.shape(), shape, "shape of {name}");
-            convert(tensor)
+            convert_all(tensor)
         };
         let mut columns = vec![Vec::new(); seqlen_q];
         for band in mask.bands() {
@@ -142,7 +143,7 @@ impl<'a, A: Real> Dense<'a, A> {
         }
         let sink = inputs.sink.as_ref().map_or_else(Vec::new, |sink| {
             assert_eq!(sink.shape(), [spec.seqlen_sink, spec.heads_q], "shape of sink");
-            convert(sink)
+            convert_all(sink)
         });
         Self {
             spec,
@@ -369,24 +370,18 @@ impl<'a, A: Real> Dense<'a, A> {
         let round = match self.round_to {
             DType::F64 => |x: f64| x,
             DType::F32 => |x: f64| f64::from(x as f32),
-            DType::Bf16 => |x: f64| f64::from(bf16::from_f64(x)),
-            DType::F16 => |x: f64| f64::from(f16::from_f64(x)),
+            DType::Bf16 => |x: f64| convert::<f64, bf16>(x).to_f64(),
+            DType::F16 => |x: f64| convert::<f64, f16>(x).to_f64(),
         };
         values.iter().map(|x| round(x.to_f64())).collect()
     }
 }
 
-/// The elements of a tensor in another type.
-pub(crate) fn convert<A: Element>(tensor: &HostTensor) -> Vec<A> {
-    fn all<S: Element, A: Element>(values: &[S]) -> Vec<A> {
-        values.iter().map(|x| A::from_f64(x.to_f64())).collect()
-    }
-    match tensor.data() {
-        HostData::F64(values) => all(values),
-        HostData::F32(values) => all(values),
-        HostData::Bf16(values) => all(values),
-        HostData::F16(values) => all(values),
-    }
+/// The elements of a tensor in the type that the problem is solved in.
+fn convert_all<A: HostElement>(tensor: &HostTensor) -> Vec<A> {
+    with_host_element!(tensor.dtype(), T => {
+        tensor.as_slice::<T>().unwrap_or(&[]).iter().map(|&x| convert(x)).collect()
+    })
 }
 
 fn row_of<A>(tensor: &[A], row: usize, head: usize, heads: usize, dim: usize) -> &[A] {

@@ -1,6 +1,9 @@
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 
+use crate::HostElement;
+use crate::host_element::with_host_element;
+
 /// Elements of a tensor in host memory.
 #[derive(Clone, Debug, PartialEq)]
 pub enum HostData {
@@ -23,11 +26,29 @@ pub struct HostTensor {
 
 impl HostTensor {
     /// # Panics
-    /// When the number of elements is not the shape's product.
+    /// When the number of elements is not the shape's product, or the shape has no axis.
     pub fn new(shape: Vec<usize>, data: HostData) -> Self {
         let tensor = Self { shape, data };
+        assert!(!tensor.shape.is_empty(), "a tensor has a row axis at least");
         assert_eq!(tensor.shape.iter().product::<usize>(), tensor.len(), "shape {:?}", tensor.shape);
         tensor
+    }
+
+    /// A tensor of the elements' type.
+    ///
+    /// # Panics
+    /// As [`HostTensor::new`].
+    pub fn from_vec<T: HostElement>(shape: Vec<usize>, elements: Vec<T>) -> Self {
+        Self::new(shape, T::wrap(elements))
+    }
+
+    /// All zeros.
+    ///
+    /// # Panics
+    /// When the shape has no axis.
+    pub fn zeros(shape: Vec<usize>, dtype: DType) -> Self {
+        let len = shape.iter().product();
+        with_host_element!(dtype, T => Self::from_vec(shape, vec![T::from_f32(0.0); len]))
     }
 
     /// Number of elements.
@@ -50,6 +71,16 @@ impl HostTensor {
         &self.shape
     }
 
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Elements of one row.
+    pub fn row_elements(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
     /// Elements.
     pub fn data(&self) -> &HostData {
         &self.data
@@ -60,6 +91,16 @@ impl HostTensor {
         &mut self.data
     }
 
+    /// The elements, when they are of type `T`.
+    pub fn as_slice<T: HostElement>(&self) -> Option<&[T]> {
+        T::slice(&self.data)
+    }
+
+    /// The elements, to write, when they are of type `T`.
+    pub fn as_mut_slice<T: HostElement>(&mut self) -> Option<&mut [T]> {
+        T::slice_mut(&mut self.data)
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         match &self.data {
@@ -68,5 +109,19 @@ impl HostTensor {
             HostData::Bf16(_) => DType::Bf16,
             HostData::F16(_) => DType::F16,
         }
+    }
+
+    /// Every element as f64, exactly.
+    pub fn to_f64(&self) -> Vec<f64> {
+        with_host_element!(self.dtype(), T => {
+            self.as_slice::<T>().unwrap_or(&[]).iter().map(|element| element.to_f64()).collect()
+        })
+    }
+
+    /// NaN everywhere.
+    pub(crate) fn fill_nan(&mut self) {
+        with_host_element!(self.dtype(), T => {
+            self.as_mut_slice::<T>().unwrap_or(&mut []).fill(T::from_f32(f32::NAN));
+        });
     }
 }

@@ -9,6 +9,7 @@ mod cost;
 mod dispatch;
 mod error;
 mod exchange;
+mod group_part;
 mod hierarchy;
 mod layout;
 mod outline;
@@ -31,6 +32,7 @@ pub use dispatch::{
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};

@@ -1,10 +1,12 @@
 use counterpoint_mask::{Band, Mask, Range};
 
+use crate::exchange::{exchange, exchange_part};
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, rank_work, without};
 use crate::{
-    AttentionSpec, Dispatch, PlanConfig, PlanError, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    AttentionSpec, Dispatch, GroupPart, Plan, PlanConfig, PlanError, RankPlan, StagePlan, chunk_work,
+    dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -98,5 +100,69 @@ impl Outline {
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
         Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward }
+    }
+
+    /// Writes out every rank's part.
+    pub(crate) fn into_plan(self) -> Plan {
+        let parts = self.parts_of_all(&self.forward).into_iter().zip(self.parts_of_all(&self.backward));
+        let ranks = parts
+            .enumerate()
+            .map(|(rank, (forward, backward))| self.rank_plan(rank, forward, backward))
+            .collect();
+        Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks }
+    }
+
+    /// Writes out one rank's part.
+    pub(crate) fn into_rank(self, rank: usize) -> RankPlan {
+        self.rank_plan(rank, self.parts_of_one(&self.forward, rank), self.parts_of_one(&self.backward, rank))
+    }
+
+    /// The parts in all group-casts, by rank, then stage.
+    fn parts_of_all(&self, cuts: &StageCuts) -> Vec<Vec<GroupPart>> {
+        let mut parts = vec![Vec::with_capacity(cuts.stages()); self.ranks.len()];
+        parts.iter_mut().for_each(|parts| parts.push(GroupPart::default()));
+        for stage in 1..cuts.stages() {
+            let stage_parts = exchange(&self.k_runs, &cuts.rows_of_all(stage));
+            parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
+        }
+        parts
+    }
+
+    /// One rank's parts in all group-casts, by stage.
+    fn parts_of_one(&self, cuts: &StageCuts, rank: usize) -> Vec<GroupPart> {
+        let mut parts = vec![GroupPart::default()];
+        parts.extend(
+            (1..cuts.stages()).map(|stage| exchange_part(&self.k_runs, &cuts.rows_of_all(stage), rank)),
+        );
+        parts
+    }
+
+    fn rank_plan(&self, rank: usize, forward: Vec<GroupPart>, backward: Vec<GroupPart>) -> RankPlan {
+        let forward = self.stage_plans(rank, &self.forward, forward);
+        RankPlan {
+            rank,
+            q_ranges: self.q_dispatch.ranges(rank),
+            k_ranges: self.ranks[rank].own.clone(),
+            q_rows: self.q_dispatch.tokens(rank),
+            k_rows: self.k_dispatch.tokens(rank),
+            area: forward.iter().map(|stage| stage.area).sum(),
+            forward,
+            backward: self.stage_plans(rank, &self.backward, backward),
+        }
+    }
+
+    fn stage_plans(&self, rank: usize, cuts: &StageCuts, parts: Vec<GroupPart>) -> Vec<StagePlan> {
+        let bands = cuts.bands(rank, &self.ranks[rank]);
+        let stages = parts.into_iter().zip(bands).enumerate();
+        let stages = stages.map(|(stage, (part, bands))| {
+            let recv_ranges = cuts.rows(rank, stage).to_vec();
+            let key_rows = match stage {
+                0 => self.k_dispatch.tokens(rank),
+                _ => recv_ranges.iter().map(Range::len).sum(),
+            };
+            let area = bands.iter().map(Band::area).sum();
+            StagePlan { part, recv_ranges, key_rows, bands: bands.into(), area }
+        });
+        stages.collect()
     }
 }

@@ -3,7 +3,6 @@ use std::sync::Arc;
 use counterpoint_mask::{Band, Mask, Range};
 use serde::{Deserialize, Serialize};
 
-use crate::exchange::{exchange, exchange_part};
 use crate::outline::Outline;
 use crate::{AttentionSpec, Dispatch, GroupPart, PlanConfig, PlanError};
 
@@ -173,80 +172,4 @@ pub fn plan_rank(
         return Err(PlanError::Rank { rank, cp_size: outline.ranks.len() });
     }
     Ok(outline.into_rank(rank))
-}
-
-impl Outline {
-    pub(crate) fn into_plan(self) -> Plan {
-        let mut parts = [&self.forward, &self.backward].map(|cuts| {
-            let stages = cuts.stages();
-            // By stage, then rank; taken out again by rank below.
-            (0..stages)
-                .map(|stage| match stage {
-                    0 => vec![GroupPart::default(); self.ranks.len()],
-                    _ => {
-                        let received: Vec<&[Range]> =
-                            (0..self.ranks.len()).map(|rank| cuts.rows(rank, stage)).collect();
-                        exchange(&self.k_runs, &received)
-                    }
-                })
-                .collect::<Vec<_>>()
-        });
-        let mut take =
-            |direction: usize, stage: usize, rank: usize| std::mem::take(&mut parts[direction][stage][rank]);
-        let ranks = (0..self.ranks.len())
-            .map(|rank| self.rank_plan(rank, |direction, stage| take(direction, stage, rank)))
-            .collect();
-        Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks }
-    }
-
-    fn into_rank(self, rank: usize) -> RankPlan {
-        self.rank_plan(rank, |direction, stage| {
-            if stage == 0 {
-                return GroupPart::default();
-            }
-            let cuts = [&self.forward, &self.backward][direction];
-            let received: Vec<&[Range]> = (0..self.ranks.len()).map(|rank| cuts.rows(rank, stage)).collect();
-            exchange_part(&self.k_runs, &received, rank)
-        })
-    }
-
-    /// `part(direction, stage)` gives the rank's part in a group-cast; direction 0 is the forward.
-    fn rank_plan(&self, rank: usize, mut part: impl FnMut(usize, usize) -> GroupPart) -> RankPlan {
-        let outline = &self.ranks[rank];
-        let k_rows = self.k_dispatch.tokens(rank);
-        let mut direction = 0;
-        let [forward, backward] = [&self.forward, &self.backward].map(|cuts| {
-            let bands = cuts.bands(rank, outline);
-            let stages: Vec<StagePlan> = bands
-                .into_iter()
-                .enumerate()
-                .map(|(stage, bands)| {
-                    let recv_ranges = cuts.rows(rank, stage).to_vec();
-                    let key_rows = match stage {
-                        0 => k_rows,
-                        _ => recv_ranges.iter().map(Range::len).sum(),
-                    };
-                    StagePlan {
-                        part: part(direction, stage),
-                        recv_ranges,
-                        key_rows,
-                        area: bands.iter().map(Band::area).sum(),
-                        bands: bands.into(),
-                    }
-                })
-                .collect();
-            direction += 1;
-            stages
-        });
-        RankPlan {
-            rank,
-            q_ranges: self.q_dispatch.ranges(rank),
-            k_ranges: outline.own.clone(),
-            q_rows: self.q_dispatch.tokens(rank),
-            k_rows,
-            area: forward.iter().map(|stage| stage.area).sum(),
-            forward,
-            backward,
-        }
-    }
 }

@@ -65,6 +65,8 @@ fn group_reduce(parts: &[&GroupPart], partials: &[Vec<u64>], sums: &mut [Vec<u64
     }
 }
 
+type StagesOf = fn(&RankPlan) -> &[StagePlan];
+
 fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topology: &Topology) -> u64 {
     let ranks = plan.cp_size();
     let node = |rank: usize| topology.node(rank);
@@ -85,7 +87,8 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     let mut wanted = BTreeSet::new();
     for rank in 0..ranks {
         for row in &second[rank] {
-            let owner = own.iter().position(|own| own.binary_search(row).is_ok()).unwrap();
+            let owner =
+                own.iter().position(|own| own.binary_search(row).is_ok()).expect("every row has an owner");
             if node(owner) != node(rank) {
                 wanted.insert((node(rank), *row));
             }
@@ -124,7 +127,7 @@ proptest! {
         let two_level = TwoLevelExchange::new(&plan, &topology);
         prop_assert_eq!(&two_level, &TwoLevelExchange::new(&plan, &topology));
         let mut crossed = 0;
-        let directions: [(fn(&RankPlan) -> &[StagePlan], _); 2] =
+        let directions: [(StagesOf, _); 2] =
             [(|rank| &rank.forward, &two_level.forward), (|rank| &rank.backward, &two_level.backward)];
         for (index, (stages, parts)) in directions.into_iter().enumerate() {
             for stage in 0..stages(plan.rank(0)).len() {

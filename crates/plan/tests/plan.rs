@@ -5,8 +5,10 @@ mod cases;
 use std::collections::{BTreeSet, VecDeque};
 
 use cases::{configs, key_buffer, masks, rows, spec};
-use counterpoint_mask::Mask;
-use counterpoint_plan::{GroupPart, KEY_BLOCK, Plan, PlanConfig, RankPlan, StageCount, StagePlan, plan_rank};
+use counterpoint_mask::{Documents, Mask, Window};
+use counterpoint_plan::{
+    DispatchAlgorithm, GroupPart, KEY_BLOCK, Plan, PlanConfig, RankPlan, StageCount, StagePlan, plan_rank,
+};
 use proptest::prelude::*;
 
 fn directions(rank: &RankPlan) -> [&[StagePlan]; 2] {
@@ -162,6 +164,70 @@ proptest! {
         for rank in 0..plan.cp_size() {
             prop_assert_eq!(&plan_rank(&mask, &spec(), &config, rank).unwrap(), plan.rank(rank));
         }
+    }
+}
+
+/// Masks that people use, on every dispatch.
+#[test]
+fn masks_of_the_builders() {
+    let documents = || Documents::from_lengths([40, 1, 150, 0, 70]).unwrap();
+    let window = Window { left: Some(30), right: Some(0), ..Window::default() };
+    let masks = [
+        Mask::causal(261).unwrap(),
+        Mask::full(documents()).unwrap(),
+        Mask::causal(documents()).unwrap(),
+        Mask::sliding_window(documents(), window).unwrap(),
+        Mask::block_causal(documents(), 16).unwrap(),
+        Mask::prefix_lm(documents(), 12).unwrap(),
+        Mask::shared_question(33, documents()).unwrap(),
+        Mask::cross_causal(documents(), Documents::from_lengths([10, 5, 300, 7, 2]).unwrap()).unwrap(),
+        Mask::cross_full(Documents::from(70), Documents::from(400)).unwrap(),
+    ];
+    for mask in &masks {
+        for dispatch in [
+            DispatchAlgorithm::Affinity,
+            DispatchAlgorithm::MinHeap,
+            DispatchAlgorithm::Sequential,
+            DispatchAlgorithm::Zigzag,
+        ] {
+            for (ranks, chunk_size) in [(1, 64), (3, 13), (8, 32), (40, 16)] {
+                let config = PlanConfig { chunk_size: Some(chunk_size), dispatch, ..PlanConfig::new(ranks) };
+                let plan = Plan::new(mask, &spec(), &config).unwrap();
+                assert_eq!(plan.q_dispatch.chunk_size(), chunk_size);
+                check_dispatch(&plan);
+                check_pairs(mask, &plan);
+                check_exchange(mask, &plan);
+            }
+        }
+    }
+}
+
+/// Cutting by chunks and stages must not leave crumbs: pieces that are one band again are one band.
+#[test]
+fn neighbours_are_fused() {
+    let config = |dispatch| PlanConfig {
+        chunk_size: Some(64),
+        dispatch,
+        stages: StageCount::Fixed(3),
+        ..PlanConfig::new(4)
+    };
+    let full = Mask::full(4096).unwrap();
+    let plan = Plan::new(&full, &spec(), &config(DispatchAlgorithm::Zigzag)).unwrap();
+    for stage in plan.ranks.iter().flat_map(|rank| rank.forward.iter().chain(&rank.backward)) {
+        assert_eq!(stage.bands.len(), 1, "16 chunks of rows, 16 runs of columns, one rectangle");
+    }
+    let causal = Mask::causal(4096).unwrap();
+    let plan = Plan::new(&causal, &spec(), &config(DispatchAlgorithm::Sequential)).unwrap();
+    for rank in &plan.ranks {
+        for stage in &rank.forward {
+            assert_eq!(stage.bands.len(), usize::from(stage.key_rows > 0));
+        }
+    }
+    // Zigzag of single causal chunks: a rank's rows are two blocks, each a rectangle and a triangle.
+    let config = PlanConfig { chunk_size: Some(512), ..config(DispatchAlgorithm::Zigzag) };
+    let plan = Plan::new(&causal, &spec(), &config).unwrap();
+    for stage in plan.ranks.iter().flat_map(|rank| &rank.forward) {
+        assert!(stage.bands.len() <= 3, "{:?}", stage.bands);
     }
 }
 

@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use cases::{configs, masks, spec};
-use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{
     Fingerprint, Link, MAX_CP_SIZE, MAX_STAGES, Plan, PlanCache, PlanConfig, PlanError, PlanSummary,
     Prediction, StageCount, Topology, plan_rank,
@@ -14,8 +14,7 @@ use counterpoint_plan::{
 use proptest::prelude::*;
 
 fn causal(length: usize) -> Mask {
-    let all = Range::new(0, length);
-    Mask::new(length, length, vec![AttnSlice::new(all, all, MaskType::Causal)]).unwrap()
+    Mask::causal(length).expect("a length above 0")
 }
 
 proptest! {

@@ -13,6 +13,14 @@ mod ranks;
 
 pub(crate) use escape::escape;
 
+/// The opening of a chart's element. It takes the focus, so that the arrow keys can walk over its marks.
+fn chart(id: &str, name: &str) -> String {
+    format!(
+        "<div class=\"chart\" id=\"{id}\" tabindex=\"0\" role=\"group\" aria-roledescription=\"chart\" \
+         aria-label=\"{name}. Arrow keys show details.\">"
+    )
+}
+
 const MASK_TOOLS: &str = "<div class=\"tools\" id=\"mask-tools\"><div role=\"group\" aria-label=\"Zoom of the mask\">\
     <button type=\"button\" data-mask=\"out\" aria-label=\"Zoom out\">−</button>\
     <button type=\"button\" data-mask=\"in\" aria-label=\"Zoom in\">+</button>\
@@ -166,7 +174,8 @@ impl HtmlReport<'_> {
             "<section class=\"panel\" id=\"mask\"><h2>Mask, chunks coloured by rank</h2>\n\
              <p>A row takes the colour of the rank that owns its queries; the strips name the owners of queries (right) and \
              of keys (top). Point at a pair for its owners.</p>\n\
-             {tools}<div class=\"chart\" id=\"mask-chart\" tabindex=\"0\">{}</div></section>\n",
+             {tools}{}{}</div></section>\n",
+            chart("mask-chart", "Mask"),
             drawing.render_inline()
         );
     }
@@ -188,7 +197,7 @@ impl HtmlReport<'_> {
                  <button type=\"button\" id=\"matrix-bytes\" aria-pressed=\"false\">bytes</button></div>\n",
             );
         }
-        out.push_str("<div class=\"chart\" id=\"matrix-chart\" tabindex=\"0\"></div></section>\n");
+        let _ = writeln!(out, "{}</div></section>", chart("matrix-chart", "Communication matrix"));
     }
 
     fn bars_section(&self, out: &mut String) {
@@ -205,7 +214,8 @@ impl HtmlReport<'_> {
             let _ = write!(
                 out,
                 "{open}<section class=\"panel\"><h2>{name}</h2><p>{note}</p>\
-                 <div class=\"chart\" id=\"{id}-chart\" tabindex=\"0\"></div></section>\n{close}"
+                 {}</div></section>\n{close}",
+                chart(&format!("{id}-chart"), name),
             );
         }
     }

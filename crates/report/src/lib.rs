@@ -5,9 +5,9 @@
 mod error;
 mod html;
 mod matrix;
+mod ownership;
 mod palette;
 mod quantity;
-mod raster;
 mod statistics;
 mod svg;
 mod table;

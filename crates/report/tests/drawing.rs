@@ -45,8 +45,10 @@ fn every_rank_is_painted_as_much_as_it_computes() {
         for (rank, area) in painted {
             let want = run.plan.ranks[rank].area as f64 / (seqlen as f64).powi(2);
             let got = area / 6000f64.powi(2);
-            // Where a row of cells (1/512) lies in several chunks, one of them stands for all.
-            let tolerance = if seqlen / chunk_size <= 512 { 0.001 } else { 4.0 / 512.0 };
+            // Ends of chunks are rounded to 1/6000 of the plot. A row of cells (1/512) that lies in several chunks is all
+            // painted for one of them, a sample of its rows: within three standard deviations of the mean.
+            let aligned = (chunk_size * 512).is_multiple_of(seqlen);
+            let tolerance = if aligned { 0.002 } else { 3.0 * (512.0 * want).sqrt() / 512.0 };
             assert!((got - want).abs() < tolerance, "rank {rank} of {cp_size}: {got}, want {want}");
         }
     }

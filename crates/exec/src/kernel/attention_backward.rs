@@ -26,15 +26,15 @@ pub struct BackwardArgs<'a, T: Element> {
     /// `[q_rows, heads_q, head_dim_v]`
     pub dout: &'a [T],
     /// `[q_rows, heads_q]`, of the whole row.
-    pub lse: &'a [T::Acc],
+    pub lse: &'a [T::Accumulator],
     /// `[q_rows, heads_q]`, of the whole row.
-    pub delta: &'a [T::Acc],
+    pub delta: &'a [T::Accumulator],
     /// `[q_rows, heads_q, head_dim]`, begun or continued.
-    pub dq: &'a mut [T::Acc],
+    pub dq: &'a mut [T::Accumulator],
     /// `[key_rows, heads_kv, head_dim]`, every element written.
-    pub dk: &'a mut [T::Acc],
+    pub dk: &'a mut [T::Accumulator],
     /// `[key_rows, heads_kv, head_dim_v]`, every element written.
-    pub dv: &'a mut [T::Acc],
+    pub dv: &'a mut [T::Accumulator],
     /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
@@ -74,9 +74,9 @@ struct Inputs<'a, T: Element> {
     k: &'a [T],
     v: &'a [T],
     dout: &'a [T],
-    lse: &'a [T::Acc],
-    delta: &'a [T::Acc],
-    scoring: Scoring<T::Acc>,
+    lse: &'a [T::Accumulator],
+    delta: &'a [T::Accumulator],
+    scoring: Scoring<T::Accumulator>,
 }
 
 /// One stage of the blocked attention backward (FlashAttention-2, Dao 2023, algorithm 2, with the sums in a fixed
@@ -109,10 +109,10 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
     );
 
     if args.accumulate_dq == Accumulate::Start {
-        args.dq.fill(T::Acc::ZERO);
+        args.dq.fill(T::Accumulator::ZERO);
     }
     let tile_rows = shape.tile_rows();
-    let dq: Vec<Mutex<Vec<&mut [T::Acc]>>> =
+    let dq: Vec<Mutex<Vec<&mut [T::Accumulator]>>> =
         split_heads(args.dq, shape.heads_kv, group * shape.head_dim, tile_rows)
             .into_iter()
             .map(Mutex::new)
@@ -143,23 +143,23 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
     let turns = Turns::new(shape.heads_kv);
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
-        q: vec![T::Acc::ZERO; height * shape.head_dim],
-        k: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim],
-        v: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim_v],
-        dout: vec![T::Acc::ZERO; height * shape.head_dim_v],
-        p: vec![T::Acc::ZERO; height * KEY_BLOCK],
-        ds: vec![T::Acc::ZERO; height * KEY_BLOCK],
-        dq: vec![T::Acc::ZERO; height * shape.head_dim],
-        dk: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim],
-        dv: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim_v],
+        q: vec![T::Accumulator::ZERO; height * shape.head_dim],
+        k: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim],
+        v: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim_v],
+        dout: vec![T::Accumulator::ZERO; height * shape.head_dim_v],
+        p: vec![T::Accumulator::ZERO; height * KEY_BLOCK],
+        ds: vec![T::Accumulator::ZERO; height * KEY_BLOCK],
+        dq: vec![T::Accumulator::ZERO; height * shape.head_dim],
+        dk: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim],
+        dv: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim_v],
     };
-    let begin = |block: &Block<'_, T::Acc>| turns.begin(block.head, block.index);
+    let begin = |block: &Block<'_, T::Accumulator>| turns.begin(block.head, block.index);
     drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
         let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
         gather(inputs.k, shape.heads_kv * dim, block.cols, block.head * dim, dim, &mut scratch.k);
         gather(inputs.v, shape.heads_kv * dim_v, block.cols, block.head * dim_v, dim_v, &mut scratch.v);
-        scratch.dk.fill(T::Acc::ZERO);
-        scratch.dv.fill(T::Acc::ZERO);
+        scratch.dk.fill(T::Accumulator::ZERO);
+        scratch.dv.fill(T::Accumulator::ZERO);
         for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
             inputs.visit(block.head, &visit, scratch);
             turn.reach(visit.index);
@@ -186,7 +186,7 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
 impl<T: Element> Inputs<'_, T> {
     /// The five products of one tile and one block: adds to the block's `dk`, `dv` and leaves the tile's share of `dq` in
     /// the scratch.
-    fn visit(&self, head: usize, visit: &Visit, scratch: &mut Scratch<T::Acc>) {
+    fn visit(&self, head: usize, visit: &Visit, scratch: &mut Scratch<T::Accumulator>) {
         let HeadShape { heads_q, head_dim: dim, head_dim_v: dim_v, .. } = self.shape;
         let group = self.shape.group();
         let (rows, cols) = (visit.rows.len() * group, visit.cols.len());
@@ -206,7 +206,7 @@ impl<T: Element> Inputs<'_, T> {
 
         self.scoring.scores(visit, group, dim, &scratch.q, &scratch.k, &mut scratch.p);
         let dp = MatMut::new(&mut scratch.ds, rows, cols, KEY_BLOCK);
-        matmul(T::Acc::ONE, dout, v.transposed(), T::Acc::ZERO, dp);
+        matmul(T::Accumulator::ONE, dout, v.transposed(), T::Accumulator::ZERO, dp);
 
         let stacked = scratch.p.chunks_exact_mut(KEY_BLOCK).zip(scratch.ds.chunks_exact_mut(KEY_BLOCK));
         let statistics = (visit.rows.start..visit.rows.end)
@@ -217,9 +217,9 @@ impl<T: Element> Inputs<'_, T> {
 
         let p = Mat::new(&scratch.p, rows, cols, KEY_BLOCK);
         let ds = Mat::new(&scratch.ds, rows, cols, KEY_BLOCK);
-        let (one, scale) = (T::Acc::ONE, self.scoring.scale());
+        let (one, scale) = (T::Accumulator::ONE, self.scoring.scale());
         matmul(one, p.transposed(), dout, one, MatMut::new(&mut scratch.dv, cols, dim_v, dim_v));
         matmul(scale, ds.transposed(), q, one, MatMut::new(&mut scratch.dk, cols, dim, dim));
-        matmul(scale, ds, k, T::Acc::ZERO, MatMut::new(&mut scratch.dq, rows, dim, dim));
+        matmul(scale, ds, k, T::Accumulator::ZERO, MatMut::new(&mut scratch.dq, rows, dim, dim));
     }
 }

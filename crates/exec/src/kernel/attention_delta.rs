@@ -16,11 +16,11 @@ pub struct DeltaArgs<'a, T: Element> {
     /// `[q_rows, heads_q, head_dim_v]`
     pub dout: &'a [T],
     /// `[q_rows, heads_q]`
-    pub lse: &'a [T::Acc],
+    pub lse: &'a [T::Accumulator],
     /// `[q_rows, heads_q]`, written.
-    pub delta: &'a mut [T::Acc],
+    pub delta: &'a mut [T::Accumulator],
     /// The sink and its gradient.
-    pub sink: Option<SinkArgs<'a, T::Acc>>,
+    pub sink: Option<SinkArgs<'a, T::Accumulator>>,
 }
 
 /// A sink and its gradient, both `[seqlen_sink, heads_q]`.
@@ -49,16 +49,16 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
 
     threads.install(|| {
         args.delta.par_chunks_exact_mut(heads).enumerate().with_min_len(16).for_each_init(
-            || (vec![T::Acc::ZERO; dim], vec![T::Acc::ZERO; dim]),
+            || (vec![T::Accumulator::ZERO; dim], vec![T::Accumulator::ZERO; dim]),
             |(out, dout), (row, delta)| {
                 for (head, delta) in delta.iter_mut().enumerate() {
                     let at = (row * heads + head) * dim;
-                    T::widen(&args.out[at..at + dim], out);
-                    T::widen(&args.dout[at..at + dim], dout);
+                    T::widen_slice(&args.out[at..at + dim], out);
+                    T::widen_slice(&args.dout[at..at + dim], dout);
                     for (x, &y) in out.iter_mut().zip(dout.iter()) {
                         *x *= y;
                     }
-                    *delta = row_sum(out);
+                    *delta = row_sum(out).saturate();
                 }
             },
         );
@@ -68,17 +68,17 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
     let seqlen_sink = rows_of("sink", sink, heads);
     check_len("dsink", dsink, seqlen_sink, heads);
     let (lse, delta) = (args.lse, &*args.delta);
-    let partial_sums: Vec<Vec<T::Acc>> = threads.install(|| {
+    let partial_sums: Vec<Vec<T::Accumulator>> = threads.install(|| {
         lse.par_chunks(ROWS_OF_SUM * heads)
             .zip(delta.par_chunks(ROWS_OF_SUM * heads))
             .map(|(lse, delta)| {
-                let mut sums = vec![T::Acc::ZERO; sink.len()];
+                let mut sums = vec![T::Accumulator::ZERO; sink.len()];
                 for (lse, delta) in lse.chunks_exact(heads).zip(delta.chunks_exact(heads)) {
                     for (sums, sink) in sums.chunks_exact_mut(heads).zip(sink.chunks_exact(heads)) {
                         for (head, sum) in sums.iter_mut().enumerate() {
                             // lse = -inf only where every sink is -inf too: nothing to share out.
-                            if lse[head] > -T::Acc::INFINITY {
-                                *sum += (sink[head] - lse[head]).exp() * delta[head];
+                            if lse[head] > -T::Accumulator::INFINITY {
+                                *sum += (sink[head] - lse[head]).fast_exp() * delta[head];
                             }
                         }
                     }
@@ -87,7 +87,7 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
             })
             .collect()
     });
-    dsink.fill(T::Acc::ZERO);
+    dsink.fill(T::Accumulator::ZERO);
     for sums in partial_sums {
         for (total, sum) in dsink.iter_mut().zip(sums) {
             *total += -sum;

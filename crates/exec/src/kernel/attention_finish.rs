@@ -11,17 +11,17 @@ pub struct FinishArgs<'a, T: Element> {
     /// Elements of a value row of one head.
     pub head_dim_v: usize,
     /// `[q_rows, heads_q, head_dim_v]`
-    pub acc: &'a [T::Acc],
+    pub acc: &'a [T::Accumulator],
     /// `[q_rows, heads_q]`
-    pub row_max: &'a [T::Acc],
+    pub row_max: &'a [T::Accumulator],
     /// `[q_rows, heads_q]`
-    pub row_sum: &'a [T::Acc],
+    pub row_sum: &'a [T::Accumulator],
     /// `[seqlen_sink, heads_q]`
-    pub sink: Option<&'a [T::Acc]>,
+    pub sink: Option<&'a [T::Accumulator]>,
     /// `[q_rows, heads_q, head_dim_v]`, written.
     pub out: &'a mut [T],
     /// `[q_rows, heads_q]`, written.
-    pub lse: &'a mut [T::Acc],
+    pub lse: &'a mut [T::Accumulator],
 }
 
 /// Normalises the state of a forward into `out` and `lse`, the sink included. A row that saw nothing gets `out = 0` and
@@ -47,26 +47,26 @@ pub fn attention_finish<T: Element>(args: FinishArgs<'_, T>, threads: &ThreadPoo
             .enumerate()
             .with_min_len(16)
             .for_each_init(
-                || vec![T::Acc::ZERO; dim],
+                || vec![T::Accumulator::ZERO; dim],
                 |scaled, (row, (out, lse))| {
                     for (head, (out, lse)) in out.chunks_exact_mut(dim).zip(lse).enumerate() {
                         let at = row * heads + head;
                         let (max, sum) = (args.row_max[at], args.row_sum[at]);
                         let sinks = sink.iter().skip(head).step_by(heads);
                         let top = sinks.clone().fold(max, |top, &s| s.larger(top));
-                        if top == -T::Acc::INFINITY {
-                            out.fill(T::default());
-                            *lse = -T::Acc::INFINITY;
+                        if top == -T::Accumulator::INFINITY {
+                            out.fill(T::from_f32(0.0));
+                            *lse = -T::Accumulator::INFINITY;
                             continue;
                         }
-                        let factor = (max - top).exp();
-                        let total = sinks.fold(sum * factor, |total, &s| total + (s - top).exp());
+                        let factor = (max - top).fast_exp();
+                        let total = sinks.fold(sum * factor, |total, &s| total + (s - top).fast_exp());
                         *lse = top + total.ln();
                         let weight = factor / total;
                         for (scaled, &x) in scaled.iter_mut().zip(&args.acc[at * dim..(at + 1) * dim]) {
                             *scaled = x * weight;
                         }
-                        T::narrow(scaled, out);
+                        T::narrow_slice(scaled, out);
                     }
                 },
             );

@@ -21,11 +21,11 @@ pub struct ForwardArgs<'a, T: Element> {
     /// `[key_rows, heads_kv, head_dim_v]`
     pub v: &'a [T],
     /// `[q_rows, heads_q, head_dim_v]`
-    pub acc: &'a mut [T::Acc],
+    pub acc: &'a mut [T::Accumulator],
     /// `[q_rows, heads_q]`
-    pub row_max: &'a mut [T::Acc],
+    pub row_max: &'a mut [T::Accumulator],
     /// `[q_rows, heads_q]`
-    pub row_sum: &'a mut [T::Acc],
+    pub row_sum: &'a mut [T::Accumulator],
     /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
@@ -80,9 +80,9 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
     assert!(args.bands.iter().all(|band| band.k_range.end <= key_rows), "a band leaves the {key_rows} keys");
 
     if args.accumulate == Accumulate::Start {
-        args.acc.fill(T::Acc::ZERO);
-        args.row_max.fill(-T::Acc::INFINITY);
-        args.row_sum.fill(T::Acc::ZERO);
+        args.acc.fill(T::Accumulator::ZERO);
+        args.row_max.fill(-T::Accumulator::INFINITY);
+        args.row_sum.fill(T::Accumulator::ZERO);
     }
 
     let tile_rows = shape.tile_rows();
@@ -106,13 +106,13 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
     let scoring = Scoring::new(args.scale, args.softcap);
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
-        q: vec![T::Acc::ZERO; height * shape.head_dim],
-        k: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim],
-        v: vec![T::Acc::ZERO; KEY_BLOCK * shape.head_dim_v],
-        s: vec![T::Acc::ZERO; height * KEY_BLOCK],
-        acc: vec![T::Acc::ZERO; height * shape.head_dim_v],
-        row_max: vec![T::Acc::ZERO; height],
-        row_sum: vec![T::Acc::ZERO; height],
+        q: vec![T::Accumulator::ZERO; height * shape.head_dim],
+        k: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim],
+        v: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim_v],
+        s: vec![T::Accumulator::ZERO; height * KEY_BLOCK],
+        acc: vec![T::Accumulator::ZERO; height * shape.head_dim_v],
+        row_max: vec![T::Accumulator::ZERO; height],
+        row_sum: vec![T::Accumulator::ZERO; height],
     };
     drain(
         threads,
@@ -127,12 +127,12 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
 
 /// Takes one tile through all of its key blocks.
 fn walk<T: Element>(
-    mut tile: Tile<'_, T::Acc>,
+    mut tile: Tile<'_, T::Accumulator>,
     shape: &HeadShape,
     (q, k, v): (&[T], &[T], &[T]),
     key_rows: usize,
-    scoring: &Scoring<T::Acc>,
-    scratch: &mut Scratch<T::Acc>,
+    scoring: &Scoring<T::Accumulator>,
+    scratch: &mut Scratch<T::Accumulator>,
 ) {
     let group = shape.group();
     let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
@@ -158,10 +158,10 @@ fn walk<T: Element>(
             dim_v,
         );
         matmul(
-            T::Acc::ONE,
+            T::Accumulator::ONE,
             Mat::new(&scratch.s, rows, cols, KEY_BLOCK),
             Mat::new(&scratch.v, cols, dim_v, dim_v),
-            T::Acc::ONE,
+            T::Accumulator::ONE,
             MatMut::new(acc, rows, dim_v, dim_v),
         );
     }
@@ -183,10 +183,10 @@ fn online_softmax<R: Real>(s: &mut [R], maxima: &mut [R], sums: &mut [R], acc: &
             continue;
         }
         for x in s.iter_mut() {
-            *x = (*x - new_max).exp();
+            *x = (*x - new_max).fast_exp();
         }
         if *max != new_max {
-            let factor = (*max - new_max).exp();
+            let factor = (*max - new_max).fast_exp();
             *sum *= factor;
             for x in acc.iter_mut() {
                 *x *= factor;

@@ -1,41 +1,23 @@
-use std::fmt::Debug;
-use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
+use std::ops::{AddAssign, MulAssign, Neg};
 
-use counterpoint_plan::DType;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::exponential::{exp_f32, tanh_f32};
 use super::matmul::Gemm;
+use crate::{Accumulator, HostElement};
 
-/// A type in which tensors are stored.
-pub trait Element: Copy + Default + Send + Sync + PartialEq + Debug + 'static {
-    /// The type in which products are formed and sums are held.
-    type Acc: Real;
-    /// The same type as a value.
-    const DTYPE: DType;
+/// A type that kernels read and write.
+pub trait Element: HostElement<Accumulator: Real> {
     /// `src` in the accumulator type, exactly. Both have the same length.
-    fn widen(src: &[Self], dst: &mut [Self::Acc]);
+    fn widen_slice(src: &[Self], dst: &mut [Self::Accumulator]);
     /// `src` rounded to nearest even. Both have the same length.
-    fn narrow(src: &[Self::Acc], dst: &mut [Self]);
-    /// The value as f64, exactly.
-    fn to_f64(self) -> f64;
-    /// The nearest value.
-    fn from_f64(value: f64) -> Self;
+    fn narrow_slice(src: &[Self::Accumulator], dst: &mut [Self]);
 }
 
 /// A type in which kernels calculate: f32 or f64.
 pub trait Real:
-    Element<Acc = Self>
-    + Gemm
-    + PartialOrd
-    + Add<Output = Self>
-    + Sub<Output = Self>
-    + Mul<Output = Self>
-    + Div<Output = Self>
-    + Neg<Output = Self>
-    + AddAssign
-    + MulAssign
+    HostElement<Accumulator = Self> + Accumulator + Gemm + Neg<Output = Self> + AddAssign + MulAssign
 {
     /// 0.
     const ZERO: Self;
@@ -45,10 +27,10 @@ pub trait Real:
     const INFINITY: Self;
     /// The largest finite value.
     const MAX: Self;
-    /// `e^self`; `-inf` gives 0.
-    fn exp(self) -> Self;
-    /// Hyperbolic tangent.
-    fn tanh(self) -> Self;
+    /// `e^self` to about the type's precision, fast in loops over slices; 0 for `-inf`.
+    fn fast_exp(self) -> Self;
+    /// Hyperbolic tangent, likewise.
+    fn fast_tanh(self) -> Self;
     /// Natural logarithm.
     fn ln(self) -> Self;
 
@@ -68,23 +50,12 @@ pub trait Real:
 }
 
 impl Element for f64 {
-    type Acc = f64;
-    const DTYPE: DType = DType::F64;
-
-    fn widen(src: &[f64], dst: &mut [f64]) {
+    fn widen_slice(src: &[f64], dst: &mut [f64]) {
         dst.copy_from_slice(src);
     }
 
-    fn narrow(src: &[f64], dst: &mut [f64]) {
+    fn narrow_slice(src: &[f64], dst: &mut [f64]) {
         dst.copy_from_slice(src);
-    }
-
-    fn to_f64(self) -> f64 {
-        self
-    }
-
-    fn from_f64(value: f64) -> f64 {
-        value
     }
 }
 
@@ -95,12 +66,12 @@ impl Real for f64 {
     const MAX: f64 = f64::MAX;
 
     #[inline(always)]
-    fn exp(self) -> f64 {
+    fn fast_exp(self) -> f64 {
         f64::exp(self)
     }
 
     #[inline(always)]
-    fn tanh(self) -> f64 {
+    fn fast_tanh(self) -> f64 {
         f64::tanh(self)
     }
 
@@ -111,23 +82,12 @@ impl Real for f64 {
 }
 
 impl Element for f32 {
-    type Acc = f32;
-    const DTYPE: DType = DType::F32;
-
-    fn widen(src: &[f32], dst: &mut [f32]) {
+    fn widen_slice(src: &[f32], dst: &mut [f32]) {
         dst.copy_from_slice(src);
     }
 
-    fn narrow(src: &[f32], dst: &mut [f32]) {
+    fn narrow_slice(src: &[f32], dst: &mut [f32]) {
         dst.copy_from_slice(src);
-    }
-
-    fn to_f64(self) -> f64 {
-        f64::from(self)
-    }
-
-    fn from_f64(value: f64) -> f32 {
-        value as f32
     }
 }
 
@@ -138,12 +98,12 @@ impl Real for f32 {
     const MAX: f32 = f32::MAX;
 
     #[inline(always)]
-    fn exp(self) -> f32 {
+    fn fast_exp(self) -> f32 {
         exp_f32(self)
     }
 
     #[inline(always)]
-    fn tanh(self) -> f32 {
+    fn fast_tanh(self) -> f32 {
         tanh_f32(self)
     }
 
@@ -154,28 +114,17 @@ impl Real for f32 {
 }
 
 macro_rules! half_element {
-    ($type:ty, $dtype:expr) => {
+    ($type:ty) => {
         impl Element for $type {
-            type Acc = f32;
-            const DTYPE: DType = $dtype;
-
-            fn widen(src: &[$type], dst: &mut [f32]) {
+            fn widen_slice(src: &[$type], dst: &mut [f32]) {
                 src.convert_to_f32_slice(dst);
             }
 
-            fn narrow(src: &[f32], dst: &mut [$type]) {
+            fn narrow_slice(src: &[f32], dst: &mut [$type]) {
                 dst.convert_from_f32_slice(src);
-            }
-
-            fn to_f64(self) -> f64 {
-                <$type>::to_f64(self)
-            }
-
-            fn from_f64(value: f64) -> $type {
-                <$type>::from_f64(value)
             }
         }
     };
 }
-half_element!(bf16, DType::Bf16);
-half_element!(f16, DType::F16);
+half_element!(bf16);
+half_element!(f16);

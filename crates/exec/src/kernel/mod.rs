@@ -11,6 +11,7 @@ mod matmul;
 mod queue;
 mod score;
 mod shape;
+mod square_product;
 mod tile;
 mod turns;
 
@@ -21,3 +22,4 @@ pub use attention_forward::{ForwardArgs, attention_forward};
 pub use cast::cast;
 pub use element::{Element, Real};
 pub use shape::HeadShape;
+pub(crate) use square_product::square_product;

@@ -33,7 +33,7 @@ impl<R: Real> Scoring<R> {
             let inverse = R::ONE / self.softcap;
             for row in s.chunks_exact_mut(KEY_BLOCK) {
                 for x in &mut row[..cols] {
-                    *x = self.softcap * (x.saturate() * inverse).tanh();
+                    *x = self.softcap * (x.saturate() * inverse).fast_tanh();
                 }
             }
         } else {
@@ -57,13 +57,13 @@ impl<R: Real> Scoring<R> {
                 let tanh = *p * inverse;
                 // A masked score is -inf; its slope must be a number, for it is multiplied by a probability of 0.
                 let slope = (R::ONE - tanh * tanh).larger(R::ZERO);
-                *p = (*p - lse).exp();
-                *ds = *p * (ds.saturate() - delta) * slope;
+                *p = (*p - lse).fast_exp();
+                *ds = *p * (ds.saturate() - delta).saturate() * slope;
             }
         } else {
             for (p, ds) in p.iter_mut().zip(ds) {
-                *p = (*p - lse).exp();
-                *ds = *p * (ds.saturate() - delta);
+                *p = (*p - lse).fast_exp();
+                *ds = *p * (ds.saturate() - delta).saturate();
             }
         }
     }

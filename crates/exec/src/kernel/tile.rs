@@ -188,12 +188,12 @@ pub(crate) fn gather<T: Element>(
     rows: Range,
     offset: usize,
     width: usize,
-    dst: &mut [T::Acc],
+    dst: &mut [T::Accumulator],
 ) {
     let rows = rows.start..rows.end;
     for (row, dst) in rows.zip(dst.chunks_exact_mut(width)) {
         let at = row * row_elements + offset;
-        T::widen(&tensor[at..at + width], dst);
+        T::widen_slice(&tensor[at..at + width], dst);
     }
 }
 

@@ -5,7 +5,7 @@ use counterpoint_exec::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
     attention_delta, attention_finish, attention_forward,
 };
-use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostData, HostTensor};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_schedule::Accumulate;
@@ -41,48 +41,22 @@ pub(crate) fn spec(
     }
 }
 
-/// Types of `HostData`, so that tests can be generic over the element.
-pub(crate) trait Hosted: Element {
-    fn host(values: Vec<Self>) -> HostData;
-    fn slice(data: &HostData) -> &[Self];
+fn slice<T: HostElement>(tensor: &HostTensor) -> &[T] {
+    tensor.as_slice().unwrap()
 }
 
-macro_rules! hosted {
-    ($type:ty, $variant:ident) => {
-        impl Hosted for $type {
-            fn host(values: Vec<Self>) -> HostData {
-                HostData::$variant(values)
-            }
-
-            fn slice(data: &HostData) -> &[Self] {
-                match data {
-                    HostData::$variant(values) => values,
-                    other => panic!("{other:?}"),
-                }
-            }
-        }
-    };
-}
-hosted!(f64, F64);
-hosted!(f32, F32);
-hosted!(bf16, Bf16);
-hosted!(f16, F16);
-
-fn tensor<T: Hosted>(shape: Vec<usize>, mut value: impl FnMut() -> f64) -> HostTensor {
+fn tensor<T: HostElement>(shape: Vec<usize>, mut value: impl FnMut() -> f64) -> HostTensor {
     let len = shape.iter().product();
-    HostTensor::new(shape, T::host((0..len).map(|_| T::from_f64(value())).collect()))
+    HostTensor::from_vec(shape, (0..len).map(|_| T::from_f64(value())).collect())
 }
 
 /// Standard normal inputs times `amplitude`.
-pub(crate) fn inputs<T: Hosted>(
+pub(crate) fn inputs<T: Element>(
     mask: &Mask,
     spec: &AttentionSpec,
     amplitude: f64,
     rng: &mut ChaCha8Rng,
-) -> AttentionInputs
-where
-    T::Acc: Hosted,
-{
+) -> AttentionInputs {
     let mut normal = |factor: f64| {
         let x: f64 = StandardNormal.sample(rng);
         x * factor
@@ -93,7 +67,7 @@ where
         k: tensor::<T>(vec![sk, spec.heads_kv, spec.head_dim], || normal(amplitude)),
         v: tensor::<T>(vec![sk, spec.heads_kv, spec.head_dim_v], || normal(1.0)),
         sink: (spec.seqlen_sink > 0)
-            .then(|| tensor::<T::Acc>(vec![spec.seqlen_sink, spec.heads_q], || normal(1.0))),
+            .then(|| tensor::<T::Accumulator>(vec![spec.seqlen_sink, spec.heads_q], || normal(1.0))),
         dout: Some(tensor::<T>(vec![sq, spec.heads_q, spec.head_dim_v], || normal(1.0))),
     }
 }
@@ -107,21 +81,18 @@ pub(crate) struct Cuts<'a> {
 }
 
 /// Forward and backward on one rank, every buffer poisoned before it is first written.
-pub(crate) fn run<T: Hosted>(
+pub(crate) fn run<T: Element>(
     seqlens: (usize, usize),
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
     cuts: &Cuts<'_>,
-) -> AttentionOutputs
-where
-    T::Acc: Hosted,
-{
+) -> AttentionOutputs {
     let (sq, sk) = seqlens;
     let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, scale, softcap, .. } = *spec;
     let shape = HeadShape { heads_q, heads_kv, head_dim, head_dim_v };
-    let nan = |len: usize| vec![<T::Acc as Element>::from_f64(f64::NAN); len];
-    let (q, k, v) = (T::slice(inputs.q.data()), T::slice(inputs.k.data()), T::slice(inputs.v.data()));
-    let sink = inputs.sink.as_ref().map(|sink| T::Acc::slice(sink.data()));
+    let nan = |len: usize| vec![T::Accumulator::from_f64(f64::NAN); len];
+    let (q, k, v) = (slice(&inputs.q), slice(&inputs.k), slice(&inputs.v));
+    let sink = inputs.sink.as_ref().map(slice);
     let stages: Vec<(std::ops::Range<usize>, Vec<Band>)> = (0..cuts.stages.len())
         .map(|s| {
             let keys = (if s == 0 { 0 } else { cuts.stages[s - 1] })..cuts.stages[s];
@@ -179,15 +150,15 @@ where
 
     let q_shape = inputs.q.shape().to_vec();
     let mut outputs = AttentionOutputs {
-        out: HostTensor::new(vec![sq, heads_q, head_dim_v], T::host(out.clone())),
-        lse: HostTensor::new(vec![sq, heads_q], T::Acc::host(lse.clone())),
+        out: HostTensor::from_vec(vec![sq, heads_q, head_dim_v], out.clone()),
+        lse: HostTensor::from_vec(vec![sq, heads_q], lse.clone()),
         dq: None,
         dk: None,
         dv: None,
         dsink: None,
     };
     let Some(dout) = &inputs.dout else { return outputs };
-    let dout = T::slice(dout.data());
+    let dout = slice(dout);
     let mut delta = nan(sq * heads_q);
     let mut dsink = sink.map(|sink| nan(sink.len()));
     attention_delta::<T>(
@@ -227,28 +198,25 @@ where
             cuts.pool,
         );
     }
-    let rounded = |shape: &[usize], values: &[T::Acc]| {
-        let mut narrow = vec![T::default(); values.len()];
-        T::narrow(values, &mut narrow);
-        Some(HostTensor::new(shape.to_vec(), T::host(narrow)))
+    let rounded = |shape: &[usize], values: &[T::Accumulator]| {
+        let mut narrow = vec![T::from_f32(0.0); values.len()];
+        T::narrow_slice(values, &mut narrow);
+        Some(HostTensor::from_vec(shape.to_vec(), narrow))
     };
     outputs.dq = rounded(&q_shape, &dq);
     outputs.dk = rounded(inputs.k.shape(), &dk);
     outputs.dv = rounded(inputs.v.shape(), &dv);
-    outputs.dsink = dsink.map(|dsink| HostTensor::new(vec![spec.seqlen_sink, heads_q], T::Acc::host(dsink)));
+    outputs.dsink = dsink.map(|dsink| HostTensor::from_vec(vec![spec.seqlen_sink, heads_q], dsink));
     outputs
 }
 
 /// A whole run in one stage.
-pub(crate) fn run_whole<T: Hosted>(
+pub(crate) fn run_whole<T: Element>(
     mask: &Mask,
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
     pool: &ThreadPool,
-) -> AttentionOutputs
-where
-    T::Acc: Hosted,
-{
+) -> AttentionOutputs {
     let bands: Vec<Band> = mask.bands().collect();
     let cuts = Cuts { stages: &[mask.seqlen_k()], bands: &bands, pool };
     run::<T>((mask.seqlen_q(), mask.seqlen_k()), spec, inputs, &cuts)
@@ -313,15 +281,13 @@ pub(crate) fn check(
     rng: &mut ChaCha8Rng,
     pool: &ThreadPool,
 ) {
-    fn one<T: Hosted>(
+    fn one<T: Element>(
         mask: &Mask,
         spec: &AttentionSpec,
         amplitude: f64,
         rng: &mut ChaCha8Rng,
         pool: &ThreadPool,
-    ) where
-        T::Acc: Hosted,
-    {
+    ) {
         let inputs = inputs::<T>(mask, spec, amplitude, rng);
         let outputs = run_whole::<T>(mask, spec, &inputs, pool);
         let report = counterpoint_exec::check_attention(mask, spec, &inputs, &outputs);

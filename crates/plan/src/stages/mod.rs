@@ -48,6 +48,11 @@ impl StageCuts {
         &self.rows[rank * self.stages + stage]
     }
 
+    /// As [`StageCuts::rows`], of all ranks.
+    pub(crate) fn rows_of_all(&self, stage: usize) -> Vec<&[Range]> {
+        (0..self.rows.len() / self.stages).map(|rank| self.rows(rank, stage)).collect()
+    }
+
     /// The bands of every stage of `rank`.
     pub(crate) fn bands(&self, rank: usize, outline: &RankOutline) -> Vec<Vec<Band>> {
         let mut segments = Vec::with_capacity(outline.own.len() + outline.remote.ranges.len() + self.stages);
@@ -67,9 +72,9 @@ impl StageCuts {
     }
 }
 
-/// Places where a list of remote rows may be cut. More of them cost solving time and gain little: the ends of a stage are
-/// then known to a twenty-fourth of the list.
-const CELLS: usize = 24;
+/// Pieces of a list of remote rows between places where it may be cut. Solving takes time in the square of it, and more of
+/// them gain next to nothing: a stage's end is then known to a sixteenth of the list.
+const CELLS: usize = 16;
 
 /// Remote stages that [`StageCount::Auto`] tries. Each one costs a launch and a collective on every rank.
 const MOST_AUTO_STAGES: usize = 8;

@@ -42,68 +42,54 @@ struct Way {
     /// after the other, each after its stage's computation, so that with `m` stages over `L` rows the last one ends at
     /// `m reduce_alpha + L reduce_row` after it: this is all that later stages need to know of earlier ones.
     reduce_lag: f64,
-    /// The place where the last stage starts, and which way led there.
-    from: (u16, u8),
+    /// The place where the last stage ends.
+    place: u16,
+    /// The way up to where the last stage starts.
+    from: u32,
 }
 
-/// Ways of which none is better than another in both figures. More than a few are hardly ever seen, and the rarest case
-/// of one more drops the way that reaches its end last.
-#[derive(Clone, Copy, Debug)]
-struct Front {
-    ways: [Way; FRONT],
-    len: u8,
+/// Ways to cut up to all places into ever more stages. Those of one state, a number of stages and a place where the last
+/// one ends, lie together; none of them is better than another both in its end and in its lag.
+struct Ways {
+    ways: Vec<Way>,
+    /// Where the ways of each state start, and the end.
+    starts: Vec<usize>,
 }
 
-const FRONT: usize = 4;
-
-impl Front {
-    const EMPTY: Front = Front {
-        ways: [Way { compute_end: f64::INFINITY, reduce_lag: f64::INFINITY, from: (0, 0) }; FRONT],
-        len: 0,
-    };
-
-    fn ways(&self) -> &[Way] {
-        &self.ways[..self.len as usize]
-    }
-
-    /// The way that ends first, seen from the last place. In a forward the lag is the end of the last computation.
-    fn first(&self) -> Option<usize> {
-        (0..self.ways().len()).reduce(|first, index| {
-            if self.ways[index].reduce_lag < self.ways[first].reduce_lag { index } else { first }
-        })
-    }
-
+impl Ways {
+    /// The ways of the state that is being filled.
     fn add(&mut self, way: Way) {
-        if self
-            .ways()
-            .iter()
-            .any(|other| other.compute_end <= way.compute_end && other.reduce_lag <= way.reduce_lag)
-        {
+        let start = self.starts[self.starts.len() - 1];
+        let better = |a: &Way, b: &Way| a.compute_end <= b.compute_end && a.reduce_lag <= b.reduce_lag;
+        if self.ways[start..].iter().any(|other| better(other, &way)) {
             return;
         }
-        let mut kept = 0;
-        for index in 0..self.len as usize {
-            let other = self.ways[index];
-            if way.compute_end <= other.compute_end && way.reduce_lag <= other.reduce_lag {
-                continue;
+        let mut index = start;
+        while index < self.ways.len() {
+            if better(&way, &self.ways[index]) {
+                self.ways.swap_remove(index);
+            } else {
+                index += 1;
             }
-            self.ways[kept] = other;
-            kept += 1;
         }
-        if kept == FRONT {
-            let late = (0..FRONT).fold(0, |late, index| {
-                if self.ways[index].compute_end > self.ways[late].compute_end { index } else { late }
-            });
-            if way.compute_end >= self.ways[late].compute_end {
-                self.len = kept as u8;
-                return;
-            }
-            self.ways[late] = way;
-        } else {
-            self.ways[kept] = way;
-            kept += 1;
-        }
-        self.len = kept as u8;
+        self.ways.push(way);
+    }
+
+    fn close_state(&mut self) {
+        self.starts.push(self.ways.len());
+    }
+
+    /// Indices of the ways of a closed state.
+    fn of(&self, state: usize) -> std::ops::Range<usize> {
+        self.starts[state]..self.starts[state + 1]
+    }
+
+    /// The way of a closed state at the end of the list that ends first. In a forward the lag is the end of the last
+    /// computation.
+    fn first(&self, state: usize) -> Option<usize> {
+        self.of(state).reduce(|first, index| {
+            if self.ways[index].reduce_lag < self.ways[first].reduce_lag { index } else { first }
+        })
     }
 }
 
@@ -116,49 +102,57 @@ impl Cuts {
         let local = rates.compute(profile.local_area);
         let mut solved = Self { seconds: Vec::with_capacity(stages + 1), cuts: vec![0], places };
         solved.seconds.push(if places == 1 { local } else { f64::INFINITY });
-        // fronts[m * places + j]: the ways to have the first m stages end at place j that may still win.
-        let mut fronts = vec![Front::EMPTY; (stages + 1) * places];
-        fronts[0].add(Way { compute_end: local, reduce_lag: f64::NEG_INFINITY, from: (0, 0) });
-        let length = profile.places[places - 1] as f64;
+        // State m * places + j: the first m stages end at place j. Without a stage only place 0 can be reached.
+        let mut ways = Ways { ways: Vec::new(), starts: vec![0] };
+        ways.add(Way { compute_end: local, reduce_lag: f64::NEG_INFINITY, place: 0, from: 0 });
+        (0..places).for_each(|_| ways.close_state());
         for m in 1..=stages {
-            let (before, now) = fronts.split_at_mut(m * places);
-            let before = &before[(m - 1) * places..];
-            for j in m..places {
-                let cast_end = m as f64 * rates.cast_alpha + profile.places[j] as f64 * rates.cast_row;
-                let front = &mut now[j];
-                for i in m - 1..j {
-                    let compute = rates.compute(profile.area_before[j] - profile.area_before[i]);
-                    let reduced_before =
-                        (m - 1) as f64 * rates.reduce_alpha + profile.places[i] as f64 * rates.reduce_row;
-                    for (index, way) in before[i].ways().iter().enumerate() {
-                        let compute_end = way.compute_end.max(cast_end) + compute;
-                        let reduce_lag = way.reduce_lag.max(compute_end - reduced_before);
-                        front.add(Way { compute_end, reduce_lag, from: (i as u16, index as u8) });
-                    }
+            for j in 0..places {
+                for i in (m - 1)..j {
+                    solved.extend(profile, rates, &mut ways, m, i, j);
                 }
+                ways.close_state();
             }
-            let end = &now[places - 1];
-            solved.seconds.push(match end.first() {
-                Some(first) => {
-                    end.ways[first].reduce_lag + m as f64 * rates.reduce_alpha + length * rates.reduce_row
-                }
-                None => f64::INFINITY,
-            });
-            solved.keep(m, &fronts);
+            solved.keep(profile, rates, &ways, m);
         }
         solved
     }
 
-    /// Walks back from the end of the list and keeps the cuts into `m` stages.
-    fn keep(&mut self, m: usize, fronts: &[Front]) {
+    /// Adds the `m`th stage from place `i` to place `j` to all ways that end at `i`.
+    fn extend(&self, profile: &Profile, rates: &Rates, ways: &mut Ways, m: usize, i: usize, j: usize) {
+        let area = |from: usize, to: usize| profile.area_before[to] - profile.area_before[from];
+        let cast_end =
+            |m: usize, j: usize| m as f64 * rates.cast_alpha + profile.places[j] as f64 * rates.cast_row;
+        let reduced =
+            |m: usize, j: usize| m as f64 * rates.reduce_alpha + profile.places[j] as f64 * rates.reduce_row;
+        let compute = rates.compute(area(i, j));
+        for index in ways.of((m - 1) * self.places + i) {
+            let way = ways.ways[index];
+            let compute_end = way.compute_end.max(cast_end(m, j)) + compute;
+            let mut reduce_lag = way.reduce_lag.max(compute_end - reduced(m - 1, i));
+            if j + 1 < self.places {
+                // Whatever stage comes next has at least the next cell, and so at least this lag. To know it now makes
+                // most ways that differ only in a smaller lag equal.
+                let next_end = compute_end.max(cast_end(m + 1, j + 1)) + rates.compute(area(j, j + 1));
+                reduce_lag = reduce_lag.max(next_end - reduced(m, j));
+            }
+            ways.add(Way { compute_end, reduce_lag, place: j as u16, from: index as u32 });
+        }
+    }
+
+    /// Keeps the best way to cut the whole list into `m` stages.
+    fn keep(&mut self, profile: &Profile, rates: &Rates, ways: &Ways, m: usize) {
         let start = self.cuts.len();
         self.cuts.resize(start + m + 1, 0);
-        let mut place = self.places - 1;
-        let Some(mut way) = fronts[m * self.places + place].first() else { return };
+        let Some(mut way) = ways.first((m + 1) * self.places - 1).map(|index| &ways.ways[index]) else {
+            self.seconds.push(f64::INFINITY);
+            return;
+        };
+        let length = profile.places[self.places - 1] as f64;
+        self.seconds.push(way.reduce_lag + m as f64 * rates.reduce_alpha + length * rates.reduce_row);
         for stage in (1..=m).rev() {
-            self.cuts[start + stage] = place as u16;
-            let (from, index) = fronts[stage * self.places + place].ways[way].from;
-            (place, way) = (from as usize, index as usize);
+            self.cuts[start + stage] = way.place;
+            way = &ways.ways[way.from as usize];
         }
     }
 

@@ -55,7 +55,7 @@ pub(crate) fn masks(longest: usize) -> impl Strategy<Value = Mask> {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 slices.swap(last, (state >> 33) as usize % (last + 1));
             }
-            Mask::new(seqlen_q, seqlen_k, slices).unwrap()
+            Mask::new(seqlen_q, seqlen_k, slices).expect("cells of strips are disjoint")
         })
 }
 

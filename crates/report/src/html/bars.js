@@ -33,7 +33,8 @@ function bars(chart, values, unit) {
     const every = Math.ceil(bins.length / Math.max(1, Math.floor(width / 34)));
     bins.forEach((bin, index) => {
       if (index % every === 0) {
-        picture.append(svg("text", { x: left + (index + 0.5) * pitch, y: height - 5, "text-anchor": "middle" }, String(bin.first)));
+        const x = left + (index + 0.5) * pitch, near = x > width - 12;
+        picture.append(svg("text", { x: near ? width : x, y: height - 5, "text-anchor": near ? "end" : "middle" }, String(bin.first)));
       }
     });
     const y = base - mean * scale;

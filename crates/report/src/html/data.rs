@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::HtmlReport;
 use crate::{
     matrix::CommMatrix,
-    raster::chunk_owners,
+    ownership::chunk_owners,
     timelines::{Source, TimelinePair, rank_seconds},
     trace::kind_name,
 };
@@ -57,7 +57,12 @@ fn pass(name: &str, pair: &TimelinePair<'_>) -> Value {
     let ranks = selected_ranks(pair);
     let sources: BTreeMap<&str, Value> =
         pair.sources().map(|(source, timeline)| (source.name(), spans(timeline, &ranks))).collect();
-    let streams = pair.best().map(|timeline| &timeline.streams);
+    let mut streams: Vec<&str> = Vec::new();
+    for stream in pair.sources().flat_map(|(_, timeline)| &timeline.streams) {
+        if !streams.contains(&stream.as_str()) {
+            streams.push(stream);
+        }
+    }
     let world_size = pair.best().map_or(0, |timeline| timeline.world_size);
     json!({
         "name": name,

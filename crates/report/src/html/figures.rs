@@ -110,9 +110,9 @@ impl HtmlReport<'_> {
         if let Some(check) = self.check {
             let class = if check.passed() { "good" } else { "bad" };
             let (verdict, note) = if check.passed() {
-                ("✓ right", "every tensor within its bound")
+                ("✓ passed", "every tensor is within its bound")
             } else {
-                ("✗ wrong", "errors above their bounds, see below")
+                ("✗ failed", "errors above their bounds, see below")
             };
             let _ = write!(
                 out,
@@ -201,8 +201,9 @@ impl HtmlReport<'_> {
         }
         out.push_str(
             "<li class=\"hint\">Drag to move; Ctrl and wheel to zoom; with the keyboard: arrows, +, −, 0.</li></ul>\n\
-             <div class=\"chart\" id=\"timeline-chart\" tabindex=\"0\"></div>\n",
+",
         );
+        let _ = writeln!(out, "{}</div>", super::chart("timeline-chart", "Timeline"));
         self.pass_table(out);
         out.push_str("</section>\n");
     }

@@ -9,7 +9,7 @@ function matrix(chart) {
   details(chart, () => marks);
 
   const draw = (width) => {
-    const left = 40, head = 34, foot = 26;
+    const left = 26 + 7 * String(ranks - 1).length, head = 34, foot = 26;
     const side = Math.min(width - left - 4, 420), pitch = side / cells;
     const height = head + side + foot;
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Communication matrix of ${ranks} ranks, at most ${amount(most)} in a cell` });
@@ -45,7 +45,7 @@ function matrix(chart) {
     }
     picture.append(
       svg("text", { class: "strong", x: x0 + side / 2, y: 12, "text-anchor": "middle" }, "receiver →"),
-      svg("text", { class: "strong", x: 0, y: 0, "text-anchor": "middle", transform: `translate(${x0 - 32} ${head + side / 2}) rotate(-90)` }, "← owner"),
+      svg("text", { class: "strong", x: 0, y: 0, "text-anchor": "middle", transform: `translate(${x0 - left + 12} ${head + side / 2}) rotate(-90)` }, "← owner"),
     );
     const y = height - 14;
     for (let step = 0; step < 8; step++) {

@@ -26,3 +26,30 @@ pub fn check_table(check: &CheckFigures, style: &Style) -> String {
     }
     grid.render(style)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CheckRow, Verified};
+
+    #[test]
+    fn every_error_stands_beside_its_bound() {
+        let row = |tensor: &str, error| CheckRow {
+            tensor: tensor.into(),
+            measure: "relative Frobenius".into(),
+            verified: Verified { error, bound: 1e-5 },
+        };
+        let right = CheckFigures { rows: vec![row("out", 3.1e-7), row("dq", 1e-5)] };
+        assert!(right.passed());
+        let text = check_table(&right, &Style::PLAIN);
+        assert!(text.contains("3.10e-7") && text.contains("1.00e-5") && !text.contains("FAILED"), "{text}");
+        let wrong = CheckFigures { rows: vec![row("out", 3.1e-7), row("dv", f64::NAN)] };
+        assert!(!wrong.passed());
+        let text = check_table(&wrong, &Style::PLAIN);
+        assert_eq!(text.matches("FAILED").count(), 1, "{text}");
+        assert!(
+            text.lines().last().is_some_and(|line| line.contains("dv") && line.contains("FAILED")),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,165 @@
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use counterpoint_exec::SlowLink;
+use counterpoint_plan::DType;
+use counterpoint_schedule::OverlapPolicy;
+
+use super::{PlanningArguments, value};
+
+/// Run distributed attention on real tensors, and check it
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Input (safetensors; F64, F32, BF16 or F16):
+  q     [seqlen_q, heads_q, head_dim]
+  k     [seqlen_k, heads_kv, head_dim]
+  v     [seqlen_k, heads_kv, head_dim_v]
+  dout  [seqlen_q, heads_q, head_dim_v], with --backward
+  sink  [seqlen_sink, heads_q], optional, F32 (or F64 beside F64 tensors)
+Output (safetensors): out, lse, and with --backward dq, dk, dv (and dsink), in
+global token order whatever the dispatch was.
+
+Everything is checked first, then computed; then files are written, each whole
+or not at all. Results that --check finds out of bounds are written too, to be
+looked at; the exit status is then 1.
+
+Examples:
+  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
+      --backward --check --report report.html
+  counterpoint attention --mask mask.json --input qkv.safetensors \\
+      --output out.safetensors --cp-size 8
+  counterpoint attention --mask causal:4k --heads-q 8 --heads-kv 2 --dtype bf16 \\
+      --check --json
+  counterpoint attention --mask causal:4k --cp-size 2 --stages 4 \\
+      --slow-link 500,0.2 --trace trace.json")]
+pub(crate) struct AttentionArguments {
+    /// A JSON file or a builder expression; see `counterpoint mask --help`
+    #[arg(long, value_name = "MASK")]
+    pub(crate) mask: String,
+
+    /// Ranks that share the sequence
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::cp_size)]
+    pub(crate) cp_size: usize,
+
+    #[command(flatten)]
+    pub(crate) planning: PlanningArguments,
+
+    #[command(flatten)]
+    pub(crate) tensors: TensorArguments,
+
+    #[command(flatten)]
+    pub(crate) run: RunArguments,
+
+    #[command(flatten)]
+    pub(crate) results: ResultArguments,
+}
+
+/// Where the tensors come from.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Tensors")]
+pub(crate) struct TensorArguments {
+    /// Tensors to read (safetensors); random ones of the shape below when left out
+    #[arg(long, value_name = "FILE", requires = "output")]
+    pub(crate) input: Option<PathBuf>,
+
+    /// Length of the random tensors; the mask has it already, so it must agree
+    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    pub(crate) seqlen: Option<usize>,
+
+    /// Query heads of the random tensors [default: 8]
+    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    pub(crate) heads_q: Option<usize>,
+
+    /// Key and value heads of the random tensors, a divisor of the query heads [default: as many]
+    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    pub(crate) heads_kv: Option<usize>,
+
+    /// Elements of a row of one head of the random tensors [default: 128]
+    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    pub(crate) head_dim: Option<usize>,
+
+    /// Element type of the random tensors [default: f32]
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype(), conflicts_with = "input")]
+    pub(crate) dtype: Option<DType>,
+
+    /// Seed of the random tensors; the same seed gives the same numbers on every machine [default: 0]
+    #[arg(long, value_name = "N", conflicts_with = "input")]
+    pub(crate) seed: Option<u64>,
+
+    /// Let NaN and infinity in the input pass
+    #[arg(long)]
+    pub(crate) allow_non_finite: bool,
+}
+
+/// How it is computed.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Computation")]
+pub(crate) struct RunArguments {
+    /// What computes
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Compute the gradients too; reads dout
+    #[arg(long)]
+    pub(crate) backward: bool,
+
+    /// Factor on q k^T [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "F", value_parser = value::finite, allow_negative_numbers = true)]
+    pub(crate) scale: Option<f64>,
+
+    /// Replace each score s by F tanh(s / F); 0 leaves scores alone
+    #[arg(long, value_name = "F", default_value = "0", value_parser = value::non_negative, allow_negative_numbers = true)]
+    pub(crate) softcap: f64,
+
+    /// Give the same bits for any overlap policy and any number of stages
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+
+    /// How communication is brought to run under computation: sequential, concurrent or kernel-barrier, with
+    /// +sm-margin=N to leave N workers free
+    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
+    pub(crate) overlap: OverlapPolicy,
+
+    /// Limit of every wait of one rank for another
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds)]
+    pub(crate) limit: Duration,
+
+    /// Imitate a slow link: so many microseconds a collective, so many gigabytes a second of each rank
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link)]
+    pub(crate) slow_link: Option<SlowLink>,
+}
+
+/// Where results go.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Results")]
+pub(crate) struct ResultArguments {
+    /// Write the results (safetensors); needed with --input
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// Compare with the dense f64 reference; exit status 1 when out of bounds
+    #[arg(long)]
+    pub(crate) check: bool,
+
+    /// Write a report to open in a browser
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Write a trace to open in Perfetto
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Device {
+    /// Ranks are threads of this process
+    Cpu,
+    /// Ranks are GPUs
+    Cuda,
+}

@@ -1,0 +1,79 @@
+//! What the command line accepts. `--help` at every level ends with examples.
+
+mod attention;
+mod bench;
+mod mask;
+mod plan;
+mod planning;
+mod usage;
+mod value;
+
+use clap::{Parser, Subcommand};
+
+pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
+pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments};
+pub(crate) use mask::MaskArguments;
+pub(crate) use plan::PlanArguments;
+pub(crate) use planning::{PlanningArguments, ShapeArguments};
+pub(crate) use usage::usage_error;
+pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name};
+
+/// Distributed attention whose communication runs under its computation.
+#[derive(Debug, Parser)]
+#[command(
+    name = "counterpoint",
+    version,
+    max_term_width = 110,
+    arg_required_else_help = false,
+    after_help = "\
+MASK is a path to a JSON file or an expression, such as:
+  causal:64k                            each token sees itself and what is before it
+  varlen-causal:lengths=300,4000,96     packed documents, causal inside each
+  varlen-causal:lengths=@documents.txt  the same, one length a line
+  sliding-window:32k,left=1023,right=0  itself and 1,023 tokens before
+`counterpoint mask --help` has the whole list.
+
+Examples:
+  counterpoint mask varlen-causal:lengths=300,4000,96
+  counterpoint plan --mask causal:64k --cp-size 8
+  counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
+      --backward --check --report report.html
+
+Exit status: 0 done; 1 it ran and a check or the run failed; 2 bad usage or bad
+input; 3 the machine lacks what was asked for; 130 interrupted."
+)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Attention(Box<AttentionArguments>),
+    Plan(PlanArguments),
+    Mask(MaskArguments),
+    /// Measure one part and print ratios against what a user would pick instead
+    #[command(
+        subcommand_required = true,
+        arg_required_else_help = false,
+        after_help = "\
+Examples:
+  counterpoint bench plan
+  counterpoint bench attention --quick
+  counterpoint bench plan --json > rows.jsonl"
+    )]
+    #[command(subcommand)]
+    Bench(BenchCommand),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn well_formed() {
+        use clap::CommandFactory;
+        Arguments::command().debug_assert();
+    }
+}

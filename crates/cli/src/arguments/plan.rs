@@ -1,0 +1,45 @@
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{PlanningArguments, ShapeArguments, value};
+
+/// Solve and explain a plan without running it
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Nothing is measured but the solve time: stages are cut for a fixed model of an
+H200 node, so the same input gives the same plan on every machine. Token counts
+are key rows received.
+
+Examples:
+  counterpoint plan --mask causal:64k --cp-size 8
+  counterpoint plan --mask varlen-causal:lengths=@documents.txt --cp-size 16 --nodes 2
+  counterpoint plan --mask mask.json --cp-size 4 --dispatch zigzag --json
+  counterpoint plan --mask causal:64k --cp-size 8 --report plan.html")]
+pub(crate) struct PlanArguments {
+    /// A JSON file or a builder expression; see `counterpoint mask --help`
+    #[arg(long, value_name = "MASK")]
+    pub(crate) mask: String,
+
+    /// Ranks that share the sequence
+    #[arg(long, value_name = "N", value_parser = value::cp_size)]
+    pub(crate) cp_size: usize,
+
+    /// Nodes that the ranks are spread over, evenly
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size)]
+    pub(crate) nodes: usize,
+
+    #[command(flatten)]
+    pub(crate) planning: PlanningArguments,
+
+    #[command(flatten)]
+    pub(crate) shape: ShapeArguments,
+
+    /// Write a report to open in a browser
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,42 @@
+use clap::Args;
+use counterpoint_plan::{DType, DispatchAlgorithm, StageCount};
+
+use super::value;
+
+/// What decides a plan, the same flags wherever one is made.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Planning")]
+pub(crate) struct PlanningArguments {
+    /// Rows of a chunk, the unit that is given to ranks; picked from the length and the number of ranks when left out
+    #[arg(long, value_name = "N", value_parser = value::size)]
+    pub(crate) chunk_size: Option<usize>,
+
+    /// How chunks are given to ranks
+    #[arg(long, value_name = "ALGORITHM", default_value = "affinity", value_parser = value::dispatch())]
+    pub(crate) dispatch: DispatchAlgorithm,
+
+    /// How many stages the remote work is cut into, communication of one under computation of another
+    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages)]
+    pub(crate) stages: StageCount,
+}
+
+/// Shapes of tensors that do not come from a file.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Shape")]
+pub(crate) struct ShapeArguments {
+    /// Query heads
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::size)]
+    pub(crate) heads_q: usize,
+
+    /// Key and value heads, a divisor of the query heads; as many as these when left out
+    #[arg(long, value_name = "N", value_parser = value::size)]
+    pub(crate) heads_kv: Option<usize>,
+
+    /// Elements of a row of one head
+    #[arg(long, value_name = "N", default_value = "128", value_parser = value::size)]
+    pub(crate) head_dim: usize,
+
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = value::dtype())]
+    pub(crate) dtype: DType,
+}

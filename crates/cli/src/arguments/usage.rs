@@ -1,0 +1,15 @@
+use crate::error::CliError;
+
+/// The argument parser's error as one sentence: its first paragraph and its tips on one line, without the usage text.
+pub(crate) fn usage_error(error: &clap::Error) -> CliError {
+    let rendered = error.render().to_string();
+    let rendered = rendered.strip_prefix("error: ").unwrap_or(&rendered);
+    let mut parts = Vec::new();
+    for paragraph in rendered.split("\n\n") {
+        let line = paragraph.split_whitespace().collect::<Vec<_>>().join(" ");
+        if !line.is_empty() && !line.starts_with("Usage:") && !line.starts_with("For more information") {
+            parts.push(line);
+        }
+    }
+    CliError::Usage { message: parts.join("; ") + "; see --help for examples" }
+}

@@ -1,0 +1,189 @@
+//! Parsers of single values. Each says what it got, what it wants and so how to mend it.
+
+use std::time::Duration;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use counterpoint_exec::SlowLink;
+use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, StageCount};
+use counterpoint_schedule::OverlapPolicy;
+
+/// A number of at least 1, with `k` or `M` for 1024 and 1024 x 1024.
+pub(crate) fn size(text: &str) -> Result<usize, String> {
+    let (digits, factor) = match text.as_bytes().last() {
+        Some(b'k') => (&text[..text.len() - 1], 1 << 10),
+        Some(b'M') => (&text[..text.len() - 1], 1 << 20),
+        _ => (text, 1),
+    };
+    let wrong =
+        || format!("`{text}` is not a size; give a whole number of at least 1, such as 512, 4k or 1M");
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(wrong());
+    }
+    let number: usize = digits.parse().map_err(|_| format!("{text} is too large; sizes stay below 2^32"))?;
+    match number.checked_mul(factor) {
+        Some(0) => Err("it is 0; it must be at least 1".to_owned()),
+        Some(size) if size < 1 << 32 => Ok(size),
+        _ => Err(format!("{text} is too large; sizes stay below 2^32")),
+    }
+}
+
+/// A number of ranks.
+pub(crate) fn cp_size(text: &str) -> Result<usize, String> {
+    let range = format!("it must be between 1 and {MAX_CP_SIZE}");
+    match text.parse::<usize>() {
+        Ok(cp_size) if (1..=MAX_CP_SIZE).contains(&cp_size) => Ok(cp_size),
+        Ok(cp_size) => Err(format!("cp_size is {cp_size}; {range}")),
+        Err(_) => Err(format!("`{text}` is not a number of ranks; {range}")),
+    }
+}
+
+/// `auto` or a number of remote stages.
+pub(crate) fn stages(text: &str) -> Result<StageCount, String> {
+    match (text, text.parse::<usize>()) {
+        ("auto", _) => Ok(StageCount::Auto),
+        (_, Ok(count @ 1..=MAX_STAGES)) => Ok(StageCount::Fixed(count)),
+        _ => Err(format!("`{text}` is not a number of stages; give auto or a number from 1 to {MAX_STAGES}")),
+    }
+}
+
+/// Any finite number.
+pub(crate) fn finite(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
+    number.ok_or_else(|| format!("`{text}` is not a finite number; give one such as 0.125"))
+}
+
+/// A finite number of at least 0.
+pub(crate) fn non_negative(text: &str) -> Result<f64, String> {
+    match finite(text)? {
+        number if number >= 0.0 => Ok(number),
+        number => Err(format!("it is {number}; it must be at least 0")),
+    }
+}
+
+/// Seconds above 0.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("`{text}` is not a time; give seconds above 0, such as 30 or 0.5");
+    let seconds = text.parse::<f64>().ok().filter(|seconds| *seconds > 0.0).ok_or_else(wrong)?;
+    Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
+}
+
+/// `ALPHA_US,GB_PER_S`.
+pub(crate) fn slow_link(text: &str) -> Result<SlowLink, String> {
+    let wrong = || {
+        format!(
+            "`{text}` is not a link; give ALPHA_US,GB_PER_S, such as 200,0.5 for 200 microseconds a collective and 0.5 GB/s"
+        )
+    };
+    let (alpha, rate) = text.split_once(',').ok_or_else(wrong)?;
+    let alpha = non_negative(alpha).map_err(|_| wrong())?;
+    let rate = non_negative(rate).ok().filter(|rate| *rate > 0.0).ok_or_else(wrong)?;
+    let alpha = Duration::try_from_secs_f64(alpha * 1e-6).map_err(|_| wrong())?;
+    Ok(SlowLink { alpha, bytes_per_second: rate * 1e9 })
+}
+
+/// An overlap policy.
+pub(crate) fn overlap(text: &str) -> Result<OverlapPolicy, String> {
+    text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string())
+}
+
+/// The names of dispatch algorithms, as serde has them too.
+pub(crate) const DISPATCHES: [(&str, DispatchAlgorithm); 4] = [
+    ("affinity", DispatchAlgorithm::Affinity),
+    ("min-heap", DispatchAlgorithm::MinHeap),
+    ("sequential", DispatchAlgorithm::Sequential),
+    ("zigzag", DispatchAlgorithm::Zigzag),
+];
+
+/// A dispatch algorithm.
+pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAlgorithm> {
+    named(DISPATCHES)
+}
+
+/// The element types as the command line names them.
+const DTYPES: [(&str, DType); 4] =
+    [("f64", DType::F64), ("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
+
+/// An element type.
+pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
+    named(DTYPES)
+}
+
+/// The name of a dispatch algorithm.
+pub(crate) fn dispatch_name(algorithm: DispatchAlgorithm) -> &'static str {
+    name_of(DISPATCHES, algorithm)
+}
+
+/// The name of an element type.
+pub(crate) fn dtype_name(dtype: DType) -> &'static str {
+    name_of(DTYPES, dtype)
+}
+
+fn name_of<T: PartialEq, const N: usize>(names: [(&'static str, T); N], value: T) -> &'static str {
+    names.into_iter().find(|(_, named)| *named == value).map_or("unknown", |(name, _)| name)
+}
+
+/// One of a few names, listed in help and in errors.
+fn named<T: Copy + Send + Sync + 'static, const N: usize>(
+    names: [(&'static str, T); N],
+) -> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(names.map(|(name, _)| name)).try_map(move |text| {
+        let found = names.iter().find(|(name, _)| *name == text);
+        found.map(|(_, value)| *value).ok_or_else(|| format!("`{text}` is not one of the names"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (text, value) in [("1", 1), ("512", 512), ("4k", 4096), ("1M", 1 << 20), ("4095M", 4095 << 20)] {
+            assert_eq!(size(text), Ok(value), "{text}");
+        }
+        for text in [
+            "",
+            "k",
+            "0",
+            "0k",
+            "-1",
+            "+1",
+            "1.5",
+            "1 k",
+            "1K",
+            "4096M",
+            "4294967296",
+            "99999999999999999999999",
+        ] {
+            assert!(size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn ranks_and_stages() {
+        assert_eq!(cp_size("4096"), Ok(4096));
+        for text in ["0", "4097", "-1", "two", ""] {
+            assert!(cp_size(text).unwrap_err().contains("between 1 and 4096"), "{text}");
+        }
+        assert_eq!(stages("auto"), Ok(StageCount::Auto));
+        assert_eq!(stages("3"), Ok(StageCount::Fixed(3)));
+        for text in ["0", "-1", "many", "1025"] {
+            assert!(stages(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn times_and_links() {
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for text in ["0", "-1", "nan", "inf", "1e300", "soon"] {
+            assert!(seconds(text).is_err(), "{text}");
+        }
+        let link = slow_link("200,0.5").unwrap();
+        assert_eq!((link.alpha, link.bytes_per_second), (Duration::from_micros(200), 5e8));
+        for text in ["", "200", "200,0", "-1,1", "a,b", "1,2,3", "1,inf"] {
+            assert!(slow_link(text).is_err(), "{text}");
+        }
+        assert!(finite("nan").is_err() && non_negative("-0.5").is_err());
+        assert_eq!(non_negative("0"), Ok(0.0));
+    }
+}

@@ -1,0 +1,136 @@
+mod result;
+mod tensors;
+
+use counterpoint_exec::{RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
+use counterpoint_schedule::GradientReduction;
+
+use self::result::AttentionResult;
+use self::tensors::Tensors;
+use super::prediction::Prediction;
+use super::solution::Solution;
+use crate::arguments::{AttentionArguments, Device};
+use crate::error::CliError;
+use crate::output::Outputs;
+use crate::progress::Progress;
+use crate::{console, mask_argument};
+
+/// `counterpoint attention`.
+pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
+    if arguments.run.device == Device::Cuda {
+        return Err(CliError::NoCuda);
+    }
+    let mask = mask_argument::load(&arguments.mask)?;
+    let tensors = Tensors::of(arguments, &mask)?;
+    let outputs = checked_outputs(arguments)?;
+    refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
+
+    let progress = Progress::new();
+    progress.step("reading tensors");
+    let spec = *tensors.spec();
+    let has_unused_dout = tensors.has_unused_dout();
+    let inputs = tensors.read(arguments, &mask)?;
+    progress.step("measuring this machine");
+    let config = plan_config(arguments, &spec);
+    progress.step("planning");
+    let solution = Solution::solve(&mask, &spec, &config)?;
+    let reduction = match arguments.run.deterministic {
+        true => GradientReduction::Deterministic,
+        false => GradientReduction::PerStage,
+    };
+    let backward = arguments.run.backward.then_some(reduction);
+    let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
+    progress.step(format!("running {} on {} ranks", passes(arguments), arguments.cp_size));
+    let run_config = RunConfig {
+        policy: arguments.run.overlap,
+        deterministic: arguments.run.deterministic,
+        limit: arguments.run.limit,
+        slow_link: arguments.run.slow_link,
+        ..RunConfig::default()
+    };
+    let run = run_attention(&solution.plan, &spec, &inputs, &run_config)
+        .map_err(|source| CliError::Run { source })?;
+    progress.step("checking against the dense f64 reference");
+    let check = arguments.results.check.then(|| check_attention(&mask, &spec, &inputs, &run.outputs));
+    progress.step("writing");
+    let result = AttentionResult { arguments, mask: &mask, spec, solution, prediction, run, check };
+    outputs.write(|flag| result.contents(flag))?;
+    drop(progress);
+    if has_unused_dout {
+        console::note("note: the input's dout was not read; --backward reads it");
+    }
+    if arguments.results.json {
+        console::print_json(&result.document(&outputs))?;
+    } else {
+        console::print(&result.text(&outputs))?;
+    }
+    result.verdict()
+}
+
+fn passes(arguments: &AttentionArguments) -> &'static str {
+    if arguments.run.backward { "forward and backward" } else { "forward" }
+}
+
+fn checked_outputs(arguments: &AttentionArguments) -> Result<Outputs, CliError> {
+    let results = &arguments.results;
+    Outputs::check(
+        &[
+            ("--output", results.output.as_deref()),
+            ("--report", results.report.as_deref()),
+            ("--trace", results.trace.as_deref()),
+        ],
+        &[("--input", arguments.tensors.input.as_deref()), ("--mask", mask_argument::file(&arguments.mask))],
+    )
+}
+
+/// Tensors and the dense reference, which are known before anything is read or drawn. The ranks' buffers are weighed when
+/// they are allocated.
+fn refuse_what_does_not_fit(
+    arguments: &AttentionArguments,
+    mask: &Mask,
+    spec: &AttentionSpec,
+) -> Result<(), CliError> {
+    let Some(available) = available_memory() else { return Ok(()) };
+    let tensors = tensor_bytes(mask, spec, arguments.run.backward);
+    let refuse = |what, needed, instead| Err(CliError::OutOfMemory { what, needed, available, instead });
+    if tensors > available {
+        return refuse("holding the tensors", tensors, "use fewer rows or heads, or a narrower type");
+    }
+    if arguments.results.check {
+        let reference = reference_bytes(spec, mask.seqlen_q(), mask.seqlen_k(), arguments.run.backward);
+        let needed = tensors.saturating_add(reference);
+        if needed > available {
+            return refuse(
+                "--check, the dense f64 reference,",
+                needed,
+                "check a shorter sequence or fewer heads",
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the inputs and the results.
+fn tensor_bytes(mask: &Mask, spec: &AttentionSpec, backward: bool) -> u64 {
+    let elements = |rows: usize, heads: usize, dim: usize| rows as u128 * heads as u128 * dim as u128;
+    let q = elements(mask.seqlen_q(), spec.heads_q, spec.head_dim);
+    let out = elements(mask.seqlen_q(), spec.heads_q, spec.head_dim_v);
+    let keys = elements(mask.seqlen_k(), spec.heads_kv, spec.head_dim + spec.head_dim_v);
+    let all = if backward { 2 * (q + keys + out) } else { q + keys + out };
+    u64::try_from(all * spec.dtype.size() as u128).unwrap_or(u64::MAX)
+}
+
+fn plan_config(arguments: &AttentionArguments, spec: &AttentionSpec) -> PlanConfig {
+    let mut cost = calibrate(spec, arguments.cp_size);
+    if let Some(slow) = arguments.run.slow_link {
+        cost.link = Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
+    }
+    PlanConfig {
+        chunk_size: arguments.planning.chunk_size,
+        dispatch: arguments.planning.dispatch,
+        stages: arguments.planning.stages,
+        topology: Topology::flat(arguments.cp_size),
+        cost,
+    }
+}

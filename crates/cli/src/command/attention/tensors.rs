@@ -1,0 +1,81 @@
+use counterpoint_exec::AttentionInputs;
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, DType};
+
+use crate::arguments::{AttentionArguments, TensorArguments};
+use crate::error::CliError;
+use crate::input::{Problem, TensorFile, heads_divide, random_inputs};
+
+/// Tensors that are known to fit the mask, not yet read or drawn.
+pub(super) enum Tensors {
+    File(Problem),
+    Random { spec: AttentionSpec, seed: u64 },
+}
+
+impl Tensors {
+    /// Checks shapes and types against the mask.
+    pub(super) fn of(arguments: &AttentionArguments, mask: &Mask) -> Result<Self, CliError> {
+        let run = &arguments.run;
+        let Some(path) = &arguments.tensors.input else {
+            let spec = random_spec(&arguments.tensors, mask, run.scale, run.softcap)?;
+            return Ok(Self::Random { spec, seed: arguments.tensors.seed.unwrap_or(0) });
+        };
+        Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap).map(Self::File)
+    }
+
+    /// Their shapes.
+    pub(super) fn spec(&self) -> &AttentionSpec {
+        match self {
+            Self::File(problem) => problem.spec(),
+            Self::Random { spec, .. } => spec,
+        }
+    }
+
+    /// Whether there is a dout that a run without the backward does not read.
+    pub(super) fn has_unused_dout(&self) -> bool {
+        matches!(self, Self::File(problem) if problem.has_unused_dout())
+    }
+
+    /// Reads or draws them.
+    pub(super) fn read(
+        self,
+        arguments: &AttentionArguments,
+        mask: &Mask,
+    ) -> Result<AttentionInputs, CliError> {
+        match self {
+            Self::File(problem) => problem.read(arguments.tensors.allow_non_finite),
+            Self::Random { spec, seed } => Ok(random_inputs(mask, &spec, seed, arguments.run.backward)),
+        }
+    }
+}
+
+fn random_spec(
+    tensors: &TensorArguments,
+    mask: &Mask,
+    scale: Option<f64>,
+    softcap: f64,
+) -> Result<AttentionSpec, CliError> {
+    if let Some(seqlen) = tensors.seqlen
+        && (seqlen != mask.seqlen_q() || seqlen != mask.seqlen_k())
+    {
+        let (q, k) = (mask.seqlen_q(), mask.seqlen_k());
+        let reason = format!(
+            "disagrees with the mask, which has {q} queries and {k} keys; leave it out or change the mask"
+        );
+        return Err(CliError::Flag { flag: "--seqlen", value: seqlen.to_string(), reason });
+    }
+    let heads_q = tensors.heads_q.unwrap_or(8);
+    let heads_kv = tensors.heads_kv.unwrap_or(heads_q);
+    heads_divide(heads_q, heads_kv)?;
+    let head_dim = tensors.head_dim.unwrap_or(128);
+    Ok(AttentionSpec {
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v: head_dim,
+        dtype: tensors.dtype.unwrap_or(DType::F32),
+        scale: scale.unwrap_or(1.0 / (head_dim as f64).sqrt()),
+        softcap,
+        seqlen_sink: 0,
+    })
+}

@@ -1,0 +1,125 @@
+//! `counterpoint bench attention`.
+
+mod kernel;
+mod overlap;
+
+use counterpoint_exec::{CheckReport, HostTensor};
+use counterpoint_report::{BenchRow, Style, Verified, bench_table};
+use serde::Serialize;
+
+use crate::arguments::BenchAttentionArguments;
+use crate::console;
+use crate::error::CliError;
+use crate::progress::Progress;
+
+/// `counterpoint bench attention`.
+pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
+    console::note_development_build();
+    let sizes = if arguments.quick { Sizes::QUICK } else { Sizes::FULL };
+    let mut wrong = Vec::new();
+    for section in [kernel::measure, overlap::measure] {
+        let progress = Progress::new();
+        let section = section(&sizes, &progress)?;
+        drop(progress);
+        if arguments.json {
+            section.rows.iter().try_for_each(console::print_json)?;
+        } else {
+            console::print(&section.text(&console::style()))?;
+        }
+        wrong.extend(section.wrong);
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::CheckFailed { what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")) })
+}
+
+/// Tensors that a check of the forward looks at.
+const FORWARD: &[&str] = &["out", "lse"];
+/// Tensors that a check of the backward looks at.
+const BACKWARD: &[&str] = &["dq", "dk", "dv", "dsink"];
+
+/// How much is measured.
+struct Sizes {
+    /// Rows of the causal mask that the goal speaks of.
+    goal_rows: usize,
+    /// Rows of the other masks.
+    rows: usize,
+    heads: usize,
+    head_dim: usize,
+    iterations: usize,
+}
+
+impl Sizes {
+    const FULL: Sizes = Sizes { goal_rows: 4096, rows: 2048, heads: 8, head_dim: 128, iterations: 10 };
+    const QUICK: Sizes = Sizes { goal_rows: 512, rows: 256, heads: 2, head_dim: 64, iterations: 10 };
+}
+
+/// A measured case, as JSON has it.
+#[derive(Serialize)]
+struct Row {
+    #[serde(flatten)]
+    row: BenchRow,
+    /// What only rows of this kind have.
+    #[serde(flatten)]
+    detail: serde_json::Value,
+}
+
+/// Rows that belong together.
+struct Section {
+    title: String,
+    rows: Vec<Row>,
+    /// What to read from them, and whether goals are reached.
+    findings: Vec<String>,
+    /// Cases whose results were out of bounds; they have no row.
+    wrong: Vec<String>,
+}
+
+impl Section {
+    /// Keeps a row if what it timed is right.
+    fn add(&mut self, row: BenchRow, detail: serde_json::Value) {
+        if row.verified.passed() {
+            self.rows.push(Row { row, detail });
+        } else {
+            self.wrong.push(format!("{}, {}", row.name, row.mask.as_deref().unwrap_or(&row.shape)));
+        }
+    }
+
+    fn text(&self, style: &Style) -> String {
+        let rows: Vec<BenchRow> = self.rows.iter().map(|row| row.row.clone()).collect();
+        let mut out = format!("{}\n{}", self.title, bench_table(&rows, style));
+        for finding in &self.findings {
+            out.push_str("  ");
+            out.push_str(finding);
+            out.push('\n');
+        }
+        out.push('\n');
+        out
+    }
+}
+
+/// The error that is nearest to its bound, or furthest past it, of those tensors that `names` has.
+fn verified(check: &CheckReport, names: &[&str]) -> Verified {
+    let tensors = check.tensors.iter().filter(|tensor| names.contains(&tensor.name.as_str()));
+    let of = |tensor: &counterpoint_exec::TensorCheck| match tensor.passed {
+        true => Verified { error: tensor.relative_error, bound: tensor.relative_bound },
+        // Out of one of its bounds, be it that on the largest error: not passed, whatever the relative error.
+        false => Verified { error: tensor.relative_error.max(tensor.relative_bound * 2.0), bound: tensor.relative_bound },
+    };
+    let worse = |a: &Verified, b: &Verified| (a.error / a.bound).total_cmp(&(b.error / b.bound));
+    tensors.map(of).max_by(worse).unwrap_or(Verified { error: f64::NAN, bound: 0.0 })
+}
+
+/// Rows and heads as tables show them.
+fn shape_text(q: &HostTensor, k: &HostTensor) -> String {
+    let heads = match (q.shape()[1], k.shape()[1]) {
+        (q, k) if q == k => q.to_string(),
+        (q, k) => format!("{q}:{k}"),
+    };
+    format!("{} x {heads} x {}", q.shape()[0], q.shape()[2])
+}
+
+/// `goal` as reached or missed.
+fn goal(what: &str, reached: bool) -> String {
+    format!("{what}: {}", if reached { "reached" } else { "MISSED" })
+}

@@ -1,0 +1,208 @@
+use std::time::Duration;
+
+use counterpoint_exec::{
+    AttentionInputs, AttentionRun, RunConfig, SlowLink, compare_with_reference, reference_attention, run_attention,
+};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, StageCount};
+use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline};
+use serde_json::json;
+
+use super::{BACKWARD, FORWARD, Section, Sizes, goal, shape_text, verified};
+use crate::error::CliError;
+use crate::input::random_inputs;
+use crate::progress::Progress;
+use crate::{device, mask_argument};
+
+/// Ranks that share the machine.
+const RANKS: usize = 2;
+/// Remote stages of each pass.
+const STAGES: usize = 4;
+/// What a run that hides all it can may take, over the longer of computation and communication. The first stage's
+/// communication and the last one's computation have little beside them.
+const OF_LONGER: f64 = 1.25;
+/// Communication is not made shorter than this, or waking threads up would be most of it.
+const SHORTEST: f64 = 0.02;
+
+/// A staged run over a link that is as slow as its computation, under each policy: does communication really run while
+/// computation runs?
+pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, CliError> {
+    let name = format!("causal:{}", sizes.rows);
+    let mask = mask_argument::load(&name)?;
+    let heads = (sizes.heads / 2).max(1);
+    let spec = AttentionSpec {
+        heads_q: heads,
+        heads_kv: heads,
+        head_dim: sizes.head_dim,
+        head_dim_v: sizes.head_dim,
+        dtype: DType::F32,
+        scale: 1.0 / (sizes.head_dim as f64).sqrt(),
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+    let inputs = random_inputs(&mask, &spec, 7, true);
+    let case = Case { plan: plan(&mask, &spec, sizes)?, mask, spec, inputs };
+    progress.step("the reference");
+    let reference = reference_attention(&case.mask, &spec, &case.inputs);
+    progress.step("a run without a link, to see how slow it must be");
+    let link = case.link_as_slow_as_computation()?;
+
+    let mut section = Section {
+        title: format!(
+            "staged attention on {RANKS} ranks over a link of {} a collective and {:.3} GB/s; vs baseline: sequential over it",
+            format_seconds(link.alpha.as_secs_f64()),
+            link.bytes_per_second / 1e9
+        ),
+        rows: Vec::new(),
+        findings: Vec::new(),
+        wrong: Vec::new(),
+    };
+    let mut sequential: Option<[Samples; 2]> = None;
+    for start in StartOrder::ALL {
+        let policy = OverlapPolicy { start, sm_margin: 0 };
+        let mut passes = [Samples::default(), Samples::default()];
+        let mut outputs = None;
+        for iteration in 0..=sizes.iterations {
+            progress.step(format!("{policy}, {iteration} of {}", sizes.iterations));
+            let run = case.run(policy, Some(link))?;
+            // The first does not count, and is the one that is checked.
+            if iteration > 0 {
+                passes[0].add(&run.forward);
+                run.backward.iter().for_each(|backward| passes[1].add(backward));
+            } else {
+                outputs = Some(run.outputs);
+            }
+        }
+        let check = outputs.map(|outputs| compare_with_reference(spec.dtype, &reference, None, &outputs));
+        let base = sequential.get_or_insert_with(|| passes.clone());
+        let kinds = [("forward", FORWARD), ("backward", BACKWARD)];
+        for (((pass, names), samples), base) in kinds.into_iter().zip(&passes).zip(base.iter()) {
+            let (Some(total), Some(check)) = (Statistics::of(&samples.total), &check) else { continue };
+            let area = case.mask.area();
+            let flops = if pass == "forward" { spec.flops_forward(area) } else { spec.flops_backward(area) };
+            let proof = Proof { total: total.median, compute: median(&base.compute), moved: median(&base.moved) };
+            let row = BenchRow {
+                name: format!("{pass}, {policy}"),
+                shape: shape_text(&case.inputs.q, &case.inputs.k),
+                dtype: "f32".to_owned(),
+                mask: Some(name.clone()),
+                device: device::cpu_name(),
+                ranks: RANKS,
+                seconds: total,
+                rate: Some(Rate::Compute { tflops: flops / total.median / RANKS as f64 / 1e12 }),
+                ratio: Some(median(&base.total) / total.median),
+                verified: verified(check, names),
+            };
+            if row.verified.passed() {
+                section.findings.push(proof.text(pass, policy));
+            }
+            section.add(
+                row,
+                json!({
+                    "policy": policy.to_string(),
+                    "stages": STAGES,
+                    "sequential_compute_seconds": proof.compute,
+                    "sequential_communication_seconds": proof.moved,
+                    "total_over_longer": proof.over_longer(),
+                    "total_over_sum": proof.total / (proof.compute + proof.moved),
+                    "overlap_efficiency": median(&samples.efficiency),
+                }),
+            );
+        }
+    }
+    Ok(section)
+}
+
+fn plan(mask: &Mask, spec: &AttentionSpec, sizes: &Sizes) -> Result<Plan, CliError> {
+    let config = PlanConfig {
+        // A few key blocks a stage, a chunk every so often: the cuts matter less than that there are some.
+        chunk_size: Some(sizes.rows / 16),
+        stages: StageCount::Fixed(STAGES),
+        cost: CostModel::H200,
+        ..PlanConfig::new(RANKS)
+    };
+    Plan::new(mask, spec, &config).map_err(|source| CliError::Plan { source })
+}
+
+struct Case {
+    plan: Plan,
+    mask: Mask,
+    spec: AttentionSpec,
+    inputs: AttentionInputs,
+}
+
+impl Case {
+    fn run(&self, policy: OverlapPolicy, slow_link: Option<SlowLink>) -> Result<AttentionRun, CliError> {
+        let config = RunConfig { policy, slow_link, ..RunConfig::default() };
+        run_attention(&self.plan, &self.spec, &self.inputs, &config).map_err(|source| CliError::Run { source })
+    }
+
+    /// A link over which the forward's communication takes as long as its computation.
+    fn link_as_slow_as_computation(&self) -> Result<SlowLink, CliError> {
+        let policy = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
+        let mut compute = f64::INFINITY;
+        for _ in 0..3 {
+            compute = compute.min(self.run(policy, None)?.forward.overlap().compute_seconds);
+        }
+        let seconds = compute.max(SHORTEST);
+        let rows = self.plan.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap_or(0);
+        let bytes = rows as f64 * self.spec.kv_row_bytes() as f64;
+        // A fifth of the time for starting collectives, the rest for bytes.
+        Ok(SlowLink {
+            alpha: Duration::from_secs_f64(0.2 * seconds / STAGES as f64),
+            bytes_per_second: bytes.max(1.0) / (0.8 * seconds),
+        })
+    }
+}
+
+/// Seconds of one pass, by repetition.
+#[derive(Clone, Default)]
+struct Samples {
+    total: Vec<f64>,
+    compute: Vec<f64>,
+    moved: Vec<f64>,
+    efficiency: Vec<f64>,
+}
+
+impl Samples {
+    fn add(&mut self, timeline: &Timeline) {
+        let overlap = timeline.overlap();
+        self.total.push(timeline.makespan());
+        self.compute.push(overlap.compute_seconds);
+        self.moved.push(overlap.communication_seconds);
+        self.efficiency.extend(overlap.efficiency);
+    }
+}
+
+fn median(samples: &[f64]) -> f64 {
+    Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median)
+}
+
+/// A total beside what computation and communication take one after the other.
+struct Proof {
+    total: f64,
+    compute: f64,
+    moved: f64,
+}
+
+impl Proof {
+    fn over_longer(&self) -> f64 {
+        self.total / self.compute.max(self.moved)
+    }
+
+    fn text(&self, pass: &str, policy: OverlapPolicy) -> String {
+        let text = format!(
+            "{pass}, {policy}: {} in all; computation {} and communication {} one after the other are {}; {:.2}x the longer",
+            format_seconds(self.total),
+            format_seconds(self.compute),
+            format_seconds(self.moved),
+            format_seconds(self.compute + self.moved),
+            self.over_longer(),
+        );
+        match policy.start {
+            StartOrder::Sequential => text,
+            _ => goal(&format!("{text}, goal {OF_LONGER}x"), self.over_longer() <= OF_LONGER),
+        }
+    }
+}

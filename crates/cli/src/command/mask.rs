@@ -1,0 +1,43 @@
+use counterpoint_mask::PictureStyle;
+use counterpoint_report::{MaskDrawing, format_count};
+
+use crate::arguments::MaskArguments;
+use crate::error::CliError;
+use crate::output::Outputs;
+use crate::{console, mask_argument};
+
+/// Characters of the picture: as many rows of tokens as a terminal shows, twice as many columns, as characters are
+/// about twice as high as wide.
+const PICTURE: (usize, usize) = (48, 24);
+
+/// `counterpoint mask`.
+pub(crate) fn run(arguments: &MaskArguments) -> Result<(), CliError> {
+    let mask = mask_argument::load(&arguments.mask)?;
+    let input = mask_argument::file(&arguments.mask);
+    let outputs = Outputs::check(&[("--svg", arguments.svg.as_deref())], &[("MASK", input)])?;
+    outputs.write(|_| {
+        Ok(MaskDrawing { title: &arguments.mask, mask: &mask, plan: None }.render().into_bytes())
+    })?;
+    let mut text = mask.to_json();
+    if !arguments.json {
+        text.push('\n');
+        text.push_str(&mask.picture(PICTURE.0, PICTURE.1, PictureStyle::Blocks));
+        text.push_str(&summary(&mask));
+        for (_, path) in outputs.files() {
+            text.push_str(&format!("drawn into {}\n", path.display()));
+        }
+    }
+    console::print(&text)
+}
+
+fn summary(mask: &counterpoint_mask::Mask) -> String {
+    let (rows, columns, area) = (mask.seqlen_q() as u64, mask.seqlen_k() as u64, mask.area());
+    format!(
+        "{} queries x {} keys, {} slices, area {} ({:.1} % of all pairs)\n",
+        format_count(rows),
+        format_count(columns),
+        format_count(mask.slices().len() as u64),
+        format_count(area),
+        100.0 * area as f64 / (rows as f64 * columns as f64)
+    )
+}

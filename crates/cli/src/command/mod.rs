@@ -1,0 +1,24 @@
+//! What each command does. Everything is checked, then computed, then written and printed.
+
+mod attention;
+mod bench_attention;
+mod bench_plan;
+mod comparison;
+mod mask;
+mod plan;
+mod prediction;
+mod solution;
+
+use crate::arguments::{BenchCommand, Command};
+use crate::error::CliError;
+
+/// Runs a command.
+pub(crate) fn run(command: Command) -> Result<(), CliError> {
+    match command {
+        Command::Attention(arguments) => attention::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
+        Command::Mask(arguments) => mask::run(&arguments),
+        Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
+        Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+    }
+}

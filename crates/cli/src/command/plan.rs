@@ -1,0 +1,172 @@
+use std::fmt::Write;
+
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, CostModel, PlanConfig, Topology};
+use counterpoint_report::{
+    Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
+};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy};
+
+use super::comparison::{comm_figures, traffic_rows};
+use super::prediction::{Prediction, rank_seconds};
+use super::solution::Solution;
+use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
+use crate::error::CliError;
+use crate::input::heads_divide;
+use crate::output::Outputs;
+use crate::progress::Progress;
+use crate::{console, mask_argument};
+
+/// `counterpoint plan`.
+pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
+    let topology = topology(arguments)?;
+    let spec = spec(&arguments.shape)?;
+    let mask = mask_argument::load(&arguments.mask)?;
+    let input = mask_argument::file(&arguments.mask);
+    let outputs = Outputs::check(&[("--report", arguments.report.as_deref())], &[("--mask", input)])?;
+    let config = PlanConfig {
+        chunk_size: arguments.planning.chunk_size,
+        dispatch: arguments.planning.dispatch,
+        stages: arguments.planning.stages,
+        topology,
+        cost: CostModel::H200,
+    };
+    let progress = Progress::new();
+    progress.step(format!("planning for {} ranks", arguments.cp_size));
+    let solution = Solution::solve(&mask, &spec, &config)?;
+    let told = Told { arguments, mask: &mask, spec, config, solution };
+    if arguments.json && arguments.report.is_none() {
+        return console::print_json(&told.solution.summary(&mask, &spec));
+    }
+    progress.step("simulating");
+    let prediction = Prediction::of(
+        &told.solution.plan,
+        &spec,
+        OverlapPolicy::default(),
+        Some(GradientReduction::default()),
+        &config,
+    )?;
+    outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
+    drop(progress);
+    if arguments.json {
+        return console::print_json(&told.solution.summary(&mask, &spec));
+    }
+    console::print(&told.text(&prediction, &outputs))
+}
+
+fn topology(arguments: &PlanArguments) -> Result<Topology, CliError> {
+    let (nodes, cp_size) = (arguments.nodes, arguments.cp_size);
+    if !cp_size.is_multiple_of(nodes) {
+        let reason =
+            format!("does not divide --cp-size {cp_size}; every node holds the same number of ranks");
+        return Err(CliError::Flag { flag: "--nodes", value: nodes.to_string(), reason });
+    }
+    Ok(Topology { world_size: cp_size, ranks_per_node: cp_size / nodes })
+}
+
+fn spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
+    let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
+    heads_divide(shape.heads_q, heads_kv)?;
+    Ok(AttentionSpec {
+        heads_q: shape.heads_q,
+        heads_kv,
+        head_dim: shape.head_dim,
+        head_dim_v: shape.head_dim,
+        dtype: shape.dtype,
+        scale: 1.0 / (shape.head_dim as f64).sqrt(),
+        softcap: 0.0,
+        seqlen_sink: 0,
+    })
+}
+
+/// A plan with all that is to be told of it.
+struct Told<'a> {
+    arguments: &'a PlanArguments,
+    mask: &'a Mask,
+    spec: AttentionSpec,
+    config: PlanConfig,
+    solution: Solution,
+}
+
+impl Told<'_> {
+    fn text(&self, prediction: &Prediction, outputs: &Outputs) -> String {
+        let style = console::style();
+        let (mask, plan) = (self.mask, &self.solution.plan);
+        let dispatch = dispatch_name(self.arguments.planning.dispatch);
+        let mut out = String::new();
+        let _ = writeln!(
+            out,
+            "{} queries x {} keys, area {}, {} ranks on {} nodes, {} chunks of {} rows, dispatch {dispatch}\n",
+            format_count(mask.seqlen_q() as u64),
+            format_count(mask.seqlen_k() as u64),
+            format_count(mask.area()),
+            plan.cp_size(),
+            self.config.topology.nodes(),
+            format_count(plan.q_dispatch.num_chunks() as u64),
+            format_count(plan.q_dispatch.chunk_size() as u64),
+        );
+        out.push_str(&plan_table(plan, Some(&rank_seconds(&prediction.forward)), &style));
+        let rows = traffic_rows(dispatch, plan, mask, &self.spec, self.solution.seconds);
+        let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
+        out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
+        let stages = |count: usize| match count {
+            0 | 1 => "local work only".to_owned(),
+            n => format!("local work and {} stages", n - 1),
+        };
+        let _ = writeln!(out);
+        for (name, timeline, count) in [
+            ("forward", Some(&prediction.forward), plan.ranks[0].forward.len()),
+            ("backward", prediction.backward.as_ref(), plan.ranks[0].backward.len()),
+        ] {
+            let Some(timeline) = timeline else { continue };
+            let efficiency = match timeline.overlap().efficiency {
+                Some(efficiency) => format!("overlap efficiency {efficiency:.2}"),
+                None => "nothing to communicate".to_owned(),
+            };
+            let seconds = format_seconds(timeline.makespan());
+            let _ = writeln!(out, "{name} on H200s, predicted: {seconds}, {}, {efficiency}", stages(count));
+        }
+        for (flag, path) in outputs.files() {
+            let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
+        }
+        out
+    }
+
+    fn report(&self, prediction: &Prediction) -> String {
+        let (mask, spec, plan) = (self.mask, &self.spec, &self.solution.plan);
+        let setup = [
+            ("mask", self.arguments.mask.clone()),
+            ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
+            ("ranks", format!("{} on {} nodes", plan.cp_size(), self.config.topology.nodes())),
+            (
+                "heads",
+                format!(
+                    "{}:{} of {}, {}",
+                    spec.heads_q,
+                    spec.heads_kv,
+                    spec.head_dim,
+                    dtype_name(spec.dtype)
+                ),
+            ),
+            ("cost model", "H200".to_owned()),
+        ];
+        let predicted = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
+        HtmlReport {
+            title: "Plan of distributed attention",
+            mask,
+            plan,
+            figures: Figures {
+                setup: setup.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+                plan_seconds: Some(self.solution.seconds),
+                comm: Some(comm_figures(&self.solution.summary(mask, spec).comm)),
+                kv_row_bytes: Some(spec.kv_row_bytes() as u64),
+                forward_flops: Some(spec.flops_forward(mask.area())),
+                backward_flops: Some(spec.flops_backward(mask.area())),
+            },
+            forward: Some(predicted(&prediction.forward)),
+            backward: prediction.backward.as_ref().map(predicted),
+            check: None,
+        }
+        .render()
+    }
+}

@@ -1,0 +1,45 @@
+//! Standard output, and notes on standard error.
+
+use std::io::{self, ErrorKind, IsTerminal, Write};
+
+use counterpoint_report::Style;
+use serde::Serialize;
+
+use crate::error::CliError;
+
+/// Prints `text` to standard output. A reader that has gone away (`| head`) has what it wanted.
+pub(crate) fn print(text: &str) -> Result<(), CliError> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(source) if source.kind() != ErrorKind::BrokenPipe => Err(CliError::Stdout { source }),
+        _ => Ok(()),
+    }
+}
+
+/// Prints one JSON document on one line.
+pub(crate) fn print_json(document: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string(document).map_err(|error| CliError::Stdout { source: error.into() })?;
+    print(&(text + "\n"))
+}
+
+/// Prints one line to standard error. Nobody may be there to read it, which is no reason to stop.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// Says that timings are not those of a release build, where they are not.
+pub(crate) fn note_development_build() {
+    if cfg!(debug_assertions) {
+        note("note: this is a development build with its checks; time a build with --release");
+    }
+}
+
+/// How tables on standard output are drawn: coloured on a terminal unless `NO_COLOR` is set, as wide as the terminal.
+pub(crate) fn style() -> Style {
+    if !io::stdout().is_terminal() {
+        return Style::PLAIN;
+    }
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let width = terminal_size::terminal_size().map(|(width, _)| width.0);
+    Style { color: !no_color, width }
+}

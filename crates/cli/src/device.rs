@@ -1,0 +1,13 @@
+use std::fs;
+use std::thread;
+
+/// The processor by the name that the system gives it, and how many of its threads this process may use.
+pub(crate) fn cpu_name() -> String {
+    let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = text
+        .lines()
+        .find_map(|line| line.strip_prefix("model name"))
+        .map(|rest| rest.trim_start_matches([' ', '\t', ':']));
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    format!("{} ({threads} threads)", model.unwrap_or("CPU"))
+}

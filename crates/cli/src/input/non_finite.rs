@@ -1,0 +1,51 @@
+use counterpoint_exec::{HostData, HostTensor};
+
+use crate::error::CliError;
+
+/// Refuses a tensor that holds NaN or infinity, naming the first.
+pub(crate) fn refuse_non_finite(name: &'static str, tensor: &HostTensor) -> Result<(), CliError> {
+    let found = match tensor.data() {
+        HostData::F64(values) => first(values, |&x| x),
+        HostData::F32(values) => first(values, |&x| f64::from(x)),
+        HostData::Bf16(values) => first(values, |&x| f64::from(x)),
+        HostData::F16(values) => first(values, |&x| f64::from(x)),
+    };
+    match found {
+        None => Ok(()),
+        Some((at, value)) => Err(CliError::NonFinite { name, value, index: unravel(at, tensor.shape()) }),
+    }
+}
+
+fn first<T>(values: &[T], widen: impl Fn(&T) -> f64) -> Option<(usize, f64)> {
+    let found = values.iter().map(widen).enumerate();
+    found.into_iter().find(|(_, value)| !value.is_finite())
+}
+
+/// Position `at` of a row-major tensor as one index an axis.
+fn unravel(mut at: usize, shape: &[usize]) -> Vec<usize> {
+    let mut index = vec![0; shape.len()];
+    for (position, &length) in index.iter_mut().zip(shape).rev() {
+        *position = at % length;
+        at /= length;
+    }
+    index
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_the_first() {
+        let mut values = vec![1.0f32; 2 * 3 * 4];
+        values[17] = f32::NEG_INFINITY;
+        values[20] = f32::NAN;
+        let tensor = HostTensor::new(vec![2, 3, 4], HostData::F32(values));
+        let error = refuse_non_finite("k", &tensor).unwrap_err().to_string();
+        assert!(error.contains("`k` holds -inf at [1, 1, 1]"), "{error}");
+        let half = HostTensor::new(vec![1, 2], HostData::F16(vec![half::f16::MAX, half::f16::NAN]));
+        let error = refuse_non_finite("q", &half).unwrap_err().to_string();
+        assert!(error.contains("NaN at [0, 1]"), "{error}");
+        assert!(refuse_non_finite("v", &HostTensor::new(vec![0, 1, 1], HostData::F64(vec![]))).is_ok());
+    }
+}

@@ -1,0 +1,172 @@
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use counterpoint_exec::{HostData, HostTensor, available_memory};
+use counterpoint_plan::DType;
+use half::{bf16, f16};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+
+use crate::error::CliError;
+
+/// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
+/// straight into vectors of their type: the file is never in memory as a whole beside them.
+#[derive(Debug)]
+pub(crate) struct TensorFile {
+    path: PathBuf,
+    file: File,
+    data_start: u64,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+/// Longest header that the format's own library accepts.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+impl TensorFile {
+    /// Opens the file and checks that its header and its length agree.
+    pub(crate) fn open(path: &Path) -> Result<Self, CliError> {
+        let unreadable = |source| CliError::Unreadable { what: "input", path: path.to_owned(), source };
+        let broken = |reason: String| CliError::NotSafetensors { path: path.to_owned(), reason };
+        let mut file = File::open(path).map_err(unreadable)?;
+        let metadata = file.metadata().map_err(unreadable)?;
+        if !metadata.is_file() {
+            return Err(unreadable(io::Error::other("it is not a regular file")));
+        }
+        let bytes = metadata.len();
+        if let Some(available) = available_memory().filter(|&available| bytes > available) {
+            return Err(CliError::InputTooLarge { path: path.to_owned(), bytes, available });
+        }
+        if bytes < 8 {
+            return Err(broken(format!("it has {bytes} bytes, less than the 8 of a header's length")));
+        }
+        let mut length = [0; 8];
+        file.read_exact(&mut length).map_err(unreadable)?;
+        let header_bytes = u64::from_le_bytes(length);
+        if header_bytes > MAX_HEADER_BYTES || header_bytes > bytes - 8 {
+            let reason =
+                format!("its first 8 bytes announce a header of {header_bytes} bytes in a file of {bytes}");
+            return Err(broken(reason));
+        }
+        let mut header = vec![0; header_bytes as usize];
+        file.read_exact(&mut header).map_err(unreadable)?;
+        let header: Metadata = serde_json::from_slice(&header)
+            .map_err(|error| broken(format!("its header cannot be read ({error})")))?;
+        let data_start = 8 + header_bytes;
+        let announced = data_start + header.data_len() as u64;
+        if announced != bytes {
+            let state = if bytes < announced { "truncated" } else { "too long" };
+            return Err(broken(format!(
+                "it is {state}, with {bytes} bytes where its header announces {announced}"
+            )));
+        }
+        let tensors = header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
+        Ok(Self { path: path.to_owned(), file, data_start, tensors })
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Names of its tensors, in order.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Type and shape of a tensor.
+    pub(crate) fn header(&self, name: &str) -> Option<(Dtype, &[usize])> {
+        self.tensors.get(name).map(|info| (info.dtype, info.shape.as_slice()))
+    }
+
+    /// The error for a tensor that is not there.
+    pub(crate) fn missing(&self, name: &'static str) -> CliError {
+        let names: Vec<String> = self.names().map(|name| format!("`{name}`")).collect();
+        CliError::MissingTensor {
+            path: self.path.clone(),
+            name,
+            why: if name == "dout" { ", which --backward needs" } else { "" },
+            found: if names.is_empty() { "none".to_owned() } else { names.join(", ") },
+        }
+    }
+
+    /// Reads a tensor.
+    pub(crate) fn read(&mut self, name: &'static str) -> Result<HostTensor, CliError> {
+        let info = self.tensors.get(name).cloned().ok_or_else(|| self.missing(name))?;
+        let dtype = float_type(info.dtype).ok_or_else(|| unsupported(name, info.dtype))?;
+        let unreadable = |source| CliError::Unreadable { what: "input", path: self.path.clone(), source };
+        self.file.seek(SeekFrom::Start(self.data_start + info.data_offsets.0 as u64)).map_err(unreadable)?;
+        let elements = info.shape.iter().product();
+        let file = &mut self.file;
+        let data = match dtype {
+            DType::F64 => read_elements(file, elements, f64::from_le_bytes).map(HostData::F64),
+            DType::F32 => read_elements(file, elements, f32::from_le_bytes).map(HostData::F32),
+            DType::Bf16 => read_elements(file, elements, bf16::from_le_bytes).map(HostData::Bf16),
+            DType::F16 => read_elements(file, elements, f16::from_le_bytes).map(HostData::F16),
+        };
+        Ok(HostTensor::new(info.shape, data.map_err(unreadable)?))
+    }
+}
+
+/// The element type of the file's, where attention takes it.
+pub(super) fn float_type(dtype: Dtype) -> Option<DType> {
+    match dtype {
+        Dtype::F64 => Some(DType::F64),
+        Dtype::F32 => Some(DType::F32),
+        Dtype::BF16 => Some(DType::Bf16),
+        Dtype::F16 => Some(DType::F16),
+        _ => None,
+    }
+}
+
+/// The error for a type that attention does not take.
+pub(super) fn unsupported(name: &'static str, dtype: Dtype) -> CliError {
+    let reason =
+        format!("is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16");
+    CliError::Tensor { name, reason }
+}
+
+/// Reads `elements` numbers of `N` little-endian bytes, in blocks that stay in the cache.
+fn read_elements<T, const N: usize>(
+    file: &mut File,
+    elements: usize,
+    convert: impl Fn([u8; N]) -> T,
+) -> io::Result<Vec<T>> {
+    let mut out = Vec::with_capacity(elements);
+    let mut block = vec![0; N * elements.min(1 << 15)];
+    while out.len() < elements {
+        let bytes = &mut block[..N * (elements - out.len()).min(1 << 15)];
+        file.read_exact(bytes)?;
+        let (numbers, _) = bytes.as_chunks::<N>();
+        out.extend(numbers.iter().map(|&number| convert(number)));
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn reads_what_the_library_writes() {
+        let values: Vec<f32> = (0..70_000).map(|i| i as f32 * 0.25).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let halves: Vec<u8> = [1.0f32, -2.5].iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+        let views = [
+            ("q", safetensors::tensor::TensorView::new(Dtype::F32, vec![70, 10, 100], &bytes).unwrap()),
+            ("k", safetensors::tensor::TensorView::new(Dtype::BF16, vec![2, 1, 1], &halves).unwrap()),
+            ("empty", safetensors::tensor::TensorView::new(Dtype::F64, vec![0, 4], &[]).unwrap()),
+        ];
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&safetensors::serialize(views, None).unwrap()).unwrap();
+        let mut tensors = TensorFile::open(file.path()).unwrap();
+        assert_eq!(tensors.names().collect::<Vec<_>>(), ["empty", "k", "q"]);
+        assert_eq!(tensors.header("q"), Some((Dtype::F32, &[70, 10, 100][..])));
+        assert_eq!(tensors.read("q").unwrap(), HostTensor::new(vec![70, 10, 100], HostData::F32(values)));
+        let expected = HostData::Bf16(vec![bf16::from_f32(1.0), bf16::from_f32(-2.5)]);
+        assert_eq!(tensors.read("k").unwrap(), HostTensor::new(vec![2, 1, 1], expected));
+        assert_eq!(tensors.read("empty").unwrap(), HostTensor::new(vec![0, 4], HostData::F64(vec![])));
+    }
+}

@@ -1,0 +1,34 @@
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// What is being done, with the time it has taken, on stderr and only where that is a terminal. Cleared when dropped.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    bar: ProgressBar,
+}
+
+impl Progress {
+    /// Nothing is shown until the first step.
+    pub(crate) fn new() -> Self {
+        // Where stderr is no terminal the bar draws nothing.
+        let bar = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
+            bar.set_style(style);
+        }
+        Self { bar }
+    }
+
+    /// Says what begins now.
+    pub(crate) fn step(&self, what: impl Into<String>) {
+        self.bar.set_message(what.into());
+        self.bar.reset_elapsed();
+        self.bar.enable_steady_tick(Duration::from_millis(100));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}

@@ -1,0 +1,177 @@
+//! Help and usage.
+
+mod support;
+
+use support::Folder;
+
+const LEVELS: [&str; 7] = ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention"];
+
+#[test]
+fn every_level_has_examples() {
+    let folder = Folder::new();
+    for level in LEVELS {
+        let ran = folder.run(&format!("{level} --help")).ok();
+        assert!(ran.stdout.contains("Examples:\n  counterpoint "), "{level}\n{}", ran.stdout);
+        assert!(ran.stdout.contains("Usage: counterpoint"), "{level}");
+        assert!(!ran.stdout.contains('\u{1b}'), "no colour in a pipe");
+        assert_eq!(ran.stderr, "");
+    }
+    assert!(folder.run("--version").ok().stdout.starts_with("counterpoint "));
+}
+
+/// Every example of the mask, the plan and small attention runs as it stands.
+#[test]
+fn examples_work() {
+    let folder = Folder::new();
+    folder.write("documents.txt", "100\n2000\n300\n");
+    folder.write(
+        "mask.json",
+        r#"{"seqlen_q": 64, "seqlen_k": 64, "slices": [{"q": [0, 64], "k": [0, 64], "type": "causal"}]}"#,
+    );
+    for level in ["mask", "plan"] {
+        let help = folder.run(&format!("{level} --help")).ok().stdout;
+        let (_, examples) = help.split_once("Examples:").unwrap();
+        let mut count = 0;
+        for line in examples.lines().filter_map(|line| line.trim().strip_prefix("counterpoint ")) {
+            let (line, _) = line.split_once(" > ").unwrap_or((line, ""));
+            folder.run(line).ok();
+            count += 1;
+        }
+        assert!(count >= 3, "{level}: {count}");
+    }
+}
+
+#[test]
+fn flags_of_the_interface_exist() {
+    let folder = Folder::new();
+    for (command, flags) in [
+        (
+            "attention",
+            &[
+                "--mask",
+                "--input",
+                "--output",
+                "--cp-size",
+                "--chunk-size",
+                "--device",
+                "--backward",
+                "--check",
+                "--stages",
+                "--dispatch",
+                "--scale",
+                "--softcap",
+                "--deterministic",
+                "--report",
+                "--trace",
+                "--json",
+                "--seqlen",
+                "--heads-q",
+                "--heads-kv",
+                "--head-dim",
+                "--dtype",
+                "--seed",
+                "--allow-non-finite",
+                "--overlap",
+                "--limit",
+                "--slow-link",
+            ][..],
+        ),
+        (
+            "plan",
+            &[
+                "--mask",
+                "--cp-size",
+                "--chunk-size",
+                "--dispatch",
+                "--nodes",
+                "--heads-q",
+                "--json",
+                "--report",
+            ],
+        ),
+        ("mask", &["--svg", "--json"]),
+        ("bench plan", &["--json"]),
+        ("bench attention", &["--json"]),
+    ] {
+        let help = folder.run(&format!("{command} --help")).ok().stdout;
+        for flag in flags {
+            assert!(help.contains(flag), "{command}: {flag}");
+        }
+    }
+}
+
+#[test]
+fn bad_usage_is_one_sentence() {
+    let folder = Folder::new();
+    folder.refuses("", &["requires a subcommand", "--help"]);
+    for (line, words) in [
+        ("atention", &["atention"][..]),
+        ("bench", &["subcommand"]),
+        ("bench everything", &["everything"]),
+        ("plan --cp-size 4", &["--mask"]),
+        ("plan --mask causal:8", &["--cp-size"]),
+        ("plan --mask causal:8 --cp-size", &["--cp-size"]),
+        ("plan --mask causal:8 --cp-size 0", &["--cp-size", "cp_size is 0", "between 1 and 4096"]),
+        ("plan --mask causal:8 --cp-size 4097", &["4097", "between 1 and 4096"]),
+        ("plan --mask causal:8 --cp-size -3", &["-3"]),
+        ("plan --mask causal:8 --cp-size 2.5", &["2.5", "between 1 and 4096"]),
+        ("plan --mask causal:8 --cp-size 2 --chunk-size 0", &["--chunk-size", "at least 1"]),
+        ("plan --mask causal:8 --cp-size 2 --chunk-size x", &["--chunk-size", "`x`"]),
+        ("plan --mask causal:8 --cp-size 2 --nodes 3", &["--nodes", "3", "2"]),
+        ("plan --mask causal:8 --cp-size 2 --nodes 0", &["--nodes"]),
+        (
+            "plan --mask causal:8 --cp-size 2 --dispatch best",
+            &["best", "affinity", "min-heap", "sequential", "zigzag"],
+        ),
+        ("plan --mask causal:8 --cp-size 2 --heads-q 6 --heads-kv 4", &["6", "4", "divide"]),
+        ("plan --mask causal:8 --cp-size 2 --head-dim 0", &["--head-dim"]),
+        ("plan --mask causal:8 --cp-size 2 --stages 0", &["--stages"]),
+        ("plan --mask causal:8 --cp-size 2 --speed 3", &["--speed"]),
+        ("attention --mask causal:8 --cp-size 0", &["--cp-size", "between 1 and 4096"]),
+        ("attention --mask causal:8 --cp-size 5000", &["5000"]),
+        ("attention --mask causal:8 --chunk-size 0", &["--chunk-size"]),
+        ("attention --mask causal:8 --stages some", &["--stages", "auto"]),
+        ("attention --mask causal:8 --dtype f8", &["f8", "bf16"]),
+        ("attention --mask causal:8 --seqlen 9", &["--seqlen 9", "8"]),
+        ("attention --mask causal:8 --seqlen 0", &["--seqlen"]),
+        ("attention --mask causal:8 --heads-q 6 --heads-kv 4", &["6", "4", "divide"]),
+        ("attention --mask causal:8 --head-dim 0", &["--head-dim"]),
+        ("attention --mask causal:8 --scale nan", &["--scale"]),
+        ("attention --mask causal:8 --softcap -1", &["--softcap", "at least 0"]),
+        ("attention --mask causal:8 --limit 0", &["--limit"]),
+        ("attention --mask causal:8 --overlap magic", &["magic", "kernel-barrier"]),
+        ("attention --mask causal:8 --slow-link 3", &["--slow-link", "ALPHA_US,GB_PER_S"]),
+        ("attention --mask causal:8 --input qkv.safetensors", &["--output"]),
+        ("attention --mask causal:8 --input a --output b --seed 3", &["--seed", "--input"]),
+        ("attention --mask causal:8 --output missing/out.safetensors", &["--output", "missing"]),
+        ("attention --mask causal:8 --report missing/report.html", &["--report", "missing"]),
+        ("attention --mask causal:8 --trace missing/trace.json", &["--trace", "missing"]),
+        ("attention --mask causal:8 --report same --trace same", &["--report", "--trace", "same"]),
+        ("bench plan --iterations 3", &["--iterations"]),
+    ] {
+        folder.refuses(line, words);
+    }
+}
+
+#[test]
+fn cuda_is_not_here() {
+    let folder = Folder::new();
+    let ran = folder.run("attention --mask causal:8 --device cuda --output out.safetensors");
+    ran.is_refusal(3, &["--device cuda", "CPU"]);
+    assert!(folder.names().is_empty());
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_error() {
+    let folder = Folder::new();
+    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_counterpoint"))
+        .args(["mask", "varlen-causal:lengths=3,4,5"])
+        .current_dir(folder.path("."))
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), &*output.stderr), (Some(0), &b""[..]));
+}

@@ -1,0 +1,185 @@
+//! `counterpoint plan` and `counterpoint bench plan`.
+
+mod support;
+
+use serde_json::Value;
+use support::Folder;
+
+/// Keys of an object, sorted.
+fn keys(value: &Value) -> Vec<&str> {
+    let mut keys: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();
+    keys.sort_unstable();
+    keys
+}
+
+fn numbers(value: &Value) -> Vec<u64> {
+    value.as_array().unwrap().iter().map(|number| number.as_u64().unwrap()).collect()
+}
+
+#[test]
+fn json_has_the_keys_of_the_interface_and_adds_up() {
+    let folder = Folder::new();
+    let mask = "varlen-causal:lengths=700,40,300,1000,8";
+    for (ranks, dispatch) in
+        [(1, "affinity"), (3, "affinity"), (4, "min-heap"), (4, "sequential"), (5, "zigzag")]
+    {
+        let line =
+            format!("plan --mask {mask} --cp-size {ranks} --chunk-size 100 --dispatch {dispatch} --json");
+        let plan = folder.run(&line).ok().json();
+        assert_eq!(
+            keys(&plan),
+            ["area", "balance", "chunk_size", "comm", "cp_size", "num_chunks", "ranks", "solve_seconds"]
+        );
+        assert_eq!(
+            keys(&plan["comm"]),
+            ["all_gather_tokens", "lower_bound_tokens", "recv_tokens", "ring_tokens"]
+        );
+        let triangle = |n: u64| n * (n + 1) / 2;
+        let area = [700, 40, 300, 1000, 8].map(triangle).iter().sum::<u64>();
+        assert_eq!(plan["area"], area);
+        assert_eq!(
+            (&plan["cp_size"], &plan["chunk_size"], &plan["num_chunks"]),
+            (&ranks.into(), &100.into(), &21.into())
+        );
+        assert!(plan["solve_seconds"].as_f64().unwrap() > 0.0);
+        assert_eq!(plan["comm"]["ring_tokens"], (ranks - 1) * 2048);
+
+        let all = plan["ranks"].as_array().unwrap();
+        assert_eq!(all.len() as u64, ranks);
+        let mut chunks: Vec<u64> = all.iter().flat_map(|rank| numbers(&rank["chunks"])).collect();
+        chunks.sort_unstable();
+        assert_eq!(chunks, (0..21).collect::<Vec<_>>());
+        let sum = |key: &str| all.iter().map(|rank| rank[key].as_u64().unwrap()).sum::<u64>();
+        assert_eq!((sum("tokens"), sum("area")), (2048, area));
+        assert_eq!(sum("recv_tokens"), plan["comm"]["recv_tokens"].as_u64().unwrap());
+        assert_eq!(sum("send_tokens"), sum("recv_tokens"));
+        assert!(plan["comm"]["lower_bound_tokens"].as_u64() <= plan["comm"]["recv_tokens"].as_u64());
+        let largest = all.iter().map(|rank| rank["area"].as_u64().unwrap()).max().unwrap();
+        let balance = largest as f64 / (area as f64 / ranks as f64);
+        assert!((plan["balance"].as_f64().unwrap() - balance).abs() < 1e-9);
+        for (at, rank) in all.iter().enumerate() {
+            assert_eq!(
+                keys(rank),
+                ["area", "chunks", "rank", "recv_ranges", "recv_tokens", "send_tokens", "stages", "tokens"]
+            );
+            assert_eq!(rank["rank"], at);
+            let ranges: Vec<Vec<u64>> = rank["recv_ranges"].as_array().unwrap().iter().map(numbers).collect();
+            assert!(ranges.iter().all(|range| range.len() == 2 && range[0] < range[1]), "{ranges:?}");
+            assert!(ranges.windows(2).all(|pair| pair[0][1] < pair[1][0]), "merged and sorted: {ranges:?}");
+            assert_eq!(
+                ranges.iter().map(|range| range[1] - range[0]).sum::<u64>(),
+                rank["recv_tokens"].as_u64().unwrap()
+            );
+            let stages = rank["stages"].as_array().unwrap();
+            let total = |key: &str| stages.iter().map(|stage| stage[key].as_u64().unwrap()).sum::<u64>();
+            assert_eq!(total("area"), rank["area"].as_u64().unwrap());
+            assert_eq!(total("recv_tokens"), rank["recv_tokens"].as_u64().unwrap());
+        }
+    }
+}
+
+#[test]
+fn the_same_plan_every_time() {
+    let folder = Folder::new();
+    let line = "plan --mask sliding-window:4k,left=300,right=10 --cp-size 6 --heads-q 16 --heads-kv 2 --json";
+    let plan = || {
+        let mut plan = folder.run(line).ok().json();
+        plan["solve_seconds"] = Value::Null;
+        plan
+    };
+    assert_eq!(plan(), plan());
+}
+
+#[test]
+fn fixed_stages_and_few_chunks() {
+    let folder = Folder::new();
+    let plan = folder.run("plan --mask causal:2k --cp-size 2 --chunk-size 256 --stages 3 --json").ok().json();
+    for rank in plan["ranks"].as_array().unwrap() {
+        assert_eq!(rank["stages"].as_array().unwrap().len(), 4, "stage 0 and three remote ones");
+    }
+    // More ranks than chunks: some own nothing and still take part.
+    let plan = folder.run("plan --mask causal:100 --cp-size 8 --chunk-size 64 --json").ok().json();
+    let idle = plan["ranks"].as_array().unwrap().iter().filter(|rank| rank["tokens"] == 0).count();
+    assert_eq!((idle, plan["ranks"].as_array().unwrap().len()), (6, 8));
+}
+
+#[test]
+fn prints_a_table_that_explains_itself() {
+    let folder = Folder::new();
+    let ran = folder.run("plan --mask causal:4k --cp-size 4 --nodes 2").ok();
+    for word in [
+        "rank",
+        "balance",
+        "recv rows",
+        "lower bound",
+        "ring attention",
+        "all-gather",
+        "2 nodes",
+        "forward",
+        "backward",
+    ] {
+        assert!(ran.stdout.contains(word), "{word}\n{}", ran.stdout);
+    }
+    assert!(!ran.stdout.contains('\u{1b}') && ran.stderr.is_empty());
+    assert!(folder.names().is_empty());
+    // A mask without a pair has nothing to balance.
+    folder.write("empty.json", r#"{"seqlen_q": 64, "seqlen_k": 64, "slices": []}"#);
+    let ran = folder.run("plan --mask empty.json --cp-size 4").ok();
+    assert!(!ran.stdout.contains("NaN") && !ran.stdout.contains("inf"), "{}", ran.stdout);
+    // Queries and keys of different lengths.
+    folder.run("plan --mask causal:1k,keys=3k --cp-size 4").ok();
+}
+
+#[test]
+fn writes_a_report() {
+    let folder = Folder::new();
+    for json in ["", " --json"] {
+        let ran = folder.run(&format!("plan --mask causal:4k --cp-size 4 --report plan.html{json}")).ok();
+        assert_eq!(json.is_empty(), ran.stdout.contains("plan.html"));
+        let html = String::from_utf8(folder.read("plan.html")).unwrap();
+        assert!(html.starts_with("<!DOCTYPE html>") && html.contains("</html>"));
+        assert!(!html.contains("http://") || html.contains("www.w3.org"), "no network");
+        assert_eq!(folder.names(), ["plan.html"]);
+    }
+}
+
+#[test]
+fn bench_plan_checks_and_prints_rows() {
+    let folder = Folder::new();
+    let line = "bench plan --mask causal:4k --mask varlen-causal:lengths=600,1448 --cp-size 2 --cp-size 3";
+    let rows = folder.run(&format!("{line} --json")).ok().json_lines();
+    assert_eq!(rows.len(), 2 * 2 * 4);
+    for row in &rows {
+        for key in [
+            "name",
+            "shape",
+            "dtype",
+            "mask",
+            "device",
+            "ranks",
+            "seconds",
+            "ratio",
+            "verified",
+            "dispatch",
+            "balance",
+            "recv_tokens",
+        ] {
+            assert!(!row[key].is_null(), "{key} in {row}");
+        }
+        let seconds = |key: &str| row["seconds"][key].as_f64().unwrap();
+        assert!(
+            0.0 < seconds("min")
+                && seconds("min") <= seconds("median")
+                && seconds("median") <= seconds("max")
+        );
+        assert_eq!(row["seconds"]["count"], 10);
+        assert!(row["balance"].as_f64().unwrap() >= 1.0 - 1e-12);
+        if row["dispatch"] == "min-heap" {
+            assert_eq!((&row["ratio"], &row["recv_ratio_to_min_heap"]), (&1.0.into(), &1.0.into()));
+        }
+    }
+    let ran = folder.run(line).ok();
+    for word in ["affinity", "min-heap", "sequential", "zigzag", "10 solves"] {
+        assert!(ran.stdout.contains(word), "{word}\n{}", ran.stdout);
+    }
+}

@@ -1,0 +1,161 @@
+use std::time::Instant;
+
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferSpec, Program, Span, StreamSpec};
+
+use crate::{ExecError, HostTensor, OpPlace};
+
+/// Where the operations of one rank run: streams, events, memory and kernels.
+///
+/// Everything that is "enqueued" only takes its place on a stream and returns at once; nothing in a run waits for the host,
+/// so that a run may become a CUDA graph. Handles are cheap to clone and may stand for borrowed memory or a borrowed
+/// stream: who owns what is the backend's business. A clone of a backend is the same rank's.
+pub trait Backend: Clone + Send {
+    /// A queue whose operations run in order.
+    type Stream: Send;
+    /// Marks a point of a stream. May be recorded once in every run.
+    type Event: Clone + Send;
+    /// A dense tensor.
+    type Buffer: Clone + Send;
+    /// Counts starts of communication operations; only grows.
+    type Barrier: Clone + Send;
+    /// A counter that streams raise and wait for; only grows.
+    type Signal: Clone + Send;
+    /// A compute operation made ready to run many times.
+    type Kernel: Send;
+
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// Ranks that run together.
+    fn world_size(&self) -> usize;
+
+    /// Bytes that can still be allocated, where that is known.
+    fn available_memory(&self) -> Option<u64>;
+
+    /// A new tensor, contents arbitrary.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] when it cannot fit.
+    fn allocate(&self, spec: &BufferSpec) -> Result<Self::Buffer, ExecError>;
+
+    /// A buffer with a tensor's contents, named `name` in errors.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] when it cannot fit.
+    fn upload(&self, name: &str, tensor: HostTensor) -> Result<Self::Buffer, ExecError>;
+
+    /// A copy of a buffer's contents. The operations that write it must have finished.
+    ///
+    /// # Errors
+    /// When an operation still writes it.
+    fn download(&self, buffer: &Self::Buffer) -> Result<HostTensor, ExecError>;
+
+    /// Shape and element type of a buffer.
+    fn layout(&self, buffer: &Self::Buffer) -> (Vec<usize>, DType);
+
+    /// A new stream.
+    ///
+    /// # Errors
+    /// When the system has none left.
+    fn create_stream(&self, spec: &StreamSpec) -> Result<Self::Stream, ExecError>;
+
+    /// A new event.
+    fn create_event(&self) -> Self::Event;
+
+    /// A new barrier at 0.
+    fn create_barrier(&self) -> Self::Barrier;
+
+    /// A new signal at 0.
+    fn create_signal(&self) -> Self::Signal;
+
+    /// Makes a compute operation ready: checks shapes and types, builds what every run shares.
+    ///
+    /// # Errors
+    /// [`ExecError::Program`] when its tensors do not fit it.
+    fn prepare(&self, program: &Program, index: usize) -> Result<Self::Kernel, ExecError>;
+
+    /// Begins a run: spans are measured from `origin`, and counts of barriers and values of signals start anew. The
+    /// counters themselves go on growing, since late operations of an earlier run may still read them.
+    fn begin_run(&self, program: &str, origin: Instant, barriers: &[Self::Barrier], signals: &[Self::Signal]);
+
+    /// Fills a buffer with NaN where the backend is set to do so. Called between runs only.
+    ///
+    /// # Errors
+    /// When an operation still uses it.
+    fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
+
+    /// Enqueues a compute operation. `buffers` is the Program's table.
+    ///
+    /// # Errors
+    /// The world's error, when it has failed; likewise below.
+    fn launch(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        kernel: &Self::Kernel,
+        buffers: &[Self::Buffer],
+    ) -> Result<(), ExecError>;
+
+    /// Enqueues the event's next record.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn record(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError>;
+
+    /// What is enqueued after this starts after the event's last record that was enqueued before this.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn wait(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError>;
+
+    /// What is enqueued after this starts once `arrivals` operations have arrived in this run.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn await_barrier(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        barrier: &Self::Barrier,
+        arrivals: u64,
+    ) -> Result<(), ExecError>;
+
+    /// Enqueues raising a signal to `value`, counted from the start of the run.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn signal(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        signal: &Self::Signal,
+        value: u64,
+    ) -> Result<(), ExecError>;
+
+    /// What is enqueued after this starts once the signal is at least `value`.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn wait_signal(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        signal: &Self::Signal,
+        value: u64,
+    ) -> Result<(), ExecError>;
+
+    /// Sleeps until all that was enqueued on `streams` has finished. Fails when nothing at all moves for the limit.
+    ///
+    /// # Errors
+    /// The first error of the run.
+    fn synchronize(&self, streams: &[&Self::Stream]) -> Result<(), ExecError>;
+
+    /// The spans that a stream measured since they were last taken; `stream` is the index that they get. The stream must
+    /// be synchronised.
+    fn take_spans(&self, stream: &Self::Stream, index: usize) -> Vec<Span>;
+
+    /// Tells all ranks of an error, so that nobody waits for this one. Returns the first error that was told, which is the
+    /// one to hand on.
+    fn fail(&self, error: ExecError) -> ExecError;
+}

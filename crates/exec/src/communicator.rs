@@ -1,0 +1,192 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use counterpoint_plan::{DType, GroupPart};
+use counterpoint_schedule::{
+    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, ReduceOp, StreamKind, StreamSpec,
+};
+
+use crate::{Backend, CpuBackend, ExecError, LocalTransport, OpPlace, SlowLink, Transport, World};
+
+/// Group collectives by themselves, without a Program: one rank's end of them, with a stream of its own.
+///
+/// All ranks must issue the same collectives in the same order. Calls return at once; [`Handle::synchronize`] waits on the
+/// host, [`Handle::wait`] orders another stream behind.
+pub struct Communicator<B: Backend, T: Transport<B>> {
+    backend: B,
+    transport: T,
+    stream: B::Stream,
+    calls: AtomicUsize,
+}
+
+/// How a group-reduce combines partial results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reduce {
+    /// The operation.
+    pub op: ReduceOp,
+    /// Whether the result's own contents are the first operand.
+    pub accumulate: Accumulate,
+    /// Type on the wire (the logarithms of [`ReduceOp::Lse`] travel as they are stored).
+    pub wire_dtype: DType,
+    /// Type in which operands are combined.
+    pub reduce_dtype: DType,
+}
+
+impl Communicator<CpuBackend, LocalTransport> {
+    /// A communicator for every rank of `world`, all in this process.
+    ///
+    /// # Errors
+    /// [`ExecError::Thread`] when the system gives no threads.
+    pub fn local(world: &Arc<World>, slow_link: Option<SlowLink>) -> Result<Vec<Self>, ExecError> {
+        let workers = CpuBackend::workers(0)?;
+        LocalTransport::connect(world, slow_link)
+            .into_iter()
+            .enumerate()
+            .map(|(rank, transport)| Self::new(CpuBackend::new(world, rank, workers.clone()), transport))
+            .collect()
+    }
+}
+
+impl<B: Backend, T: Transport<B>> Communicator<B, T> {
+    /// Takes over one rank's backend and transport.
+    ///
+    /// # Errors
+    /// When the backend has no stream left.
+    pub fn new(backend: B, transport: T) -> Result<Self, ExecError> {
+        let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
+        let stream = backend.create_stream(&spec)?;
+        Ok(Self { backend, transport, stream, calls: AtomicUsize::new(0) })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.transport.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.transport.world_size()
+    }
+
+    /// The backend, to make buffers and streams.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Sends rows of the inputs to the ranks that `part` names and receives theirs into the outputs. The two buffers of a
+    /// pair have the same row shape and element type; all pairs travel together. Rows of an output that no split names are
+    /// left alone.
+    ///
+    /// # Errors
+    /// [`ExecError::BadCollective`] when the part does not fit the tensors: nothing has been sent then.
+    pub fn group_cast(
+        &self,
+        label: &str,
+        part: &GroupPart,
+        tensors: &[(&B::Buffer, &B::Buffer)],
+        wire_dtype: DType,
+    ) -> Result<Handle<'_, B, T>, ExecError> {
+        let table = Table::new(&self.backend, tensors);
+        let op = GroupCast { part: Arc::new(part.clone()), tensors: table.pairs, wire_dtype, arrive: None };
+        let place = self.place(label);
+        let collective = self.transport.prepare_cast(&place, &op, &table.specs)?;
+        self.enqueue(&place, &collective, &table.buffers)
+    }
+
+    /// Sends partial results (rows of the first buffer of each pair) to their owners and combines what arrives into the
+    /// second, in the order of source ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::group_cast`].
+    pub fn group_reduce(
+        &self,
+        label: &str,
+        part: &GroupPart,
+        tensors: &[(&B::Buffer, &B::Buffer)],
+        reduce: Reduce,
+    ) -> Result<Handle<'_, B, T>, ExecError> {
+        let table = Table::new(&self.backend, tensors);
+        let Reduce { op, accumulate, wire_dtype, reduce_dtype } = reduce;
+        let op = GroupReduce {
+            part: Arc::new(part.clone()),
+            tensors: table.pairs,
+            op,
+            accumulate,
+            wire_dtype,
+            reduce_dtype,
+            arrive: None,
+        };
+        let place = self.place(label);
+        let collective = self.transport.prepare_reduce(&place, &op, &table.specs)?;
+        self.enqueue(&place, &collective, &table.buffers)
+    }
+
+    fn place(&self, label: &str) -> OpPlace {
+        OpPlace::new(self.calls.fetch_add(1, Ordering::Relaxed), label)
+    }
+
+    fn enqueue(
+        &self,
+        place: &OpPlace,
+        collective: &T::Collective,
+        buffers: &[B::Buffer],
+    ) -> Result<Handle<'_, B, T>, ExecError> {
+        self.transport.enqueue(&self.backend, &self.stream, place, collective, buffers, None)?;
+        let finished = self.backend.create_event();
+        self.backend.record(&self.stream, place, &finished)?;
+        Ok(Handle { communicator: self, place: place.clone(), finished })
+    }
+}
+
+/// A collective on its way.
+#[must_use = "the collective may still run: wait for it before its buffers are used"]
+pub struct Handle<'a, B: Backend, T: Transport<B>> {
+    communicator: &'a Communicator<B, T>,
+    place: OpPlace,
+    finished: B::Event,
+}
+
+impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
+    /// What is enqueued on `stream` from now on starts after the collective.
+    ///
+    /// # Errors
+    /// The world's error, when it has failed.
+    pub fn wait(&self, stream: &B::Stream) -> Result<(), ExecError> {
+        self.communicator.backend.wait(stream, &self.place, &self.finished)
+    }
+
+    /// Sleeps until the collective, and all that this communicator was given before it, has finished.
+    ///
+    /// # Errors
+    /// The first error of any rank of the world.
+    pub fn synchronize(self) -> Result<(), ExecError> {
+        let Communicator { backend, stream, .. } = self.communicator;
+        backend.synchronize(&[stream])
+    }
+}
+
+/// Buffers of one call as the table that operations index; a buffer passed twice has two entries.
+struct Table<B: Backend> {
+    buffers: Vec<B::Buffer>,
+    specs: Vec<BufferSpec>,
+    pairs: Vec<(BufferId, BufferId)>,
+}
+
+impl<B: Backend> Table<B> {
+    fn new(backend: &B, tensors: &[(&B::Buffer, &B::Buffer)]) -> Self {
+        let mut table = Self { buffers: Vec::new(), specs: Vec::new(), pairs: Vec::new() };
+        for (index, (input, output)) in tensors.iter().enumerate() {
+            let input = table.push(backend, input, format!("input {index}"), BufferRole::Input);
+            let output = table.push(backend, output, format!("output {index}"), BufferRole::Output);
+            table.pairs.push((input, output));
+        }
+        table
+    }
+
+    fn push(&mut self, backend: &B, buffer: &B::Buffer, name: String, role: BufferRole) -> BufferId {
+        let (shape, dtype) = backend.layout(buffer);
+        self.specs.push(BufferSpec { name, dtype, shape, role });
+        self.buffers.push(buffer.clone());
+        BufferId(self.buffers.len() - 1)
+    }
+}

@@ -1,0 +1,208 @@
+use counterpoint_schedule::{
+    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BufferId, Op, Program,
+};
+use rayon::ThreadPool;
+
+use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
+use super::operands;
+use crate::host_element::{HostElement, with_host_element};
+use crate::kernel::{
+    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
+    attention_delta, attention_finish, attention_forward, cast,
+};
+use crate::{ExecError, OpPlace};
+
+/// A compute operation of the CPU backend, its tensors checked.
+#[derive(Clone)]
+pub struct CpuKernel {
+    op: Op,
+}
+
+impl CpuKernel {
+    pub(super) fn new(program: &Program, index: usize) -> Result<Self, ExecError> {
+        operands::check(program, index)?;
+        Ok(Self { op: program.ops[index].op.clone() })
+    }
+
+    /// On a stream's thread: runs it on `workers`.
+    pub(super) fn run(
+        &self,
+        rank: usize,
+        place: &OpPlace,
+        buffers: &[CpuBuffer],
+        workers: &ThreadPool,
+    ) -> Result<(), ExecError> {
+        let access = Access { rank, place, buffers };
+        let dtype = |id: BufferId| buffers[id.0].dtype();
+        match &self.op {
+            Op::AttentionForward(op) => {
+                with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
+            }
+            Op::AttentionFinish(op) => {
+                with_host_element!(dtype(op.out), T => finish::<T>(op, &access, workers))
+            }
+            Op::AttentionDelta(op) => {
+                with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
+            }
+            Op::AttentionBackward(op) => {
+                with_host_element!(dtype(op.q), T => backward::<T>(op, &access, workers))
+            }
+            Op::Cast { src, dst } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
+                    cast(elements::<S>(&src), elements_mut::<D>(&mut dst), workers);
+                }));
+                Ok(())
+            }
+            Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
+            // `operands::check` lets no other operation through.
+            _ => Ok(()),
+        }
+    }
+}
+
+fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+{
+    let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
+    let (mut acc, mut row_max, mut row_sum) =
+        (access.write(op.acc)?, access.write(op.row_max)?, access.write(op.row_sum)?);
+    let args = ForwardArgs {
+        shape: head_shape(&q, &k, &v),
+        q: elements::<T>(&q),
+        k: elements::<T>(&k),
+        v: elements::<T>(&v),
+        acc: elements_mut(&mut acc),
+        row_max: elements_mut(&mut row_max),
+        row_sum: elements_mut(&mut row_sum),
+        bands: &op.bands,
+        scale: op.scale,
+        softcap: op.softcap,
+        accumulate: op.accumulate,
+    };
+    attention_forward(args, workers);
+    Ok(())
+}
+
+fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+{
+    let (acc, row_max, row_sum) = (access.read(op.acc)?, access.read(op.row_max)?, access.read(op.row_sum)?);
+    let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
+    let (mut out, mut lse) = (access.write(op.out)?, access.write(op.lse)?);
+    let args = FinishArgs::<T> {
+        heads_q: acc.shape()[1],
+        head_dim_v: acc.shape()[2],
+        acc: elements(&acc),
+        row_max: elements(&row_max),
+        row_sum: elements(&row_sum),
+        sink: sink.as_ref().map(|sink| elements(sink)),
+        out: elements_mut(&mut out),
+        lse: elements_mut(&mut lse),
+    };
+    attention_finish(args, workers);
+    Ok(())
+}
+
+fn delta<T>(op: &AttentionDelta, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+{
+    let (out, dout, lse) = (access.read(op.out)?, access.read(op.dout)?, access.read(op.lse)?);
+    let mut delta = access.write(op.delta)?;
+    let sink = op.sink.map(|(sink, _)| access.read(sink)).transpose()?;
+    let mut dsink = op.sink.map(|(_, dsink)| access.write(dsink)).transpose()?;
+    let args = DeltaArgs::<T> {
+        heads_q: out.shape()[1],
+        head_dim_v: out.shape()[2],
+        out: elements(&out),
+        dout: elements(&dout),
+        lse: elements(&lse),
+        delta: elements_mut(&mut delta),
+        sink: sink
+            .as_ref()
+            .zip(dsink.as_mut())
+            .map(|(sink, dsink)| SinkArgs { sink: elements(sink), dsink: elements_mut(dsink) }),
+    };
+    attention_delta(args, workers);
+    Ok(())
+}
+
+fn backward<T>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+{
+    let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
+    let (dout, lse, delta) = (access.read(op.dout)?, access.read(op.lse)?, access.read(op.delta)?);
+    let (mut dq, mut dk, mut dv) = (access.write(op.dq)?, access.write(op.dk)?, access.write(op.dv)?);
+    let args = BackwardArgs {
+        shape: head_shape(&q, &k, &v),
+        q: elements::<T>(&q),
+        k: elements::<T>(&k),
+        v: elements::<T>(&v),
+        dout: elements::<T>(&dout),
+        lse: elements(&lse),
+        delta: elements(&delta),
+        dq: elements_mut(&mut dq),
+        dk: elements_mut(&mut dk),
+        dv: elements_mut(&mut dv),
+        bands: &op.bands,
+        scale: op.scale,
+        softcap: op.softcap,
+        accumulate_dq: op.accumulate_dq,
+    };
+    attention_backward(args, workers);
+    Ok(())
+}
+
+fn concat(srcs: &[BufferId], dst: BufferId, access: &Access<'_>) -> Result<(), ExecError> {
+    let mut dst = access.write(dst)?;
+    let mut offset = 0;
+    for src in srcs {
+        let src = access.read(*src)?;
+        with_host_element!(src.dtype(), T => {
+            elements_mut::<T>(&mut dst)[offset..offset + src.len()].copy_from_slice(elements::<T>(&src));
+        });
+        offset += src.len();
+    }
+    Ok(())
+}
+
+fn head_shape(q: &ReadGuard<'_>, k: &ReadGuard<'_>, v: &ReadGuard<'_>) -> HeadShape {
+    HeadShape {
+        heads_q: q.shape()[1],
+        heads_kv: k.shape()[1],
+        head_dim: q.shape()[2],
+        head_dim_v: v.shape()[2],
+    }
+}
+
+/// Elements of a tensor whose type `operands::check` has seen: for any other it would be empty, and the kernel would refuse
+/// its length.
+fn elements<'a, T: HostElement>(tensor: &'a ReadGuard<'_>) -> &'a [T] {
+    tensor.as_slice().unwrap_or(&[])
+}
+
+fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [T] {
+    tensor.as_mut_slice().unwrap_or(&mut [])
+}
+
+/// Gives an operation its tensors.
+struct Access<'a> {
+    rank: usize,
+    place: &'a OpPlace,
+    /// The Program's table.
+    buffers: &'a [CpuBuffer],
+}
+
+impl<'a> Access<'a> {
+    fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
+        self.buffers[id.0].read(self.rank, self.place)
+    }
+
+    fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
+        self.buffers[id.0].write(self.rank, self.place)
+    }
+}

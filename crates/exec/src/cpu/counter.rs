@@ -1,0 +1,113 @@
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use counterpoint_schedule::SpanKind;
+
+use super::stream::{CpuStream, StreamShared};
+use crate::monitor::{Monitor, lock};
+use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
+use crate::{ExecError, OpPlace};
+
+/// A number that only grows, reached on streams and awaited on streams: what events, kernel barriers and signals are made
+/// of. The host keeps what it has enqueued (`issued`), the streams what has happened (`reached`); neither is ever reset, so
+/// a late reader of an earlier run cannot be misled.
+#[derive(Clone)]
+pub(crate) struct Counter {
+    what: &'static str,
+    issued: Arc<Mutex<Issued>>,
+    reached: Arc<Monitor<u64>>,
+}
+
+#[derive(Default)]
+struct Issued {
+    value: u64,
+    /// Value at the start of the run.
+    base: u64,
+    /// The stream that was given the last step, and the step's place, for errors.
+    by: Option<(Arc<StreamStatus>, OpPlace)>,
+}
+
+impl Counter {
+    pub(crate) fn new(world: &World, what: &'static str) -> Self {
+        Self { what, issued: Arc::default(), reached: world.monitor(0) }
+    }
+
+    /// From here on values are counted from what has been enqueued so far.
+    pub(crate) fn begin_run(&self) {
+        let mut issued = lock(&self.issued);
+        issued.base = issued.value;
+    }
+
+    /// Notes that a step of one is enqueued on `stream`.
+    pub(crate) fn issue_step(&self, stream: &CpuStream, place: &OpPlace) {
+        let mut issued = lock(&self.issued);
+        issued.value += 1;
+        issued.by = Some((stream.status().clone(), place.clone()));
+    }
+
+    /// Notes that raising to `value`, counted from the start of the run, is enqueued on `stream`; gives the absolute value.
+    pub(crate) fn issue_value(&self, stream: &CpuStream, place: &OpPlace, value: u64) -> u64 {
+        let mut issued = lock(&self.issued);
+        let absolute = issued.base + value;
+        issued.value = issued.value.max(absolute);
+        issued.by = Some((stream.status().clone(), place.clone()));
+        absolute
+    }
+
+    /// The last value enqueued so far.
+    pub(crate) fn issued(&self) -> u64 {
+        lock(&self.issued).value
+    }
+
+    /// `value` counted from the start of the run, as an absolute value.
+    pub(crate) fn absolute(&self, value: u64) -> u64 {
+        lock(&self.issued).base + value
+    }
+
+    /// A step of one happens.
+    pub(crate) fn step(&self) {
+        self.reached.update(|reached| *reached += 1);
+    }
+
+    /// The counter is at least `value` from here on.
+    pub(crate) fn raise(&self, value: u64) {
+        self.reached.update(|reached| *reached = (*reached).max(value));
+    }
+
+    /// On a stream's thread: sleeps until the counter has reached the absolute value `target`.
+    pub(crate) fn wait(
+        &self,
+        stream: &StreamShared,
+        place: &OpPlace,
+        target: u64,
+    ) -> Result<Option<SpanKind>, ExecError> {
+        if self.reached.peek(|reached| *reached >= target) {
+            return Ok(None);
+        }
+        let began = Instant::now();
+        let by = lock(&self.issued).by.clone();
+        let blocker = by.as_ref().map(|(status, _)| Blocker::Stream(status.clone()));
+        stream.status.block(blocker.clone());
+        let world = &*stream.world;
+        let end = world.wait(&self.reached, world.deadline(), |reached| (*reached >= target).then_some(()));
+        let result = match end {
+            Ok(()) => Ok(Some(SpanKind::Wait)),
+            Err(WaitEnd::Failed(error)) => Err(error),
+            Err(WaitEnd::Limit) => {
+                let reached = self.reached.peek(|reached| *reached);
+                let (name, who) = match &by {
+                    Some((status, place)) => (
+                        format!("{} of stream {} ({place})", self.what, status.name),
+                        format!("its {}", status.describe()),
+                    ),
+                    None => (self.what.to_owned(), "nobody was told to raise it".to_owned()),
+                };
+                let evidence = format!("it is at {reached} of {target}, and {who}");
+                let place = format!("{place} on stream {}", stream.status.name);
+                Err(world.stalled(stream.rank, place, began, Awaited { name, evidence, blocker }))
+            }
+        };
+        stream.status.block(None);
+        result
+    }
+}

@@ -1,0 +1,13 @@
+use super::counter::Counter;
+use crate::world::World;
+
+/// An event of the CPU backend. Each record is one step of a counter, and a wait is for the records enqueued before it, so
+/// one event serves any number of runs.
+#[derive(Clone)]
+pub struct CpuEvent(pub(super) Counter);
+
+impl CpuEvent {
+    pub(super) fn new(world: &World) -> Self {
+        Self(Counter::new(world, "an event"))
+    }
+}

@@ -1,0 +1,242 @@
+//! The CPU backend: streams are threads, kernels run on a pool of threads that all ranks share.
+
+mod buffer;
+mod compute;
+mod counter;
+mod event;
+mod kernel_barrier;
+mod operands;
+mod signal;
+mod stream;
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamSpec};
+use rayon::ThreadPool;
+
+pub use buffer::CpuBuffer;
+pub(crate) use buffer::{ReadGuard, WriteGuard};
+pub use compute::CpuKernel;
+pub use event::CpuEvent;
+pub use kernel_barrier::KernelBarrier;
+pub use signal::CpuSignal;
+pub use stream::CpuStream;
+pub(crate) use stream::StreamShared;
+
+use crate::memory::available_memory;
+use crate::monitor::lock;
+use crate::place::host_place;
+use crate::world::World;
+use crate::{Backend, ExecError, HostTensor, OpPlace};
+
+/// One rank of the CPU backend.
+#[derive(Clone)]
+pub struct CpuBackend {
+    world: Arc<World>,
+    rank: usize,
+    workers: Arc<ThreadPool>,
+    run: Arc<Mutex<Run>>,
+}
+
+struct Run {
+    program: Arc<str>,
+    origin: Instant,
+}
+
+impl CpuBackend {
+    /// Rank `rank` of `world`, whose kernels run on `workers`: one pool for all ranks, so that they share the machine's
+    /// cores instead of fighting for them. A pool smaller than the machine is what `sm_margin` means here.
+    ///
+    /// # Panics
+    /// When the world has no such rank.
+    pub fn new(world: &Arc<World>, rank: usize, workers: Arc<ThreadPool>) -> Self {
+        assert!(rank < world.size(), "rank {rank} of a world of {}", world.size());
+        let run = Run { program: "".into(), origin: Instant::now() };
+        Self { world: world.clone(), rank, workers, run: Arc::new(Mutex::new(run)) }
+    }
+
+    /// A pool of as many threads as the machine has cores, less `sm_margin`, but at least one.
+    ///
+    /// # Errors
+    /// [`ExecError::Thread`] when the system gives no threads.
+    pub fn workers(sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        rayon::ThreadPoolBuilder::new()
+            .num_threads(cores.saturating_sub(sm_margin).max(1))
+            .thread_name(|index| format!("worker {index}"))
+            .build()
+            .map(Arc::new)
+            .map_err(|error| ExecError::Thread {
+                rank: 0,
+                stream: "workers".to_owned(),
+                reason: error.to_string(),
+            })
+    }
+
+    /// What the ranks share.
+    pub fn world(&self) -> &Arc<World> {
+        &self.world
+    }
+
+    pub(crate) fn program(&self) -> Arc<str> {
+        lock(&self.run).program.clone()
+    }
+}
+
+impl Backend for CpuBackend {
+    type Stream = CpuStream;
+    type Event = CpuEvent;
+    type Buffer = CpuBuffer;
+    type Barrier = KernelBarrier;
+    type Signal = CpuSignal;
+    type Kernel = CpuKernel;
+
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world.size()
+    }
+
+    fn available_memory(&self) -> Option<u64> {
+        available_memory()
+    }
+
+    fn allocate(&self, spec: &BufferSpec) -> Result<CpuBuffer, ExecError> {
+        if let Some(available) = available_memory().filter(|available| *available < spec.bytes()) {
+            return Err(ExecError::OutOfMemory { needed: spec.bytes(), available });
+        }
+        Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
+    }
+
+    fn upload(&self, name: &str, tensor: HostTensor) -> Result<CpuBuffer, ExecError> {
+        Ok(CpuBuffer::new(self.rank, name, tensor))
+    }
+
+    fn download(&self, buffer: &CpuBuffer) -> Result<HostTensor, ExecError> {
+        buffer.tensor()
+    }
+
+    fn layout(&self, buffer: &CpuBuffer) -> (Vec<usize>, DType) {
+        (buffer.shape().to_vec(), buffer.dtype())
+    }
+
+    fn create_stream(&self, spec: &StreamSpec) -> Result<CpuStream, ExecError> {
+        CpuStream::new(&self.world, self.rank, &spec.name, spec.kind)
+    }
+
+    fn create_event(&self) -> CpuEvent {
+        CpuEvent::new(&self.world)
+    }
+
+    fn create_barrier(&self) -> KernelBarrier {
+        KernelBarrier::new(&self.world)
+    }
+
+    fn create_signal(&self) -> CpuSignal {
+        CpuSignal::new(&self.world)
+    }
+
+    fn prepare(&self, program: &Program, index: usize) -> Result<CpuKernel, ExecError> {
+        CpuKernel::new(program, index)
+    }
+
+    fn begin_run(&self, program: &str, origin: Instant, barriers: &[KernelBarrier], signals: &[CpuSignal]) {
+        *lock(&self.run) = Run { program: program.into(), origin };
+        barriers.iter().for_each(|barrier| barrier.0.begin_run());
+        signals.iter().for_each(|signal| signal.0.begin_run());
+    }
+
+    fn poison(&self, buffer: &CpuBuffer) -> Result<(), ExecError> {
+        if self.world.config().poison {
+            buffer.write(self.rank, &host_place())?.fill_nan();
+        }
+        Ok(())
+    }
+
+    fn launch(
+        &self,
+        stream: &CpuStream,
+        place: &OpPlace,
+        kernel: &CpuKernel,
+        buffers: &[CpuBuffer],
+    ) -> Result<(), ExecError> {
+        let kernel = kernel.clone();
+        let buffers = buffers.to_vec();
+        let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
+        stream.push(&self.program(), place, move |_| {
+            kernel.run(rank, &at, &buffers, &workers)?;
+            Ok(Some(SpanKind::Compute))
+        })
+    }
+
+    fn record(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
+        let counter = event.0.clone();
+        counter.issue_step(stream, place);
+        stream.push(&self.program(), place, move |_| {
+            counter.step();
+            Ok(None)
+        })
+    }
+
+    fn wait(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
+        let (counter, at) = (event.0.clone(), place.clone());
+        let target = counter.issued();
+        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+    }
+
+    fn await_barrier(
+        &self,
+        stream: &CpuStream,
+        place: &OpPlace,
+        barrier: &KernelBarrier,
+        arrivals: u64,
+    ) -> Result<(), ExecError> {
+        let (counter, at) = (barrier.0.clone(), place.clone());
+        let target = counter.absolute(arrivals);
+        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+    }
+
+    fn signal(
+        &self,
+        stream: &CpuStream,
+        place: &OpPlace,
+        signal: &CpuSignal,
+        value: u64,
+    ) -> Result<(), ExecError> {
+        let counter = signal.0.clone();
+        let absolute = counter.issue_value(stream, place, value);
+        stream.push(&self.program(), place, move |_| {
+            counter.raise(absolute);
+            Ok(None)
+        })
+    }
+
+    fn wait_signal(
+        &self,
+        stream: &CpuStream,
+        place: &OpPlace,
+        signal: &CpuSignal,
+        value: u64,
+    ) -> Result<(), ExecError> {
+        let (counter, at) = (signal.0.clone(), place.clone());
+        let target = counter.absolute(value);
+        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+    }
+
+    fn synchronize(&self, streams: &[&CpuStream]) -> Result<(), ExecError> {
+        streams.iter().try_for_each(|stream| stream.synchronize())
+    }
+
+    fn take_spans(&self, stream: &CpuStream, index: usize) -> Vec<Span> {
+        let origin = lock(&self.run).origin;
+        stream.take_spans(origin, index)
+    }
+
+    fn fail(&self, error: ExecError) -> ExecError {
+        self.world.fail(error)
+    }
+}

@@ -1,0 +1,134 @@
+//! Checks of an operation's tensors against each other, once, so that kernels need not.
+
+use counterpoint_mask::Band;
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+
+use crate::ExecError;
+
+/// Whether the CPU backend can run operation `index` of `program`.
+pub(super) fn check(program: &Program, index: usize) -> Result<(), ExecError> {
+    let check = Check { program, index };
+    match &program.ops[index].op {
+        Op::AttentionForward(op) => {
+            let heads = check.heads(op.q, op.k, op.v)?;
+            let (q, k) = (check.spec(op.q), check.spec(op.k));
+            let acc = q.dtype.accumulator();
+            check.tensor(op.acc, acc, &[q.rows(), heads.q, heads.dim_v])?;
+            check.tensor(op.row_max, acc, &[q.rows(), heads.q])?;
+            check.tensor(op.row_sum, acc, &[q.rows(), heads.q])?;
+            check.bands(&op.bands, q.rows(), k.rows())
+        }
+        Op::AttentionFinish(op) => {
+            let out = check.three_axes(op.out)?;
+            let acc = out.dtype.accumulator();
+            check.tensor(op.acc, acc, &out.shape)?;
+            check.tensor(op.row_max, acc, &out.shape[..2])?;
+            check.tensor(op.row_sum, acc, &out.shape[..2])?;
+            check.tensor(op.lse, acc, &out.shape[..2])?;
+            op.sink.map_or(Ok(()), |sink| check.tensor(sink, acc, &[check.spec(sink).rows(), out.shape[1]]))
+        }
+        Op::AttentionDelta(op) => {
+            let out = check.three_axes(op.out)?;
+            let acc = out.dtype.accumulator();
+            check.tensor(op.dout, out.dtype, &out.shape)?;
+            check.tensor(op.lse, acc, &out.shape[..2])?;
+            check.tensor(op.delta, acc, &out.shape[..2])?;
+            let Some((sink, dsink)) = op.sink else { return Ok(()) };
+            check.tensor(sink, acc, &[check.spec(sink).rows(), out.shape[1]])?;
+            check.tensor(dsink, acc, &check.spec(sink).shape)
+        }
+        Op::AttentionBackward(op) => {
+            let heads = check.heads(op.q, op.k, op.v)?;
+            let (q, k, v) = (check.spec(op.q), check.spec(op.k), check.spec(op.v));
+            let acc = q.dtype.accumulator();
+            check.tensor(op.dout, q.dtype, &[q.rows(), heads.q, heads.dim_v])?;
+            check.tensor(op.lse, acc, &[q.rows(), heads.q])?;
+            check.tensor(op.delta, acc, &[q.rows(), heads.q])?;
+            check.tensor(op.dq, acc, &q.shape)?;
+            check.tensor(op.dk, acc, &k.shape)?;
+            check.tensor(op.dv, acc, &v.shape)?;
+            check.bands(&op.bands, q.rows(), k.rows())
+        }
+        Op::Cast { src, dst } => {
+            let (src, dst_dtype) = (check.spec(*src), check.spec(*dst).dtype);
+            check.tensor(*dst, dst_dtype, &src.shape)
+        }
+        Op::Concat { srcs, dst } => {
+            let target = check.spec(*dst);
+            let mut shape = target.shape.clone();
+            shape[0] = srcs.iter().map(|src| check.spec(*src).rows()).sum();
+            check.tensor(*dst, target.dtype, &shape)?;
+            srcs.iter().try_for_each(|src| {
+                shape[0] = check.spec(*src).rows();
+                check.tensor(*src, target.dtype, &shape)
+            })
+        }
+        other => Err(check.error(format!("the CPU backend cannot compute {other:?}"))),
+    }
+}
+
+/// Heads of an attention's tensors.
+struct Heads {
+    q: usize,
+    dim_v: usize,
+}
+
+struct Check<'a> {
+    program: &'a Program,
+    index: usize,
+}
+
+impl<'a> Check<'a> {
+    fn spec(&self, id: BufferId) -> &'a BufferSpec {
+        // `Program::validate` has checked the ids.
+        &self.program.buffers[id.0]
+    }
+
+    fn error(&self, reason: String) -> ExecError {
+        let Program { name, rank, ops, .. } = self.program;
+        let reason = format!("op {} ({}): {reason}", self.index, ops[self.index].label);
+        ExecError::Program { program: name.clone(), rank: *rank, reason }
+    }
+
+    fn tensor(&self, id: BufferId, dtype: DType, shape: &[usize]) -> Result<(), ExecError> {
+        let spec = self.spec(id);
+        if spec.dtype == dtype && spec.shape == shape {
+            return Ok(());
+        }
+        let BufferSpec { name, dtype: has, shape: has_shape, .. } = spec;
+        Err(self.error(format!("buffer `{name}` must be {dtype:?} {shape:?}, not {has:?} {has_shape:?}")))
+    }
+
+    fn three_axes(&self, id: BufferId) -> Result<&'a BufferSpec, ExecError> {
+        let spec = self.spec(id);
+        if spec.shape.len() == 3 && spec.shape[1] > 0 && spec.shape[2] > 0 {
+            return Ok(spec);
+        }
+        let BufferSpec { name, shape, .. } = spec;
+        Err(self.error(format!(
+            "buffer `{name}` must be [rows, heads, head_dim] with heads and elements, not {shape:?}"
+        )))
+    }
+
+    fn heads(&self, q: BufferId, k: BufferId, v: BufferId) -> Result<Heads, ExecError> {
+        let (q, k_spec, v_spec) = (self.three_axes(q)?, self.three_axes(k)?, self.three_axes(v)?);
+        let (heads, heads_kv) = (q.shape[1], k_spec.shape[1]);
+        if !heads.is_multiple_of(heads_kv) {
+            return Err(self.error(format!("{heads} query heads are no multiple of {heads_kv} key heads")));
+        }
+        self.tensor(k, q.dtype, &[k_spec.rows(), heads_kv, q.shape[2]])?;
+        self.tensor(v, q.dtype, &[k_spec.rows(), heads_kv, v_spec.shape[2]])?;
+        Ok(Heads { q: heads, dim_v: v_spec.shape[2] })
+    }
+
+    fn bands(&self, bands: &[Band], q_rows: usize, key_rows: usize) -> Result<(), ExecError> {
+        let leaves = |band: &&Band| band.q_range.end > q_rows || band.k_range.end > key_rows;
+        match bands.iter().find(leaves) {
+            Some(band) => {
+                Err(self.error(format!("{band:?} leaves {q_rows} query rows and {key_rows} key rows")))
+            }
+            None => Ok(()),
+        }
+    }
+}

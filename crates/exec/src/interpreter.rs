@@ -1,0 +1,258 @@
+use std::time::Instant;
+
+use counterpoint_schedule::{BufferRole, Op, Program, Timeline};
+
+use crate::{Backend, ExecError, OpPlace, Transport};
+
+/// A [`Program`] made ready to run many times on one rank: buffers allocated, streams started, every operation resolved.
+///
+/// The one interpreter: what differs between machines is behind [`Backend`] and [`Transport`].
+pub struct Prepared<B: Backend, T: Transport<B>> {
+    program: Program,
+    backend: B,
+    transport: T,
+    streams: Vec<B::Stream>,
+    events: Vec<B::Event>,
+    barriers: Vec<B::Barrier>,
+    signals: Vec<B::Signal>,
+    /// Inputs are `None` until they are bound.
+    buffers: Vec<Option<B::Buffer>>,
+    steps: Vec<(OpPlace, Step<B, T>)>,
+}
+
+/// An operation made ready.
+enum Step<B: Backend, T: Transport<B>> {
+    Compute(B::Kernel),
+    Collective { collective: T::Collective, arrive: Option<usize> },
+    Record(usize),
+    Wait(usize),
+    Await { barrier: usize, arrivals: u64 },
+    Signal { signal: usize, value: u64 },
+    WaitSignal { signal: usize, value: u64 },
+}
+
+impl<B: Backend, T: Transport<B>> Prepared<B, T> {
+    /// Makes `program` ready: validates it, allocates its scratch and output buffers, starts its streams, and lets backend
+    /// and transport prepare every operation.
+    ///
+    /// # Errors
+    /// [`ExecError::Program`] for a Program that is not well formed, is of another rank, or has operations whose tensors do
+    /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
+    pub fn new(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
+        let told = backend.clone();
+        Self::prepare(program, backend, transport).map_err(|error| told.fail(error))
+    }
+
+    fn prepare(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
+        let error =
+            |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
+        for (who, rank, world_size) in [
+            ("backend", backend.rank(), backend.world_size()),
+            ("transport", transport.rank(), transport.world_size()),
+        ] {
+            if (rank, world_size) != (program.rank, program.world_size) {
+                return Err(error(format!(
+                    "it is for rank {} of {}, and the {who} is rank {rank} of {world_size}",
+                    program.rank, program.world_size
+                )));
+            }
+        }
+        program.validate().map_err(|reason| error(reason.to_string()))?;
+        check_names(&program).map_err(&error)?;
+        let needed = program
+            .buffers
+            .iter()
+            .filter(|spec| spec.role != BufferRole::Input)
+            .map(|spec| spec.bytes())
+            .sum();
+        if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
+            return Err(ExecError::OutOfMemory { needed, available });
+        }
+
+        let mut steps = Vec::with_capacity(program.ops.len());
+        for (index, op) in program.ops.iter().enumerate() {
+            let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
+            let step = match &op.op {
+                Op::GroupCast(cast) => Step::Collective {
+                    collective: transport.prepare_cast(&place, cast, &program.buffers)?,
+                    arrive: cast.arrive.map(|barrier| barrier.0),
+                },
+                Op::GroupReduce(reduce) => Step::Collective {
+                    collective: transport.prepare_reduce(&place, reduce, &program.buffers)?,
+                    arrive: reduce.arrive.map(|barrier| barrier.0),
+                },
+                Op::Record(event) => Step::Record(event.0),
+                Op::Wait(event) => Step::Wait(event.0),
+                Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
+                Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
+                Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
+                _ => Step::Compute(backend.prepare(&program, index)?),
+            };
+            steps.push((place, step));
+        }
+        let buffers = program.buffers.iter().map(|spec| match spec.role {
+            BufferRole::Input => Ok(None),
+            BufferRole::Output | BufferRole::Scratch => backend.allocate(spec).map(Some),
+        });
+        Ok(Self {
+            buffers: buffers.collect::<Result<_, _>>()?,
+            streams: program
+                .streams
+                .iter()
+                .map(|spec| backend.create_stream(spec))
+                .collect::<Result<_, _>>()?,
+            events: (0..program.num_events).map(|_| backend.create_event()).collect(),
+            barriers: (0..program.num_barriers).map(|_| backend.create_barrier()).collect(),
+            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect(),
+            steps,
+            program,
+            backend,
+            transport,
+        })
+    }
+
+    /// The Program.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Makes an input or output of the Program use the caller's memory from the next run on.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when the Program has no such input or output, or shape or element type differ.
+    pub fn bind(&mut self, name: &str, buffer: B::Buffer) -> Result<(), ExecError> {
+        let error = |reason| ExecError::Tensor { name: name.to_owned(), reason };
+        let bound =
+            |spec: &counterpoint_schedule::BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
+        let Some(index) = self.program.buffers.iter().position(bound) else {
+            let program = &self.program.name;
+            return Err(error(format!("program `{program}` has no input or output of this name")));
+        };
+        let spec = &self.program.buffers[index];
+        let (shape, dtype) = self.backend.layout(&buffer);
+        if shape != spec.shape || dtype != spec.dtype {
+            let (want, want_shape) = (spec.dtype, &spec.shape);
+            return Err(error(format!("must be {want:?} {want_shape:?}, not {dtype:?} {shape:?}")));
+        }
+        self.buffers[index] = Some(buffer);
+        Ok(())
+    }
+
+    /// An output's buffer (or a bound input's).
+    pub fn buffer(&self, name: &str) -> Option<&B::Buffer> {
+        let index = self.program.buffers.iter().position(|spec| spec.name == name)?;
+        self.buffers[index].as_ref()
+    }
+
+    /// Enqueues one run and returns at once. Spans are measured from `origin`, which ranks may share. The run before must
+    /// have been finished.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when an input is not bound; the first error of any rank.
+    pub fn start(&mut self, origin: Instant) -> Result<(), ExecError> {
+        self.poison().and_then(|()| self.enqueue(origin)).map_err(|error| self.backend.fail(error))
+    }
+
+    /// Fills what the run must write with NaN, where the backend is set to do so.
+    fn poison(&self) -> Result<(), ExecError> {
+        let written =
+            self.program.buffers.iter().zip(&self.buffers).filter(|(spec, _)| spec.role != BufferRole::Input);
+        written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|buffer| self.backend.poison(buffer))
+    }
+
+    fn enqueue(&self, origin: Instant) -> Result<(), ExecError> {
+        for (spec, buffer) in self.program.buffers.iter().zip(&self.buffers) {
+            if buffer.is_none() {
+                let reason = "is an input and was never bound".to_owned();
+                return Err(ExecError::Tensor { name: spec.name.clone(), reason });
+            }
+        }
+        let table: Vec<B::Buffer> = self.buffers.iter().flatten().cloned().collect();
+        let Self { program, backend, transport, streams, events, barriers, signals, steps, .. } = self;
+        backend.begin_run(&program.name, origin, barriers, signals);
+        for (op, (place, step)) in program.ops.iter().zip(steps.iter()) {
+            let stream = &streams[op.stream.0];
+            match step {
+                Step::Compute(kernel) => backend.launch(stream, place, kernel, &table)?,
+                Step::Collective { collective, arrive } => {
+                    let barrier = arrive.map(|barrier| &barriers[barrier]);
+                    transport.enqueue(backend, stream, place, collective, &table, barrier)?;
+                }
+                Step::Record(event) => backend.record(stream, place, &events[*event])?,
+                Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
+                Step::Await { barrier, arrivals } => {
+                    backend.await_barrier(stream, place, &barriers[*barrier], *arrivals)?;
+                }
+                Step::Signal { signal, value } => backend.signal(stream, place, &signals[*signal], *value)?,
+                Step::WaitSignal { signal, value } => {
+                    backend.wait_signal(stream, place, &signals[*signal], *value)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until the run has finished; gives what this rank measured.
+    ///
+    /// # Errors
+    /// The first error of any rank that shares the world.
+    pub fn finish(&mut self) -> Result<Timeline, ExecError> {
+        self.backend.synchronize(&self.streams.iter().collect::<Vec<_>>())?;
+        let spans = self.streams.iter().enumerate();
+        Ok(Timeline {
+            name: self.program.name.clone(),
+            world_size: self.program.world_size,
+            streams: self.program.streams.iter().map(|stream| stream.name.clone()).collect(),
+            spans: spans.flat_map(|(index, stream)| self.backend.take_spans(stream, index)).collect(),
+        })
+    }
+
+    /// Runs all ranks of one process once, side by side and measured from one origin, and waits for them.
+    ///
+    /// # Errors
+    /// As [`Prepared::start`] and [`Prepared::finish`].
+    pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
+        let fail = |rank: &Self, error| rank.backend.fail(error);
+        // Poisoning takes as long as a run: first all of that, so that ranks start together.
+        ranks.iter().try_for_each(|rank| rank.poison().map_err(|error| fail(rank, error)))?;
+        let origin = Instant::now();
+        ranks.iter().try_for_each(|rank| rank.enqueue(origin).map_err(|error| fail(rank, error)))?;
+        let mut whole = Timeline::default();
+        for rank in ranks {
+            let Timeline { name, world_size, streams, spans } = rank.finish()?;
+            whole.spans.extend(spans);
+            whole = Timeline { name, world_size, streams, spans: whole.spans };
+        }
+        Ok(whole)
+    }
+
+    /// Binds inputs, runs once, and waits. Outputs are in [`Prepared::buffer`].
+    ///
+    /// # Errors
+    /// As [`Prepared::bind`], [`Prepared::start`] and [`Prepared::finish`].
+    pub fn run(&mut self, inputs: &[(&str, B::Buffer)]) -> Result<Timeline, ExecError> {
+        for (name, buffer) in inputs {
+            self.bind(name, buffer.clone())?;
+        }
+        self.start(Instant::now())?;
+        self.finish()
+    }
+}
+
+/// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.
+fn check_names(program: &Program) -> Result<(), String> {
+    let mut names: Vec<&str> = program.buffers.iter().map(|spec| spec.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(format!("two buffers are named `{}`", twice[0]));
+    }
+    match program.buffers.iter().find(|spec| spec.shape.is_empty()) {
+        Some(spec) => Err(format!("buffer `{}` has no row axis", spec.name)),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,93 @@
+//! Tensors of a whole sequence to tensors of ranks and back.
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{DType, Dispatch};
+
+use crate::host_element::with_host_element;
+use crate::{Backend, Communicator, ExecError, Handle, HostTensor, Transport};
+
+/// The rows of `ranges`, one after the other.
+///
+/// # Errors
+/// [`ExecError::Tensor`] when a range reaches past the tensor.
+pub fn dispatch(tensor: &HostTensor, ranges: &[Range]) -> Result<HostTensor, ExecError> {
+    if let Some(range) = ranges.iter().find(|range| range.end > tensor.rows()) {
+        return Err(ExecError::Tensor {
+            name: "to dispatch".to_owned(),
+            reason: format!("rows {}..{} are asked for and it has {}", range.start, range.end, tensor.rows()),
+        });
+    }
+    let row = tensor.row_elements();
+    let mut shape = tensor.shape().to_vec();
+    shape[0] = ranges.iter().map(Range::len).sum();
+    Ok(with_host_element!(tensor.dtype(), T => {
+        let elements = tensor.as_slice::<T>().unwrap_or(&[]);
+        let mut out = Vec::with_capacity(shape.iter().product());
+        ranges.iter().for_each(|range| out.extend_from_slice(&elements[range.start * row..range.end * row]));
+        HostTensor::from_vec(shape, out)
+    }))
+}
+
+/// The inverse of dispatching by `dispatch`: every rank's local rows in the order of the whole sequence.
+///
+/// # Errors
+/// [`ExecError::Tensor`] when there is not one tensor a rank, or they do not have the rows that the ranks own, or differ in
+/// row shape or element type.
+pub fn undispatch(dispatch: &Dispatch, locals: &[HostTensor]) -> Result<HostTensor, ExecError> {
+    let error = |rank: usize, reason: String| ExecError::Tensor { name: format!("of rank {rank}"), reason };
+    let ranks = dispatch.cp_size();
+    let Some(first) = locals.first().filter(|_| locals.len() == ranks) else {
+        return Err(error(0, format!("is one of {} tensors for {ranks} ranks", locals.len())));
+    };
+    let mut shape = first.shape().to_vec();
+    shape[0] = dispatch.seqlen();
+    let mut whole = HostTensor::zeros(shape, first.dtype());
+    for (rank, local) in locals.iter().enumerate() {
+        if local.shape()[1..] != first.shape()[1..] || local.dtype() != first.dtype() {
+            let (has, want) = (local.shape(), first.shape());
+            return Err(error(
+                rank,
+                format!("is {:?} {has:?} and rank 0's is {:?} {want:?}", local.dtype(), first.dtype()),
+            ));
+        }
+        let owned = dispatch.tokens(rank);
+        if local.rows() != owned {
+            return Err(error(rank, format!("has {} rows and the rank owns {owned}", local.rows())));
+        }
+        scatter(local, &dispatch.ranges(rank), &mut whole);
+    }
+    Ok(whole)
+}
+
+/// Writes a rank's local rows to their places.
+fn scatter(local: &HostTensor, ranges: &[Range], whole: &mut HostTensor) {
+    let row = whole.row_elements();
+    with_host_element!(whole.dtype(), T => {
+        let (Some(local), Some(whole)) = (local.as_slice::<T>(), whole.as_mut_slice::<T>()) else { return };
+        let mut start = 0;
+        for range in ranges {
+            let end = start + range.len() * row;
+            whole[range.start * row..range.end * row].copy_from_slice(&local[start..end]);
+            start = end;
+        }
+    });
+}
+
+impl<B: Backend, T: Transport<B>> Communicator<B, T> {
+    /// Rolls a dispatched tensor by `shift` rows along the whole sequence: `to` gets at position `p` the row that `from` has
+    /// at `p - shift`, modulo the length, as if it had been undispatched, rolled and dispatched, but every row moves once.
+    /// All ranks call it, with the same dispatch and shift.
+    ///
+    /// # Errors
+    /// [`ExecError::BadCollective`] when the tensors do not have the rank's rows.
+    pub fn roll(
+        &self,
+        dispatch: &Dispatch,
+        shift: i64,
+        from: &B::Buffer,
+        to: &B::Buffer,
+    ) -> Result<Handle<'_, B, T>, ExecError> {
+        let (_, dtype): (_, DType) = self.backend().layout(from);
+        self.group_cast("roll", &dispatch.roll_part(self.rank(), shift), &[(from, to)], dtype)
+    }
+}

@@ -1,0 +1,211 @@
+use std::sync::{Arc, Mutex};
+
+use counterpoint_plan::{DType, GroupPart};
+use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp};
+
+use super::pattern::Pattern;
+use crate::{ExecError, HostTensor, OpPlace};
+
+/// One rank's part in a group collective, checked and made ready for the local transport.
+#[derive(Clone)]
+pub struct LocalCollective(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub(super) contract: Arc<Contract>,
+    pub(super) pattern: Arc<Pattern>,
+    /// (input, output) in the caller's table.
+    pub(super) tensors: Vec<(BufferId, BufferId)>,
+    pub(super) reduction: Option<Reduction>,
+}
+
+/// What all ranks of one collective must agree on.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Contract {
+    /// `group_cast` or `group_reduce` with its operation.
+    pub(super) kind: String,
+    pub(super) tensors: Vec<WireTensor>,
+}
+
+/// One tensor of a collective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct WireTensor {
+    /// Elements of one row.
+    pub(super) row_elements: usize,
+    /// Type of the input.
+    pub(super) dtype: DType,
+    /// Type on the wire.
+    pub(super) wire: DType,
+}
+
+/// How a group-reduce combines what arrives.
+pub(super) struct Reduction {
+    pub(super) op: ReduceOp,
+    pub(super) accumulate: Accumulate,
+    /// Operands of each row of the output, the own one included.
+    pub(super) operands: Vec<u32>,
+    /// For each output of another type than operands are combined in, its sums. Allocated once, so that a run allocates
+    /// nothing.
+    pub(super) workspaces: Mutex<Vec<Option<HostTensor>>>,
+}
+
+impl LocalCollective {
+    pub(super) fn cast(
+        rank: usize,
+        world_size: usize,
+        place: &OpPlace,
+        op: &GroupCast,
+        specs: &[BufferSpec],
+    ) -> Result<Self, ExecError> {
+        let check = Check { rank, world_size, place };
+        let tensors = check.tensors(&op.tensors, specs)?;
+        for (input, output) in &tensors {
+            if input.dtype != output.dtype {
+                let (from, to) = (&input.name, &output.name);
+                return Err(check.error(format!(
+                    "`{from}` is {:?} and `{to}` is {:?}; a group-cast keeps the element type",
+                    input.dtype, output.dtype
+                )));
+            }
+        }
+        check.part(&op.part, rows(&tensors, |pair| pair.0), rows(&tensors, |pair| pair.1))?;
+        let wire = |(input, _): &(&BufferSpec, &BufferSpec)| WireTensor {
+            row_elements: input.row_elements(),
+            dtype: input.dtype,
+            wire: op.wire_dtype,
+        };
+        Ok(Self(Arc::new(Inner {
+            contract: Arc::new(Contract {
+                kind: "group_cast".to_owned(),
+                tensors: tensors.iter().map(wire).collect(),
+            }),
+            pattern: Arc::new(Pattern::of_cast(&op.part)),
+            tensors: op.tensors.clone(),
+            reduction: None,
+        })))
+    }
+
+    pub(super) fn reduce(
+        rank: usize,
+        world_size: usize,
+        place: &OpPlace,
+        op: &GroupReduce,
+        specs: &[BufferSpec],
+    ) -> Result<Self, ExecError> {
+        let check = Check { rank, world_size, place };
+        let tensors = check.tensors(&op.tensors, specs)?;
+        if op.op == ReduceOp::Lse {
+            check.lse_pairs(&tensors)?;
+        }
+        check.part(&op.part, rows(&tensors, |pair| pair.1), rows(&tensors, |pair| pair.0))?;
+        let pattern = Pattern::of_reduce(&op.part);
+        let result_rows = tensors.iter().map(|(_, output)| output.rows()).max().unwrap_or(0);
+        let mut operands = vec![u32::from(op.accumulate == Accumulate::Continue); result_rows];
+        for rows in pattern.incoming.iter().flat_map(|peer| &peer.rows) {
+            operands[rows.start..rows.end].iter_mut().for_each(|count| *count += 1);
+        }
+        let workspace = |(_, output): &(&BufferSpec, &BufferSpec)| {
+            let needed = output.dtype != op.reduce_dtype;
+            needed.then(|| HostTensor::zeros(output.shape.clone(), op.reduce_dtype))
+        };
+        let wire = |(index, (input, _)): (usize, &(&BufferSpec, &BufferSpec))| WireTensor {
+            row_elements: input.row_elements(),
+            dtype: input.dtype,
+            // An error of a logarithm is an error of a weight's exponent: statistics are never narrowed.
+            wire: if op.op == ReduceOp::Lse && index % 2 == 1 { input.dtype } else { op.wire_dtype },
+        };
+        Ok(Self(Arc::new(Inner {
+            contract: Arc::new(Contract {
+                kind: format!("group_reduce {:?} in {:?}", op.op, op.reduce_dtype),
+                tensors: tensors.iter().enumerate().map(wire).collect(),
+            }),
+            pattern: Arc::new(pattern),
+            tensors: op.tensors.clone(),
+            reduction: Some(Reduction {
+                op: op.op,
+                accumulate: op.accumulate,
+                operands,
+                workspaces: Mutex::new(tensors.iter().map(workspace).collect()),
+            }),
+        })))
+    }
+}
+
+/// Rows that every tensor of one side has.
+fn rows<'a>(
+    tensors: &[(&'a BufferSpec, &'a BufferSpec)],
+    side: impl Fn(&(&'a BufferSpec, &'a BufferSpec)) -> &'a BufferSpec,
+) -> usize {
+    tensors.iter().map(|pair| side(pair).rows()).min().unwrap_or(usize::MAX)
+}
+
+/// Checks of one rank's part, before anything moves.
+struct Check<'a> {
+    rank: usize,
+    world_size: usize,
+    place: &'a OpPlace,
+}
+
+impl Check<'_> {
+    fn error(&self, reason: String) -> ExecError {
+        ExecError::BadCollective { rank: self.rank, collective: self.place.to_string(), reason }
+    }
+
+    fn tensors<'a>(
+        &self,
+        tensors: &[(BufferId, BufferId)],
+        specs: &'a [BufferSpec],
+    ) -> Result<Vec<(&'a BufferSpec, &'a BufferSpec)>, ExecError> {
+        let mut outputs: Vec<BufferId> = tensors.iter().map(|pair| pair.1).collect();
+        outputs.sort_unstable();
+        if let Some(pair) = outputs.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(self.error(format!("`{}` is an output twice", specs[pair[0].0].name)));
+        }
+        let mut out = Vec::with_capacity(tensors.len());
+        for &(input, output) in tensors {
+            let (input_spec, output_spec) = (&specs[input.0], &specs[output.0]);
+            if outputs.binary_search(&input).is_ok() {
+                let name = &input_spec.name;
+                return Err(
+                    self.error(format!("`{name}` is both input and output; receive into another buffer"))
+                );
+            }
+            if input_spec.shape.is_empty() || output_spec.shape.is_empty() {
+                return Err(self.error("a tensor has no row axis".to_owned()));
+            }
+            if input_spec.shape[1..] != output_spec.shape[1..] {
+                let (from, to) = (&input_spec.name, &output_spec.name);
+                return Err(self.error(format!(
+                    "rows of `{from}` are {:?} and rows of `{to}` are {:?}; they must agree",
+                    &input_spec.shape[1..],
+                    &output_spec.shape[1..]
+                )));
+            }
+            out.push((input_spec, output_spec));
+        }
+        Ok(out)
+    }
+
+    fn lse_pairs(&self, tensors: &[(&BufferSpec, &BufferSpec)]) -> Result<(), ExecError> {
+        if !tensors.len().is_multiple_of(2) {
+            let reason =
+                format!("{} tensors do not form (out, lse) pairs; pass out, then its lse", tensors.len());
+            return Err(self.error(reason));
+        }
+        for pair in tensors.chunks_exact(2) {
+            for (out, lse) in [(pair[0].0, pair[1].0), (pair[0].1, pair[1].1)] {
+                if out.shape[..out.shape.len() - 1] != lse.shape {
+                    return Err(self.error(format!(
+                        "`{}` {:?} and `{}` {:?} are no (out, lse) pair; lse has the shape of out without its last axis",
+                        out.name, out.shape, lse.name, lse.shape
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn part(&self, part: &GroupPart, owned_rows: usize, remote_rows: usize) -> Result<(), ExecError> {
+        part.check(self.rank, self.world_size, owned_rows, remote_rows)
+            .map_err(|reason| self.error(reason.to_string()))
+    }
+}

@@ -1,0 +1,52 @@
+//! Rows between tensors, through the type on the wire.
+
+use counterpoint_mask::Range;
+use counterpoint_plan::DType;
+
+use crate::HostTensor;
+use crate::host_element::{HostElement, convert, with_host_element};
+
+/// Copies rows of `src` to rows of `dst`, of one element type, rounded to the type on the wire.
+pub(super) fn copy_rows(src: &HostTensor, from: Range, dst: &mut HostTensor, to: Range, wire: DType) {
+    let row = src.row_elements();
+    with_host_element!(src.dtype(), T => {
+        let (Some(src), Some(dst)) = (src.as_slice::<T>(), dst.as_mut_slice::<T>()) else { return };
+        let (src, dst) = (&src[from.start * row..from.end * row], &mut dst[to.start * row..to.end * row]);
+        if keeps_every_value(T::DTYPE, wire) {
+            dst.copy_from_slice(src);
+        } else {
+            with_host_element!(wire, W => {
+                dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert::<W, T>(convert::<T, W>(*src)));
+            });
+        }
+    });
+}
+
+/// Converts elements `start .. start + dst.len()` of `src` through the type on the wire to `R`.
+pub(super) fn load<R: HostElement>(src: &HostTensor, start: usize, wire: DType, dst: &mut [R]) {
+    with_host_element!(src.dtype(), P => {
+        let Some(src) = src.as_slice::<P>() else { return };
+        let src = &src[start..start + dst.len()];
+        if keeps_every_value(P::DTYPE, wire) {
+            dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert(*src));
+        } else {
+            with_host_element!(wire, W => {
+                dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert::<W, R>(convert::<P, W>(*src)));
+            });
+        }
+    });
+}
+
+/// Converts a whole tensor.
+pub(super) fn convert_all(src: &HostTensor, dst: &mut HostTensor) {
+    with_host_element!(dst.dtype(), D => {
+        if let Some(dst) = dst.as_mut_slice::<D>() {
+            load::<D>(src, 0, src.dtype(), dst);
+        }
+    });
+}
+
+/// Whether a value of type `narrow` survives the way through `wide`.
+fn keeps_every_value(narrow: DType, wide: DType) -> bool {
+    narrow == wide || wide == DType::F64 || (wide == DType::F32 && narrow != DType::F64)
+}

@@ -1,0 +1,69 @@
+use counterpoint_mask::Range;
+use counterpoint_plan::GroupPart;
+
+/// Rows shared with one rank, in the order in which both sides list them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct PeerRows {
+    pub(super) rank: usize,
+    pub(super) rows: Vec<Range>,
+}
+
+impl PeerRows {
+    pub(super) fn total(&self) -> usize {
+        self.rows.iter().map(Range::len).sum()
+    }
+}
+
+/// A [`GroupPart`] read in one direction: by peer, ascending, splits without rows left out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Pattern {
+    /// Rows of the inputs that go to each peer.
+    pub(super) outgoing: Vec<PeerRows>,
+    /// Rows of the outputs that come from each peer.
+    pub(super) incoming: Vec<PeerRows>,
+}
+
+impl Pattern {
+    pub(super) fn of_cast(part: &GroupPart) -> Self {
+        Self { outgoing: by_owned(part), incoming: by_remote(part) }
+    }
+
+    pub(super) fn of_reduce(part: &GroupPart) -> Self {
+        Self { outgoing: by_remote(part), incoming: by_owned(part) }
+    }
+
+    /// What goes to `rank`; no rows when nothing does.
+    pub(super) fn to(&self, rank: usize) -> &[Range] {
+        rows_of(&self.outgoing, rank)
+    }
+
+    /// What comes from `rank`.
+    pub(super) fn from(&self, rank: usize) -> &[Range] {
+        rows_of(&self.incoming, rank)
+    }
+}
+
+fn rows_of(peers: &[PeerRows], rank: usize) -> &[Range] {
+    peers.binary_search_by_key(&rank, |peer| peer.rank).map_or(&[], |index| &peers[index].rows)
+}
+
+fn by_owned(part: &GroupPart) -> Vec<PeerRows> {
+    group(part.owned.iter().flat_map(|split| split.ranks.iter().map(|&rank| (rank, split.rows))))
+}
+
+fn by_remote(part: &GroupPart) -> Vec<PeerRows> {
+    group(part.remote.iter().map(|split| (split.rank, split.rows)))
+}
+
+fn group(splits: impl Iterator<Item = (u32, Range)>) -> Vec<PeerRows> {
+    let mut splits: Vec<_> = splits.filter(|(_, rows)| !rows.is_empty()).collect();
+    // Stable: the order of one rank's splits is what the two sides agree on.
+    splits.sort_by_key(|&(rank, _)| rank);
+    splits
+        .chunk_by(|a, b| a.0 == b.0)
+        .map(|chunk| PeerRows {
+            rank: chunk[0].0 as usize,
+            rows: chunk.iter().map(|&(_, rows)| rows).collect(),
+        })
+        .collect()
+}
