@@ -21,11 +21,12 @@ pub enum FaultPoint {
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
-    /// The stream's thread panics.
+    /// The operation panics.
     Panic,
-    /// The stream's thread sleeps and nothing can wake it.
+    /// The operation sleeps before it does anything, and nothing can wake it. Its span shows it.
     Stall(Duration),
-    /// A pseudo-random delay of at most `max`, a function of the seed, the rank, the operation and how often it ran.
+    /// The operation starts late by a pseudo-random time of at most `max`, a function of the seed, the rank, the operation
+    /// and how often it ran. Its span begins after the delay.
     Delay {
         /// Seed.
         seed: u64,
@@ -61,18 +62,23 @@ impl FaultInjection {
             }
     }
 
-    /// Lets the fault happen on the calling thread.
-    pub(crate) fn strike(&self, place: &OpPlace, occurrence: u64) {
+    /// On the operation's thread, before it starts: sleeps for a delay.
+    pub(crate) fn delay_start(&self, place: &OpPlace, occurrence: u64) {
+        if let FaultKind::Delay { seed, max } = self.kind {
+            let mut state = seed;
+            for word in [self.rank as u64, place.index as u64, occurrence] {
+                state = mix(state ^ word);
+            }
+            std::thread::sleep(max.mul_f64((state >> 11) as f64 / (1u64 << 53) as f64));
+        }
+    }
+
+    /// On the operation's thread, as the first thing it does: panics or stalls.
+    pub(crate) fn strike(&self) {
         match self.kind {
             FaultKind::Panic => panic!("injected panic"),
             FaultKind::Stall(duration) => std::thread::sleep(duration),
-            FaultKind::Delay { seed, max } => {
-                let mut state = seed;
-                for word in [self.rank as u64, place.index as u64, occurrence] {
-                    state = mix(state ^ word);
-                }
-                std::thread::sleep(max.mul_f64((state >> 11) as f64 / (1u64 << 53) as f64));
-            }
+            FaultKind::Delay { .. } => {}
         }
     }
 }

@@ -100,6 +100,12 @@ impl CpuBuffer {
         Ok(())
     }
 
+    /// Number of handles to it.
+    #[cfg(test)]
+    pub(crate) fn handles(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
     /// For an operation of `rank`, to read.
     pub(crate) fn read(&self, rank: usize, place: &OpPlace) -> Result<ReadGuard<'_>, ExecError> {
         let user = User { rank, place: place.clone(), verb: "reads" };

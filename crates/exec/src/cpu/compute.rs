@@ -24,24 +24,16 @@ impl CpuKernel {
         Ok(Self { op: program.ops[index].op.clone() })
     }
 
-    /// The buffers that the operation uses.
-    pub(super) fn bind(&self, buffers: &[CpuBuffer]) -> Bound {
-        let mut ids: Vec<BufferId> = self.op.reads().into_iter().chain(self.op.writes()).collect();
-        ids.sort_unstable();
-        ids.dedup();
-        Bound(ids.into_iter().map(|id| (id, buffers[id.0].clone())).collect())
-    }
-
     /// On a stream's thread: runs it on `workers`.
     pub(super) fn run(
         &self,
         rank: usize,
         place: &OpPlace,
-        buffers: &Bound,
+        buffers: &[CpuBuffer],
         workers: &ThreadPool,
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers };
-        let dtype = |id: BufferId| access.buffer(id).dtype();
+        let dtype = |id: BufferId| buffers[id.0].dtype();
         match &self.op {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
@@ -57,7 +49,9 @@ impl CpuKernel {
             }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
-                cast(src.data(), dst.data_mut(), workers);
+                with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
+                    cast(elements::<S>(&src), elements_mut::<D>(&mut dst), workers);
+                }));
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
@@ -69,8 +63,7 @@ impl CpuKernel {
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (mut acc, mut row_max, mut row_sum) =
@@ -94,8 +87,7 @@ where
 
 fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (acc, row_max, row_sum) = (access.read(op.acc)?, access.read(op.row_max)?, access.read(op.row_sum)?);
     let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
@@ -116,8 +108,7 @@ where
 
 fn delta<T>(op: &AttentionDelta, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (out, dout, lse) = (access.read(op.out)?, access.read(op.dout)?, access.read(op.lse)?);
     let mut delta = access.write(op.delta)?;
@@ -141,8 +132,7 @@ where
 
 fn backward<T>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
-    T: Element + HostElement,
-    T::Acc: HostElement,
+    T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (dout, lse, delta) = (access.read(op.dout)?, access.read(op.lse)?, access.read(op.delta)?);
@@ -199,28 +189,20 @@ fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [
     tensor.as_mut_slice().unwrap_or(&mut [])
 }
 
-/// Buffers of one launch, by their ids in the Program, ascending.
-pub(super) struct Bound(Vec<(BufferId, CpuBuffer)>);
-
 /// Gives an operation its tensors.
 struct Access<'a> {
     rank: usize,
     place: &'a OpPlace,
-    buffers: &'a Bound,
+    /// The Program's table.
+    buffers: &'a [CpuBuffer],
 }
 
 impl<'a> Access<'a> {
-    fn buffer(&self, id: BufferId) -> &'a CpuBuffer {
-        // `bind` took every buffer that the operation reads or writes.
-        let index = self.buffers.0.partition_point(|(bound, _)| *bound < id);
-        &self.buffers.0[index].1
-    }
-
     fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
-        self.buffer(id).read(self.rank, self.place)
+        self.buffers[id.0].read(self.rank, self.place)
     }
 
     fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
-        self.buffer(id).write(self.rank, self.place)
+        self.buffers[id.0].write(self.rank, self.place)
     }
 }

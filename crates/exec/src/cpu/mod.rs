@@ -165,7 +165,7 @@ impl Backend for CpuBackend {
         buffers: &[CpuBuffer],
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
-        let buffers = kernel.bind(buffers);
+        let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
         stream.push(&self.program(), place, move |_| {
             kernel.run(rank, &at, &buffers, &workers)?;

@@ -159,15 +159,16 @@ impl StreamShared {
         let Job { program, place, work } = job;
         self.status.begin(&place);
         self.world.note_progress();
+        let faults = self.world.config().faults.iter();
+        let faults: Vec<_> = faults.filter(|fault| fault.strikes(self.rank, &program, &place)).collect();
+        if !faults.is_empty() {
+            let occurrence = occurrences.entry(place.index).or_default();
+            *occurrence += 1;
+            faults.iter().for_each(|fault| fault.delay_start(&place, *occurrence));
+        }
         let start = Instant::now();
         let result = catch_unwind(AssertUnwindSafe(|| {
-            for fault in &self.world.config().faults {
-                if fault.strikes(self.rank, &program, &place) {
-                    let count = occurrences.entry(place.index).or_default();
-                    *count += 1;
-                    fault.strike(&place, *count);
-                }
-            }
+            faults.iter().for_each(|fault| fault.strike());
             work(self)
         }));
         let end = Instant::now();

@@ -132,6 +132,12 @@ impl Board {
         });
     }
 
+    /// Number of posts that `rank` still keeps.
+    #[cfg(test)]
+    pub(super) fn kept(&self, rank: usize) -> usize {
+        self.slots[rank].peek(|slot| slot.posts.len())
+    }
+
     fn end_of_wait(
         &self,
         end: WaitEnd,

@@ -331,3 +331,57 @@ impl Call {
         Waiter { rank: self.rank, place: &self.place, status: &stream.status }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use counterpoint_plan::{DType, GroupPart};
+    use counterpoint_schedule::{BufferId, BufferRole, StreamKind, StreamSpec};
+
+    use super::*;
+    use crate::{Backend, WorldConfig};
+
+    /// A transport that lives long keeps nothing of what is over: neither posts nor buffers.
+    #[test]
+    fn the_board_forgets() {
+        let world = World::new(2, WorldConfig::default());
+        let workers = CpuBackend::workers(0).unwrap();
+        let ranks = LocalTransport::connect(&world, None);
+        let spec = |name: &str| BufferSpec {
+            name: name.into(),
+            dtype: DType::F32,
+            shape: vec![1],
+            role: BufferRole::Scratch,
+        };
+        let specs = [spec("from"), spec("to")];
+        let place = OpPlace::new(0, "cast");
+        let mut running = Vec::new();
+        for rank in &ranks {
+            let backend = CpuBackend::new(&world, rank.rank, workers.clone());
+            let kind = StreamKind::Communication;
+            let stream = backend.create_stream(&StreamSpec { name: "s".into(), kind }).unwrap();
+            let op = GroupCast {
+                part: Arc::new(GroupPart::all_gather_v(rank.rank, &[1, 0])),
+                tensors: vec![(BufferId(0), BufferId(1))],
+                wire_dtype: DType::F32,
+                arrive: None,
+            };
+            let collective = rank.prepare_cast(&place, &op, &specs).unwrap();
+            let buffers = specs.each_ref().map(|spec| backend.allocate(spec).unwrap());
+            running.push((backend, stream, collective, buffers));
+        }
+        for _ in 0..1000 {
+            for (rank, (backend, stream, collective, buffers)) in ranks.iter().zip(&running) {
+                rank.enqueue(backend, stream, &place, collective, buffers, None).unwrap();
+            }
+            running.iter().for_each(|(backend, stream, ..)| backend.synchronize(&[stream]).unwrap());
+        }
+        for rank in 0..2 {
+            assert!(ranks[0].board.kept(rank) <= 8, "{}", ranks[0].board.kept(rank));
+        }
+        for (.., buffers) in &running {
+            assert!(buffers.iter().all(|buffer| buffer.handles() == 1));
+        }
+    }
+}

@@ -1,4 +1,5 @@
 //! The runtime without attention: group collectives, streams, the interpreter, faults.
+#![allow(clippy::unwrap_used)]
 
 mod collectives;
 mod errors;

@@ -169,67 +169,81 @@ pub(crate) fn delays(world_size: usize, seed: u64, max: Duration) -> Vec<FaultIn
     (0..world_size).map(delay).collect()
 }
 
-/// Two ranks exchange rows in `stages` casts; each computation awaits the start of the cast after its own.
-fn barrier_program(rank: usize, stages: usize) -> Program {
+const STAGES: usize = 4;
+
+/// Two ranks exchange rows in [`STAGES`] casts; under a barrier each computation awaits the start of the cast after its own.
+fn staged_program(rank: usize, barrier: Option<BarrierId>) -> Program {
     let mut draft = Draft::new(rank, 2);
-    draft.0.num_barriers = 1;
+    draft.0.num_barriers = usize::from(barrier.is_some());
     let own = draft.buffer("own", 1, BufferRole::Input);
     let other = (1 - rank) as u32;
     let part = GroupPart::from_splits([(1, &[other][..])], [(1, other)]);
     let mut arrived = Vec::new();
-    for stage in 0..stages {
+    for stage in 0..STAGES {
         let received = draft.buffer(&format!("received {stage}"), 1, BufferRole::Scratch);
-        draft.cast(stage, &part, (own, received), Some(BarrierId(0)));
+        draft.cast(stage, &part, (own, received), barrier);
         let event = draft.event();
         draft.push(COMMUNICATION, Some(stage), "arrived", Op::Record(event));
         arrived.push((received, event));
     }
     for (stage, (received, event)) in arrived.into_iter().enumerate() {
-        let arrivals = (stage as u64 + 2).min(stages as u64);
-        draft.push(COMPUTE, Some(stage), "await", Op::Await { barrier: BarrierId(0), arrivals });
         draft.push(COMPUTE, Some(stage), "wait", Op::Wait(event));
+        if let Some(barrier) = barrier {
+            let arrivals = (stage as u64 + 2).min(STAGES as u64);
+            draft.push(COMPUTE, Some(stage), "await", Op::Await { barrier, arrivals });
+        }
         let result = draft.buffer(&format!("result {stage}"), 1, BufferRole::Output);
         draft.push(COMPUTE, Some(stage), "compute", Op::Cast { src: received, dst: result });
     }
     draft.0
 }
 
-/// In every one of thousands of rounds, whatever the delays, no computation starts before the casts that it awaits.
-#[test]
-fn the_kernel_barrier_holds_under_random_delays() {
-    const STAGES: usize = 4;
-    let mut rounds = 0;
-    for (seed, max, runs) in [(1, 0, 600), (2, 30, 120), (3, 200, 30)] {
-        let faults = delays(2, seed, Duration::from_micros(max));
-        let config = WorldConfig { limit: Duration::from_secs(20), faults, ..WorldConfig::default() };
-        let programs = (0..2).map(|rank| barrier_program(rank, STAGES)).collect();
-        let mut ranks = prepare(programs, config).unwrap();
-        for (rank, prepared) in ranks.iter_mut().enumerate() {
-            prepared.bind("own", buffer(&[1, 1], DType::F64, &[rank as f64])).unwrap();
-        }
-        for _ in 0..runs {
-            let timeline = Prepared::run_ranks(&mut ranks).unwrap();
-            for rank in 0..2 {
-                let of = |kind, stage| {
-                    let mut spans = timeline.spans.iter();
-                    spans
-                        .find(|span| span.rank == rank && span.kind == kind && span.stage == Some(stage))
-                        .unwrap()
-                };
-                for stage in 0..STAGES {
-                    rounds += 1;
-                    let compute = of(SpanKind::Compute, stage);
-                    // A span begins before its operation's injected delay, so compare with the end of what preceded it.
-                    assert!(compute.end >= of(SpanKind::Communication, (stage + 1).min(STAGES - 1)).start);
-                    assert!(compute.start >= of(SpanKind::Communication, stage).end);
-                    let name = format!("result {stage}");
-                    let result = ranks[rank].buffer(&name).unwrap().tensor().unwrap().to_f64();
-                    assert_eq!(result, [1.0 - rank as f64]);
-                }
+/// Runs the staged programs; counts computations, and those that started before the cast that they should hide.
+fn early_starts(barrier: Option<BarrierId>, seed: u64, max: Duration, runs: usize) -> (usize, usize) {
+    let faults = delays(2, seed, max);
+    let config = WorldConfig { limit: Duration::from_secs(20), faults, ..WorldConfig::default() };
+    let mut ranks = prepare((0..2).map(|rank| staged_program(rank, barrier)).collect(), config).unwrap();
+    for (rank, prepared) in ranks.iter_mut().enumerate() {
+        prepared.bind("own", buffer(&[1, 1], DType::F64, &[rank as f64])).unwrap();
+    }
+    let (mut computations, mut early) = (0, 0);
+    for _ in 0..runs {
+        let timeline = Prepared::run_ranks(&mut ranks).unwrap();
+        for rank in 0..2 {
+            let of = |kind, stage| {
+                let mut spans = timeline.spans.iter();
+                spans
+                    .find(|span| span.rank == rank && span.kind == kind && span.stage == Some(stage))
+                    .unwrap()
+            };
+            for stage in 0..STAGES {
+                let compute = of(SpanKind::Compute, stage);
+                assert!(compute.start >= of(SpanKind::Communication, stage).end);
+                computations += 1;
+                let hidden = (stage + 1).min(STAGES - 1);
+                early += usize::from(compute.start < of(SpanKind::Communication, hidden).start);
+                let result =
+                    ranks[rank].buffer(&format!("result {stage}")).unwrap().tensor().unwrap().to_f64();
+                assert_eq!(result, [1.0 - rank as f64]);
             }
         }
     }
+    (computations, early)
+}
+
+/// In thousands of rounds, whatever the delays, no computation starts before the cast that it should hide; without the
+/// barrier some do.
+#[test]
+fn the_kernel_barrier_holds_under_random_delays() {
+    let mut rounds = 0;
+    for (seed, max, runs) in [(1, 0, 600), (2, 30, 120), (3, 200, 30)] {
+        let (computations, early) = early_starts(Some(BarrierId(0)), seed, Duration::from_micros(max), runs);
+        assert_eq!(early, 0);
+        rounds += computations;
+    }
     assert!(rounds >= 3000, "{rounds}");
+    let (_, early) = early_starts(None, 3, Duration::from_micros(200), 30);
+    assert!(early > 0, "the delays prove nothing");
 }
 
 /// A value goes round between two streams through one cell each; only signals order them, and they are raised in steps.

@@ -1,0 +1,295 @@
+//! Distributed attention, tensors to tensors, against the dense f64 reference.
+#![allow(clippy::unwrap_used)]
+
+// Written for the tests of the kernels, which use all of it.
+#[allow(dead_code)]
+mod support;
+
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::{
+    AttentionInputs, AttentionRun, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, RunConfig,
+    SlowLink, available_memory, check_attention, dispatch, run_attention, undispatch,
+};
+use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount};
+use counterpoint_schedule::{
+    GradientReduction, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,
+};
+use half::{bf16, f16};
+use proptest::prelude::*;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use support::{random_mask, spec};
+
+const DISPATCHES: [DispatchAlgorithm; 4] = [
+    DispatchAlgorithm::Affinity,
+    DispatchAlgorithm::MinHeap,
+    DispatchAlgorithm::Sequential,
+    DispatchAlgorithm::Zigzag,
+];
+
+fn config(cp_size: usize, chunk_size: usize, stages: StageCount, dispatch: DispatchAlgorithm) -> PlanConfig {
+    PlanConfig { chunk_size: Some(chunk_size), stages, dispatch, ..PlanConfig::new(cp_size) }
+}
+
+fn inputs(mask: &Mask, spec: &AttentionSpec, rng: &mut ChaCha8Rng) -> AttentionInputs {
+    match spec.dtype {
+        DType::F64 => support::inputs::<f64>(mask, spec, 1.0, rng),
+        DType::F32 => support::inputs::<f32>(mask, spec, 1.0, rng),
+        DType::Bf16 => support::inputs::<bf16>(mask, spec, 1.0, rng),
+        DType::F16 => support::inputs::<f16>(mask, spec, 1.0, rng),
+    }
+}
+
+fn run(plan: &Plan, spec: &AttentionSpec, inputs: &AttentionInputs, run: &RunConfig) -> AttentionRun {
+    run_attention(plan, spec, inputs, run).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn causal(seqlen: usize) -> Mask {
+    let whole = Range::new(0, seqlen);
+    Mask::new(seqlen, seqlen, vec![AttnSlice::new(whole, whole, MaskType::Causal)]).unwrap()
+}
+
+fn policy(start: StartOrder) -> OverlapPolicy {
+    OverlapPolicy { start, sm_margin: 0 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Every mask, any number of ranks (more than chunks, too), chunks that do not divide, every dispatch, any number of
+    /// stages, every policy, every dtype, GQA, sink, softcap.
+    #[test]
+    fn forward_and_backward_are_right(
+        seed: u64,
+        seqlens in (1usize..400, 1usize..400, any::<bool>()),
+        cp_size in 1usize..9,
+        chunk_size in 1usize..90,
+        stages in prop_oneof![Just(StageCount::Auto), (1usize..5).prop_map(StageCount::Fixed)],
+        algorithm in 0usize..4,
+        order in 0usize..3,
+        dtype in 0usize..4,
+        heads in prop_oneof![Just((1, 1)), Just((4, 1)), Just((6, 2)), Just((2, 2))],
+        dims in prop_oneof![Just((16, 16)), Just((64, 64)), Just((5, 7))],
+        sink in 0usize..3,
+        softcap in prop_oneof![Just(0.0), Just(3.0)],
+        deterministic: bool,
+    ) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (seqlen_q, other, self_attention) = seqlens;
+        let seqlen_k = if self_attention { seqlen_q } else { other };
+        let mask = random_mask(seqlen_q, seqlen_k, &mut rng);
+        let dtype = [DType::F64, DType::F32, DType::Bf16, DType::F16][dtype];
+        let spec = AttentionSpec {
+            softcap, seqlen_sink: sink, ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
+        };
+        let plan = Plan::new(&mask, &spec, &config(cp_size, chunk_size, stages, DISPATCHES[algorithm])).unwrap();
+        let inputs = inputs(&mask, &spec, &mut rng);
+        let run_config = RunConfig {
+            policy: policy(StartOrder::ALL[order]), deterministic, ..RunConfig::default()
+        };
+        let run = run(&plan, &spec, &inputs, &run_config);
+        let report = check_attention(&mask, &spec, &inputs, &run.outputs);
+        prop_assert!(report.passed, "{:#?}", report);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20))]
+
+    /// Any policy, number of stages and repetition: the same bits.
+    #[test]
+    fn deterministic_runs_are_bit_equal(seed: u64, cp_size in 1usize..6, bf16 in any::<bool>()) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let seqlen = rng.random_range(300..900);
+        let mask = if rng.random_bool(0.5) { causal(seqlen) } else { random_mask(seqlen, seqlen, &mut rng) };
+        let spec = AttentionSpec {
+            seqlen_sink: 1, ..spec(4, 2, 16, 16, if bf16 { DType::Bf16 } else { DType::F32 })
+        };
+        let inputs = inputs(&mask, &spec, &mut rng);
+        let mut first = None;
+        for (order, stages) in [(0, 1), (1, 1), (1, 2), (2, 3), (1, 5), (1, 2)] {
+            let stages = StageCount::Fixed(stages);
+            let plan = Plan::new(&mask, &spec, &config(cp_size, 64, stages, DispatchAlgorithm::MinHeap)).unwrap();
+            let start = StartOrder::ALL[order];
+            let run_config = RunConfig { policy: policy(start), deterministic: true, ..RunConfig::default() };
+            let outputs = run(&plan, &spec, &inputs, &run_config).outputs;
+            let first = first.get_or_insert_with(|| outputs.clone());
+            prop_assert!(*first == outputs, "{:?} {:?}", start, stages);
+        }
+    }
+
+    /// A rank that panics at any operation ends the run at once; one that stalls ends it within the limit. Both are named.
+    #[test]
+    fn faults_end_the_run_and_name_the_rank(seed: u64, rank in 0usize..3, op in 0usize..1000, stall in any::<bool>()) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mask = causal(256);
+        let spec = spec(2, 1, 16, 16, DType::F32);
+        let plan = Plan::new(&mask, &spec, &config(3, 16, StageCount::Fixed(2), DispatchAlgorithm::MinHeap)).unwrap();
+        let inputs = inputs(&mask, &spec, &mut rng);
+        let reduction = GradientReduction::PerStage;
+        let ops = lower_attention_backward(&plan, rank, &spec, OverlapPolicy::default(), reduction).ops.len();
+        let op = op % ops;
+        let kind = if stall { FaultKind::Stall(Duration::from_secs(6)) } else { FaultKind::Panic };
+        let program = Some("attention backward".to_owned());
+        let fault = FaultInjection { rank, program, at: FaultPoint::Op(op), kind };
+        let limit = Duration::from_millis(if stall { 700 } else { 60_000 });
+        let run_config = RunConfig { limit, faults: vec![fault], ..RunConfig::default() };
+        let began = Instant::now();
+        let error = run_attention(&plan, &spec, &inputs, &run_config).map(drop).unwrap_err();
+        prop_assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+        match &error {
+            ExecError::RankPanicked { rank: blamed, .. } if !stall => prop_assert_eq!(*blamed, rank),
+            ExecError::Stalled(reason) if stall => prop_assert_eq!(reason.culprit, rank, "{}", error),
+            other => prop_assert!(false, "{}", other),
+        }
+    }
+}
+
+#[test]
+fn what_was_not_asked_for_is_not_computed() {
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    let mask = causal(100);
+    let spec = spec(2, 2, 8, 8, DType::F32);
+    let plan =
+        Plan::new(&mask, &spec, &config(3, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+    let inputs = AttentionInputs { dout: None, ..inputs(&mask, &spec, &mut rng) };
+    let run = run(&plan, &spec, &inputs, &RunConfig::default());
+    assert_eq!((run.outputs.dq, run.outputs.dk, run.backward), (None, None, None));
+}
+
+#[test]
+fn the_number_of_ranks_does_not_matter() {
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let mask = random_mask(333, 333, &mut rng);
+    let spec = spec(4, 2, 16, 16, DType::F64);
+    let inputs = inputs(&mask, &spec, &mut rng);
+    for cp_size in [1, 2, 3, 8, 40] {
+        let plan =
+            Plan::new(&mask, &spec, &config(cp_size, 32, StageCount::Auto, DispatchAlgorithm::Affinity))
+                .unwrap();
+        let run = run(&plan, &spec, &inputs, &RunConfig::default());
+        let report = check_attention(&mask, &spec, &inputs, &run.outputs);
+        assert!(report.passed, "{cp_size} ranks: {report:#?}");
+    }
+}
+
+#[test]
+fn the_timeline_shows_every_rank_and_stage() {
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    let mask = causal(512);
+    let spec = spec(2, 2, 32, 32, DType::F32);
+    let plan =
+        Plan::new(&mask, &spec, &config(2, 32, StageCount::Fixed(2), DispatchAlgorithm::MinHeap)).unwrap();
+    let inputs = inputs(&mask, &spec, &mut rng);
+    let slow_link = Some(SlowLink { alpha: Duration::from_millis(5), bytes_per_second: 1e9 });
+    let run = run(&plan, &spec, &inputs, &RunConfig { slow_link, ..RunConfig::default() });
+    for (timeline, stages) in
+        [(run.forward, plan.ranks[0].forward.len()), (run.backward.unwrap(), plan.ranks[0].backward.len())]
+    {
+        assert_eq!(timeline.world_size, 2);
+        for rank in 0..2 {
+            for stage in 0..stages {
+                let found = |kind| {
+                    let mut spans = timeline.spans.iter();
+                    spans.find(|s| s.rank == rank && s.stage == Some(stage) && s.kind == kind).cloned()
+                };
+                assert!(found(SpanKind::Compute).is_some(), "rank {rank} stage {stage}: {timeline:#?}");
+                if stage > 0 {
+                    let span = found(SpanKind::Communication).unwrap();
+                    assert!(span.end - span.start >= 0.005, "{span:?}");
+                }
+            }
+        }
+        assert!(timeline.spans.iter().all(|span| 0.0 <= span.start && span.start <= span.end));
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    let mask = causal(64);
+    let with_sink = AttentionSpec { seqlen_sink: 2, ..spec(4, 2, 16, 8, DType::F32) };
+    let plan =
+        Plan::new(&mask, &with_sink, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+    let good = inputs(&mask, &with_sink, &mut rng);
+    let other = |shape: &[usize]| HostTensor::zeros(shape.to_vec(), DType::F32);
+    for (name, bad) in [
+        ("q", AttentionInputs { q: other(&[64, 4, 8]), ..good.clone() }),
+        ("k", AttentionInputs { k: other(&[63, 2, 16]), ..good.clone() }),
+        ("v", AttentionInputs { v: HostTensor::zeros(vec![64, 2, 8], DType::F64), ..good.clone() }),
+        ("sink", AttentionInputs { sink: None, ..good.clone() }),
+        ("sink", AttentionInputs { sink: Some(other(&[2, 2])), ..good.clone() }),
+        ("dout", AttentionInputs { dout: Some(other(&[64, 4, 16])), ..good.clone() }),
+    ] {
+        let error = run_attention(&plan, &with_sink, &bad, &RunConfig::default()).map(drop).unwrap_err();
+        assert!(matches!(&error, ExecError::Tensor { name: named, .. } if named == name), "{error}");
+    }
+}
+
+#[test]
+fn what_cannot_fit_into_memory_is_refused_before_it_is_allocated() {
+    // 4,096 ranks that each receive nearly all of 32 MiB of keys and values.
+    if available_memory().is_none_or(|available| available > 100 << 30) {
+        return;
+    }
+    let seqlen = 4096;
+    let whole = Range::new(0, seqlen);
+    let mask = Mask::new(seqlen, seqlen, vec![AttnSlice::new(whole, whole, MaskType::Full)]).unwrap();
+    let spec = spec(1, 1, 1024, 1024, DType::F32);
+    let plan = Plan::new(&mask, &spec, &config(4096, 1, StageCount::Fixed(1), DispatchAlgorithm::Sequential))
+        .unwrap();
+    let tensor = || HostTensor::zeros(vec![seqlen, 1, 1024], DType::F32);
+    let inputs = AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: None };
+    match run_attention(&plan, &spec, &inputs, &RunConfig::default()) {
+        Err(ExecError::OutOfMemory { needed, available }) => {
+            assert!(needed > available);
+            assert!(needed > 4095 * (32 << 20), "{needed}");
+        }
+        other => panic!("{:?}", other.map(|run| run.forward)),
+    }
+}
+
+#[test]
+fn dispatch_and_back() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    for _ in 0..50 {
+        let seqlen = rng.random_range(1..200);
+        let mask = random_mask(seqlen, seqlen, &mut rng);
+        let spec = spec(1, 1, 4, 4, DType::F64);
+        let (cp_size, chunk_size) = (rng.random_range(1..7), rng.random_range(1..50));
+        let algorithm = DISPATCHES[rng.random_range(0..4)];
+        let plan =
+            Plan::new(&mask, &spec, &config(cp_size, chunk_size, StageCount::Auto, algorithm)).unwrap();
+        let whole = HostTensor::from_vec(vec![seqlen, 3], (0..3 * seqlen).map(|i| i as f64).collect());
+        let locals: Vec<_> =
+            plan.ranks.iter().map(|rank| dispatch(&whole, &rank.q_ranges).unwrap()).collect();
+        for (rank, local) in locals.iter().enumerate() {
+            let positions: Vec<f64> = local.to_f64().chunks(3).map(|row| row[0] / 3.0).collect();
+            assert!(positions.iter().copied().eq(plan.q_dispatch.position_ids(rank).map(|p| p as f64)));
+        }
+        assert_eq!(undispatch(&plan.q_dispatch, &locals).unwrap(), whole);
+    }
+}
+
+#[test]
+fn undispatch_refuses_what_does_not_fit() {
+    let mask = causal(10);
+    let spec = spec(1, 1, 4, 4, DType::F64);
+    let plan = Plan::new(&mask, &spec, &config(2, 2, StageCount::Auto, DispatchAlgorithm::MinHeap)).unwrap();
+    let rows = |rank: usize| plan.q_dispatch.tokens(rank);
+    let tensor = |rows, width, dtype| HostTensor::zeros(vec![rows, width], dtype);
+    let first = tensor(rows(0), 3, DType::F32);
+    for (locals, reason) in [
+        (vec![first.clone()], "1 tensors for 2 ranks"),
+        (vec![first.clone(), tensor(rows(1) + 1, 3, DType::F32)], "the rank owns"),
+        (vec![first.clone(), tensor(rows(1), 2, DType::F32)], "rank 0's is"),
+        (vec![first.clone(), tensor(rows(1), 3, DType::F64)], "rank 0's is"),
+    ] {
+        let error = undispatch(&plan.q_dispatch, &locals).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let error = dispatch(&first, &[Range::new(0, 11)]).unwrap_err().to_string();
+    assert!(error.contains("rows 0..11"), "{error}");
+}
