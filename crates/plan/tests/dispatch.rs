@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used)] // Helpers of tests.
 
+#[allow(dead_code)] // Other test files use the rest.
 mod cases;
 
 use cases::masks;
