@@ -25,6 +25,8 @@ pub struct Seconds {
     pub median: f64,
     /// The slowest.
     pub max: f64,
+    /// The mean of all.
+    pub mean: f64,
 }
 
 impl Seconds {
@@ -36,6 +38,7 @@ impl Seconds {
             min: times[0],
             median: times[times.len() / 2],
             max: times[times.len() - 1],
+            mean: times.iter().sum::<f64>() / times.len() as f64,
         }
     }
 }

@@ -58,7 +58,7 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
                     for (x, &y) in out.iter_mut().zip(dout.iter()) {
                         *x *= y;
                     }
-                    *delta = row_sum(out);
+                    *delta = row_sum(out).saturate();
                 }
             },
         );

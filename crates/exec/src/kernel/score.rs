@@ -58,12 +58,12 @@ impl<R: Real> Scoring<R> {
                 // A masked score is -inf; its slope must be a number, for it is multiplied by a probability of 0.
                 let slope = (R::ONE - tanh * tanh).larger(R::ZERO);
                 *p = (*p - lse).fast_exp();
-                *ds = *p * (ds.saturate() - delta) * slope;
+                *ds = *p * (ds.saturate() - delta).saturate() * slope;
             }
         } else {
             for (p, ds) in p.iter_mut().zip(ds) {
                 *p = (*p - lse).fast_exp();
-                *ds = *p * (ds.saturate() - delta);
+                *ds = *p * (ds.saturate() - delta).saturate();
             }
         }
     }
