@@ -1,5 +1,4 @@
 //! Distributed attention, tensors to tensors, against the dense f64 reference.
-#![allow(clippy::unwrap_used)]
 
 // Written for the tests of the kernels, which use all of it.
 #[allow(dead_code)]

@@ -1,7 +1,9 @@
 mod result;
 mod tensors;
 
-use counterpoint_exec::{RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention};
+use counterpoint_exec::{
+    RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;

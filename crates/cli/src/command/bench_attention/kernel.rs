@@ -110,6 +110,11 @@ fn findings(bench: &AttentionBench, mask: &str, dtype: DType) -> Vec<String> {
         100.0 * OF_MATMUL
     );
     out.push(goal(&what, bench.forward.of_matmul >= OF_MATMUL));
-    out.extend(bench.backward.as_ref().map(|backward| format!("{mask}: backward at {} of its rate", percent(backward))));
+    out.extend(
+        bench
+            .backward
+            .as_ref()
+            .map(|backward| format!("{mask}: backward at {} of its rate", percent(backward))),
+    );
     out
 }

@@ -31,7 +31,9 @@ pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     if wrong.is_empty() {
         return Ok(());
     }
-    Err(CliError::CheckFailed { what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")) })
+    Err(CliError::CheckFailed {
+        what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
+    })
 }
 
 /// Tensors that a check of the forward looks at.
@@ -104,7 +106,10 @@ fn verified(check: &CheckReport, names: &[&str]) -> Verified {
     let of = |tensor: &counterpoint_exec::TensorCheck| match tensor.passed {
         true => Verified { error: tensor.relative_error, bound: tensor.relative_bound },
         // Out of one of its bounds, be it that on the largest error: not passed, whatever the relative error.
-        false => Verified { error: tensor.relative_error.max(tensor.relative_bound * 2.0), bound: tensor.relative_bound },
+        false => Verified {
+            error: tensor.relative_error.max(tensor.relative_bound * 2.0),
+            bound: tensor.relative_bound,
+        },
     };
     let worse = |a: &Verified, b: &Verified| (a.error / a.bound).total_cmp(&(b.error / b.bound));
     tensors.map(of).max_by(worse).unwrap_or(Verified { error: f64::NAN, bound: 0.0 })
