@@ -1,5 +1,7 @@
 //! `counterpoint plan` and `counterpoint bench plan`.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use serde_json::Value;

@@ -1,7 +1,9 @@
 mod result;
 mod tensors;
 
-use counterpoint_exec::{RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention};
+use counterpoint_exec::{
+    RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
@@ -41,7 +43,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     };
     let backward = arguments.run.backward.then_some(reduction);
     let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
-    progress.step(format!("running {} on {} ranks", passes(arguments), arguments.cp_size));
+    progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
     let run_config = RunConfig {
         policy: arguments.run.overlap,
         deterministic: arguments.run.deterministic,
@@ -69,7 +71,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
 }
 
 fn passes(arguments: &AttentionArguments) -> &'static str {
-    if arguments.run.backward { "forward and backward" } else { "forward" }
+    if arguments.run.backward { "running forward and backward" } else { "running the forward" }
 }
 
 fn checked_outputs(arguments: &AttentionArguments) -> Result<Outputs, CliError> {

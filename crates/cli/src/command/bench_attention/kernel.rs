@@ -40,8 +40,9 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         (format!("causal:{rows}"), heads / 2, DType::F32),
         (format!("causal:{rows}"), heads, DType::Bf16),
     ];
-    for (at, (name, heads_kv, dtype)) in cases.into_iter().enumerate() {
-        progress.step(format!("{name}, {} of {}", at + 1, 7));
+    let count = sizes.masks.min(cases.len());
+    for (at, (name, heads_kv, dtype)) in cases.into_iter().take(count).enumerate() {
+        progress.step(format!("{name}, {} of {count}", at + 1));
         let mask = mask_argument::load(&name)?;
         let spec = spec(sizes, heads_kv, dtype);
         let inputs = random_inputs(&mask, &spec, at as u64, true);
@@ -110,6 +111,11 @@ fn findings(bench: &AttentionBench, mask: &str, dtype: DType) -> Vec<String> {
         100.0 * OF_MATMUL
     );
     out.push(goal(&what, bench.forward.of_matmul >= OF_MATMUL));
-    out.extend(bench.backward.as_ref().map(|backward| format!("{mask}: backward at {} of its rate", percent(backward))));
+    out.extend(
+        bench
+            .backward
+            .as_ref()
+            .map(|backward| format!("{mask}: backward at {} of its rate", percent(backward))),
+    );
     out
 }

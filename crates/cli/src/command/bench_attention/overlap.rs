@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, RunConfig, SlowLink, compare_with_reference, reference_attention, run_attention,
+    AttentionInputs, AttentionRun, RunConfig, SlowLink, compare_with_reference, reference_attention,
+    run_attention,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, StageCount};
@@ -81,7 +82,8 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
             let (Some(total), Some(check)) = (Statistics::of(&samples.total), &check) else { continue };
             let area = case.mask.area();
             let flops = if pass == "forward" { spec.flops_forward(area) } else { spec.flops_backward(area) };
-            let proof = Proof { total: total.median, compute: median(&base.compute), moved: median(&base.moved) };
+            let proof =
+                Proof { total: total.median, compute: median(&base.compute), moved: median(&base.moved) };
             let row = BenchRow {
                 name: format!("{pass}, {policy}"),
                 shape: shape_text(&case.inputs.q, &case.inputs.k),
@@ -135,7 +137,8 @@ struct Case {
 impl Case {
     fn run(&self, policy: OverlapPolicy, slow_link: Option<SlowLink>) -> Result<AttentionRun, CliError> {
         let config = RunConfig { policy, slow_link, ..RunConfig::default() };
-        run_attention(&self.plan, &self.spec, &self.inputs, &config).map_err(|source| CliError::Run { source })
+        run_attention(&self.plan, &self.spec, &self.inputs, &config)
+            .map_err(|source| CliError::Run { source })
     }
 
     /// A link over which the forward's communication takes as long as its computation.
@@ -146,7 +149,8 @@ impl Case {
             compute = compute.min(self.run(policy, None)?.forward.overlap().compute_seconds);
         }
         let seconds = compute.max(SHORTEST);
-        let rows = self.plan.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap_or(0);
+        let rows =
+            self.plan.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap_or(0);
         let bytes = rows as f64 * self.spec.kv_row_bytes() as f64;
         // A fifth of the time for starting collectives, the rest for bytes.
         Ok(SlowLink {
