@@ -1,10 +1,12 @@
 //! What every dispatch must hold, on random masks, and how good it is on real document lengths.
 
-#[allow(dead_code, reason = "the other tests of this crate use the rest")]
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
+#[allow(dead_code)] // Other test files use the rest.
 mod cases;
 
 use cases::masks;
-use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_mask::{AttnSlice, Documents, Mask, MaskType, Range};
 use counterpoint_plan::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
     received_rows, received_rows_lower_bound,
@@ -222,6 +224,33 @@ fn affinity_is_within_ten_percent_of_annealing() {
         let balance = max_area(&work, &affinity) as f64 * cp_size as f64 / mask.area() as f64;
         assert!(balance <= 1.01, "{cp_size} ranks: balance {balance}");
         assert_eq!(mean(&dispatch(&work, cp_size, DispatchAlgorithm::MinHeap)), greedy_mean);
+    }
+}
+
+/// Masks whose chunks read on both sides of a document's border, or all read the same keys: a tenth of the greedy's
+/// traffic, or a quarter where one long document is most of the work.
+#[test]
+fn other_masks_keep_together_what_reads_together() {
+    let lengths = |text: &str| -> Vec<usize> { text.lines().map(|length| length.parse().unwrap()).collect() };
+    let lognormal = lengths(include_str!("../../../benches/data/packed_documents_lognormal_1m.txt"));
+    let pareto = lengths(include_str!("../../../benches/data/packed_documents_pareto_1m.txt"));
+    let documents = |lengths: &[usize]| Documents::from_lengths(lengths.iter().copied()).unwrap();
+    for (name, mask, cp_size, part) in [
+        ("full documents", Mask::full(documents(&lognormal)), 8, 10),
+        ("full documents", Mask::full(documents(&pareto)), 64, 4),
+        ("video", Mask::block_causal(documents(&pareto), 1560), 64, 4),
+        ("prefix-lm", Mask::prefix_lm(documents(&lognormal), 1024), 8, 10),
+        ("shared question", Mask::shared_question(16_384, documents(&lognormal)), 8, 10),
+    ] {
+        let work = chunk_work(&mask.unwrap(), 512);
+        let affinity = dispatch(&work, cp_size, DispatchAlgorithm::Affinity);
+        let greedy = dispatch(&work, cp_size, DispatchAlgorithm::MinHeap);
+        let total = |dispatch: &Dispatch| received_rows(&work, dispatch, dispatch).iter().sum::<u64>();
+        let (received, greedy) = (total(&affinity), total(&greedy));
+        assert!(received * part <= greedy, "{name}, {cp_size} ranks: {received} rows, greedy {greedy}");
+        let balance =
+            max_area(&work, &affinity) as f64 * cp_size as f64 / work.areas().iter().sum::<u64>() as f64;
+        assert!(balance <= 1.01, "{name}, {cp_size} ranks: balance {balance}");
     }
 }
 

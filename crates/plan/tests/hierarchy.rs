@@ -1,5 +1,6 @@
 //! The two-level exchange, checked by moving row numbers through it.
 
+#[allow(dead_code, reason = "the other tests of this crate use the rest")]
 mod cases;
 
 use std::collections::{BTreeSet, VecDeque};

@@ -1,5 +1,6 @@
 //! What every plan must hold, on random masks: all pairs once, exactly the needed rows, matching splits.
 
+#[allow(dead_code, reason = "the other tests of this crate use the rest")]
 mod cases;
 
 use std::collections::{BTreeSet, VecDeque};

@@ -121,17 +121,17 @@ impl HtmlReport<'_> {
         );
         self.head(&mut out);
         out.push_str("<main>\n");
-        self.cards(&mut out, &matrix);
+        self.cards(&mut out);
         out.push_str("<div class=\"two\">\n");
         self.mask_section(&mut out);
         out.push_str("<div class=\"stack\">\n");
-        self.comparison_section(&mut out, &matrix);
+        self.comparison_section(&mut out);
         self.matrix_section(&mut out, &matrix);
         out.push_str("</div>\n</div>\n");
         self.bars_section(&mut out);
         self.timeline_section(&mut out);
         self.check_section(&mut out);
-        self.ranks_section(&mut out, &matrix);
+        self.ranks_section(&mut out);
         out.push_str("</main>\n<footer>Written by counterpoint. Counts are rows (tokens); TFLOP/s, GB and MB are decimal; token axes count in 1,024s.</footer>\n");
         out.push_str("<div id=\"tip\" role=\"status\" aria-live=\"polite\" hidden></div>\n");
         let _ = write!(
@@ -182,7 +182,7 @@ impl HtmlReport<'_> {
 
     fn matrix_section(&self, out: &mut String, matrix: &CommMatrix) {
         out.push_str("<section class=\"panel\" id=\"matrix\"><h2>Who sends to whom</h2>\n");
-        if matrix.total() == 0 {
+        if matrix.entries().is_empty() {
             out.push_str("<p class=\"empty\">Nothing is exchanged: every rank owns all keys that it needs.</p></section>\n");
             return;
         }

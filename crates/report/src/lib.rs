@@ -17,7 +17,6 @@ mod write;
 
 pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
-pub use matrix::CommMatrix;
 pub use quantity::{
     format_bytes, format_count, format_gbps, format_ratio, format_seconds, format_tflops, format_tokens,
 };

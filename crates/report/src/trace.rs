@@ -1,5 +1,5 @@
 use counterpoint_schedule::SpanKind;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use crate::timelines::{Source, TimelinePair};
 
@@ -33,18 +33,21 @@ pub fn chrome_trace(sections: &[TraceSection<'_>]) -> String {
         }
     }
 
-    let mut events: Vec<Value> = Vec::new();
-    let metadata = |name: &str, rank: usize, tid: usize, args: Value| json!({"ph": "M", "name": name, "pid": rank, "tid": tid, "ts": 0, "args": args});
+    let mut events: Vec<Event<'_>> = Vec::new();
+    let mut metadata = |rank: usize, tid: usize, of: &str, name: String, sort_index: usize| {
+        let event = |suffix: &str, args| {
+            Event::Metadata(Metadata { ph: "M", name: format!("{of}_{suffix}"), pid: rank, tid, ts: 0, args })
+        };
+        events.push(event("name", MetadataArgs::Name { name }));
+        events.push(event("sort_index", MetadataArgs::SortIndex { sort_index }));
+    };
     for rank in 0..world_size {
-        events.push(metadata("process_name", rank, 0, json!({"name": format!("rank {rank}")})));
-        events.push(metadata("process_sort_index", rank, 0, json!({"sort_index": rank})));
+        metadata(rank, 0, "process", format!("rank {rank}"), rank);
         for (index, stream) in streams.iter().enumerate() {
             for source in Source::ALL {
                 if used[source as usize] {
                     let tid = track(index, source);
-                    let name = format!("{stream} ({})", source.name());
-                    events.push(metadata("thread_name", rank, tid, json!({"name": name})));
-                    events.push(metadata("thread_sort_index", rank, tid, json!({"sort_index": tid})));
+                    metadata(rank, tid, "thread", format!("{stream} ({})", source.name()), tid);
                 }
             }
         }
@@ -65,27 +68,81 @@ pub fn chrome_trace(sections: &[TraceSection<'_>]) -> String {
                     Some(stage) => format!("stage {stage} · {kind} · {}", span.label),
                     None => format!("{kind} · {}", span.label),
                 };
-                events.push(json!({
-                    "ph": "X",
-                    "name": name,
-                    "cat": format!("{},{kind},{}", section.name, source.name()),
-                    "pid": span.rank,
-                    "tid": track(stream, source),
-                    "ts": (offset + start) as f64 / 1e3,
-                    "dur": (end - start) as f64 / 1e3,
-                    "args": {
-                        "section": section.name,
-                        "label": span.label,
-                        "kind": kind,
-                        "stage": span.stage,
-                        "source": source.name(),
+                events.push(Event::Slice(Slice {
+                    ph: "X",
+                    name,
+                    cat: format!("{},{kind},{}", section.name, source.name()),
+                    pid: span.rank,
+                    tid: track(stream, source),
+                    ts: (offset + start) as f64 / 1e3,
+                    dur: (end - start) as f64 / 1e3,
+                    args: SliceArgs {
+                        section: section.name,
+                        label: &span.label,
+                        kind,
+                        stage: span.stage,
+                        source: source.name(),
                     },
                 }));
             }
         }
         offset += length;
     }
-    json!({"displayTimeUnit": "ms", "traceEvents": events}).to_string()
+    let trace = Trace { display_time_unit: "ms", trace_events: events };
+    serde_json::to_string(&trace).expect("strings and numbers always serialise")
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Trace<'a> {
+    display_time_unit: &'static str,
+    trace_events: Vec<Event<'a>>,
+}
+
+/// One event, with the field names of the format.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Event<'a> {
+    Metadata(Metadata),
+    Slice(Slice<'a>),
+}
+
+#[derive(Serialize)]
+struct Metadata {
+    ph: &'static str,
+    name: String,
+    pid: usize,
+    tid: usize,
+    ts: u64,
+    args: MetadataArgs,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum MetadataArgs {
+    Name { name: String },
+    SortIndex { sort_index: usize },
+}
+
+#[derive(Serialize)]
+struct Slice<'a> {
+    ph: &'static str,
+    name: String,
+    cat: String,
+    pid: usize,
+    tid: usize,
+    ts: f64,
+    dur: f64,
+    args: SliceArgs<'a>,
+}
+
+#[derive(Serialize)]
+struct SliceArgs<'a> {
+    section: &'a str,
+    label: &'a str,
+    kind: &'static str,
+    stage: Option<usize>,
+    source: &'static str,
 }
 
 /// Track of a stream. From 1: 0 is taken for the idle thread by some viewers.

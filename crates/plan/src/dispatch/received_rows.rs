@@ -29,15 +29,5 @@ pub(super) fn received_by(work: &ChunkWork, chunks: &[u32], home: Home) -> u64 {
 
 /// The key rows that `chunks` together read, merged and ascending.
 pub(super) fn needed_rows(work: &ChunkWork, chunks: &[u32]) -> Vec<Range> {
-    let mut ranges: Vec<Range> =
-        chunks.iter().flat_map(|&chunk| work.needs(chunk as usize)).copied().collect();
-    ranges.sort_unstable();
-    ranges.dedup_by(|next, last| {
-        let joins = next.start <= last.end;
-        if joins {
-            last.end = last.end.max(next.end);
-        }
-        joins
-    });
-    ranges
+    Range::merged(chunks.iter().flat_map(|&chunk| work.needs(chunk as usize)).copied().collect())
 }

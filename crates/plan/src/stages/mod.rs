@@ -73,7 +73,8 @@ impl StageCuts {
 }
 
 /// Pieces of a list of remote rows between places where it may be cut. Solving takes time in the square of it, and more of
-/// them gain next to nothing: a stage's end is then known to a sixteenth of the list.
+/// them gain next to nothing: a stage's end is then known to a sixteenth of the list. More stages than
+/// these, asked for, are cut evenly.
 const CELLS: usize = 16;
 
 /// Remote stages that [`StageCount::Auto`] tries. Each one costs a launch and a collective on every rank.
@@ -89,7 +90,7 @@ pub(crate) fn cut(
     let (most, cells) = match config.stages {
         _ if ranks.iter().all(|rank| rank.remote.len() == 0) => (0, 0),
         StageCount::Auto => (MOST_AUTO_STAGES, CELLS),
-        StageCount::Fixed(stages) => (stages, CELLS.max(2 * stages)),
+        StageCount::Fixed(stages) => (stages, CELLS.max(stages)),
     };
     if most == 0 {
         return [(), ()].map(|()| StageCuts::local(ranks.len()));

@@ -22,6 +22,16 @@ impl Rates {
     pub(crate) fn compute(&self, area: u64) -> f64 {
         if area == 0 { 0.0 } else { self.launch + area as f64 * self.pair }
     }
+
+    /// Seconds of `stages` group-casts of `rows` rows in all.
+    fn cast(&self, stages: usize, rows: usize) -> f64 {
+        stages as f64 * self.cast_alpha + rows as f64 * self.cast_row
+    }
+
+    /// Seconds of `stages` group-reduces of `rows` rows in all.
+    fn reduced(&self, stages: usize, rows: usize) -> f64 {
+        stages as f64 * self.reduce_alpha + rows as f64 * self.reduce_row
+    }
 }
 
 /// The best cuts of one rank for every number of remote stages that all have rows.
@@ -93,6 +103,37 @@ impl Ways {
     }
 }
 
+/// What all ways share whose `m`th stage ends at a place, and what whoever goes on from there cannot avoid: the next
+/// stage has at least the next cell, and so at least some lag. To count that lag now makes most ways equal that differ in
+/// a smaller one.
+struct Step {
+    cast_end: f64,
+    next_cast_end: f64,
+    next_compute: f64,
+    reduced: f64,
+}
+
+impl Step {
+    fn new(profile: &Profile, rates: &Rates, m: usize, place: usize) -> Self {
+        let (cast_end, reduced) =
+            (rates.cast(m, profile.places[place]), rates.reduced(m, profile.places[place]));
+        match profile.places.get(place + 1) {
+            Some(&next) => Self {
+                cast_end,
+                next_cast_end: rates.cast(m + 1, next),
+                next_compute: rates.compute(profile.area_before[place + 1] - profile.area_before[place]),
+                reduced,
+            },
+            // Nothing comes after the end of the list.
+            None => Self { cast_end, next_cast_end: 0.0, next_compute: 0.0, reduced: f64::INFINITY },
+        }
+    }
+
+    fn least_next_lag(&self, compute_end: f64) -> f64 {
+        compute_end.max(self.next_cast_end) + self.next_compute - self.reduced
+    }
+}
+
 impl Cuts {
     /// Solves for `1 ..= stages` remote stages by dynamic programming over the profile's places. With
     /// `cast_end(s) = cast_end(s-1) + cast(s)` and `compute_end(s) = max(compute_end(s-1), cast_end(s)) + compute(s)`,
@@ -108,36 +149,23 @@ impl Cuts {
         (0..places).for_each(|_| ways.close_state());
         for m in 1..=stages {
             for j in 0..places {
+                let step = Step::new(profile, rates, m, j);
                 for i in (m - 1)..j {
-                    solved.extend(profile, rates, &mut ways, m, i, j);
+                    let compute = rates.compute(profile.area_before[j] - profile.area_before[i]);
+                    let reduced = rates.reduced(m - 1, profile.places[i]);
+                    for index in ways.of((m - 1) * places + i) {
+                        let way = ways.ways[index];
+                        let compute_end = way.compute_end.max(step.cast_end) + compute;
+                        let reduce_lag = way.reduce_lag.max(compute_end - reduced);
+                        let reduce_lag = reduce_lag.max(step.least_next_lag(compute_end));
+                        ways.add(Way { compute_end, reduce_lag, place: j as u16, from: index as u32 });
+                    }
                 }
                 ways.close_state();
             }
             solved.keep(profile, rates, &ways, m);
         }
         solved
-    }
-
-    /// Adds the `m`th stage from place `i` to place `j` to all ways that end at `i`.
-    fn extend(&self, profile: &Profile, rates: &Rates, ways: &mut Ways, m: usize, i: usize, j: usize) {
-        let area = |from: usize, to: usize| profile.area_before[to] - profile.area_before[from];
-        let cast_end =
-            |m: usize, j: usize| m as f64 * rates.cast_alpha + profile.places[j] as f64 * rates.cast_row;
-        let reduced =
-            |m: usize, j: usize| m as f64 * rates.reduce_alpha + profile.places[j] as f64 * rates.reduce_row;
-        let compute = rates.compute(area(i, j));
-        for index in ways.of((m - 1) * self.places + i) {
-            let way = ways.ways[index];
-            let compute_end = way.compute_end.max(cast_end(m, j)) + compute;
-            let mut reduce_lag = way.reduce_lag.max(compute_end - reduced(m - 1, i));
-            if j + 1 < self.places {
-                // Whatever stage comes next has at least the next cell, and so at least this lag. To know it now makes
-                // most ways that differ only in a smaller lag equal.
-                let next_end = compute_end.max(cast_end(m + 1, j + 1)) + rates.compute(area(j, j + 1));
-                reduce_lag = reduce_lag.max(next_end - reduced(m, j));
-            }
-            ways.add(Way { compute_end, reduce_lag, place: j as u16, from: index as u32 });
-        }
     }
 
     /// Keeps the best way to cut the whole list into `m` stages.
@@ -148,8 +176,7 @@ impl Cuts {
             self.seconds.push(f64::INFINITY);
             return;
         };
-        let length = profile.places[self.places - 1] as f64;
-        self.seconds.push(way.reduce_lag + m as f64 * rates.reduce_alpha + length * rates.reduce_row);
+        self.seconds.push(way.reduce_lag + rates.reduced(m, profile.places[self.places - 1]));
         for stage in (1..=m).rev() {
             self.cuts[start + stage] = way.place;
             way = &ways.ways[way.from as usize];

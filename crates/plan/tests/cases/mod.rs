@@ -1,7 +1,5 @@
 //! Random masks and configurations that tests of the plan share.
 
-#![allow(dead_code)] // Not every test file uses all of it.
-
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, DispatchAlgorithm, PlanConfig, StageCount, StagePlan, Topology,

@@ -1,6 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use counterpoint_mask::Band;
+use counterpoint_plan::RankPlan;
 use counterpoint_schedule::Timeline;
 use serde_json::{Value, json};
 
@@ -32,7 +33,7 @@ impl HtmlReport<'_> {
             "k": owners(&plan.k_dispatch),
             "slices": self.slices(),
             "area": plan.ranks.iter().map(|rank| rank.area).collect::<Vec<_>>(),
-            "recv": matrix.received(),
+            "recv": plan.ranks.iter().map(RankPlan::recv_rows).collect::<Vec<_>>(),
             "rowBytes": self.figures.kv_row_bytes,
             "matrix": {"group": group, "entries": matrix.grouped(group).entries()},
             "passes": self.passes().map(|(name, pair)| pass(name, &pair)).collect::<Vec<_>>(),

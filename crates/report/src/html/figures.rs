@@ -1,10 +1,10 @@
 use std::fmt::Write;
 
+use counterpoint_plan::RankPlan;
 use counterpoint_schedule::Timeline;
 
 use super::{HtmlReport, escape};
 use crate::{
-    matrix::CommMatrix,
     quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops, three_digits},
     svg::percent,
 };
@@ -30,7 +30,7 @@ fn large(value: u64) -> String {
 }
 
 impl HtmlReport<'_> {
-    pub(super) fn cards(&self, out: &mut String, matrix: &CommMatrix) {
+    pub(super) fn cards(&self, out: &mut String) {
         let (mask, plan, figures) = (self.mask, self.plan, &self.figures);
         out.push_str("<dl class=\"cards\">");
 
@@ -55,13 +55,10 @@ impl HtmlReport<'_> {
             figures.plan_seconds.map_or(String::new(), |s| format!(", planned in {}", format_seconds(s)));
         card(out, "Ranks", &format_count(plan.ranks.len() as u64), &format!("{chunks}{planned}"));
 
-        let areas = plan.ranks.iter().map(|rank| rank.area);
-        let mean = area as f64 / plan.ranks.len().max(1) as f64;
-        let balance = if area == 0 { 1.0 } else { areas.max().unwrap_or(0) as f64 / mean };
-        card(out, "Balance", &format!("{balance:.3}"), "largest area over mean; 1 is perfect");
+        card(out, "Balance", &format!("{:.3}", plan.balance()), "largest area over mean; 1 is perfect");
 
         let ranks = plan.ranks.len().max(1) as f64;
-        let rows = matrix.total() as f64 / ranks;
+        let rows = plan.ranks.iter().map(RankPlan::recv_rows).sum::<u64>() as f64 / ranks;
         let bytes = figures
             .kv_row_bytes
             .map_or(String::new(), |b| format!(", {}", format_bytes((rows * b as f64) as u64)));
@@ -123,16 +120,20 @@ impl HtmlReport<'_> {
     }
 
     /// Rows received against bound, ring and all-gather, as bars on one scale.
-    pub(super) fn comparison_section(&self, out: &mut String, matrix: &CommMatrix) {
+    pub(super) fn comparison_section(&self, out: &mut String) {
         let Some(comm) = self.figures.comm else { return };
-        let total = matrix.total();
+        let total = self.plan.ranks.iter().map(RankPlan::recv_rows).sum::<u64>();
         let rows = [
             ("lower bound", comm.lower_bound_rows),
             ("this plan", comm.recv_rows),
             ("ring", comm.ring_rows),
             ("all-gather", comm.all_gather_rows),
         ];
-        let longest = rows.iter().map(|row| row.1).max().unwrap_or(0).max(1) as f64;
+        let longest = rows.iter().map(|row| row.1).max().unwrap_or(0) as f64;
+        if longest == 0.0 {
+            // One rank: there is nothing to compare.
+            return;
+        }
         let ranks = self.plan.ranks.len().max(1) as f64;
         out.push_str(
             "<section class=\"panel\"><h2>Key rows received, compared</h2><table class=\"compare\">\

@@ -79,15 +79,29 @@ function maskChart(chart) {
         return [owner(axis, first), Math.max(0, pixel(first)), Math.min(length, pixel(first + chunk))];
       })
       : limits(from, to, data[axis].rows, 400).map((part, index) => [sampled(axis, part, index), index * length / 400, (index + 1) * length / 400]);
+    const runs = [];
     for (const [rank, start, end] of parts) {
-      const size = end - start, [px, py] = vertical ? [x + width + 4, y + start] : [x + start, y - 14];
-      const [wide, tall] = vertical ? [10, size] : [size, 10];
+      const last = runs.at(-1);
+      if (last?.[0] === rank) last[2] = end;
+      else runs.push([rank, start, end]);
+    }
+    for (const [rank, start, end] of runs) {
+      const size = end - start, [px, py] = vertical ? [x + width + 4, y + start] : [x + start, y - 17];
+      const [wide, tall] = vertical ? [13, size] : [size, 13];
       group.append(svg("rect", { x: px, y: py, width: wide, height: tall, fill: rankColor(rank) }));
-      if (size >= 10 + (vertical ? 0 : 6 * (String(rank).length - 1)) && (rank < 100 || !vertical)) {
+      if (size >= 11 + (vertical ? 0 : 6 * (String(rank).length - 1)) && (rank < 100 || !vertical)) {
         group.append(svg("text", { class: "mask-owner", x: px + wide / 2, y: py + tall / 2 }, String(rank)));
       }
     }
     return group;
+  }
+
+  function chunkLines() {
+    const { chunk } = data.q, unit = height / (view.q1 - view.q0), path = [];
+    if (chunk * unit >= 5) {
+      for (let token = Math.ceil(view.q0 / chunk) * chunk; token < view.q1; token += chunk) path.push(`M${x} ${y + (token - view.q0) * unit}h${width}`);
+    }
+    return svg("path", { class: "mask-chunks", d: path.join("") });
   }
 
   const tokens = (token) => {
@@ -105,8 +119,8 @@ function maskChart(chart) {
           path.push(`M${x - 4} ${y + place}h3`);
           group.append(svg("text", { class: "mask-q", x: x - 7, y: y + place + 3.5 }, tokens(token)));
         } else {
-          path.push(`M${x + place} ${y - 17}v3`);
-          group.append(svg("text", { x: x + place, y: y - 20 }, tokens(token)));
+          path.push(`M${x + place} ${y - 20}v3`);
+          group.append(svg("text", { x: x + place, y: y - 23 }, tokens(token)));
         }
       }
     }
@@ -118,7 +132,7 @@ function maskChart(chart) {
   function draw() {
     picture.classList.toggle("zoomed", !whole());
     zoomed.replaceChildren();
-    if (!whole()) zoomed.append(raster(), strip("q", view.q0, view.q1, height), strip("k", view.k0, view.k1, width), axes());
+    if (!whole()) zoomed.append(raster(), chunkLines(), strip("q", view.q0, view.q1, height), strip("k", view.k0, view.k1, width), axes());
     if (tools) tools.querySelector("output").textContent = whole() ? "all tokens"
       : `queries ${count(view.q0)} to ${count(view.q1)}, keys ${count(view.k0)} to ${count(view.k1)}`;
   }

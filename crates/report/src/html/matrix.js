@@ -28,7 +28,7 @@ function matrix(chart) {
       picture.append(rect);
       const label = amount(rows).replace(" rows", "");
       if (pitch > 58) {
-        picture.append(svg("text", { class: "strong", "pointer-events": "none", x: x0 + (receiver + 0.5) * pitch, y: head + (owner + 0.5) * pitch + 4, "text-anchor": "middle" }, label));
+        picture.append(svg("text", { class: rows > most * 0.25 ? "oncell" : "strong", "pointer-events": "none", x: x0 + (receiver + 0.5) * pitch, y: head + (owner + 0.5) * pitch + 4, "text-anchor": "middle" }, label));
       }
       marks[owner].push(mark(rect, () => {
         const other = data.rowBytes ? (unit === "rows" ? ` (${bytes(rows * data.rowBytes)})` : ` (${count(rows)} rows)`) : "";

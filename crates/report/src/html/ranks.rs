@@ -2,7 +2,6 @@ use std::fmt::Write;
 
 use super::HtmlReport;
 use crate::{
-    matrix::CommMatrix,
     palette::color_of,
     quantity::{format_count, format_seconds},
     table::chunk_list,
@@ -14,8 +13,7 @@ const CHUNK_RUNS: usize = 6;
 
 impl HtmlReport<'_> {
     /// Every rank in words and numbers: what the charts show, for those who do not see them.
-    pub(super) fn ranks_section(&self, out: &mut String, matrix: &CommMatrix) {
-        let (received, sent) = (matrix.received(), matrix.sent());
+    pub(super) fn ranks_section(&self, out: &mut String) {
         let passes: Vec<(&str, Vec<f64>)> = self
             .passes()
             .flat_map(|(name, pair)| pair.sources().map(move |(source, t)| (name, source, t)))
@@ -52,8 +50,8 @@ impl HtmlReport<'_> {
                 format_count(part.q_rows as u64),
                 format_count(part.area),
                 if mean > 0.0 { part.area as f64 / mean } else { 1.0 },
-                format_count(received[rank]),
-                format_count(sent[rank]),
+                format_count(part.recv_rows()),
+                format_count(part.send_rows()),
                 part.forward.len(),
             );
             for (_, seconds) in &passes {

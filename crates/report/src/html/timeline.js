@@ -102,8 +102,9 @@ function timeline(section) {
 
     const kept = state.pass.ranks.length, all = state.pass.worldSize;
     const first = state.page * perPage() + 1, last = Math.min(kept, (state.page + 1) * perPage());
-    section.querySelector("output").textContent =
-      `${first}–${last} of ${kept} ranks${kept < all ? ` (selected from ${count(all)})` : ""}`;
+    section.querySelector("output").textContent = pages() === 1
+      ? (kept === 1 ? "the only rank" : `all ${kept} ranks`)
+      : `${first === last ? first : `${first}–${last}`} of ${kept} ranks${kept < all ? ` (selected from ${count(all)})` : ""}`;
     section.querySelector("[data-page='-1']").disabled = state.page === 0;
     section.querySelector("[data-page='1']").disabled = state.page + 1 >= pages();
     for (const key of ["pass", "source", "order"]) {

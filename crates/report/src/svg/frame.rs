@@ -14,12 +14,12 @@ use crate::{
 pub(super) const PLOT: f64 = 600.0;
 /// Left end of the plot.
 pub(super) const LEFT: f64 = 62.0;
-const STRIP: f64 = 10.0;
+const STRIP: f64 = 13.0;
 const GAP: f64 = 4.0;
 /// Parts of a strip, where there are more chunks.
 const STRIP_PARTS: usize = 512;
 /// Smallest part of a strip, in units, that holds the number of its rank.
-const LABEL_ROOM: f64 = 10.0;
+const LABEL_ROOM: f64 = 11.0;
 /// Ranks named one by one in the legend.
 const LEGEND_RANKS: usize = 8;
 

@@ -1,8 +1,7 @@
-use counterpoint_plan::Plan;
+use counterpoint_plan::{Plan, RankPlan};
 
 use super::{Column, Grid, Style, Tone, plain};
 use crate::{
-    CommMatrix,
     quantity::{format_count, format_ratio, format_seconds},
     statistics::Statistics,
 };
@@ -16,8 +15,8 @@ const HEAVIEST_SHOWN: usize = 16;
 /// seconds of the forward where the caller has them (one a rank). Of more than 32 ranks the 16 with the largest area are
 /// shown. Mean and maximum of all ranks end the table.
 pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style) -> String {
-    let matrix = CommMatrix::forward(plan);
-    let (received, sent) = (matrix.received(), matrix.sent());
+    let received: Vec<u64> = plan.ranks.iter().map(RankPlan::recv_rows).collect();
+    let sent: Vec<u64> = plan.ranks.iter().map(RankPlan::send_rows).collect();
     let mut columns = vec![
         Column::number("rank", 0),
         Column::text("chunks", 5),

@@ -1,6 +1,6 @@
 use counterpoint_mask::Range;
 
-use super::segments::{Segments, bits_in, words_of};
+use super::segments::{Segments, WORD, bits_in, words_of};
 
 /// Segments of one word: what the rank's chunks read, what exactly one of them reads, and what the rank owns.
 #[derive(Clone, Copy, Default)]
@@ -96,12 +96,76 @@ fn bits_of(ranges: &[Range], word: usize) -> u64 {
     match ranges {
         [range] => bits_in(*range, word),
         _ => {
-            let (start, end) = (word * 64, (word + 1) * 64);
+            let (start, end) = (word * WORD, (word + 1) * WORD);
             let first = ranges.partition_point(|range| range.end <= start);
             ranges[first..]
                 .iter()
                 .take_while(|range| range.start < end)
                 .fold(0, |bits, &range| bits | bits_in(range, word))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::dispatch::received_rows::received_by;
+    use crate::dispatch::{Home, chunk_work};
+
+    /// Strips of rows, each with one slice of any type anywhere.
+    fn mask(seqlen: usize, strips: &[(usize, usize, usize, u8)]) -> Mask {
+        let mut row = 0;
+        let mut slices = Vec::new();
+        for &(rows, start, cols, kind) in strips {
+            let q = Range::new(row, (row + rows).min(seqlen));
+            let k = Range::new(start % seqlen, (start % seqlen + cols).min(seqlen));
+            let types = [MaskType::Full, MaskType::Causal, MaskType::InvCausal, MaskType::BiCausal];
+            slices.push(AttnSlice::new(q, k, types[usize::from(kind % 4)]));
+            row = q.end;
+        }
+        slices.retain(|slice| !slice.q_range.is_empty() && !slice.k_range.is_empty());
+        Mask::new(seqlen, seqlen, slices).unwrap()
+    }
+
+    proptest! {
+        /// Every change that is predicted for a swap is the difference of two counts from scratch.
+        #[test]
+        fn changes_are_exact(
+            strips in prop::collection::vec((1..90_usize, any::<usize>(), 1..300_usize, any::<u8>()), 1..20),
+            ranks in 2..5_usize,
+            swaps in prop::collection::vec((any::<usize>(), any::<usize>()), 1..20),
+            with_queries: bool,
+        ) {
+            let home = if with_queries { Home::WithQueries } else { Home::Elsewhere };
+            let work = chunk_work(&mask(600, &strips), 7);
+            let segments = Segments::new(&work, home);
+            let mut rank_chunks = vec![Vec::new(); ranks];
+            for chunk in 0..work.num_chunks() {
+                rank_chunks[chunk % ranks].push(chunk as u32);
+            }
+            let mut coverage = Coverage::new(&segments, &rank_chunks);
+            let received = |chunks: &[u32]| {
+                let mut chunks = chunks.to_vec();
+                chunks.sort_unstable();
+                received_by(&work, &chunks, home) as i64
+            };
+            for (a, b) in swaps {
+                let rank_a = a % ranks;
+                let rank_b = (rank_a + 1 + b % (ranks - 1)) % ranks;
+                let (i, j) = (b % rank_chunks[rank_a].len(), a % rank_chunks[rank_b].len());
+                let (out, into) = (rank_chunks[rank_a][i], rank_chunks[rank_b][j]);
+                let before = received(&rank_chunks[rank_a]);
+                prop_assert_eq!(coverage.received(rank_a), before);
+                let change = coverage.change(rank_a, out, into);
+                rank_chunks[rank_a][i] = into;
+                rank_chunks[rank_b][j] = out;
+                prop_assert_eq!(before + change, received(&rank_chunks[rank_a]));
+                coverage.refresh(rank_a, &rank_chunks[rank_a]);
+                coverage.refresh(rank_b, &rank_chunks[rank_b]);
+            }
         }
     }
 }

@@ -58,6 +58,11 @@ impl Segments {
         &self.needs[self.offsets[chunk as usize]..self.offsets[chunk as usize + 1]]
     }
 
+    /// Words and ranges that one look at the needs of `chunk` passes.
+    pub(super) fn steps(&self, chunk: u32) -> usize {
+        self.needs(chunk).iter().map(|&range| 1 + words_of(range).len()).sum()
+    }
+
     /// What lives with `chunk`.
     pub(super) fn own(&self, chunk: u32) -> Range {
         self.own[chunk as usize]

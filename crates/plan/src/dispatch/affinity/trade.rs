@@ -2,8 +2,11 @@ use super::coverage::Coverage;
 use super::segments::Segments;
 use crate::dispatch::ChunkWork;
 
-/// Swaps that are looked at. A budget and no clock: the result is the same on every machine.
+/// Swaps that are proposed. A budget and no clock: the result is the same on every machine.
 const PROPOSALS: usize = 64_000;
+/// Steps over ranges and words of coverage that may be spent on them; what bounds the time where chunks read far or in
+/// many pieces.
+const STEPS: usize = 2_000_000;
 /// Proposals in a row without a gain after which there is nothing to be had.
 const PATIENCE: usize = 8_192;
 /// Largest coverage that is kept, in words: beyond it the start stays as it is. Reached from about 4,096 ranks with
@@ -37,6 +40,8 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
     let received = (0..ranks).map(|rank| coverage.received(rank)).sum::<i64>() / ranks as i64;
     let mut draw = Draw(0);
     let mut since_gain = 0;
+    let steps: Vec<usize> = (0..chunks as u32).map(|chunk| segments.steps(chunk)).collect();
+    let mut left = STEPS;
     for _ in 0..PROPOSALS {
         since_gain += 1;
         if since_gain > PATIENCE {
@@ -69,6 +74,11 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
         if over_limit > 0 {
             continue;
         }
+        let spent = 4 * (steps[a as usize] + steps[b as usize]);
+        if spent > left {
+            break;
+        }
+        left -= spent;
         let rows = coverage.change(rank_a, a, b) + coverage.change(rank_b, b, a);
         let weighed = i128::from(rows) * i128::from(mean)
             + i128::from(over_mean) * i128::from(received)
@@ -81,6 +91,9 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
         rank_chunks[rank_b][to.place as usize] = a;
         (seats[a as usize], seats[b as usize]) = (to, from);
         (loads[rank_a], loads[rank_b]) = (load_a, load_b);
+        let refreshed = rank_chunks[rank_a].iter().chain(&rank_chunks[rank_b]);
+        let spent = 2 * segments.words() + refreshed.map(|&chunk| steps[chunk as usize]).sum::<usize>();
+        left = left.saturating_sub(spent);
         coverage.refresh(rank_a, &rank_chunks[rank_a]);
         coverage.refresh(rank_b, &rank_chunks[rank_b]);
     }
