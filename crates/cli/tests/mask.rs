@@ -61,6 +61,13 @@ fn a_name_of_a_file_is_a_file() {
 }
 
 #[test]
+fn files_that_never_end() {
+    let folder = Folder::new();
+    folder.refuses("mask /dev/zero", &["/dev/zero", "longer than"]);
+    folder.refuses("mask varlen-full:lengths=@/dev/zero", &["/dev/zero", "longer than"]);
+}
+
+#[test]
 fn draws_svg() {
     let folder = Folder::new();
     folder.run("mask varlen-causal:lengths=300,700 --svg mask.svg").ok();

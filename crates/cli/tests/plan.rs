@@ -106,6 +106,15 @@ fn fixed_stages_and_few_chunks() {
 }
 
 #[test]
+fn more_chunks_than_memory_holds() {
+    let folder = Folder::new();
+    folder.refuses(
+        "plan --mask causal:4095M --cp-size 2 --chunk-size 1",
+        &["chunks", "available", "--chunk-size"],
+    );
+}
+
+#[test]
 fn prints_a_table_that_explains_itself() {
     let folder = Folder::new();
     let ran = folder.run("plan --mask causal:4k --cp-size 4 --nodes 2").ok();

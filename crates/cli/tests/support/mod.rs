@@ -192,7 +192,13 @@ pub(crate) fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
 }
 
 /// q, k, v and dout of `seqlen` tokens.
-pub(crate) fn qkv(dtype: Dtype, seqlen: usize, heads_q: usize, heads_kv: usize, head_dim: usize) -> Vec<Tensor> {
+pub(crate) fn qkv(
+    dtype: Dtype,
+    seqlen: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim: usize,
+) -> Vec<Tensor> {
     vec![
         Tensor::new("q", dtype, &[seqlen, heads_q, head_dim]),
         Tensor::new("k", dtype, &[seqlen, heads_kv, head_dim]),

@@ -94,10 +94,15 @@ fn refuse_what_does_not_fit(
     spec: &AttentionSpec,
 ) -> Result<(), CliError> {
     let Some(available) = available_memory() else { return Ok(()) };
-    let tensors = tensor_bytes(mask, spec, arguments.run.backward);
+    // Once in global order, once on the ranks.
+    let tensors = tensor_bytes(mask, spec, arguments.run.backward).saturating_mul(2);
     let refuse = |what, needed, instead| Err(CliError::OutOfMemory { what, needed, available, instead });
     if tensors > available {
-        return refuse("holding the tensors", tensors, "use fewer rows or heads, or a narrower type");
+        return refuse(
+            "holding the tensors and the ranks' copies",
+            tensors,
+            "use fewer rows or heads, or a narrower type",
+        );
     }
     if arguments.results.check {
         let reference = reference_bytes(spec, mask.seqlen_q(), mask.seqlen_k(), arguments.run.backward);

@@ -7,7 +7,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
 use counterpoint_report::{
     CheckFigures, CheckRow, Figures, HtmlReport, Style, TimelinePair, TraceSection, Verified, check_table,
-    chrome_trace, format_count, format_seconds, format_tflops, plan_table,
+    chrome_trace, format_count, format_flops, format_seconds, plan_table,
 };
 use counterpoint_schedule::{Overlap, Span, Timeline};
 use serde::Serialize;
@@ -171,7 +171,7 @@ impl AttentionResult<'_> {
                 _ => (self.spec.flops_backward(area), plan.backward.len()),
             };
             let seconds = measured.makespan();
-            let rate = if seconds > 0.0 { format_tflops(flops / seconds / ranks) } else { "-".to_owned() };
+            let rate = if seconds > 0.0 { format_flops(flops / seconds / ranks) } else { "-".to_owned() };
             let _ = writeln!(
                 out,
                 "{name}: {} ({rate} a rank; predicted {}), {}",
