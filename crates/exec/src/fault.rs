@@ -50,9 +50,9 @@ pub struct FaultInjection {
 }
 
 impl FaultInjection {
-    pub(crate) fn strikes(&self, rank: usize, program: &str, place: &OpPlace) -> bool {
+    pub(crate) fn strikes(&self, rank: usize, program: Option<&str>, place: &OpPlace) -> bool {
         self.rank == rank
-            && self.program.as_deref().is_none_or(|name| name == program)
+            && (self.program.is_none() || self.program.as_deref() == program)
             && match &self.at {
                 FaultPoint::Everywhere => true,
                 FaultPoint::Op(index) => *index == place.index,

@@ -1,4 +1,9 @@
 //! Runs Programs: backends, transports, group collectives, the CPU kernels and the f64 reference.
+//!
+//! [`run_attention`] goes from tensors to tensors. Below it, [`Prepared`] is the one interpreter of Programs; it knows a
+//! machine only as a [`Backend`] (streams, events, memory, kernels) and a [`Transport`] (rows between ranks).
+//! [`CpuBackend`] and [`LocalTransport`] are those of this process: ranks, and the streams of each, are threads that share a
+//! [`World`], the place of the first error and of every wait's limit. [`Communicator`] offers the group collectives alone.
 
 mod attention;
 mod backend;

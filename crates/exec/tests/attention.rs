@@ -8,13 +8,14 @@ mod support;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, RunConfig,
-    SlowLink, available_memory, check_attention, dispatch, run_attention, undispatch,
+    AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint,
+    HostTensor, LocalTransport, Prepared, RunConfig, SlowLink, World, WorldConfig, available_memory,
+    check_attention, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{
-    GradientReduction, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,
+    GradientReduction, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward, lower_attention_forward,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -120,6 +121,25 @@ proptest! {
         }
     }
 
+    /// Without that mode, too, the order of sums is the plan's, not that of arrival: delays change no bit.
+    #[test]
+    fn delays_change_no_bit(seed: u64, cp_size in 2usize..6, order in 0usize..3) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let seqlen = rng.random_range(100..400);
+        let mask = random_mask(seqlen, seqlen, &mut rng);
+        let spec = spec(2, 1, 16, 16, DType::F32);
+        let inputs = inputs(&mask, &spec, &mut rng);
+        let plan = Plan::new(&mask, &spec, &config(cp_size, 16, StageCount::Fixed(3), DispatchAlgorithm::MinHeap)).unwrap();
+        let quiet = RunConfig { policy: policy(StartOrder::ALL[order]), ..RunConfig::default() };
+        let expected = run(&plan, &spec, &inputs, &quiet).outputs;
+        for round in 0..3 {
+            let delay = FaultKind::Delay { seed: seed ^ round, max: Duration::from_micros(300) };
+            let fault = |rank| FaultInjection { rank, program: None, at: FaultPoint::Everywhere, kind: delay };
+            let disturbed = RunConfig { faults: (0..cp_size).map(fault).collect(), ..quiet.clone() };
+            prop_assert!(run(&plan, &spec, &inputs, &disturbed).outputs == expected);
+        }
+    }
+
     /// A rank that panics at any operation ends the run at once; one that stalls ends it within the limit. Both are named.
     #[test]
     fn faults_end_the_run_and_name_the_rank(seed: u64, rank in 0usize..3, op in 0usize..1000, stall in any::<bool>()) {
@@ -147,6 +167,38 @@ proptest! {
     }
 }
 
+/// Ranks that planned from different masks find out where they first meet.
+#[test]
+fn ranks_with_different_masks_are_named() {
+    let spec = spec(2, 1, 16, 16, DType::F32);
+    let config = config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Sequential);
+    let whole = Range::new(0, 64);
+    let full = Mask::new(64, 64, vec![AttnSlice::new(whole, whole, MaskType::Full)]).unwrap();
+    let world = World::new(2, WorldConfig::default());
+    let workers = CpuBackend::workers(0).unwrap();
+    let transports = LocalTransport::connect(&world, None).into_iter();
+    let mut ranks: Vec<_> = [causal(64), full]
+        .iter()
+        .zip(transports)
+        .enumerate()
+        .map(|(rank, (mask, transport))| {
+            let plan = Plan::new(mask, &spec, &config).unwrap();
+            let program = lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default());
+            let backend = CpuBackend::new(&world, rank, workers.clone());
+            let mut prepared = Prepared::new(program, backend, transport).unwrap();
+            for (name, heads) in [("q", 2), ("k", 1), ("v", 1)] {
+                let tensor = HostTensor::zeros(vec![32, heads, 16], DType::F32);
+                prepared.bind(name, CpuBuffer::new(rank, name, tensor)).unwrap();
+            }
+            prepared
+        })
+        .collect();
+    let error = Prepared::run_ranks(&mut ranks).unwrap_err();
+    assert!(matches!(error, ExecError::CollectiveMismatch { .. }), "{error}");
+    let reason = "rank 1 sends splits of [32] rows and rank 0 expects []";
+    assert!(error.to_string().contains(reason), "{error}");
+}
+
 #[test]
 fn what_was_not_asked_for_is_not_computed() {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
@@ -165,7 +217,7 @@ fn the_number_of_ranks_does_not_matter() {
     let mask = random_mask(333, 333, &mut rng);
     let spec = spec(4, 2, 16, 16, DType::F64);
     let inputs = inputs(&mask, &spec, &mut rng);
-    for cp_size in [1, 2, 3, 8, 40] {
+    for cp_size in [1, 2, 3, 8, 40, 200] {
         let plan =
             Plan::new(&mask, &spec, &config(cp_size, 32, StageCount::Auto, DispatchAlgorithm::Affinity))
                 .unwrap();

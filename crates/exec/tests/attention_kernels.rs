@@ -3,8 +3,7 @@
 
 mod support;
 
-use counterpoint_exec::reference_attention;
-use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
+use counterpoint_exec::{AttentionInputs, HostData, HostTensor, check_attention, reference_attention};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK};
 use half::bf16;
@@ -244,7 +243,7 @@ fn ordinary_scores_far_from_zero() {
         let HostData::F64(keys) = inputs.k.data_mut() else { unreachable!() };
         keys.iter_mut().step_by(8).for_each(|x| *x *= sign);
         let outputs = run_whole::<f64>(&mask, &spec, &inputs, &pool);
-        let mut report = counterpoint_exec::check_attention(&mask, &spec, &inputs, &outputs);
+        let mut report = check_attention(&mask, &spec, &inputs, &outputs);
         // Scores of 3.5e3 carry rounding errors of that many units into the exponent.
         for tensor in &mut report.tensors {
             assert!(tensor.relative_error < 1e-10, "{tensor:?}");
@@ -290,5 +289,35 @@ fn rows_without_columns_keep_the_empty_state() {
             assert_eq!(row_sum[at], if seen { 60.0 } else { 0.0 });
             assert_eq!(acc[at * 3..at * 3 + 3], [row_sum[at]; 3]);
         }
+    }
+}
+
+/// The yardstick of the 16-bit types notices one wrong element of any tensor.
+#[test]
+fn a_wrong_element_does_not_pass_the_check() {
+    let pool = pool(2);
+    let mut rng = ChaCha8Rng::seed_from_u64(9);
+    let mask = random_mask(130, 150, &mut rng);
+    let spec = spec(4, 2, 16, 16, DType::Bf16);
+    let inputs = inputs::<bf16>(&mask, &spec, 1.0, &mut rng);
+    let right = run_whole::<bf16>(&mask, &spec, &inputs, &pool);
+    assert!(check_attention(&mask, &spec, &inputs, &right).passed);
+    for name in ["out", "dq", "dk", "dv"] {
+        let mut wrong = right.clone();
+        let tensor = match name {
+            "out" => &mut wrong.out,
+            "dq" => wrong.dq.as_mut().unwrap(),
+            "dk" => wrong.dk.as_mut().unwrap(),
+            _ => wrong.dv.as_mut().unwrap(),
+        };
+        let values = tensor.as_mut_slice::<bf16>().unwrap();
+        let largest = values.iter().map(|x| x.to_f32().abs()).fold(0.0, f32::max);
+        // A few units in the last place of the largest element.
+        let at = values.len() / 2;
+        values[at] = bf16::from_f32(values[at].to_f32() + largest / 40.0);
+        let report = check_attention(&mask, &spec, &inputs, &wrong);
+        let failed: Vec<&str> =
+            report.tensors.iter().filter(|t| !t.passed).map(|t| t.name.as_str()).collect();
+        assert_eq!(failed, [name], "{report:#?}");
     }
 }

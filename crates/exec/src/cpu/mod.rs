@@ -37,7 +37,8 @@ pub struct CpuBackend {
     world: Arc<World>,
     rank: usize,
     workers: Arc<ThreadPool>,
-    run: Arc<Mutex<Run>>,
+    /// `None` until the first run of a Program.
+    run: Arc<Mutex<Option<Run>>>,
 }
 
 struct Run {
@@ -53,8 +54,7 @@ impl CpuBackend {
     /// When the world has no such rank.
     pub fn new(world: &Arc<World>, rank: usize, workers: Arc<ThreadPool>) -> Self {
         assert!(rank < world.size(), "rank {rank} of a world of {}", world.size());
-        let run = Run { program: "".into(), origin: Instant::now() };
-        Self { world: world.clone(), rank, workers, run: Arc::new(Mutex::new(run)) }
+        Self { world: world.clone(), rank, workers, run: Arc::default() }
     }
 
     /// A pool of as many threads as the machine has cores, less `sm_margin`, but at least one.
@@ -80,8 +80,8 @@ impl CpuBackend {
         &self.world
     }
 
-    pub(crate) fn program(&self) -> Arc<str> {
-        lock(&self.run).program.clone()
+    pub(crate) fn program(&self) -> Option<Arc<str>> {
+        lock(&self.run).as_ref().map(|run| run.program.clone())
     }
 }
 
@@ -145,7 +145,7 @@ impl Backend for CpuBackend {
     }
 
     fn begin_run(&self, program: &str, origin: Instant, barriers: &[KernelBarrier], signals: &[CpuSignal]) {
-        *lock(&self.run) = Run { program: program.into(), origin };
+        *lock(&self.run) = Some(Run { program: program.into(), origin });
         barriers.iter().for_each(|barrier| barrier.0.begin_run());
         signals.iter().for_each(|signal| signal.0.begin_run());
     }
@@ -167,7 +167,7 @@ impl Backend for CpuBackend {
         let kernel = kernel.clone();
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
-        stream.push(&self.program(), place, move |_| {
+        stream.push(self.program(), place, move |_| {
             kernel.run(rank, &at, &buffers, &workers)?;
             Ok(Some(SpanKind::Compute))
         })
@@ -176,7 +176,7 @@ impl Backend for CpuBackend {
     fn record(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
         let counter = event.0.clone();
         counter.issue_step(stream, place);
-        stream.push(&self.program(), place, move |_| {
+        stream.push(self.program(), place, move |_| {
             counter.step();
             Ok(None)
         })
@@ -185,7 +185,7 @@ impl Backend for CpuBackend {
     fn wait(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
         let (counter, at) = (event.0.clone(), place.clone());
         let target = counter.issued();
-        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
     }
 
     fn await_barrier(
@@ -197,7 +197,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let (counter, at) = (barrier.0.clone(), place.clone());
         let target = counter.absolute(arrivals);
-        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
     }
 
     fn signal(
@@ -209,7 +209,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let counter = signal.0.clone();
         let absolute = counter.issue_value(stream, place, value);
-        stream.push(&self.program(), place, move |_| {
+        stream.push(self.program(), place, move |_| {
             counter.raise(absolute);
             Ok(None)
         })
@@ -224,7 +224,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let (counter, at) = (signal.0.clone(), place.clone());
         let target = counter.absolute(value);
-        stream.push(&self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
     }
 
     fn synchronize(&self, streams: &[&CpuStream]) -> Result<(), ExecError> {
@@ -232,8 +232,8 @@ impl Backend for CpuBackend {
     }
 
     fn take_spans(&self, stream: &CpuStream, index: usize) -> Vec<Span> {
-        let origin = lock(&self.run).origin;
-        stream.take_spans(origin, index)
+        let origin = lock(&self.run).as_ref().map(|run| run.origin);
+        origin.map_or_else(Vec::new, |origin| stream.take_spans(origin, index))
     }
 
     fn fail(&self, error: ExecError) -> ExecError {

@@ -44,7 +44,8 @@ struct Measured {
 type Work = Box<dyn FnOnce(&StreamShared) -> Result<Option<SpanKind>, ExecError> + Send>;
 
 struct Job {
-    program: Arc<str>,
+    /// Only operations of a Program's run are measured: nobody collects the spans of others.
+    program: Option<Arc<str>>,
     place: OpPlace,
     work: Work,
 }
@@ -82,13 +83,13 @@ impl CpuStream {
 
     pub(crate) fn push(
         &self,
-        program: &Arc<str>,
+        program: Option<Arc<str>>,
         place: &OpPlace,
         work: impl FnOnce(&StreamShared) -> Result<Option<SpanKind>, ExecError> + Send + 'static,
     ) -> Result<(), ExecError> {
         self.shared.world.check()?;
         self.shared.queued.update(|queued| queued.given += 1);
-        let job = Job { program: program.clone(), place: place.clone(), work: Box::new(work) };
+        let job = Job { program, place: place.clone(), work: Box::new(work) };
         // The thread and its receiver live as long as this sender: sending cannot fail.
         self.queue.send(job).ok();
         Ok(())
@@ -160,7 +161,8 @@ impl StreamShared {
         self.status.begin(&place);
         self.world.note_progress();
         let faults = self.world.config().faults.iter();
-        let faults: Vec<_> = faults.filter(|fault| fault.strikes(self.rank, &program, &place)).collect();
+        let faults: Vec<_> =
+            faults.filter(|fault| fault.strikes(self.rank, program.as_deref(), &place)).collect();
         if !faults.is_empty() {
             let occurrence = occurrences.entry(place.index).or_default();
             *occurrence += 1;
@@ -173,8 +175,10 @@ impl StreamShared {
         }));
         let end = Instant::now();
         match result {
-            Ok(Ok(None)) => {}
-            Ok(Ok(Some(kind))) => lock(&self.measured).push(Measured { place, kind, start, end }),
+            Ok(Ok(Some(kind))) if program.is_some() => {
+                lock(&self.measured).push(Measured { place, kind, start, end });
+            }
+            Ok(Ok(_)) => {}
             Ok(Err(error)) => drop(self.world.fail(error)),
             Err(panic) => {
                 let place = format!("{place} on stream {}", self.status.name);

@@ -118,7 +118,7 @@ impl Transport<CpuBackend> for LocalTransport {
             outputs,
         };
         let barrier = barrier.cloned();
-        stream.push(&backend.program(), place, move |stream| {
+        stream.push(backend.program(), place, move |stream| {
             if let Some(barrier) = barrier {
                 barrier.arrive();
             }

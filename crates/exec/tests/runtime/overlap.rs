@@ -70,11 +70,20 @@ fn seconds(communication: usize) -> (f64, f64) {
 fn a_staged_run_takes_the_maximum_and_a_sequential_one_the_sum() {
     let (compute, transfer) =
         (COMPUTATION.as_secs_f64() * STAGES as f64, TRANSFER.as_secs_f64() * STAGES as f64);
-    // The fastest of some: the machine may be busy, and a busy machine only makes runs longer.
-    let best =
-        |communication| (0..4).map(|_| seconds(communication)).min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
-    let (overlapped, efficiency) = best(COMMUNICATION);
-    let (sequential, none) = best(COMPUTE);
+    // The fastest of some, until one is fast: other work on the machine makes runs longer, never shorter.
+    let best = |communication, enough: f64| {
+        let mut best = seconds(communication);
+        for _ in 0..11 {
+            if best.0 < enough {
+                break;
+            }
+            let next = seconds(communication);
+            best = if next.0 < best.0 { next } else { best };
+        }
+        best
+    };
+    let (overlapped, efficiency) = best(COMMUNICATION, 1.2 * compute.max(transfer));
+    let (sequential, none) = best(COMPUTE, 1.1 * (compute + transfer));
     assert!(sequential >= compute + transfer, "{sequential} s");
     assert!(overlapped >= compute.max(transfer), "{overlapped} s");
     // In the steady state the two hide each other; only the ends stick out.
