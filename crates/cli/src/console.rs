@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
 
-use counterpoint_report::Style;
+use counterpoint_report::{Style, format_count};
 use serde::Serialize;
 
 use crate::error::CliError;
@@ -25,6 +25,20 @@ pub(crate) fn print_json(document: &impl Serialize) -> Result<(), CliError> {
 /// Prints one line to standard error. Nobody may be there to read it, which is no reason to stop.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// `1 rank`, `4,096 ranks`.
+pub(crate) fn count(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {noun}{plural}", format_count(number as u64))
+}
+
+/// The stages of a pass: the local work, and what is left of the others'.
+pub(crate) fn stages(count_with_local: usize) -> String {
+    match count_with_local {
+        0 | 1 => "local work only".to_owned(),
+        more => format!("local work and {}", count(more - 1, "stage")),
+    }
 }
 
 /// Says that timings are not those of a release build, where they are not.

@@ -1,6 +1,7 @@
 //! MASK, the argument: a path to a JSON file or an expression.
 
-use std::fs;
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
 use counterpoint_mask::Mask;
@@ -19,11 +20,23 @@ pub(crate) fn load(argument: &str) -> Result<Mask, CliError> {
         return Err(CliError::NoMask);
     }
     let Some(path) = file(argument) else {
-        let read = |file: &str| fs::read_to_string(file).map_err(|error| error.to_string());
+        let read = |file: &str| read_text(Path::new(file)).map_err(|error| error.to_string());
         return Mask::parse(argument, &read)
             .map_err(|source| CliError::MaskExpression { expression: argument.to_owned(), source });
     };
     let unreadable = |source| CliError::Unreadable { what: "mask file", path: path.to_owned(), source };
-    Mask::from_json(&fs::read_to_string(path).map_err(unreadable)?)
+    Mask::from_json(&read_text(path).map_err(unreadable)?)
         .map_err(|source| CliError::MaskFile { path: path.to_owned(), source })
+}
+
+/// Longest text that is read: ten times what a million slices take. A device that never ends ends here.
+const MAX_TEXT_BYTES: u64 = 1 << 30;
+
+fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_TEXT_BYTES {
+        return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));
+    }
+    Ok(text)
 }

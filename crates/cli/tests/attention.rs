@@ -1,5 +1,7 @@
 //! `counterpoint attention` from files to files.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use safetensors::{Dtype, SafeTensors};

@@ -1,5 +1,7 @@
 //! Help and usage.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use support::Folder;

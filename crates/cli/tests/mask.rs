@@ -1,5 +1,7 @@
 //! `counterpoint mask`, and what every command does with a bad MASK.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use support::Folder;
@@ -56,6 +58,13 @@ fn a_name_of_a_file_is_a_file() {
     folder.write("causal:4", r#"{"seqlen_q": 2, "seqlen_k": 2, "slices": []}"#);
     assert_eq!(folder.run("mask causal:4 --json").ok().json()["seqlen_q"], 2);
     folder.refuses("mask missing.json", &["missing.json"]);
+}
+
+#[test]
+fn files_that_never_end() {
+    let folder = Folder::new();
+    folder.refuses("mask /dev/zero", &["/dev/zero", "longer than"]);
+    folder.refuses("mask varlen-full:lengths=@/dev/zero", &["/dev/zero", "longer than"]);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `counterpoint plan` and `counterpoint bench plan`.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use serde_json::Value;
@@ -101,6 +103,15 @@ fn fixed_stages_and_few_chunks() {
     let plan = folder.run("plan --mask causal:100 --cp-size 8 --chunk-size 64 --json").ok().json();
     let idle = plan["ranks"].as_array().unwrap().iter().filter(|rank| rank["tokens"] == 0).count();
     assert_eq!((idle, plan["ranks"].as_array().unwrap().len()), (6, 8));
+}
+
+#[test]
+fn more_chunks_than_memory_holds() {
+    let folder = Folder::new();
+    folder.refuses(
+        "plan --mask causal:4095M --cp-size 2 --chunk-size 1",
+        &["chunks", "available", "--chunk-size"],
+    );
 }
 
 #[test]

@@ -70,12 +70,10 @@ pub fn format_tokens(tokens: u64) -> String {
     }
 }
 
-/// Floating-point operations a second, in units of 1e12.
-pub fn format_tflops(flops_per_second: f64) -> String {
-    if !flops_per_second.is_finite() {
-        return NOTHING.to_owned();
-    }
-    format!("{} TFLOP/s", three_digits(flops_per_second / 1e12))
+/// Floating-point operations a second in the unit that fits: `780 TFLOP/s` of a GPU, `43.0 GFLOP/s` of a CPU. A dash when
+/// not finite.
+pub fn format_flops(flops_per_second: f64) -> String {
+    in_units(flops_per_second, &[(1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")])
 }
 
 /// Bytes a second, in units of 1e9.
@@ -132,8 +130,8 @@ mod tests {
         assert_eq!(format_tokens(131_072), "128k");
         assert_eq!(format_tokens(1 << 20), "1M");
         assert_eq!(format_tokens(3 << 19), "1.5M");
-        assert_eq!(format_tflops(7.8e14), "780 TFLOP/s");
-        assert_eq!(format_tflops(1.23e10), "0.012 TFLOP/s");
+        assert_eq!(format_flops(7.8e14), "780 TFLOP/s");
+        assert_eq!(format_flops(1.23e10), "12.3 GFLOP/s");
         assert_eq!(format_gbps(3.5e11), "350 GB/s");
         assert_eq!(format_ratio(1.149), "1.15x");
         assert_eq!(format_ratio(f64::NAN), "–");

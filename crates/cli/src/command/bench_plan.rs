@@ -250,8 +250,10 @@ impl Group {
 
     fn text(&self, case: &Case, style: &Style) -> String {
         let mut out = format!(
-            "{}, {} ranks, chunks of {} (ratio: rows received, to min-heap's)\n",
-            case.name, case.cp_size, case.chunk_size
+            "{}, {}, chunks of {} (ratio: rows received, to min-heap's)\n",
+            case.name,
+            console::count(case.cp_size, "rank"),
+            case.chunk_size
         );
         let mut rows: Vec<ComparisonRow> = self
             .rows

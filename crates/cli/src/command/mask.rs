@@ -33,10 +33,10 @@ pub(crate) fn run(arguments: &MaskArguments) -> Result<(), CliError> {
 fn summary(mask: &counterpoint_mask::Mask) -> String {
     let (rows, columns, area) = (mask.seqlen_q() as u64, mask.seqlen_k() as u64, mask.area());
     format!(
-        "{} queries x {} keys, {} slices, area {} ({:.1} % of all pairs)\n",
+        "{} queries x {} keys, {}, area {} ({:.1} % of all pairs)\n",
         format_count(rows),
         format_count(columns),
-        format_count(mask.slices().len() as u64),
+        console::count(mask.slices().len(), "slice"),
         format_count(area),
         100.0 * area as f64 / (rows as f64 * columns as f64)
     )

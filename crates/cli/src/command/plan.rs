@@ -1,7 +1,9 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, PlanConfig, Topology};
+use counterpoint_plan::{
+    AttentionSpec, CostModel, PlanConfig, Topology, TwoLevelExchange, flat_crossing_rows,
+};
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
 };
@@ -96,23 +98,28 @@ impl Told<'_> {
         let mut out = String::new();
         let _ = writeln!(
             out,
-            "{} queries x {} keys, area {}, {} ranks on {} nodes, {} chunks of {} rows, dispatch {dispatch}\n",
+            "{} queries x {} keys, area {}; {} on {}, {} of {} rows, dispatch {dispatch}\n",
             format_count(mask.seqlen_q() as u64),
             format_count(mask.seqlen_k() as u64),
             format_count(mask.area()),
-            plan.cp_size(),
-            self.config.topology.nodes(),
-            format_count(plan.q_dispatch.num_chunks() as u64),
+            console::count(plan.cp_size(), "rank"),
+            console::count(self.config.topology.nodes(), "node"),
+            console::count(plan.q_dispatch.num_chunks(), "chunk"),
             format_count(plan.q_dispatch.chunk_size() as u64),
         );
         out.push_str(&plan_table(plan, Some(&rank_seconds(&prediction.forward)), &style));
         let rows = traffic_rows(dispatch, plan, mask, &self.spec, self.solution.seconds);
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
-        let stages = |count: usize| match count {
-            0 | 1 => "local work only".to_owned(),
-            n => format!("local work and {} stages", n - 1),
-        };
+        if self.config.topology.nodes() > 1 {
+            let crossing = TwoLevelExchange::new(plan, &self.config.topology).crossing_rows();
+            let _ = writeln!(
+                out,
+                "\nbetween nodes: {} key rows in all, each once for a node that needs it ({} if every rank fetched for itself)",
+                format_count(crossing),
+                format_count(flat_crossing_rows(plan, &self.config.topology)),
+            );
+        }
         let _ = writeln!(out);
         for (name, timeline, count) in [
             ("forward", Some(&prediction.forward), plan.ranks[0].forward.len()),
@@ -124,7 +131,11 @@ impl Told<'_> {
                 None => "nothing to communicate".to_owned(),
             };
             let seconds = format_seconds(timeline.makespan());
-            let _ = writeln!(out, "{name} on H200s, predicted: {seconds}, {}, {efficiency}", stages(count));
+            let _ = writeln!(
+                out,
+                "{name} on H200s, predicted: {seconds}, {}, {efficiency}",
+                console::stages(count)
+            );
         }
         for (flag, path) in outputs.files() {
             let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
@@ -137,7 +148,10 @@ impl Told<'_> {
         let setup = [
             ("mask", self.arguments.mask.clone()),
             ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
-            ("ranks", format!("{} on {} nodes", plan.cp_size(), self.config.topology.nodes())),
+            (
+                "ranks",
+                format!("{} on {}", plan.cp_size(), console::count(self.config.topology.nodes(), "node")),
+            ),
             (
                 "heads",
                 format!(

@@ -1,5 +1,5 @@
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -29,11 +29,12 @@ impl TensorFile {
     pub(crate) fn open(path: &Path) -> Result<Self, CliError> {
         let unreadable = |source| CliError::Unreadable { what: "input", path: path.to_owned(), source };
         let broken = |reason: String| CliError::NotSafetensors { path: path.to_owned(), reason };
-        let mut file = File::open(path).map_err(unreadable)?;
-        let metadata = file.metadata().map_err(unreadable)?;
+        // Asked before it is opened: opening a pipe that nobody writes to would wait for ever.
+        let metadata = fs::metadata(path).map_err(unreadable)?;
         if !metadata.is_file() {
             return Err(unreadable(io::Error::other("it is not a regular file")));
         }
+        let mut file = File::open(path).map_err(unreadable)?;
         let bytes = metadata.len();
         if let Some(available) = available_memory().filter(|&available| bytes > available) {
             return Err(CliError::InputTooLarge { path: path.to_owned(), bytes, available });

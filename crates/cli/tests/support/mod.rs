@@ -1,5 +1,5 @@
 //! The binary in a fresh folder, and tensors to feed it.
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, clippy::unwrap_used)] // each test file uses its part
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,38 +9,38 @@ use safetensors::tensor::TensorView;
 use serde_json::Value;
 
 /// A fresh folder in which the binary runs.
-pub struct Folder {
+pub(crate) struct Folder {
     folder: tempfile::TempDir,
 }
 
 /// What a run left.
-pub struct Ran {
-    pub status: i32,
-    pub stdout: String,
-    pub stderr: String,
+pub(crate) struct Ran {
+    pub(crate) status: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
     command: String,
 }
 
 impl Folder {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> &Self {
+    pub(crate) fn write(&self, name: &str, contents: impl AsRef<[u8]>) -> &Self {
         std::fs::write(self.path(name), contents).unwrap();
         self
     }
 
-    pub fn read(&self, name: &str) -> Vec<u8> {
+    pub(crate) fn read(&self, name: &str) -> Vec<u8> {
         std::fs::read(self.path(name)).unwrap()
     }
 
     /// Names of everything in the folder, hidden files too.
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).unwrap();
         let mut names: Vec<String> =
             entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
@@ -49,12 +49,12 @@ impl Folder {
     }
 
     /// Runs a command line, split at spaces.
-    pub fn run(&self, line: &str) -> Ran {
+    pub(crate) fn run(&self, line: &str) -> Ran {
         self.run_with(line, &[])
     }
 
     /// As [`Folder::run`], with variables.
-    pub fn run_with(&self, line: &str, variables: &[(&str, &str)]) -> Ran {
+    pub(crate) fn run_with(&self, line: &str, variables: &[(&str, &str)]) -> Ran {
         let mut command = assert_cmd::Command::new(env!("CARGO_BIN_EXE_counterpoint"));
         command
             .current_dir(self.folder.path())
@@ -72,7 +72,7 @@ impl Folder {
 
     /// Runs a command line that must be refused: exit status 2, one sentence that holds all `words`, nothing on stdout,
     /// no file made or changed.
-    pub fn refuses(&self, line: &str, words: &[&str]) {
+    pub(crate) fn refuses(&self, line: &str, words: &[&str]) {
         let contents = |folder: &Self| -> Vec<(String, Option<Vec<u8>>)> {
             let small = |name: &String| {
                 let path = folder.path(name);
@@ -90,14 +90,14 @@ impl Folder {
 
 impl Ran {
     /// Ended well, with nothing on stderr that looks like an error.
-    pub fn ok(self) -> Self {
+    pub(crate) fn ok(self) -> Self {
         assert_eq!(self.status, 0, "{}\n{}\n{}", self.command, self.stdout, self.stderr);
         assert!(!self.stderr.contains("error"), "{}\n{}", self.command, self.stderr);
         self
     }
 
     /// Ended with `status`, one sentence on stderr with all `words`, and an empty stdout.
-    pub fn is_refusal(&self, status: i32, words: &[&str]) {
+    pub(crate) fn is_refusal(&self, status: i32, words: &[&str]) {
         let Ran { command, stdout, stderr, .. } = self;
         assert_eq!(self.status, status, "{command}\n{stdout}\n{stderr}");
         assert_eq!(stdout, "", "{command}");
@@ -105,7 +105,7 @@ impl Ran {
     }
 
     /// Whether stderr is one sentence with all `words`.
-    pub fn is_one_error(&self, words: &[&str]) {
+    pub(crate) fn is_one_error(&self, words: &[&str]) {
         let Ran { command, stderr, .. } = self;
         assert!(stderr.starts_with("error: ") && stderr.ends_with('\n'), "{command}\n{stderr}");
         assert_eq!(stderr.lines().count(), 1, "{command}\n{stderr}");
@@ -118,29 +118,29 @@ impl Ran {
     }
 
     /// stdout as one JSON document.
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.stdout)
             .unwrap_or_else(|error| panic!("{}: {error}\n{}", self.command, self.stdout))
     }
 
     /// stdout as one JSON object a line.
-    pub fn json_lines(&self) -> Vec<Value> {
+    pub(crate) fn json_lines(&self) -> Vec<Value> {
         self.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 }
 
 /// A tensor of a test file.
 #[derive(Clone)]
-pub struct Tensor {
-    pub name: &'static str,
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
-    pub bytes: Vec<u8>,
+pub(crate) struct Tensor {
+    pub(crate) name: &'static str,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
 }
 
 impl Tensor {
     /// Numbers in [-1, 1) that depend on nothing but the name and the position.
-    pub fn new(name: &'static str, dtype: Dtype, shape: &[usize]) -> Self {
+    pub(crate) fn new(name: &'static str, dtype: Dtype, shape: &[usize]) -> Self {
         let mut state = name.bytes().fold(7u64, |state, byte| state * 31 + u64::from(byte));
         let values = (0..shape.iter().product()).map(|_| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -150,7 +150,7 @@ impl Tensor {
     }
 
     /// With one element replaced.
-    pub fn with(mut self, at: usize, value: f64) -> Self {
+    pub(crate) fn with(mut self, at: usize, value: f64) -> Self {
         let bytes = bytes_of(self.dtype, value);
         let place = at * bytes.len();
         self.bytes[place..place + bytes.len()].copy_from_slice(&bytes);
@@ -158,7 +158,7 @@ impl Tensor {
     }
 
     /// The elements.
-    pub fn values(&self) -> Vec<f64> {
+    pub(crate) fn values(&self) -> Vec<f64> {
         values_of(self.dtype, &self.bytes)
     }
 }
@@ -174,7 +174,7 @@ fn bytes_of(dtype: Dtype, value: f64) -> Vec<u8> {
 }
 
 /// The elements of a tensor of `f32` or `f64`.
-pub fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
+pub(crate) fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
     match dtype {
         Dtype::F64 => bytes.as_chunks().0.iter().map(|&x| f64::from_le_bytes(x)).collect(),
         Dtype::F32 => bytes.as_chunks().0.iter().map(|&x| f64::from(f32::from_le_bytes(x))).collect(),
@@ -184,7 +184,7 @@ pub fn values_of(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
 }
 
 /// A safetensors file.
-pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
+pub(crate) fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     let views = tensors.iter().map(|tensor| {
         (tensor.name, TensorView::new(tensor.dtype, tensor.shape.clone(), &tensor.bytes).unwrap())
     });
@@ -192,7 +192,13 @@ pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
 }
 
 /// q, k, v and dout of `seqlen` tokens.
-pub fn qkv(dtype: Dtype, seqlen: usize, heads_q: usize, heads_kv: usize, head_dim: usize) -> Vec<Tensor> {
+pub(crate) fn qkv(
+    dtype: Dtype,
+    seqlen: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    head_dim: usize,
+) -> Vec<Tensor> {
     vec![
         Tensor::new("q", dtype, &[seqlen, heads_q, head_dim]),
         Tensor::new("k", dtype, &[seqlen, heads_kv, head_dim]),

@@ -5,7 +5,7 @@ use counterpoint_schedule::Timeline;
 
 use super::{HtmlReport, escape};
 use crate::{
-    quantity::{format_bytes, format_count, format_ratio, format_seconds, format_tflops, three_digits},
+    quantity::{format_bytes, format_count, format_flops, format_ratio, format_seconds, three_digits},
     svg::percent,
 };
 
@@ -80,7 +80,7 @@ impl HtmlReport<'_> {
             let flops = if name == "forward" { figures.forward_flops } else { figures.backward_flops };
             match (pair.measured.map(Timeline::makespan), pair.predicted.map(Timeline::makespan)) {
                 (Some(measured), predicted) => {
-                    let rate = flops.filter(|_| measured > 0.0).map(|f| format_tflops(f / measured / ranks));
+                    let rate = flops.filter(|_| measured > 0.0).map(|f| format_flops(f / measured / ranks));
                     let predicted = predicted.map(|seconds| format!("predicted {}", format_seconds(seconds)));
                     let notes: Vec<String> =
                         predicted.into_iter().chain(rate.map(|r| format!("{r} a rank"))).collect();

@@ -2,7 +2,7 @@ use serde::Serialize;
 
 use super::{Column, Grid, Style, Tone, plain};
 use crate::{
-    quantity::{format_gbps, format_ratio, format_seconds, format_tflops},
+    quantity::{format_flops, format_gbps, format_ratio, format_seconds},
     statistics::Statistics,
 };
 
@@ -83,7 +83,7 @@ pub fn bench_table(rows: &[BenchRow], style: &Style) -> String {
     for row in rows {
         let rate = match row.rate {
             None => "–".to_owned(),
-            Some(Rate::Compute { tflops }) => format_tflops(tflops * 1e12),
+            Some(Rate::Compute { tflops }) => format_flops(tflops * 1e12),
             Some(Rate::Transfer { busbw, .. }) => format!("{} bus", format_gbps(busbw * 1e9)),
         };
         let error = format!("{:.1e}", row.verified.error);
@@ -134,7 +134,7 @@ mod tests {
         {
             assert!(text.contains(part), "{part} in\n{text}");
         }
-        for part in ["0.031 TFLOP/s", "0.900x", "3.2e-7"] {
+        for part in ["31.2 GFLOP/s", "0.900x", "3.2e-7"] {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         assert!(!text.contains("FAILED"));
@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn eighty_columns_keep_the_figures_that_matter() {
         let text = bench_table(&[row(3.2e-7)], &Style { color: false, width: Some(80) });
-        for part in ["attention forward", "4096 x 8 x 128", "11.0 ms", "TFLOP/s", "no room for"] {
+        for part in ["attention forward", "4096 x 8 x 128", "11.0 ms", "GFLOP/s", "no room for"] {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");

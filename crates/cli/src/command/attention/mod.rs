@@ -43,7 +43,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     };
     let backward = arguments.run.backward.then_some(reduction);
     let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
-    progress.step(format!("running {} on {} ranks", passes(arguments), arguments.cp_size));
+    progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
     let run_config = RunConfig {
         policy: arguments.run.overlap,
         deterministic: arguments.run.deterministic,
@@ -71,7 +71,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
 }
 
 fn passes(arguments: &AttentionArguments) -> &'static str {
-    if arguments.run.backward { "forward and backward" } else { "forward" }
+    if arguments.run.backward { "running forward and backward" } else { "running the forward" }
 }
 
 fn checked_outputs(arguments: &AttentionArguments) -> Result<Outputs, CliError> {
@@ -94,10 +94,15 @@ fn refuse_what_does_not_fit(
     spec: &AttentionSpec,
 ) -> Result<(), CliError> {
     let Some(available) = available_memory() else { return Ok(()) };
-    let tensors = tensor_bytes(mask, spec, arguments.run.backward);
+    // Once in global order, once on the ranks.
+    let tensors = tensor_bytes(mask, spec, arguments.run.backward).saturating_mul(2);
     let refuse = |what, needed, instead| Err(CliError::OutOfMemory { what, needed, available, instead });
     if tensors > available {
-        return refuse("holding the tensors", tensors, "use fewer rows or heads, or a narrower type");
+        return refuse(
+            "holding the tensors and the ranks' copies",
+            tensors,
+            "use fewer rows or heads, or a narrower type",
+        );
     }
     if arguments.results.check {
         let reference = reference_bytes(spec, mask.seqlen_q(), mask.seqlen_k(), arguments.run.backward);

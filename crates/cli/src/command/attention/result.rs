@@ -7,7 +7,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
 use counterpoint_report::{
     CheckFigures, CheckRow, Figures, HtmlReport, Style, TimelinePair, TraceSection, Verified, check_table,
-    chrome_trace, format_count, format_seconds, format_tflops, plan_table,
+    chrome_trace, format_count, format_flops, format_seconds, plan_table,
 };
 use counterpoint_schedule::{Overlap, Span, Timeline};
 use serde::Serialize;
@@ -134,9 +134,9 @@ impl AttentionResult<'_> {
         );
         let _ = writeln!(
             out,
-            "{} ranks, {} chunks of {} rows, dispatch {}, planned in {}\n",
-            plan.cp_size(),
-            format_count(plan.q_dispatch.num_chunks() as u64),
+            "{}, {} of {} rows, dispatch {}, planned in {}\n",
+            console::count(plan.cp_size(), "rank"),
+            console::count(plan.q_dispatch.num_chunks(), "chunk"),
             plan.q_dispatch.chunk_size(),
             dispatch_name(self.arguments.planning.dispatch),
             format_seconds(self.solution.seconds),
@@ -163,19 +163,21 @@ impl AttentionResult<'_> {
     fn passes_text(&self, out: &mut String) {
         let ranks = self.solution.plan.cp_size() as f64;
         let area = self.mask.area();
+        let plan = &self.solution.plan.ranks[0];
         for (name, pair) in self.passes() {
             let (Some(measured), Some(predicted)) = (pair.measured, pair.predicted) else { continue };
-            let flops = match name {
-                "forward" => self.spec.flops_forward(area),
-                _ => self.spec.flops_backward(area),
+            let (flops, stages) = match name {
+                "forward" => (self.spec.flops_forward(area), plan.forward.len()),
+                _ => (self.spec.flops_backward(area), plan.backward.len()),
             };
             let seconds = measured.makespan();
-            let rate = if seconds > 0.0 { format_tflops(flops / seconds / ranks) } else { "-".to_owned() };
+            let rate = if seconds > 0.0 { format_flops(flops / seconds / ranks) } else { "-".to_owned() };
             let _ = writeln!(
                 out,
-                "{name}: {} ({rate} a rank; predicted {})",
+                "{name}: {} ({rate} a rank; predicted {}), {}",
                 format_seconds(seconds),
-                format_seconds(predicted.makespan())
+                format_seconds(predicted.makespan()),
+                console::stages(stages),
             );
             let overlap = measured.overlap();
             let _ = match overlap.efficiency {
