@@ -84,9 +84,9 @@ impl Op {
                 out
             }
             Op::AttentionDelta(op) => {
-                let mut out = vec![op.out, op.dout];
+                let mut out = vec![op.out, op.dout, op.lse];
                 if let Some((sink, _)) = op.sink {
-                    out.extend([op.lse, sink]);
+                    out.push(sink);
                 }
                 out
             }
