@@ -3,6 +3,9 @@
 //! This crate gathers the others under one name; read them in the order in which data flows:
 //! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`exec`] (done), [`report`] (shown).
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 pub use counterpoint_exec as exec;
 pub use counterpoint_mask as mask;
 pub use counterpoint_plan as plan;

@@ -1,7 +1,5 @@
 //! The invariants of ARCHITECTURE.md that are absences, held over `cargo metadata` and the sources.
 
-#![allow(clippy::unwrap_used)]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,8 @@
 //! The `counterpoint` binary: arguments, printing, exit status.
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod arguments;
 mod command;
 mod console;

@@ -1,7 +1,5 @@
 //! `counterpoint attention` from files to files.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use safetensors::{Dtype, SafeTensors};

@@ -123,7 +123,7 @@ pub enum ExecError {
 /// A wait that reached its limit: who waited for whom, where, and who held everything up.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[error(
-    "rank {rank} waited {:.3} s for {awaited} in {place}; {evidence}; culprit: rank {culprit}, {culprit_doing}. Raise \
+    "rank {rank} waited {:.3} s for {awaited} in {place}; {evidence}; held up by rank {culprit}: {culprit_doing}. Raise \
      the limit if that may take so long",
     waited.as_secs_f64()
 )]

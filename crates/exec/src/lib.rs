@@ -5,6 +5,9 @@
 //! [`CpuBackend`] and [`LocalTransport`] are those of this process: ranks, and the streams of each, are threads that share a
 //! [`World`], the place of the first error and of every wait's limit. [`Communicator`] offers the group collectives alone.
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod attention;
 mod backend;
 mod bench;

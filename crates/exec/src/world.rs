@@ -161,7 +161,7 @@ impl World {
     }
 
     /// What `rank` is doing, all streams, for errors.
-    pub(crate) fn activity(&self, rank: usize) -> String {
+    fn activity(&self, rank: usize) -> String {
         let words: Vec<String> = self.streams_of(rank).iter().map(|stream| stream.describe()).collect();
         if words.is_empty() {
             "it has no stream (never started, or gone)".to_owned()

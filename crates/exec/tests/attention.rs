@@ -1,5 +1,4 @@
 //! Distributed attention, tensors to tensors, against the dense f64 reference.
-#![allow(clippy::unwrap_used)]
 
 // Written for the tests of the kernels, which use all of it.
 #[allow(dead_code)]
@@ -8,9 +7,9 @@ mod support;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint,
-    HostTensor, LocalTransport, Prepared, RunConfig, SlowLink, World, WorldConfig, available_memory,
-    check_attention, dispatch, run_attention, undispatch,
+    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind,
+    FaultPoint, HostTensor, LocalTransport, Prepared, RunConfig, SlowLink, World, WorldConfig,
+    available_memory, check_attention, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount};
@@ -322,6 +321,35 @@ fn dispatch_and_back() {
             assert!(positions.iter().copied().eq(plan.q_dispatch.position_ids(rank).map(|p| p as f64)));
         }
         assert_eq!(undispatch(&plan.q_dispatch, &locals).unwrap(), whole);
+    }
+}
+
+#[test]
+fn rolling_is_undispatch_roll_dispatch() {
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    for _ in 0..20 {
+        let seqlen = rng.random_range(1..200);
+        let cp_size = rng.random_range(1..6);
+        let config = config(cp_size, rng.random_range(1..50), StageCount::Auto, DispatchAlgorithm::Zigzag);
+        let plan = Plan::new(&causal(seqlen), &spec(1, 1, 4, 4, DType::F32), &config).unwrap();
+        let shift = rng.random_range(-300..300i64);
+        let rolled = |shift: i64| {
+            let row = |p: usize| (p as i64 - shift).rem_euclid(seqlen as i64) as f32;
+            HostTensor::from_vec(vec![seqlen, 1], (0..seqlen).map(row).collect())
+        };
+        let ranks = Communicator::local(&World::new(cp_size, WorldConfig::default()), None).unwrap();
+        let locals = |whole: &HostTensor| -> Vec<CpuBuffer> {
+            let local = |rank: usize| dispatch(whole, &plan.ranks[rank].q_ranges).unwrap();
+            (0..cp_size).map(|rank| CpuBuffer::new(rank, "rows", local(rank))).collect()
+        };
+        let (from, to) = (locals(&rolled(0)), locals(&rolled(0)));
+        let mut handles = Vec::new();
+        for (rank, communicator) in ranks.iter().enumerate() {
+            handles.push(communicator.roll(&plan.q_dispatch, shift, &from[rank], &to[rank]).unwrap());
+        }
+        handles.into_iter().for_each(|handle| handle.synchronize().unwrap());
+        let got: Vec<_> = to.iter().map(|buffer| buffer.tensor().unwrap()).collect();
+        assert_eq!(undispatch(&plan.q_dispatch, &got).unwrap(), rolled(shift));
     }
 }
 

@@ -1,5 +1,4 @@
 //! The CPU attention kernels against the dense reference, and the bits that they promise not to change.
-#![allow(clippy::unwrap_used)]
 
 mod support;
 

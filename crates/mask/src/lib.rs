@@ -17,6 +17,9 @@
 //!
 //! This crate is pure: no device, clock, environment, file or thread count.
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod band;
 mod builder;
 mod documents;

@@ -1,7 +1,5 @@
 //! Bands against their dense pictures.
 
-#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
-
 mod cases;
 
 use std::collections::BTreeSet;

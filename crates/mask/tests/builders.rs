@@ -1,7 +1,5 @@
 //! Builders against the definition of each mask, pair by pair.
 
-#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
-
 mod cases;
 
 use counterpoint_mask::{Documents, MAX_SEQLEN, Mask, MaskError, Window};

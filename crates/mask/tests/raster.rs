@@ -1,7 +1,5 @@
 //! Pictures of masks against their pairs.
 
-#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
-
 mod cases;
 
 use std::time::Instant;

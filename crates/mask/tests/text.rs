@@ -1,7 +1,5 @@
 //! Masks as text: builder expressions and JSON, and what is said about wrong ones.
 
-#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
-
 mod cases;
 
 use std::time::Instant;

@@ -1,7 +1,5 @@
 //! What `Mask::new` refuses, and how fast.
 
-#![allow(clippy::unwrap_used)] // in tests, where a panic is the report
-
 mod cases;
 
 use std::time::Instant;

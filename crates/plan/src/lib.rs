@@ -2,6 +2,9 @@
 //!
 //! Pure and deterministic: the same input gives the same plan on every rank, so no rank tells another its plan.
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod bounds;
 mod cache;
 mod config;

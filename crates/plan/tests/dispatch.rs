@@ -1,7 +1,5 @@
 //! What every dispatch must hold, on random masks, and how good it is on real document lengths.
 
-#![allow(clippy::unwrap_used)] // Helpers of tests.
-
 #[allow(dead_code)] // Other test files use the rest.
 mod cases;
 

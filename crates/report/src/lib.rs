@@ -2,6 +2,9 @@
 //!
 //! Everything here turns values of the crates to the left into text. Only [`write_atomically`] touches the machine.
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod error;
 mod html;
 mod matrix;

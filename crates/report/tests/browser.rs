@@ -1,8 +1,6 @@
 //! Reports in a real browser without a window: everything is drawn, nothing fails, and the details can be reached by
 //! pointer and by keyboard. Pages and screenshots stay in the target folder's `tmp/report`, to be looked at.
 
-#![allow(clippy::unwrap_used)]
-
 mod fixture;
 
 use std::{

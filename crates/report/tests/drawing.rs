@@ -1,7 +1,5 @@
 //! Masks drawn with the chunks of a plan, and tables of real plans.
 
-#![allow(clippy::unwrap_used)]
-
 mod fixture;
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};

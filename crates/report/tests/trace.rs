@@ -1,7 +1,5 @@
 //! Traces read back and held against the rules of the format.
 
-#![allow(clippy::unwrap_used)]
-
 mod fixture;
 
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,6 +3,9 @@
 //! Pure: no device, clock, environment or file. The interpreter of `counterpoint-exec` runs a Program, [`simulate`]
 //! predicts it, and both speak of it as a [`Timeline`].
 
+// Not a workspace lint: tests may unwrap, their helpers too.
+#![warn(clippy::unwrap_used)]
+
 mod attention;
 mod builder;
 mod policy;

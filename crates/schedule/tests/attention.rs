@@ -1,7 +1,5 @@
 //! The lowerings of attention, over random masks and plans: valid, free of races, and the same work under every policy.
 
-#![allow(clippy::unwrap_used)]
-
 use std::collections::BTreeMap;
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};

@@ -150,11 +150,10 @@ impl Board {
         if let WaitEnd::Failed(error) = end {
             return error;
         }
-        let last = self.slots[peer].peek(|slot| match &slot.last_finished {
+        let evidence = self.slots[peer].peek(|slot| match &slot.last_finished {
             Some((sequence, place)) => format!("rank {peer} last finished collective {sequence} {place}"),
             None => format!("rank {peer} has finished no collective"),
         });
-        let evidence = format!("{last}; its {}", world.activity(peer));
         let place = format!("collective {sequence} {}", waiter.place);
         let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };
         world.stalled(waiter.rank, place, began, awaited)

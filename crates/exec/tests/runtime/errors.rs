@@ -81,7 +81,7 @@ fn pairs_of_a_merge_are_checked() {
     assert!(error.to_string().contains("are no (out, lse) pair"), "{error}");
 }
 
-/// Issues one collective on each of two ranks; gives the error, which both get. The buffers serve once: when the error
+/// Issues one collective on each of two ranks; gives the error, the same on every rank that gets one. The buffers serve once: when the error
 /// comes, a rank's thread may not have let go of them yet.
 fn disagreement(calls: [(&str, &GroupPart, [&CpuBuffer; 2], Option<Reduce>); 2]) -> ExecError {
     let ranks = connect(2);
@@ -89,9 +89,12 @@ fn disagreement(calls: [(&str, &GroupPart, [&CpuBuffer; 2], Option<Reduce>); 2])
         None => rank.group_cast(label, part, &[(from, to)], DType::F32).unwrap(),
         Some(reduce) => rank.group_reduce(label, part, &[(from, to)], reduce).unwrap(),
     });
-    let errors: Vec<_> = handles.collect::<Vec<_>>().into_iter().map(|handle| handle.synchronize()).collect();
-    assert_eq!(errors[0], errors[1]);
-    errors[0].clone().unwrap_err()
+    let results: Vec<_> =
+        handles.collect::<Vec<_>>().into_iter().map(|handle| handle.synchronize()).collect();
+    // A rank whose own part is empty has nobody to wait for and may be through before the other finds out.
+    let errors: Vec<_> = results.into_iter().filter_map(Result::err).collect();
+    assert!(errors.iter().all(|error| *error == errors[0]));
+    errors[0].clone()
 }
 
 #[test]

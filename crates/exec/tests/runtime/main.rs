@@ -1,5 +1,4 @@
 //! The runtime without attention: group collectives, streams, the interpreter, faults.
-#![allow(clippy::unwrap_used)]
 
 mod collectives;
 mod errors;

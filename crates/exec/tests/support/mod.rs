@@ -1,5 +1,4 @@
 //! Problems and a single-rank run of the kernels, for the tests of this folder.
-#![allow(clippy::unwrap_used)]
 
 use counterpoint_exec::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
