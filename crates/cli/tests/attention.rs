@@ -1,7 +1,5 @@
 //! `counterpoint attention` from files to files.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use safetensors::{Dtype, SafeTensors};
@@ -142,11 +140,9 @@ fn json_has_the_keys_of_the_interface() {
     }
     let overlap = &json["overlap"];
     let seconds = |key: &str| overlap[key].as_f64().unwrap();
-    assert!(
-        0.0 < seconds("communication_seconds")
-            && seconds("exposed_seconds") <= seconds("communication_seconds")
-    );
-    assert!((0.0..=1.0).contains(&seconds("efficiency")));
+    assert!(0.0 < seconds("communication_seconds"));
+    assert!(seconds("exposed_seconds") <= seconds("communication_seconds") * (1.0 + 1e-9));
+    assert!((-1e-9..=1.0 + 1e-9).contains(&seconds("efficiency")));
     assert_eq!(json["check"]["passed"], true);
     let names: Vec<&str> =
         json["check"]["tensors"].as_array().unwrap().iter().map(|t| t["name"].as_str().unwrap()).collect();
@@ -265,7 +261,13 @@ fn a_failing_check_writes_the_output_and_says_so() {
     assert_eq!(folder.names(), ["in.safetensors", "out"]);
 }
 
-#[cfg(unix)]
+/// Whether a process has a handler for SIGINT, signal 2.
+fn catches_interrupts(process: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+    u64::from_str_radix(caught.trim(), 16).unwrap() & 0b10 != 0
+}
+
 #[test]
 fn an_interrupt_ends_everything_and_leaves_nothing() {
     let folder = Folder::new();
@@ -277,6 +279,12 @@ fn an_interrupt_ends_everything_and_leaves_nothing() {
         .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap();
+    // Not before the handler is in place, on however busy a machine; then a moment for the ranks to start.
+    let begin = std::time::Instant::now();
+    while !catches_interrupts(child.id()) {
+        assert!(begin.elapsed().as_secs() < 30, "no handler");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
     std::thread::sleep(std::time::Duration::from_millis(700));
     assert!(child.try_wait().unwrap().is_none(), "it runs for a minute");
     let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();

@@ -1,7 +1,5 @@
 //! `counterpoint bench attention`.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use support::Folder;

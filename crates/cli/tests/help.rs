@@ -1,7 +1,5 @@
 //! Help and usage.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use support::Folder;

@@ -1,7 +1,5 @@
 //! Every bad input of `counterpoint attention`: one sentence, exit status 2, nothing written.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use safetensors::Dtype;

@@ -1,7 +1,5 @@
 //! `counterpoint mask`, and what every command does with a bad MASK.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use support::Folder;

@@ -1,7 +1,5 @@
 //! `counterpoint plan` and `counterpoint bench plan`.
 
-#![allow(clippy::unwrap_used)]
-
 mod support;
 
 use serde_json::Value;

@@ -308,9 +308,9 @@ fn goals_text(cases: &[Case], groups: &[Group]) -> String {
             let verdict = if reached { "reached" } else { "MISSED" };
             let _ = writeln!(out, "  {verdict}  {}, {} ranks: {what}", case.name, case.cp_size);
         };
-        let seconds = row.row.seconds.median;
-        let limit = format_seconds(goal.solve_seconds);
-        line(format!("plan in {}, goal {limit}", format_seconds(seconds)), seconds <= goal.solve_seconds);
+        let Statistics { median, min, .. } = row.row.seconds;
+        let [taken, fastest, limit] = [median, min, goal.solve_seconds].map(format_seconds);
+        line(format!("plan in {taken} (fastest {fastest}), goal {limit}"), median <= goal.solve_seconds);
         line(format!("balance {:.4}, goal {BALANCE}", row.balance), row.balance <= BALANCE);
         if let Some(annealed) = goal.annealed_recv_rows {
             let limit = annealed as f64 * OF_ANNEALED;

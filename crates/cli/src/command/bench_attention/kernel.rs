@@ -1,5 +1,5 @@
 use counterpoint_exec::{AttentionBench, MATMUL_SIZE, Rate as Measured, Seconds, bench_attention};
-use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_plan::DType;
 use counterpoint_report::{BenchRow, Rate, Statistics, format_flops};
 use rayon::ThreadPoolBuilder;
 use serde_json::json;
@@ -44,7 +44,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
     for (at, (name, heads_kv, dtype)) in cases.into_iter().take(count).enumerate() {
         progress.step(format!("{name}, {} of {count}", at + 1));
         let mask = mask_argument::load(&name)?;
-        let spec = spec(sizes, heads_kv, dtype);
+        let spec = sizes.spec(heads, heads_kv, dtype);
         let inputs = random_inputs(&mask, &spec, at as u64, true);
         let bench = bench_attention(&mask, &spec, &inputs, sizes.iterations, &pool);
         let shape = shape_text(&inputs.q, &inputs.k);
@@ -77,19 +77,6 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         }
     }
     Ok(section)
-}
-
-fn spec(sizes: &Sizes, heads_kv: usize, dtype: DType) -> AttentionSpec {
-    AttentionSpec {
-        heads_q: sizes.heads,
-        heads_kv,
-        head_dim: sizes.head_dim,
-        head_dim_v: sizes.head_dim,
-        dtype,
-        scale: 1.0 / (sizes.head_dim as f64).sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    }
 }
 
 fn statistics(seconds: &Seconds) -> Statistics {

@@ -4,6 +4,7 @@ mod kernel;
 mod overlap;
 
 use counterpoint_exec::{CheckReport, HostTensor};
+use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_report::{BenchRow, Style, Verified, bench_table};
 use serde::Serialize;
 
@@ -74,6 +75,19 @@ impl Sizes {
         head_dim: 64,
         iterations: 3,
     };
+
+    fn spec(&self, heads_q: usize, heads_kv: usize, dtype: DType) -> AttentionSpec {
+        AttentionSpec {
+            heads_q,
+            heads_kv,
+            head_dim: self.head_dim,
+            head_dim_v: self.head_dim,
+            dtype,
+            scale: 1.0 / (self.head_dim as f64).sqrt(),
+            softcap: 0.0,
+            seqlen_sink: 0,
+        }
+    }
 }
 
 /// A measured case, as JSON has it.

@@ -1,16 +1,17 @@
 use std::time::Duration;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, RunConfig, SlowLink, compare_with_reference, reference_attention,
-    run_attention,
+    AttentionInputs, AttentionRun, CheckReport, RunConfig, SlowLink, compare_with_reference,
+    reference_attention, run_attention,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_seconds};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline};
 use serde_json::json;
 
 use super::{BACKWARD, FORWARD, Goals, Section, Sizes, shape_text, verified};
+use crate::arguments::dtype_name;
 use crate::error::CliError;
 use crate::input::random_inputs;
 use crate::progress::Progress;
@@ -29,25 +30,29 @@ const SHORTEST: f64 = 0.02;
 /// A staged run over a link that is as slow as its computation, under each policy: does communication really run while
 /// computation runs?
 pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, CliError> {
-    let name = format!("causal:{}", sizes.rows);
-    let mask = mask_argument::load(&name)?;
-    let heads = (sizes.heads / 2).max(1);
-    let spec = AttentionSpec {
-        heads_q: heads,
-        heads_kv: heads,
-        head_dim: sizes.head_dim,
-        head_dim_v: sizes.head_dim,
-        dtype: DType::F32,
-        scale: 1.0 / (sizes.head_dim as f64).sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
-    let inputs = random_inputs(&mask, &spec, 7, true);
-    let case = Case { plan: plan(&mask, &spec, sizes)?, mask, spec, inputs };
+    let case = Case::new(sizes)?;
     progress.step("the reference");
-    let reference = reference_attention(&case.mask, &spec, &case.inputs);
+    let reference = reference_attention(&case.mask, &case.spec, &case.inputs);
     progress.step("a run without a link, to see how slow it must be");
     let link = case.link_as_slow_as_computation()?;
+
+    // The first run of each policy does not count, and is the one that is checked.
+    let mut all = Vec::new();
+    for start in StartOrder::ALL {
+        let policy = OverlapPolicy { start, sm_margin: 0 };
+        let run = case.run(policy, Some(link))?;
+        let check = compare_with_reference(case.spec.dtype, &reference, None, &run.outputs);
+        all.push(Measured { policy, check, forward: Samples::default(), backward: Samples::default() });
+    }
+    // In turns, so that all meet the same disturbance by other programs.
+    for iteration in 1..=sizes.iterations {
+        for measured in &mut all {
+            progress.step(format!("{}, {iteration} of {}", measured.policy, sizes.iterations));
+            let run = case.run(measured.policy, Some(link))?;
+            measured.forward.add(&run.forward);
+            run.backward.iter().for_each(|backward| measured.backward.add(backward));
+        }
+    }
 
     let mut section = Section {
         title: format!(
@@ -59,75 +64,31 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         findings: Vec::new(),
         wrong: Vec::new(),
     };
-    let mut sequential: Option<[Samples; 2]> = None;
-    for start in StartOrder::ALL {
-        let policy = OverlapPolicy { start, sm_margin: 0 };
-        let mut passes = [Samples::default(), Samples::default()];
-        let mut outputs = None;
-        for iteration in 0..=sizes.iterations {
-            progress.step(format!("{policy}, {iteration} of {}", sizes.iterations));
-            let run = case.run(policy, Some(link))?;
-            // The first does not count, and is the one that is checked.
-            if iteration > 0 {
-                passes[0].add(&run.forward);
-                run.backward.iter().for_each(|backward| passes[1].add(backward));
-            } else {
-                outputs = Some(run.outputs);
-            }
-        }
-        let check = outputs.map(|outputs| compare_with_reference(spec.dtype, &reference, None, &outputs));
-        let base = sequential.get_or_insert_with(|| passes.clone());
-        let kinds = [("forward", FORWARD), ("backward", BACKWARD)];
-        for (((pass, names), samples), base) in kinds.into_iter().zip(&passes).zip(base.iter()) {
-            let (Some(total), Some(check)) = (Statistics::of(&samples.total), &check) else { continue };
-            let area = case.mask.area();
-            let flops = if pass == "forward" { spec.flops_forward(area) } else { spec.flops_backward(area) };
-            let proof =
-                Proof { total: total.min, compute: fastest(&base.compute), moved: fastest(&base.moved) };
-            let row = BenchRow {
-                name: format!("{pass}, {policy}"),
-                shape: shape_text(&case.inputs.q, &case.inputs.k),
-                dtype: "f32".to_owned(),
-                mask: Some(name.clone()),
-                device: device::cpu_name(),
-                ranks: RANKS,
-                seconds: total,
-                rate: Some(Rate::Compute { tflops: flops / total.median / RANKS as f64 / 1e12 }),
-                ratio: Some(median(&base.total) / total.median),
-                verified: verified(check, names),
-            };
-            if row.verified.passed() {
-                section.findings.push(proof.text(pass, policy, sizes.goals));
-            }
-            section.add(
-                row,
-                json!({
-                    "policy": policy.to_string(),
-                    "stages": STAGES,
-                    "sequential_compute_seconds": proof.compute,
-                    "sequential_communication_seconds": proof.moved,
-                    "total_over_longer": proof.over_longer(),
-                    "total_over_sum": proof.over_sum(),
-                    "overlap_efficiency": median(&samples.efficiency),
-                }),
-            );
-        }
+    let [sequential, ..] = &all[..] else { return Ok(section) };
+    for measured in &all {
+        case.add_row(&mut section, "forward", measured, &measured.forward, &sequential.forward, sizes.goals);
+        case.add_row(
+            &mut section,
+            "backward",
+            measured,
+            &measured.backward,
+            &sequential.backward,
+            sizes.goals,
+        );
     }
     Ok(section)
 }
 
-fn plan(mask: &Mask, spec: &AttentionSpec, sizes: &Sizes) -> Result<Plan, CliError> {
-    let config = PlanConfig {
-        // A few key blocks a stage, a chunk every so often: the cuts matter less than that there are some.
-        chunk_size: Some(sizes.rows / 16),
-        stages: StageCount::Fixed(STAGES),
-        cost: CostModel::H200,
-        ..PlanConfig::new(RANKS)
-    };
-    Plan::new(mask, spec, &config).map_err(|source| CliError::Plan { source })
+/// Runs under one policy.
+struct Measured {
+    policy: OverlapPolicy,
+    check: CheckReport,
+    forward: Samples,
+    backward: Samples,
 }
 
 struct Case {
+    name: String,
     plan: Plan,
     mask: Mask,
     spec: AttentionSpec,
@@ -135,6 +96,70 @@ struct Case {
 }
 
 impl Case {
+    fn new(sizes: &Sizes) -> Result<Self, CliError> {
+        let name = format!("causal:{}", sizes.rows);
+        let mask = mask_argument::load(&name)?;
+        let heads = (sizes.heads / 2).max(1);
+        let spec = sizes.spec(heads, heads, DType::F32);
+        let config = PlanConfig {
+            // A few key blocks a stage, a chunk every so often: the cuts matter less than that there are some.
+            chunk_size: Some(sizes.rows / 16),
+            stages: StageCount::Fixed(STAGES),
+            ..PlanConfig::new(RANKS)
+        };
+        let plan = Plan::new(&mask, &spec, &config).map_err(|source| CliError::Plan { source })?;
+        let inputs = random_inputs(&mask, &spec, 7, true);
+        Ok(Self { name, plan, mask, spec, inputs })
+    }
+
+    /// The row of one pass under one policy, beside the same pass run sequentially.
+    fn add_row(
+        &self,
+        section: &mut Section,
+        pass: &str,
+        measured: &Measured,
+        samples: &Samples,
+        sequential: &Samples,
+        goals: Goals,
+    ) {
+        let Some(total) = Statistics::of(&samples.total) else { return };
+        let area = self.mask.area();
+        let (flops, tensors) = match pass {
+            "forward" => (self.spec.flops_forward(area), FORWARD),
+            _ => (self.spec.flops_backward(area), BACKWARD),
+        };
+        let proof = Proof {
+            total: total.min,
+            compute: fastest(&sequential.compute),
+            moved: fastest(&sequential.moved),
+        };
+        let row = BenchRow {
+            name: format!("{pass}, {}", measured.policy),
+            shape: shape_text(&self.inputs.q, &self.inputs.k),
+            dtype: dtype_name(self.spec.dtype).to_owned(),
+            mask: Some(self.name.clone()),
+            device: device::cpu_name(),
+            ranks: RANKS,
+            seconds: total,
+            rate: Some(Rate::Compute { tflops: flops / total.median / RANKS as f64 / 1e12 }),
+            ratio: Some(median(&sequential.total) / total.median),
+            verified: verified(&measured.check, tensors),
+        };
+        if row.verified.passed() {
+            section.findings.push(proof.text(pass, measured.policy, goals));
+        }
+        let detail = json!({
+            "policy": measured.policy.to_string(),
+            "stages": STAGES,
+            "sequential_compute_seconds": proof.compute,
+            "sequential_communication_seconds": proof.moved,
+            "total_over_longer": proof.over_longer(),
+            "total_over_sum": proof.over_sum(),
+            "overlap_efficiency": median(&samples.efficiency),
+        });
+        section.add(row, detail);
+    }
+
     fn run(&self, policy: OverlapPolicy, slow_link: Option<SlowLink>) -> Result<AttentionRun, CliError> {
         let config = RunConfig { policy, slow_link, ..RunConfig::default() };
         run_attention(&self.plan, &self.spec, &self.inputs, &config)
