@@ -50,6 +50,8 @@ const PLAIN_FACTOR: f64 = 2.0;
 /// relative error; bf16 and f16 may err twice as much as a plain implementation in that type does on the same inputs, in
 /// the largest and in the relative error. Minus infinities of `lse` must be in the same places.
 ///
+/// It covers finite inputs: a result that is NaN, as it must be where an input is not finite, never passes.
+///
 /// # Panics
 /// When a tensor's shape does not fit `mask` and `spec`.
 pub fn check_attention(

@@ -55,6 +55,9 @@ pub struct NoiseNorms {
 /// Dense attention in f64 on the inputs as they are stored: the definition, row by row, with no blocks and no online
 /// softmax. Takes `area * heads` steps and memory linear in the sequence.
 ///
+/// For finite inputs. NaN and infinity go through it as arithmetic takes them, so an infinite score may leave its row a
+/// number where the kernels say NaN.
+///
 /// # Panics
 /// When a tensor's shape does not fit `mask` and `spec`.
 pub fn reference_attention(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs) -> Reference {

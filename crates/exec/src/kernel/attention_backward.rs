@@ -6,6 +6,7 @@ use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
 use super::matmul::{Mat, MatMut, matmul};
+use super::poison::{PoisonedRows, Reached, all_finite, is_log_weight};
 use super::queue::{drain, lock};
 use super::score::Scoring;
 use super::shape::{check_len, rows_of};
@@ -65,6 +66,9 @@ struct Scratch<R> {
     dq: Vec<R>,
     dk: Vec<R>,
     dv: Vec<R>,
+    poisoned_rows: PoisonedRows,
+    poisoned_cols: PoisonedRows,
+    reached: Reached,
 }
 
 /// What the blocks read.
@@ -87,6 +91,11 @@ struct Inputs<'a, T: Element> {
 ///
 /// Deterministic as [`attention_forward`](super::attention_forward) is: same bits for any number of threads, any
 /// cutting into bands, and in `dq` for keys split at multiples of [`KEY_BLOCK`] into consecutive calls.
+///
+/// A row and head with a number of `q`, `dout`, `lse` or `delta` that is not finite (`lse = -inf` is: the row saw nothing)
+/// makes NaN its `dq` and the `dk`, `dv` of the columns that it sees. A column with one in `k` or `v` makes NaN the `dq`
+/// of the rows that see it and, if any does, its own `dk` and `dv`. No other element changes by a bit. (After a forward,
+/// rows that see such a column have `lse = NaN` and reach all the columns that they see.)
 ///
 /// # Panics
 /// When a tensor's length does not fit the others or a band leaves the tensors.
@@ -152,12 +161,20 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
         dq: vec![T::Accumulator::ZERO; height * shape.head_dim],
         dk: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim],
         dv: vec![T::Accumulator::ZERO; KEY_BLOCK * shape.head_dim_v],
+        poisoned_rows: PoisonedRows::default(),
+        poisoned_cols: PoisonedRows::default(),
+        reached: Reached::default(),
     };
     let begin = |block: &Block<'_, T::Accumulator>| turns.begin(block.head, block.index);
     drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
         let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
         gather(inputs.k, shape.heads_kv * dim, block.cols, block.head * dim, dim, &mut scratch.k);
         gather(inputs.v, shape.heads_kv * dim_v, block.cols, block.head * dim_v, dim_v, &mut scratch.v);
+        let cols = block.cols.len();
+        scratch.poisoned_cols.clear();
+        scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
+        scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
+        scratch.reached.cols.clear();
         scratch.dk.fill(T::Accumulator::ZERO);
         scratch.dv.fill(T::Accumulator::ZERO);
         for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
@@ -174,6 +191,8 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
             drop(dq);
             turn.pass(visit.index);
         }
+        scratch.reached.cols.fill_nan(&mut scratch.dk, dim);
+        scratch.reached.cols.fill_nan(&mut scratch.dv, dim_v);
         for (row, dk) in block.dk.iter_mut().zip(scratch.dk.chunks_exact(dim)) {
             row.copy_from_slice(dk);
         }
@@ -199,6 +218,9 @@ impl<T: Element> Inputs<'_, T> {
             group * dim_v,
             &mut scratch.dout,
         );
+        scratch.poisoned_rows.clear();
+        scratch.poisoned_rows.take_out_of(&mut scratch.q[..rows * dim], dim);
+        scratch.poisoned_rows.take_out_of(&mut scratch.dout[..rows * dim_v], dim_v);
         let q = Mat::new(&scratch.q, rows, dim, dim);
         let k = Mat::new(&scratch.k, cols, dim, dim);
         let v = Mat::new(&scratch.v, cols, dim_v, dim_v);
@@ -208,12 +230,22 @@ impl<T: Element> Inputs<'_, T> {
         let dp = MatMut::new(&mut scratch.ds, rows, cols, KEY_BLOCK);
         matmul(T::Accumulator::ONE, dout, v.transposed(), T::Accumulator::ZERO, dp);
 
-        let stacked = scratch.p.chunks_exact_mut(KEY_BLOCK).zip(scratch.ds.chunks_exact_mut(KEY_BLOCK));
         let statistics = (visit.rows.start..visit.rows.end)
             .flat_map(|row| (0..group).map(move |g| row * heads_q + head * group + g));
+        for (index, at) in statistics.clone().enumerate() {
+            if !self.has_statistics(at) {
+                scratch.poisoned_rows.insert(index);
+            }
+        }
+        let scores = &scratch.p[..rows * KEY_BLOCK];
+        scratch.reached.spread(&scratch.poisoned_rows, &scratch.poisoned_cols, scores);
+
+        let stacked = scratch.p.chunks_exact_mut(KEY_BLOCK).zip(scratch.ds.chunks_exact_mut(KEY_BLOCK));
         for (at, (p, ds)) in statistics.zip(stacked) {
             self.scoring.gradient(self.lse[at], self.delta[at], &mut p[..cols], &mut ds[..cols]);
         }
+        scratch.poisoned_rows.silence(&mut scratch.p);
+        scratch.poisoned_rows.silence(&mut scratch.ds);
 
         let p = Mat::new(&scratch.p, rows, cols, KEY_BLOCK);
         let ds = Mat::new(&scratch.ds, rows, cols, KEY_BLOCK);
@@ -221,5 +253,11 @@ impl<T: Element> Inputs<'_, T> {
         matmul(one, p.transposed(), dout, one, MatMut::new(&mut scratch.dv, cols, dim_v, dim_v));
         matmul(scale, ds.transposed(), q, one, MatMut::new(&mut scratch.dk, cols, dim, dim));
         matmul(scale, ds, k, T::Accumulator::ZERO, MatMut::new(&mut scratch.dq, rows, dim, dim));
+        scratch.reached.rows.fill_nan(&mut scratch.dq, dim);
+    }
+
+    /// Whether the statistics of a row and head are numbers. Minus infinity is one: it says that the row saw nothing.
+    fn has_statistics(&self, at: usize) -> bool {
+        is_log_weight(self.lse[at]) && all_finite(&self.delta[at..=at])
     }
 }

@@ -1,6 +1,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
+use super::poison::{all_finite, is_log_weight};
 use super::score::row_sum;
 use super::shape::{check_len, rows_of};
 use super::{Element, Real};
@@ -37,6 +38,10 @@ const ROWS_OF_SUM: usize = 256;
 
 /// `delta = rowsum(dout * out)`, and these rows' share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
 ///
+/// A row and head whose `lse` is NaN or `+inf`, or whose `dout` holds a number that is not finite, gets `delta = NaN`
+/// and makes `dsink` of that head NaN. Where `out` is all 0, as in rows that saw nothing, `delta` is 0 whatever `dout`
+/// holds.
+///
 /// # Panics
 /// When a tensor's length does not fit the others.
 pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool) {
@@ -55,10 +60,19 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
                     let at = (row * heads + head) * dim;
                     T::widen_slice(&args.out[at..at + dim], out);
                     T::widen_slice(&args.dout[at..at + dim], dout);
-                    for (x, &y) in out.iter_mut().zip(dout.iter()) {
-                        *x *= y;
-                    }
-                    *delta = row_sum(out).saturate();
+                    let lse = args.lse[row * heads + head];
+                    *delta = if !is_log_weight(lse) {
+                        T::Accumulator::NAN
+                    } else if all_finite(dout) {
+                        for (x, &y) in out.iter_mut().zip(dout.iter()) {
+                            *x *= y;
+                        }
+                        row_sum(out).saturate()
+                    } else if out.iter().all(|&x| x == T::Accumulator::ZERO) {
+                        T::Accumulator::ZERO
+                    } else {
+                        T::Accumulator::NAN
+                    };
                 }
             },
         );
@@ -76,8 +90,8 @@ pub fn attention_delta<T: Element>(args: DeltaArgs<'_, T>, threads: &ThreadPool)
                 for (lse, delta) in lse.chunks_exact(heads).zip(delta.chunks_exact(heads)) {
                     for (sums, sink) in sums.chunks_exact_mut(heads).zip(sink.chunks_exact(heads)) {
                         for (head, sum) in sums.iter_mut().enumerate() {
-                            // lse = -inf only where every sink is -inf too: nothing to share out.
-                            if lse[head] > -T::Accumulator::INFINITY {
+                            // lse = -inf only where every sink is -inf too: nothing to share out. NaN is passed on.
+                            if lse[head] != -T::Accumulator::INFINITY {
                                 *sum += (sink[head] - lse[head]).fast_exp() * delta[head];
                             }
                         }

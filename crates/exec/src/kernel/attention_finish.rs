@@ -1,6 +1,7 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
+use super::poison::is_log_weight;
 use super::shape::{check_len, rows_of};
 use super::{Element, Real};
 
@@ -26,6 +27,9 @@ pub struct FinishArgs<'a, T: Element> {
 
 /// Normalises the state of a forward into `out` and `lse`, the sink included. A row that saw nothing gets `out = 0` and
 /// `lse = -inf` (with a sink, its logsumexp).
+///
+/// A row whose `row_sum` is NaN (see [`attention_forward`](super::attention_forward)) gets NaN in both. So does, in its
+/// head, every row when a sink is NaN or `+inf`; a sink of `-inf` is one that draws nothing.
 ///
 /// # Panics
 /// When a tensor's length does not fit the others.
@@ -53,6 +57,12 @@ pub fn attention_finish<T: Element>(args: FinishArgs<'_, T>, threads: &ThreadPoo
                         let at = row * heads + head;
                         let (max, sum) = (args.row_max[at], args.row_sum[at]);
                         let sinks = sink.iter().skip(head).step_by(heads);
+                        // The exponential would make a number of it.
+                        if sinks.clone().any(|&s| !is_log_weight(s)) {
+                            out.fill(T::from_f32(f32::NAN));
+                            *lse = T::Accumulator::NAN;
+                            continue;
+                        }
                         let top = sinks.clone().fold(max, |top, &s| s.larger(top));
                         if top == -T::Accumulator::INFINITY {
                             out.fill(T::from_f32(0.0));

@@ -4,6 +4,7 @@ use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
 use super::matmul::{Mat, MatMut, matmul};
+use super::poison::PoisonedRows;
 use super::queue::drain;
 use super::score::{Scoring, row_max, row_sum};
 use super::shape::{check_len, rows_of};
@@ -55,6 +56,8 @@ struct Scratch<R> {
     acc: Vec<R>,
     row_max: Vec<R>,
     row_sum: Vec<R>,
+    poisoned_rows: PoisonedRows,
+    poisoned_cols: PoisonedRows,
 }
 
 /// One stage of the blocked attention forward: each tile of query rows walks its key blocks in ascending order and
@@ -64,6 +67,9 @@ struct Scratch<R> {
 /// The operations that a row meets are a function of the unmasked pairs, the shape and the grid of [`KEY_BLOCK`] alone:
 /// the result is the same, bit for bit, for any number of threads, for keys split at multiples of the block into
 /// consecutive calls, and for any cutting of the mask into bands.
+///
+/// A number of `q` that is not finite makes `row_sum` of its row and head NaN, if the row sees anything; one of `k` or
+/// `v` that of the rows that see it, in the query heads that read it. No other row of the state changes by a bit.
 ///
 /// # Panics
 /// When a tensor's length does not fit the others or a band leaves the tensors.
@@ -113,6 +119,8 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
         acc: vec![T::Accumulator::ZERO; height * shape.head_dim_v],
         row_max: vec![T::Accumulator::ZERO; height],
         row_sum: vec![T::Accumulator::ZERO; height],
+        poisoned_rows: PoisonedRows::default(),
+        poisoned_cols: PoisonedRows::default(),
     };
     drain(
         threads,
@@ -138,6 +146,8 @@ fn walk<T: Element>(
     let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
     let q_width = group * dim;
     gather(q, shape.heads_q * dim, tile.rows, tile.head * q_width, q_width, &mut scratch.q);
+    scratch.poisoned_rows.clear();
+    scratch.poisoned_rows.take_out_of(&mut scratch.q[..tile.rows.len() * q_width], dim);
     load(&tile.acc, &mut scratch.acc);
     load(&tile.row_max, &mut scratch.row_max);
     load(&tile.row_sum, &mut scratch.row_sum);
@@ -146,14 +156,19 @@ fn walk<T: Element>(
         let cols = visit.cols.len();
         gather(k, shape.heads_kv * dim, visit.cols, tile.head * dim, dim, &mut scratch.k);
         gather(v, shape.heads_kv * dim_v, visit.cols, tile.head * dim_v, dim_v, &mut scratch.v);
+        scratch.poisoned_cols.clear();
+        scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
+        scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
         let first = (visit.rows.start - tile.rows.start) * group;
         let rows = visit.rows.len() * group;
         scoring.scores(&visit, group, dim, &scratch.q[first * dim..], &scratch.k, &mut scratch.s);
+        let sums = &mut scratch.row_sum[first..first + rows];
+        scratch.poisoned_cols.poison_sums_of_viewers(&scratch.s[..rows * KEY_BLOCK], sums);
         let acc = &mut scratch.acc[first * dim_v..(first + rows) * dim_v];
         online_softmax(
             &mut scratch.s[..rows * KEY_BLOCK],
             &mut scratch.row_max[first..first + rows],
-            &mut scratch.row_sum[first..first + rows],
+            sums,
             acc,
             dim_v,
         );
@@ -166,6 +181,7 @@ fn walk<T: Element>(
         );
     }
 
+    scratch.poisoned_rows.poison_sums(&scratch.row_max, &mut scratch.row_sum);
     store(&scratch.acc, &mut tile.acc);
     store(&scratch.row_max, &mut tile.row_max);
     store(&scratch.row_sum, &mut tile.row_sum);

@@ -25,6 +25,8 @@ pub trait Real:
     const ONE: Self;
     /// Positive infinity.
     const INFINITY: Self;
+    /// Not a number.
+    const NAN: Self;
     /// The largest finite value.
     const MAX: Self;
     /// `e^self` to about the type's precision, fast in loops over slices; 0 for `-inf`.
@@ -63,6 +65,7 @@ impl Real for f64 {
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
     const INFINITY: f64 = f64::INFINITY;
+    const NAN: f64 = f64::NAN;
     const MAX: f64 = f64::MAX;
 
     #[inline(always)]
@@ -95,6 +98,7 @@ impl Real for f32 {
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
     const INFINITY: f32 = f32::INFINITY;
+    const NAN: f32 = f32::NAN;
     const MAX: f32 = f32::MAX;
 
     #[inline(always)]

@@ -8,6 +8,7 @@ mod cast;
 mod element;
 mod exponential;
 mod matmul;
+mod poison;
 mod queue;
 mod score;
 mod shape;
