@@ -6,6 +6,7 @@ mod bounds;
 mod cache;
 mod config;
 mod cost;
+mod direction;
 mod dispatch;
 mod error;
 mod exchange;

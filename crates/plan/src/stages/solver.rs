@@ -183,11 +183,6 @@ impl Cuts {
         }
     }
 
-    /// Predicted makespan when the rank may leave some of `stages` idle.
-    pub(crate) fn seconds_up_to(&self, stages: usize) -> f64 {
-        self.seconds[self.best_up_to(stages)]
-    }
-
     /// The number of stages with rows, at most `stages`, that is predicted to end first; fewer where two agree.
     pub(crate) fn best_up_to(&self, stages: usize) -> usize {
         (0..=stages).fold(0, |best, m| if self.seconds[m] < self.seconds[best] { m } else { best })
