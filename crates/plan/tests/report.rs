@@ -248,6 +248,115 @@ fn fingerprints_see_every_input() {
 }
 
 #[test]
+fn fingerprints_tell_the_three_plans_of_a_mask_apart() {
+    let mask = causal(300);
+    let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(4) };
+    let on = |config: &PlanConfig, by: &PlanConfig| {
+        let base = Plan::new(&mask, &spec(), config).unwrap();
+        Fingerprint::of_mask_on(&base, &mask, &spec(), by)
+    };
+    let zigzag = PlanConfig { dispatch: DispatchAlgorithm::Zigzag, ..config };
+    let mut all = vec![
+        Fingerprint::of(&mask, &spec(), &config),
+        Fingerprint::of_cross_attention(&mask, &spec(), &config),
+        on(&config, &config),
+        on(&zigzag, &config),
+        on(&PlanConfig { chunk_size: Some(17), ..config }, &config),
+        on(&config, &PlanConfig { stages: StageCount::Fixed(2), ..config }),
+        Plan::new(&mask, &spec(), &config).unwrap().fingerprint(),
+    ];
+    // What a second mask does not look at does not count.
+    assert_eq!(on(&config, &PlanConfig { chunk_size: None, ..zigzag }), on(&config, &config));
+    let count = all.len();
+    all.sort();
+    all.dedup();
+    assert_eq!(all.len(), count);
+    // Unequal lengths are cross-attention by whatever name.
+    let uneven = Mask::new(100, 50, Vec::new()).unwrap();
+    assert_eq!(
+        Fingerprint::of(&uneven, &spec(), &config),
+        Fingerprint::of_cross_attention(&uneven, &spec(), &config)
+    );
+}
+
+#[test]
+fn the_cache_holds_every_kind_of_plan() {
+    let mut cache = PlanCache::new(NonZeroUsize::new(8).unwrap());
+    let config = PlanConfig { chunk_size: Some(16), ..PlanConfig::new(4) };
+    let zigzag = PlanConfig { dispatch: DispatchAlgorithm::Zigzag, ..config };
+    let (mask, other) = (causal(300), Mask::new(300, 300, Vec::new()).unwrap());
+    let bases = [config, zigzag].map(|config| Plan::new(&mask, &spec(), &config).unwrap());
+    let mut made = Vec::new();
+    for _ in 0..2 {
+        made.push([
+            cache.plan(&mask, &spec(), &config).unwrap(),
+            cache.cross_attention(&mask, &spec(), &config).unwrap(),
+            cache.for_mask_on(&bases[0], &other, &spec(), &config).unwrap(),
+            cache.for_mask_on(&bases[1], &other, &spec(), &config).unwrap(),
+        ]);
+    }
+    assert_eq!(cache.len(), 4);
+    assert!(made[0].iter().zip(&made[1]).all(|(first, again)| Arc::ptr_eq(first, again)));
+    assert_eq!(*made[0][0], bases[0]);
+    assert_eq!(*made[0][1], Plan::cross_attention(&mask, &spec(), &config).unwrap());
+    for (plan, base) in made[0][2..].iter().zip(&bases) {
+        assert_eq!(**plan, base.for_mask_on(&other, &spec(), &config).unwrap());
+        assert_eq!(plan.q_dispatch, base.q_dispatch);
+    }
+    assert!(cache.for_mask_on(&bases[0], &causal(299), &spec(), &config).is_err());
+    assert_eq!(cache.len(), 4);
+}
+
+/// Changes one number of a plan as it is written in JSON: the `nth` of all.
+fn with_one_number_changed(plan: &Plan, nth: usize) -> Plan {
+    fn change(value: &mut serde_json::Value, left: &mut usize) -> bool {
+        match value {
+            serde_json::Value::Number(number) => {
+                let found = *left == 0;
+                if found {
+                    // Other than any value that stands there, and above 0: it also fits a chunk size or an end.
+                    let changed = number.as_i64().map_or(1, |number| number.wrapping_add(1).max(1));
+                    *value = changed.into();
+                } else {
+                    *left -= 1;
+                }
+                found
+            }
+            serde_json::Value::Array(values) => values.iter_mut().any(|value| change(value, left)),
+            serde_json::Value::Object(fields) => fields.values_mut().any(|value| change(value, left)),
+            _ => false,
+        }
+    }
+    fn count(value: &serde_json::Value) -> usize {
+        match value {
+            serde_json::Value::Number(_) => 1,
+            serde_json::Value::Array(values) => values.iter().map(count).sum(),
+            serde_json::Value::Object(fields) => fields.values().map(count).sum(),
+            _ => 0,
+        }
+    }
+    let mut json = serde_json::to_value(plan).unwrap();
+    let mut left = nth % count(&json);
+    assert!(change(&mut json, &mut left));
+    serde_json::from_value(json).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    /// Two ranks compare fingerprints to find out whether they planned the same.
+    #[test]
+    fn a_plans_fingerprint_is_its_content(mask in masks(300), config in configs(), nth: usize) {
+        let plan = Plan::new(&mask, &spec(), &config).unwrap();
+        let again = Plan::new(&mask, &spec(), &config).unwrap();
+        prop_assert_eq!(plan.fingerprint(), again.fingerprint());
+        let changed = with_one_number_changed(&plan, nth);
+        prop_assert_ne!(&changed, &plan);
+        prop_assert_ne!(changed.fingerprint(), plan.fingerprint());
+    }
+}
+
+#[test]
 fn bad_configurations_are_refused() {
     let plan = |change: fn(&mut PlanConfig)| {
         let mut config = PlanConfig::new(4);
