@@ -335,10 +335,10 @@ fn with_one_number_changed(plan: &Plan, nth: usize) -> Plan {
             _ => 0,
         }
     }
-    let mut json = serde_json::to_value(plan).unwrap();
+    let mut json = serde_json::to_value(plan).expect("a plan is plain data");
     let mut left = nth % count(&json);
     assert!(change(&mut json, &mut left));
-    serde_json::from_value(json).unwrap()
+    serde_json::from_value(json).expect("numbers stay numbers")
 }
 
 proptest! {
