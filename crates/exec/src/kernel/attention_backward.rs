@@ -6,7 +6,7 @@ use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
 use super::matmul::{Mat, MatMut, matmul};
-use super::poison::{PoisonedRows, Reached, all_finite, is_log_weight};
+use super::poison::{PoisonedRows, Reached, is_finite, is_log_weight};
 use super::queue::{drain, lock};
 use super::score::Scoring;
 use super::shape::{check_len, rows_of};
@@ -258,6 +258,6 @@ impl<T: Element> Inputs<'_, T> {
 
     /// Whether the statistics of a row and head are numbers. Minus infinity is one: it says that the row saw nothing.
     fn has_statistics(&self, at: usize) -> bool {
-        is_log_weight(self.lse[at]) && all_finite(&self.delta[at..=at])
+        is_log_weight(self.lse[at]) && is_finite(self.delta[at])
     }
 }
