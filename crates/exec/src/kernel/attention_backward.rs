@@ -89,7 +89,7 @@ struct Inputs<'a, T: Element> {
 /// order: a thread that comes to a tile early waits for the block before it. Blocks are begun in ascending order, so
 /// whoever is waited for is at work already, and threads follow each other one tile apart.
 ///
-/// Deterministic as [`attention_forward`](super::attention_forward) is: same bits for any number of threads, any
+/// Deterministic as [`attention_forward`](super::attention_forward()) is: same bits for any number of threads, any
 /// cutting into bands, and in `dq` for keys split at multiples of [`KEY_BLOCK`] into consecutive calls.
 ///
 /// A row and head with a number of `q`, `dout`, `lse` or `delta` that is not finite (`lse = -inf` is: the row saw nothing)
