@@ -34,7 +34,7 @@ pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, 
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
-pub use check::{CheckReport, TensorCheck, check_attention, compare_with_reference};
+pub use check::{CheckReport, RelativeTo, TensorCheck, check_attention, compare_with_reference};
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
 pub use error::{ExecError, Stall};

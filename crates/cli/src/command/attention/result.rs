@@ -208,7 +208,7 @@ impl AttentionResult<'_> {
                 let verified = Verified { error, bound };
                 rows.push(CheckRow { tensor: tensor.name.clone(), measure: measure.to_owned(), verified });
             };
-            row("relative Frobenius", tensor.relative_error, tensor.relative_bound);
+            row(tensor.relative_to.measure(), tensor.relative_error, tensor.relative_bound);
             if let Some(bound) = tensor.max_abs_bound {
                 row("largest", tensor.max_abs_error, bound);
             }
