@@ -10,10 +10,10 @@ use counterpoint_plan::{
     AttentionSpec, DType, GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan,
 };
 
-use crate::builder::ProgramBuilder;
+use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BufferId, BufferRole,
-    GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId,
+    BufferRole, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamId, StreamKind,
 };
 
 /// Whether the gradients of remote keys travel as soon as a stage has them.
@@ -52,33 +52,14 @@ pub fn lower_attention_forward(
     let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
     let barrier = p.barrier();
-
-    let mut keys = (local.k, local.v);
-    let mut arrived = None;
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier);
     for (s, stage) in stages.iter().enumerate() {
-        let here = Some(s);
-        let next = stages.get(s + 1).map(|next| {
-            let (k, v) = stage_keys(&mut p, s + 1, next, spec);
-            let op = GroupCast {
-                part: Arc::new(next.part.clone()),
-                tensors: vec![(local.k, k), (local.v, v)],
-                wire_dtype: spec.dtype,
-                arrive: barrier,
-            };
-            p.push(cast, Some(s + 1), "cast k v", Op::GroupCast(op));
-            ((k, v), p.mark(cast, Some(s + 1), "k v arrived"))
-        });
-        if let Some(mark) = arrived {
-            p.after(compute, here, "wait for k v", mark);
-        }
-        if next.is_some() {
-            p.after_start(compute, here, "wait until the next cast has started", barrier, s as u64 + 1);
-        }
+        let (k, v) = keys.enter(&mut p, s);
         if s == 0 || !stage.bands.is_empty() {
             let op = AttentionForward {
                 q: local.q,
-                k: keys.0,
-                v: keys.1,
+                k,
+                v,
                 acc,
                 row_max,
                 row_sum,
@@ -87,11 +68,7 @@ pub fn lower_attention_forward(
                 softcap: spec.softcap,
                 accumulate: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
             };
-            p.push(compute, here, "attention forward", Op::AttentionForward(op));
-        }
-        if let Some((next_keys, mark)) = next {
-            keys = next_keys;
-            arrived = Some(mark);
+            p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
         }
     }
     p.push(
@@ -171,28 +148,11 @@ pub fn lower_attention_backward(
         p.push(reduce, None, "cast dsink", Op::GroupCast(op));
     }
 
-    let mut keys = (local.k, local.v);
-    let mut arrived = None;
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier);
     let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
     for (s, stage) in stages.iter().enumerate() {
         let here = Some(s);
-        let next = stages.get(s + 1).map(|next| {
-            let (k, v) = stage_keys(&mut p, s + 1, next, spec);
-            let op = GroupCast {
-                part: Arc::new(next.part.clone()),
-                tensors: vec![(local.k, k), (local.v, v)],
-                wire_dtype: spec.dtype,
-                arrive: cast_barrier,
-            };
-            p.push(cast, Some(s + 1), "cast k v", Op::GroupCast(op));
-            ((k, v), p.mark(cast, Some(s + 1), "k v arrived"))
-        });
-        if let Some(mark) = arrived {
-            p.after(compute, here, "wait for k v", mark);
-        }
-        if next.is_some() {
-            p.after_start(compute, here, "wait until the next cast has started", cast_barrier, s as u64 + 1);
-        }
+        let (k, v) = keys.enter(&mut p, s);
         if s >= 2 && reduction == GradientReduction::PerStage {
             p.after_start(
                 compute,
@@ -214,8 +174,8 @@ pub fn lower_attention_backward(
         };
         let op = AttentionBackward {
             q: local.q,
-            k: keys.0,
-            v: keys.1,
+            k,
+            v,
             dout,
             lse,
             delta,
@@ -239,10 +199,6 @@ pub fn lower_attention_backward(
                 }
                 GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
             }
-        }
-        if let Some((next_keys, mark)) = next {
-            keys = next_keys;
-            arrived = Some(mark);
         }
     }
     if !shares.is_empty() {
@@ -291,6 +247,65 @@ impl LocalTensors {
     }
 }
 
+/// Gives each stage its keys and values while those of the next are on their way.
+struct KeyPrefetch<'a> {
+    stages: &'a [StagePlan],
+    spec: &'a AttentionSpec,
+    local: (BufferId, BufferId),
+    compute: StreamId,
+    cast: StreamId,
+    barrier: Option<BarrierId>,
+    /// Of the stage to be entered next, and when they are there.
+    keys: (BufferId, BufferId),
+    arrived: Option<Mark>,
+}
+
+impl<'a> KeyPrefetch<'a> {
+    fn new(
+        local: &LocalTensors,
+        stages: &'a [StagePlan],
+        spec: &'a AttentionSpec,
+        compute: StreamId,
+        cast: StreamId,
+        barrier: Option<BarrierId>,
+    ) -> Self {
+        let local = (local.k, local.v);
+        Self { stages, spec, local, compute, cast, barrier, keys: local, arrived: None }
+    }
+
+    /// Sends the keys of stage `s + 1` on their way, has the computation wait for those of stage `s`, and returns them.
+    fn enter(&mut self, p: &mut ProgramBuilder, s: usize) -> (BufferId, BufferId) {
+        let (keys, arrived) = (self.keys, self.arrived.take());
+        let next = self.stages.get(s + 1);
+        if let Some(next) = next {
+            let stage = Some(s + 1);
+            let (k, v) = stage_keys(p, s + 1, next, self.spec);
+            let op = GroupCast {
+                part: Arc::new(next.part.clone()),
+                tensors: vec![(self.local.0, k), (self.local.1, v)],
+                wire_dtype: self.spec.dtype,
+                arrive: self.barrier,
+            };
+            p.push(self.cast, stage, "cast k v", Op::GroupCast(op));
+            self.keys = (k, v);
+            self.arrived = Some(p.mark(self.cast, stage, "k v arrived"));
+        }
+        if let Some(mark) = arrived {
+            p.after(self.compute, Some(s), "wait for k v", mark);
+        }
+        if next.is_some() {
+            p.after_start(
+                self.compute,
+                Some(s),
+                "wait until the next cast has started",
+                self.barrier,
+                s as u64 + 1,
+            );
+        }
+        keys
+    }
+}
+
 /// A gradient that is summed in the accumulator type and rounded once at the end, where that is another type.
 struct Gradient {
     acc: BufferId,
@@ -307,7 +322,7 @@ impl Gradient {
         Self { acc, rounded: Some(p.buffer(name, dtype, shape, BufferRole::Output)) }
     }
 
-    fn round(&self, p: &mut ProgramBuilder, stream: crate::StreamId, label: &str) {
+    fn round(&self, p: &mut ProgramBuilder, stream: StreamId, label: &str) {
         if let Some(dst) = self.rounded {
             p.push(stream, None, label, Op::Cast { src: self.acc, dst });
         }
@@ -337,7 +352,7 @@ fn sum_home(
     part: Arc<GroupPart>,
     tensors: Vec<(BufferId, BufferId)>,
     acc_dtype: DType,
-    arrive: Option<crate::BarrierId>,
+    arrive: Option<BarrierId>,
 ) -> GroupReduce {
     GroupReduce {
         part,
