@@ -23,7 +23,9 @@ pub struct TwoLevelPart {
     pub inter_rows: usize,
 }
 
-/// The exchange of a plan on several nodes: a row that several ranks of a node need crosses the network once.
+/// The exchange of a plan on several nodes: a row that several ranks of a node need crosses the network once. Stages are
+/// cut and [`Prediction`](crate::Prediction) is made for the flat exchange, as if every rank fetched for itself, so what
+/// they count for the network is an upper bound.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TwoLevelExchange {
     /// Forward parts by rank, then stage.

@@ -9,9 +9,11 @@ mod bounds;
 mod cache;
 mod config;
 mod cost;
+mod direction;
 mod dispatch;
 mod error;
 mod exchange;
+mod fingerprint;
 mod group_part;
 mod hierarchy;
 mod layout;
@@ -26,7 +28,7 @@ mod topology;
 mod work;
 
 pub use bounds::TrafficBounds;
-pub use cache::{Fingerprint, PlanCache};
+pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
@@ -35,6 +37,7 @@ pub use dispatch::{
 };
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
+pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 
-use crate::{AttentionSpec, CostModel, GroupPart, Plan, PlanConfig, StagePlan, Topology};
+use crate::direction::{Direction, LinkRows, makespan};
+use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, StagePlan, Topology};
 
 /// Predicted seconds of one stage of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -22,7 +23,9 @@ pub struct RankPrediction {
     pub seconds: f64,
 }
 
-/// What a plan is expected to take, rank by rank. Ranks are looked at one by one: nobody waits for a late sender.
+/// What a plan is expected to take, rank by rank. Ranks are looked at one by one: nobody waits for a late sender. On
+/// several nodes it is the flat exchange that is predicted, in which every rank fetches for itself; the two-level
+/// exchange of the same plan ([`TwoLevelExchange`](crate::TwoLevelExchange)) crosses the network less.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Prediction {
     /// The forward, by rank.
@@ -32,40 +35,26 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Predicts `plan` with the machine of `config`. Where the stage solver spreads a rank's sending over its stages, here
-    /// every stage is charged what it really sends.
+    /// Predicts `plan` with the machine of `config`. Every stage is charged what it really sends and receives; the number
+    /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        let (cost, topology) = (&config.cost, &config.topology);
-        let kv_bytes = spec.kv_row_bytes() as f64;
-        let gradient_bytes = spec.kv_gradient_row_bytes() as f64;
-        let predict = |rank: usize, stages: &[StagePlan], flops: &dyn Fn(u64) -> f64, reduce_bytes: f64| {
-            let stages = stages.iter().map(|stage| {
-                let compute_seconds = match stage.area {
-                    0 => 0.0,
-                    area => cost.launch_seconds + flops(area),
-                };
-                let busiest = Busiest::new(&stage.part, rank, topology);
-                StagePrediction {
-                    compute_seconds,
-                    cast_seconds: busiest.seconds(kv_bytes, cost),
-                    reduce_seconds: busiest.seconds(reduce_bytes, cost),
-                }
-            });
-            RankPrediction::new(stages.collect())
+        let predict = |direction: Direction, rank: usize, stages: &[StagePlan]| {
+            let stages: Vec<StagePrediction> = stages
+                .iter()
+                .map(|stage| {
+                    let rows = busier_rows(&stage.part, rank, &config.topology);
+                    direction.predict(stage.area, rows, spec, &config.cost)
+                })
+                .collect();
+            RankPrediction { seconds: makespan(stages.iter().copied()), stages }
         };
-        let forward_flops = |area| spec.flops_forward(area) / cost.forward_flops_per_second;
-        let backward_flops = |area| spec.flops_backward(area) / cost.backward_flops_per_second;
+        let ranks = plan.ranks.iter();
         Self {
-            forward: plan
-                .ranks
-                .iter()
-                .map(|rank| predict(rank.rank, &rank.forward, &forward_flops, 0.0))
+            forward: ranks
+                .clone()
+                .map(|rank| predict(Direction::Forward, rank.rank, &rank.forward))
                 .collect(),
-            backward: plan
-                .ranks
-                .iter()
-                .map(|rank| predict(rank.rank, &rank.backward, &backward_flops, gradient_bytes))
-                .collect(),
+            backward: ranks.map(|rank| predict(Direction::Backward, rank.rank, &rank.backward)).collect(),
         }
     }
 
@@ -80,47 +69,17 @@ impl Prediction {
     }
 }
 
-impl RankPrediction {
-    /// Casts follow each other; a stage's computation waits for its cast and for the stage before; reduces follow each
-    /// other, each after its stage's computation.
-    fn new(stages: Vec<StagePrediction>) -> Self {
-        let (mut cast_end, mut compute_end, mut reduce_end) = (0.0_f64, 0.0_f64, 0.0_f64);
-        for stage in &stages {
-            cast_end += stage.cast_seconds;
-            compute_end = compute_end.max(cast_end) + stage.compute_seconds;
-            if stage.reduce_seconds > 0.0 {
-                reduce_end = reduce_end.max(compute_end) + stage.reduce_seconds;
-            }
-        }
-        Self { stages, seconds: compute_end.max(reduce_end) }
+/// Rows of the busier direction of a rank's links in one collective.
+fn busier_rows(part: &GroupPart, rank: usize, topology: &Topology) -> LinkRows {
+    let node = topology.node(rank);
+    let count = |rows: &mut LinkRows, other: u32, length: usize| {
+        let side = if topology.node(other as usize) == node { &mut rows.near } else { &mut rows.far };
+        *side += length as u64;
+    };
+    let (mut sent, mut received) = (LinkRows::default(), LinkRows::default());
+    for split in &part.owned {
+        split.ranks.iter().for_each(|&other| count(&mut sent, other, split.rows.len()));
     }
-}
-
-/// Rows of the busier direction of a rank's links in one collective: they send and receive at the same time.
-struct Busiest {
-    near: u64,
-    far: u64,
-}
-
-impl Busiest {
-    fn new(part: &GroupPart, rank: usize, topology: &Topology) -> Self {
-        let node = topology.node(rank);
-        let (mut sent, mut received) = ([0, 0], [0, 0]);
-        let place = |other: u32| usize::from(topology.node(other as usize) != node);
-        for split in &part.owned {
-            for &other in &split.ranks {
-                sent[place(other)] += split.rows.len() as u64;
-            }
-        }
-        for split in &part.remote {
-            received[place(split.rank)] += split.rows.len() as u64;
-        }
-        Self { near: sent[0].max(received[0]), far: sent[1].max(received[1]) }
-    }
-
-    /// Links inside the node and the network work side by side.
-    fn seconds(&self, row_bytes: f64, cost: &CostModel) -> f64 {
-        let bytes = |rows: u64| (rows as f64 * row_bytes) as u64;
-        f64::max(cost.link.seconds(bytes(self.near)), cost.network.seconds(bytes(self.far)))
-    }
+    part.remote.iter().for_each(|split| count(&mut received, split.rank, split.rows.len()));
+    LinkRows::busier(sent, received)
 }

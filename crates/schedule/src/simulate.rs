@@ -1,12 +1,10 @@
 //! Predicts the timeline of Programs from a cost model, without running them.
 
-use std::collections::BTreeMap;
-
 use counterpoint_mask::Band;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 use thiserror::Error;
 
-use crate::{BufferId, Op, Program, ProgramOp, Span, SpanKind, Timeline};
+use crate::{BufferId, GroupCast, GroupReduce, Op, Program, ProgramOp, Span, SpanKind, Timeline};
 
 /// Why a timeline cannot be predicted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -54,7 +52,9 @@ pub fn simulate(
 ) -> Result<Timeline, SimulateError> {
     let mut ranks: Vec<RankState<'_>> = programs.iter().map(RankState::new).collect();
     check_collectives(programs)?;
-    let mut reached: Vec<BTreeMap<usize, f64>> = vec![BTreeMap::new(); programs.len()];
+    let collectives = ranks.first().map_or(0, |rank| rank.collectives);
+    let mut reached =
+        vec![Meeting { reached: vec![0.0; programs.len()], missing: programs.len() }; collectives];
     let mut spans = Vec::new();
     loop {
         let mut advanced = false;
@@ -84,6 +84,31 @@ pub fn simulate(
         streams: first.map(|p| p.streams.iter().map(|s| s.name.clone()).collect()).unwrap_or_default(),
         spans,
     })
+}
+
+/// When each rank reached a collective.
+#[derive(Clone)]
+struct Meeting {
+    /// Of every rank, once `missing` is 0.
+    reached: Vec<f64>,
+    /// Ranks that have not reached it yet.
+    missing: usize,
+}
+
+impl Meeting {
+    /// When the collective begins on a rank: once it and everyone it exchanges rows with have reached it. Known when all
+    /// ranks have: what a rank does before a collective never depends on a later one, so nobody is held up by asking late.
+    fn begins(&self, rank: usize, part: &GroupPart) -> Option<f64> {
+        if self.missing > 0 {
+            return None;
+        }
+        let mut peers = vec![false; self.reached.len()];
+        peers[rank] = true;
+        part.owned.iter().flat_map(|split| &split.ranks).for_each(|&peer| peers[peer as usize] = true);
+        part.remote.iter().for_each(|split| peers[split.rank as usize] = true);
+        let times = self.reached.iter().zip(peers).filter(|&(_, peer)| peer).map(|(&at, _)| at);
+        Some(times.fold(0.0, f64::max))
+    }
 }
 
 fn check_collectives(programs: &[Program]) -> Result<(), SimulateError> {
@@ -123,7 +148,10 @@ struct RankState<'a> {
     program: &'a Program,
     /// For every stream its operations, and the number of the collective where it is one.
     queues: Vec<Vec<(usize, Option<usize>)>>,
+    collectives: usize,
     next: Vec<usize>,
+    /// Whether the head of each stream is a collective that the rank has reached and not begun.
+    waiting: Vec<bool>,
     clock: Vec<f64>,
     events: Vec<Option<f64>>,
     arrivals: Vec<Vec<f64>>,
@@ -143,7 +171,9 @@ impl<'a> RankState<'a> {
         }
         Self {
             program,
+            collectives,
             next: vec![0; queues.len()],
+            waiting: vec![false; queues.len()],
             clock: vec![0.0; queues.len()],
             queues,
             events: vec![None; program.num_events],
@@ -164,7 +194,7 @@ impl<'a> RankState<'a> {
         stream: usize,
         topology: &Topology,
         cost: &CostModel,
-        reached: &mut [BTreeMap<usize, f64>],
+        meetings: &mut [Meeting],
         spans: &mut Vec<Span>,
     ) -> bool {
         let Some(&(index, collective)) = self.queues[stream].get(self.next[stream]) else { return false };
@@ -190,15 +220,18 @@ impl<'a> RankState<'a> {
                 span(SpanKind::Wait, now, at.max(now));
                 at.max(now)
             }
-            Op::GroupCast(_) | Op::GroupReduce(_) => {
-                let number = collective.unwrap_or_default();
-                if let std::collections::btree_map::Entry::Vacant(entry) = reached[rank].entry(number) {
-                    entry.insert(now);
+            Op::GroupCast(GroupCast { part, .. }) | Op::GroupReduce(GroupReduce { part, .. }) => {
+                let meeting = &mut meetings[collective.unwrap_or_default()];
+                if !self.waiting[stream] {
+                    self.waiting[stream] = true;
+                    meeting.reached[rank] = now;
+                    meeting.missing -= 1;
                     if let Some(barrier) = arrives_at(&op.op) {
                         self.arrivals[barrier].push(now);
                     }
                 }
-                let Some(begin) = begins(rank, number, &op.op, reached) else { return false };
+                let Some(begin) = meeting.begins(rank, part) else { return false };
+                self.waiting[stream] = false;
                 let end = begin + collective_seconds(program, op, topology, cost);
                 span(SpanKind::Communication, now, end);
                 end
@@ -238,21 +271,6 @@ fn arrives_at(op: &Op) -> Option<usize> {
         Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
         _ => None,
     }
-}
-
-/// When the collective begins on `rank`: once it and everyone it exchanges rows with have reached it.
-fn begins(rank: usize, number: usize, op: &Op, reached: &[BTreeMap<usize, f64>]) -> Option<f64> {
-    let part = collective_part(op)?;
-    let peers = part
-        .owned
-        .iter()
-        .flat_map(|split| split.ranks.iter())
-        .chain(part.remote.iter().map(|split| &split.rank));
-    let mut begin = *reached[rank].get(&number)?;
-    for &peer in peers {
-        begin = begin.max(*reached[peer as usize].get(&number)?);
-    }
-    Some(begin)
 }
 
 fn collective_seconds(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> f64 {

@@ -6,7 +6,7 @@ use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
 use super::matmul::{Mat, MatMut, matmul};
-use super::poison::{PoisonedRows, Reached, all_finite, is_log_weight};
+use super::poison::{PoisonedRows, Reached, is_finite, is_log_weight};
 use super::queue::{drain, lock};
 use super::score::Scoring;
 use super::shape::{check_len, rows_of};
@@ -89,7 +89,7 @@ struct Inputs<'a, T: Element> {
 /// order: a thread that comes to a tile early waits for the block before it. Blocks are begun in ascending order, so
 /// whoever is waited for is at work already, and threads follow each other one tile apart.
 ///
-/// Deterministic as [`attention_forward`](super::attention_forward) is: same bits for any number of threads, any
+/// Deterministic as [`attention_forward`](super::attention_forward()) is: same bits for any number of threads, any
 /// cutting into bands, and in `dq` for keys split at multiples of [`KEY_BLOCK`] into consecutive calls.
 ///
 /// A row and head with a number of `q`, `dout`, `lse` or `delta` that is not finite (`lse = -inf` is: the row saw nothing)
@@ -258,6 +258,6 @@ impl<T: Element> Inputs<'_, T> {
 
     /// Whether the statistics of a row and head are numbers. Minus infinity is one: it says that the row saw nothing.
     fn has_statistics(&self, at: usize) -> bool {
-        is_log_weight(self.lse[at]) && all_finite(&self.delta[at..=at])
+        is_log_weight(self.lse[at]) && is_finite(self.delta[at])
     }
 }

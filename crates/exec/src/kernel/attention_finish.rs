@@ -28,7 +28,7 @@ pub struct FinishArgs<'a, T: Element> {
 /// Normalises the state of a forward into `out` and `lse`, the sink included. A row that saw nothing gets `out = 0` and
 /// `lse = -inf` (with a sink, its logsumexp).
 ///
-/// A row whose `row_sum` is NaN (see [`attention_forward`](super::attention_forward)) gets NaN in both. So does, in its
+/// A row whose `row_sum` is NaN (see [`attention_forward`](super::attention_forward())) gets NaN in both. So does, in its
 /// head, every row when a sink is NaN or `+inf`; a sink of `-inf` is one that draws nothing.
 ///
 /// # Panics

@@ -6,10 +6,11 @@ mod traffic;
 
 use counterpoint_mask::{Band, Range};
 
+use crate::direction::{Direction, LinkRows, makespan};
 use crate::outline::RankOutline;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, PlanConfig, StageCount};
+use crate::{AttentionSpec, PlanConfig, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
@@ -96,58 +97,114 @@ pub(crate) fn cut(
         return [(), ()].map(|()| StageCuts::local(ranks.len()));
     }
     let profiles: Vec<Profile> = ranks.iter().map(|rank| Profile::new(rank, runs, cells)).collect();
-    let traffic = Traffic::new(ranks, runs, &config.topology);
+    let traffic = Traffic::new(ranks, &profiles, runs, &config.topology);
+    let one_stage: Vec<Vec<u8>> = profiles.iter().map(|profile| vec![0; profile.places.len() - 1]).collect();
+    let sent = traffic.sent(&one_stage, 1);
     [Direction::Forward, Direction::Backward].map(|direction| {
         let solved: Vec<Cuts> = profiles
             .iter()
+            .zip(&sent)
             .enumerate()
-            .map(|(rank, profile)| {
+            .map(|(rank, (profile, sent))| {
                 let received = ranks[rank].remote.len() as u64;
                 let rates =
-                    direction.rates(spec, config, received, traffic.sent[rank], traffic.crossing[rank]);
+                    direction.rates(spec, config, received, sent.near + sent.far, traffic.crossing(rank));
                 Cuts::solve(profile, &rates, most)
             })
             .collect();
-        let stages = match config.stages {
-            StageCount::Auto => slowest_first(&solved, most),
-            StageCount::Fixed(stages) => stages,
+        let choice = match config.stages {
+            StageCount::Auto => Choice::quickest(&solved, most, |choice, limit| {
+                choice.seconds(&profiles, &traffic, limit, |area, rows| {
+                    direction.predict(area, rows, spec, &config.cost)
+                })
+            }),
+            StageCount::Fixed(stages) => Choice::new(&solved, stages, Cuts::most_up_to),
         };
         let places: Vec<Vec<usize>> = profiles
             .iter()
-            .zip(&solved)
-            .map(|(profile, solved)| {
-                let m = match config.stages {
-                    StageCount::Auto => solved.best_up_to(stages),
-                    StageCount::Fixed(_) => solved.most_up_to(stages),
-                };
-                let mut places: Vec<usize> =
-                    solved.cut(m).iter().map(|&index| profile.places[index as usize]).collect();
-                // The rank's last stages are idle, and it takes part in their collectives all the same.
-                places.resize(stages + 1, places[m]);
-                places
-            })
+            .zip(&choice.cuts)
+            .map(|(profile, cut)| cut.iter().map(|&index| profile.places[usize::from(index)]).collect())
             .collect();
-        StageCuts::new(ranks, &places, stages + 1)
+        StageCuts::new(ranks, &places, choice.stages + 1)
     })
 }
 
-/// The number of remote stages with which the slowest rank ends first; the smallest such number.
-fn slowest_first(solved: &[Cuts], most: usize) -> usize {
-    let slowest = |stages: usize| solved.iter().map(|cuts| cuts.seconds_up_to(stages)).fold(0.0, f64::max);
-    let mut best = (1, slowest(1));
-    for stages in 2..=most {
-        let seconds = slowest(stages);
-        if seconds < best.1 {
-            best = (stages, seconds);
-        }
-    }
-    best.0
+/// One way for all ranks to cut their lists into the same number of remote stages.
+struct Choice {
+    stages: usize,
+    /// By rank: where the first stage starts, then where each ends, as indices into the profile's places. The last
+    /// stages of a rank may be idle; it takes part in their collectives all the same.
+    cuts: Vec<Vec<u16>>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
-    Forward,
-    Backward,
+impl Choice {
+    /// Every rank takes its best cuts into as many stages with rows as `own_stages` says, of `stages`.
+    fn new(solved: &[Cuts], stages: usize, own_stages: impl Fn(&Cuts, usize) -> usize) -> Self {
+        let padded = |cuts: &Cuts| {
+            let mut cut = cuts.cut(own_stages(cuts, stages)).to_vec();
+            cut.resize(stages + 1, cut[cut.len() - 1]);
+            cut
+        };
+        Self { stages, cuts: solved.iter().map(padded).collect() }
+    }
+
+    /// The choice whose slowest rank ends first, of one for each number of stages up to `most`; the fewest stages where
+    /// several agree. `seconds(choice, limit)` is what a choice takes, or anything from `limit` on when it takes no less.
+    ///
+    /// Each rank cuts for itself, as if its sending were spread over its stages. Who sends what when follows only from all
+    /// cuts together, and can undo what stages gain: then every rank waits for one owner at a time. So the number of stages
+    /// is chosen by what they really send, and is never worse than a single stage.
+    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> Self {
+        let mut best = Choice::new(solved, 1, Cuts::best_up_to);
+        let mut least = seconds(&best, f64::INFINITY);
+        for stages in 2..=most {
+            if solved.iter().all(|cuts| cuts.best_up_to(stages) < stages) {
+                // The same cuts as with one stage less.
+                continue;
+            }
+            let choice = Choice::new(solved, stages, Cuts::best_up_to);
+            let seconds = seconds(&choice, least);
+            if seconds < least {
+                (best, least) = (choice, seconds);
+            }
+        }
+        best
+    }
+
+    /// Predicted makespan of the slowest rank, every stage charged what it really sends and receives; or that of any rank
+    /// that needs `limit` or more.
+    fn seconds(
+        &self,
+        profiles: &[Profile],
+        traffic: &Traffic,
+        limit: f64,
+        predict: impl Fn(u64, LinkRows) -> StagePrediction,
+    ) -> f64 {
+        let stage_of: Vec<Vec<u8>> = self
+            .cuts
+            .iter()
+            .map(|cut| {
+                let cells = cut.windows(2).enumerate();
+                cells.flat_map(|(stage, ends)| (ends[0]..ends[1]).map(move |_| stage as u8)).collect()
+            })
+            .collect();
+        let sent = traffic.sent(&stage_of, self.stages);
+        let mut slowest = 0.0;
+        for (rank, (cut, profile)) in self.cuts.iter().zip(profiles).enumerate() {
+            let local = predict(profile.local_area, LinkRows::default());
+            let remote = cut.windows(2).zip(&sent[rank * self.stages..]).map(|(ends, &sent)| {
+                let (from, to) = (usize::from(ends[0]), usize::from(ends[1]));
+                let received = traffic.received(rank, profile, from, to);
+                let area = profile.area_before[to] - profile.area_before[from];
+                predict(area, LinkRows::busier(sent, received))
+            });
+            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(remote)));
+            if slowest >= limit {
+                break;
+            }
+        }
+        slowest
+    }
 }
 
 impl Direction {

@@ -59,7 +59,9 @@ struct Way {
 }
 
 /// Ways to cut up to all places into ever more stages. Those of one state, a number of stages and a place where the last
-/// one ends, lie together; none of them is better than another both in its end and in its lag.
+/// one ends, lie together; none of them is better than another both in its end and in its lag. All of these are kept, so
+/// the cuts found are the best; there are few (at most 13 in 30,000 random problems of 16 cells and 8 stages, at most 48
+/// with 64 of each).
 struct Ways {
     ways: Vec<Way>,
     /// Where the ways of each state start, and the end.
@@ -181,11 +183,6 @@ impl Cuts {
             self.cuts[start + stage] = way.place;
             way = &ways.ways[way.from as usize];
         }
-    }
-
-    /// Predicted makespan when the rank may leave some of `stages` idle.
-    pub(crate) fn seconds_up_to(&self, stages: usize) -> f64 {
-        self.seconds[self.best_up_to(stages)]
     }
 
     /// The number of stages with rows, at most `stages`, that is predicted to end first; fewer where two agree.
