@@ -94,7 +94,7 @@ fn ranges_are_checked() {
     let fine = slice((0, 1), (0, 1), full);
     assert_eq!(
         refused(vec![fine, slice((1, 9), (0, 6), full)]),
-        "slices[1].q: the range [1, 9) is outside the sequence of 8 tokens"
+        "slices[1].q: the range [1, 9) is outside the sequence of 8 tokens; end it at 8 or before, or make seqlen_q larger"
     );
     assert_eq!(
         refused(vec![slice((1, 2), (0, 7), full)]),
