@@ -98,7 +98,7 @@ fn ranges_are_checked() {
     );
     assert_eq!(
         refused(vec![slice((1, 2), (0, 7), full)]),
-        "slices[0].k: the range [0, 7) is outside the sequence of 6 tokens"
+        "slices[0].k: the range [0, 7) is outside the sequence of 6 tokens; end it at 6 or before, or make seqlen_k larger"
     );
     assert_eq!(
         refused(vec![fine, fine, slice((3, 3), (0, 6), full)]),
