@@ -33,6 +33,13 @@ pub(crate) fn load(argument: &str) -> Result<Mask, CliError> {
 const MAX_TEXT_BYTES: u64 = 1 << 30;
 
 fn read_text(path: &Path) -> io::Result<String> {
+    read_bounded(path).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidData => io::Error::other("it is not UTF-8 text; save it as UTF-8"),
+        _ => error,
+    })
+}
+
+fn read_bounded(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_TEXT_BYTES {

@@ -104,6 +104,16 @@ fn bad_expressions() {
 }
 
 #[test]
+fn text_in_another_encoding() {
+    let folder = Folder::new();
+    let utf16 = |text: &str| text.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
+    folder.write("mask.json", [&[0xff, 0xfe], &utf16("{}")[..]].concat());
+    folder.write("lengths.txt", [0xff, 0xfe, 0x31, 0]);
+    folder.refuses("mask mask.json", &["mask.json", "save it as UTF-8"]);
+    folder.refuses("mask varlen-causal:lengths=@lengths.txt", &["lengths.txt", "save it as UTF-8"]);
+}
+
+#[test]
 fn bad_json() {
     let folder = Folder::new();
     let slice = |body: &str| {

@@ -104,12 +104,12 @@ fn fixed_stages_and_few_chunks() {
 }
 
 #[test]
-fn more_chunks_than_memory_holds() {
+fn more_chunks_than_a_plan_takes() {
     let folder = Folder::new();
-    folder.refuses(
-        "plan --mask causal:4095M --cp-size 2 --chunk-size 1",
-        &["chunks", "available", "--chunk-size"],
-    );
+    let told = ["chunk_size 1 cuts 4194304 rows into 4194304 chunks", "at least 4"];
+    for command in ["plan", "bench plan"] {
+        folder.refuses(&format!("{command} --mask causal:4M --cp-size 2 --chunk-size 1"), &told);
+    }
 }
 
 #[test]

@@ -21,7 +21,10 @@ pub enum MaskError {
         limit: usize,
     },
     /// A slice reaches past the sequence.
-    #[error("slices[{index}].{axis}: the range [{start}, {end}) is outside the sequence of {seqlen} tokens")]
+    #[error(
+        "slices[{index}].{axis}: the range [{start}, {end}) is outside the sequence of {seqlen} tokens; end it at \
+         {seqlen} or before, or make seqlen_{axis} larger"
+    )]
     OutOfBounds {
         /// Index of the slice.
         index: usize,

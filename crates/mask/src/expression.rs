@@ -14,7 +14,7 @@
 //!
 //! Cross attention: `full`, `causal` and their varlen forms take `keys=`, the keys' size or starts (or `key-lengths=`).
 //! `shared-question:128;300,200` separates the question from the answers' lengths by a semicolon. `block-sparse` takes
-//! one word of `0` and `1` for each block row: block column 0 first, missing digits are 0.
+//! one word of `0` and `1` for each block row, one digit for each block column.
 //!
 //! Anything that does not begin with lower-case letters and a colon is the path of a JSON file ([`Mask::from_json`]);
 //! `./` in front makes a path of any name.
@@ -156,7 +156,10 @@ pub const BUILDERS: &[Builder] = &[
         build: |a| {
             let (queries, block) = (a.sequence()?, a.size("block")?);
             let keys = a.optional_size("keys")?.unwrap_or(queries);
-            let blocks = a.blocks("rows")?;
+            if block == 0 {
+                return Err(MaskError::EmptyBlock { field: "block" });
+            }
+            let blocks = a.blocks("rows", queries.div_ceil(block), keys.div_ceil(block))?;
             Mask::block_sparse(queries, keys, block, block, &blocks)
         },
     },

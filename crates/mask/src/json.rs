@@ -2,7 +2,7 @@ use std::fmt::{self, Write};
 use std::marker::PhantomData;
 
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
+use serde::de::{Error, IgnoredAny, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::mask::MAX_SEQLEN;
@@ -15,6 +15,8 @@ impl Mask {
     /// Text that is not JSON, or not of this form (unknown, missing or doubled fields, wrong types, numbers that are
     /// negative, fractional or too large), with the place, line and column; or a mask that [`Mask::new`] refuses.
     pub fn from_json(text: &str) -> Result<Self, MaskError> {
+        // Some editors write a byte order mark in front.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let mut deserializer = serde_json::Deserializer::from_str(text);
         let document: Object<Document> =
             serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
@@ -53,7 +55,7 @@ impl Serialize for Mask {
         Document {
             seqlen_q: Tokens(self.seqlen_q()),
             seqlen_k: Tokens(self.seqlen_k()),
-            slices: self.slices().iter().map(|slice| Object(Entry::from(slice))).collect(),
+            slices: List(self.slices().iter().map(|slice| Object(Entry::from(slice))).collect()),
         }
         .serialize(serializer)
     }
@@ -71,7 +73,7 @@ impl<'de> Deserialize<'de> for Mask {
 struct Document {
     seqlen_q: Tokens,
     seqlen_k: Tokens,
-    slices: Vec<Object<Entry>>,
+    slices: List<Object<Entry>>,
 }
 
 /// A slice as it stands in a file.
@@ -81,7 +83,7 @@ struct Entry {
     q: Bounds,
     k: Bounds,
     #[serde(rename = "type")]
-    mask_type: MaskType,
+    mask_type: Kind,
 }
 
 /// A value written as a JSON object. Serde's derive alone would take a list of the fields' values as well.
@@ -108,14 +110,22 @@ struct Tokens(usize);
 /// `[start, end]`.
 struct Bounds(Range);
 
+/// A slice's type. The parser calls a number in place of an enum's name a syntax error, so the name is read here.
+struct Kind(MaskType);
+
+/// A list. Serde's own names it a sequence in messages.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct List<T>(Vec<T>);
+
 impl TryFrom<Document> for Mask {
     type Error = MaskError;
 
     fn try_from(document: Document) -> Result<Self, MaskError> {
-        let slices = document.slices.iter().map(|Object(entry)| AttnSlice {
+        let slices = document.slices.0.iter().map(|Object(entry)| AttnSlice {
             q_range: entry.q.0,
             k_range: entry.k.0,
-            mask_type: entry.mask_type,
+            mask_type: entry.mask_type.0,
         });
         Mask::new(document.seqlen_q.0, document.seqlen_k.0, slices.collect())
     }
@@ -123,7 +133,7 @@ impl TryFrom<Document> for Mask {
 
 impl From<&AttnSlice> for Entry {
     fn from(slice: &AttnSlice) -> Self {
-        Self { q: Bounds(slice.q_range), k: Bounds(slice.k_range), mask_type: slice.mask_type }
+        Self { q: Bounds(slice.q_range), k: Bounds(slice.k_range), mask_type: Kind(slice.mask_type) }
     }
 }
 
@@ -139,6 +149,12 @@ impl Serialize for Bounds {
     }
 }
 
+impl Serialize for Kind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.0.name())
+    }
+}
+
 impl<'de> Deserialize<'de> for Tokens {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_u64(TokensVisitor)
@@ -148,6 +164,18 @@ impl<'de> Deserialize<'de> for Tokens {
 impl<'de> Deserialize<'de> for Bounds {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_seq(BoundsVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Kind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_str(KindVisitor)
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ListVisitor(PhantomData)).map(List)
     }
 }
 
@@ -186,6 +214,49 @@ impl Visitor<'_> for TokensVisitor {
             _ => Err(E::invalid_value(Unexpected::Unsigned(value), &self)),
         }
     }
+
+    /// `-0` is a whole number, but the parser makes a float of it.
+    fn visit_f64<E: Error>(self, value: f64) -> Result<Tokens, E> {
+        match value.to_bits() == (-0.0_f64).to_bits() {
+            true => Ok(Tokens(0)),
+            false => Err(E::invalid_type(Unexpected::Float(value), &self)),
+        }
+    }
+}
+
+struct KindVisitor;
+
+impl Visitor<'_> for KindVisitor {
+    type Value = Kind;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("one of full, causal, inv_causal, bi_causal")
+    }
+
+    fn visit_str<E: Error>(self, name: &str) -> Result<Kind, E> {
+        let mask_type = MaskType::deserialize(name.into_deserializer());
+        mask_type
+            .map(Kind)
+            .map_err(|_: serde::de::value::Error| E::invalid_value(Unexpected::Str(name), &self))
+    }
+}
+
+struct ListVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for ListVisitor<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            list.push(item);
+        }
+        Ok(list)
+    }
 }
 
 struct BoundsVisitor;
@@ -218,7 +289,13 @@ fn describe(path: String, error: &serde_json::Error) -> MaskError {
     let problem = if error.is_eof() {
         "the JSON ends too early; something is not closed".to_owned()
     } else if error.is_syntax() {
-        format!("this is not JSON: {message}")
+        match message {
+            // It is JSON, and no number of tokens.
+            "number out of range" => {
+                format!("this number is too large; at most {MAX_SEQLEN} tokens are supported")
+            }
+            _ => format!("this is not JSON: {message}"),
+        }
     } else {
         reword(message)
     };
@@ -249,7 +326,7 @@ fn reword(message: &str) -> String {
         .iter()
         .find_map(|prefix| message.strip_prefix(prefix)?.split_once(", expected "))
     else {
-        return message.replace("unknown variant", "unknown type");
+        return message.to_owned();
     };
     let literal = ["integer", "floating point", "boolean", "string"]
         .iter()

@@ -11,9 +11,9 @@ use proptest::prelude::*;
 /// The files that exist in these tests.
 fn read(path: &str) -> Result<String, String> {
     match path {
-        "lengths.txt" => Ok("100\n\n 300 \n0\n1k\n".to_owned()),
+        "lengths.txt" => Ok("\u{feff}100\r\n\r\n 300 \r\n0\r\n1k\r\n".to_owned()),
         "bad.txt" => Ok("100\n2.5\n".to_owned()),
-        "rows.txt" => Ok("1\n011\n".to_owned()),
+        "rows.txt" => Ok("\u{feff}100\n011\n".to_owned()),
         "mask.json" => Ok(Mask::causal(16).unwrap().to_json()),
         "broken.json" => Ok("{\"seqlen_q\": 4".to_owned()),
         _ => Err("no such file".to_owned()),
@@ -72,7 +72,7 @@ fn expressions() {
         ("last-global:0,100,400,global=50", Mask::last_global(documents(&[100, 300]), 1, 50)),
         ("last-global:lengths=100,global=50,block=10", Mask::last_global(100, 10, 50)),
         (
-            "block-sparse:100,block=40,rows=1,011,101",
+            "block-sparse:100,block=40,rows=100,011,101",
             Mask::block_sparse(100, 100, 40, 40, &[(0, 0), (1, 1), (1, 2), (2, 0), (2, 2)]),
         ),
         (
@@ -166,11 +166,22 @@ fn wrong_expressions_get_one_clear_sentence() {
             "block-sparse:8,block=4",
             "block-sparse: rows: missing; give one word of 0 and 1 for each block row",
         ),
-        ("block-sparse:8,block=4,rows=1,2", "block-sparse: rows[1]: expected only 0 and 1, got \"2\""),
+        ("block-sparse:8,block=4,rows=10,2", "block-sparse: rows[1]: expected only 0 and 1, got \"2\""),
         (
-            "block-sparse:8,block=4,rows=1,001",
-            "block-sparse: block (1, 2) is outside the grid of 2 x 2 blocks",
+            "block-sparse:8,block=4,rows=10,1",
+            "block-sparse: rows[1]: expected 2 digits, one for each block column, got 1",
         ),
+        (
+            "block-sparse:8,block=4,rows=1000,11",
+            "block-sparse: rows[0]: expected 2 digits, one for each block column, got 4",
+        ),
+        ("block-sparse:8,block=4,rows=10,001", "block-sparse: rows[1]: expected 2 digits"),
+        (
+            "block-sparse:8,block=4,rows=11",
+            "block-sparse: rows: expected 2 words, one for each block row, got 1",
+        ),
+        ("block-sparse:8,block=4,rows=11,11,11", "block-sparse: rows: expected 2 words"),
+        ("block-sparse:8,block=0,rows=1", "block-sparse: block is 0; a block needs at least one token"),
         ("none.json", "cannot read \"none.json\": no such file"),
         ("./causal:4k", "cannot read \"./causal:4k\": no such file"),
         ("", "cannot read \"\""),
@@ -273,7 +284,7 @@ fn wrong_json_gets_one_clear_sentence_with_its_place() {
         (one(&format!("{good}, {}", good.replace("[0, 4]", "[0, -1]"))), format!("slices[1].q[1]: {whole}-1")),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0.5, 4]")), format!("slices[0].k[0]: {whole}0.5")),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, 1e30]")), format!("slices[0].k[1]: {whole}1e+30")),
-        (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, 1e999]")), "slices[0].k[1]: this is not JSON: number out of range".to_owned()),
+        (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, 1e999]")), "slices[0].k[1]: this number is too large; at most 4294967295 tokens are supported".to_owned()),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, 18446744073709551616]")), format!("slices[0].k[1]: {whole}")),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, \"4\"]")), format!("slices[0].k[1]: {whole}\"4\"")),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0, true]")), format!("slices[0].k[1]: {whole}true")),
@@ -285,13 +296,18 @@ fn wrong_json_gets_one_clear_sentence_with_its_place() {
         (one(&good.replace("\"k\": [0, 4]", "\"k\": 4")), "slices[0].k: expected two numbers [start, end], got 4".to_owned()),
         (one(&good.replace("\"k\": [0, 4], ", "")), "slices[0]: missing field `k`".to_owned()),
         (one(&good.replace("\"k\"", "\"kk\"")), "unknown field `kk`, expected one of `q`, `k`, `type`".to_owned()),
-        (one(&good.replace("\"full\"", "\"diagonal\"")), "slices[0].type: unknown type `diagonal`, expected one of `full`, `causal`, `inv_causal`, `bi_causal`".to_owned()),
+        (one(&good.replace("\"full\"", "\"diagonal\"")), "slices[0].type: expected one of full, causal, inv_causal, bi_causal, got \"diagonal\"".to_owned()),
         (one(&good.replace("\"k\"", "\"a\\nb\"")), "unknown field `a\\nb`, expected one of".to_owned()),
         (one(&good.replace("\"full\"", &format!("\"{}\"", "x".repeat(5000)))), "xxx… (line 1, column ".to_owned()),
-        (one(&good.replace("\"full\"", "1")), "slices[0].type: ".to_owned()),
+        (one(&good.replace("\"full\"", "1")), "slices[0].type: expected one of full, causal, inv_causal, bi_causal, got 1".to_owned()),
+        (one(&good.replace("\"full\"", "null")), "slices[0].type: expected one of full, causal, inv_causal, bi_causal, got null".to_owned()),
+        (one(&good.replace("\"full\"", "[]")), "slices[0].type: expected one of full, causal, inv_causal, bi_causal, got a list".to_owned()),
+        (one(&good.replace("\"full\"", "{\"full\": null}")), "slices[0].type: expected one of full, causal, inv_causal, bi_causal, got an object".to_owned()),
+        (one("").replace("[]", "{}"), "slices: expected a list, got an object".to_owned()),
+        (one(&good.replace("[0, 4]", "[-0.5, 4]")), format!("slices[0].q[0]: {whole}-0.5")),
         (one(&good.replace("[0, 4]", "[4, 0]")), "slices[0].q: the range [4, 0) is reversed".to_owned()),
         (one(&good.replace("[0, 4]", "[4, 4]")), "slices[0].q: the range [4, 4) is empty".to_owned()),
-        (one(&good.replace("[0, 4]", "[4, 9]")), "slices[0].q: the range [4, 9) is outside the sequence of 8 tokens".to_owned()),
+        (one(&good.replace("[0, 4]", "[4, 9]")), "slices[0].q: the range [4, 9) is outside the sequence of 8 tokens; end it at 8 or before, or make seqlen_q larger".to_owned()),
         (one(&format!("{good},{good}")), "slices[0] and slices[1] overlap: both hold row 0, column 0".to_owned()),
     ];
     for (text, expected) in cases {
@@ -308,6 +324,15 @@ fn wrong_json_gets_one_clear_sentence_with_its_place() {
             "{message}"
         );
     }
+}
+
+/// What some editors and some writers of numbers put there, and means nothing.
+#[test]
+fn byte_order_marks_and_minus_zero() {
+    let mask = Mask::causal(8).unwrap();
+    let text = mask.to_json();
+    assert_eq!(Mask::from_json(&format!("\u{feff}{text}")), Ok(mask.clone()));
+    assert_eq!(Mask::from_json(&text.replace("[0,", "[-0,")), Ok(mask));
 }
 
 #[test]

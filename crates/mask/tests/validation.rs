@@ -94,11 +94,11 @@ fn ranges_are_checked() {
     let fine = slice((0, 1), (0, 1), full);
     assert_eq!(
         refused(vec![fine, slice((1, 9), (0, 6), full)]),
-        "slices[1].q: the range [1, 9) is outside the sequence of 8 tokens"
+        "slices[1].q: the range [1, 9) is outside the sequence of 8 tokens; end it at 8 or before, or make seqlen_q larger"
     );
     assert_eq!(
         refused(vec![slice((1, 2), (0, 7), full)]),
-        "slices[0].k: the range [0, 7) is outside the sequence of 6 tokens"
+        "slices[0].k: the range [0, 7) is outside the sequence of 6 tokens; end it at 6 or before, or make seqlen_k larger"
     );
     assert_eq!(
         refused(vec![fine, fine, slice((3, 3), (0, 6), full)]),

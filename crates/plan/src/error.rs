@@ -7,6 +7,23 @@ pub enum PlanError {
     /// `chunk_size` is 0.
     #[error("chunk_size is 0; it must be at least 1 row")]
     ZeroChunkSize,
+    /// `chunk_size` cuts a sequence into too many chunks.
+    #[error(
+        "chunk_size {chunk_size} cuts {seqlen} rows into {chunks} chunks; at most {max} are supported, so give a \
+         chunk_size of at least {least}, or none to have one picked"
+    )]
+    TooManyChunks {
+        /// Rows of the longer sequence.
+        seqlen: usize,
+        /// What was asked.
+        chunk_size: usize,
+        /// Chunks that it makes.
+        chunks: usize,
+        /// The largest number that is supported.
+        max: usize,
+        /// The smallest chunk size that works.
+        least: usize,
+    },
     /// `cp_size` is out of range.
     #[error("cp_size is {cp_size}; it must be between 1 and {max}")]
     CpSize {

@@ -29,7 +29,7 @@ mod work;
 
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
-pub use config::{MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
+pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,

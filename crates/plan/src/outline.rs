@@ -32,7 +32,7 @@ pub(crate) struct Outline {
 
 impl Outline {
     pub(crate) fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Self, PlanError> {
-        config.validate()?;
+        config.validate_for(mask)?;
         if mask.seqlen_q() != mask.seqlen_k() {
             return Self::cross_attention(mask, spec, config);
         }
@@ -46,7 +46,7 @@ impl Outline {
         spec: &AttentionSpec,
         config: &PlanConfig,
     ) -> Result<Self, PlanError> {
-        config.validate()?;
+        config.validate_for(mask)?;
         let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
         let q_dispatch = dispatch_queries(&work, config.topology.world_size, config.dispatch);
         let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));

@@ -85,7 +85,7 @@ impl Plan {
     /// token `i`'s query and key live on the same rank. Where they do not, as [`Plan::cross_attention`].
     ///
     /// # Errors
-    /// A `config` that does not make sense; see [`PlanConfig::validate`].
+    /// A `config` that does not make sense for `mask`; see [`PlanConfig::validate_for`].
     pub fn new(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Plan, PlanError> {
         Ok(Outline::new(mask, spec, config)?.into_plan())
     }

@@ -145,24 +145,164 @@ pub(crate) struct KeySegment {
     pub(crate) start: usize,
 }
 
+/// Segments that a band crosses, for every stage, from which on the columns that all its rows see are looked up stage by
+/// stage: two searches in each stage's list then cost less than a walk.
+const WALKED_SEGMENTS: usize = 4;
+
 /// Cuts `work` (local rows, global columns) into stages: columns become rows of the stage's key buffer. `segments` are
 /// ascending and disjoint and hold every column of the work.
+///
+/// The rows of a long causal sequence see nearly all of the segments. Walking over these for every band would take time in
+/// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each stage's buffer,
+/// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
+    let mut buffers: Vec<Vec<KeySegment>> = vec![Vec::new(); stages];
+    for segment in segments {
+        buffers[segment.stage].push(*segment);
+    }
     let mut bands: Vec<Vec<Band>> = vec![Vec::new(); stages];
     for band in work {
-        let first = segments.partition_point(|segment| segment.range.end <= band.k_range.start);
-        for segment in segments[first..].iter().take_while(|segment| segment.range.start < band.k_range.end) {
-            let part = band.clip(&band.q_range, &segment.range);
-            // A part of a rectangle is a rectangle, and trimmed.
-            let part = if is_rectangle(band) { Some(part) } else { part.trim() };
-            if let Some(part) = part {
-                let to_buffer = segment.start as i64 - segment.range.start as i64;
-                push_fused(&mut bands[segment.stage], part.shift(0, to_buffer));
+        let k = band.k_range;
+        let seen = match overlapping(segments, &k).len() > WALKED_SEGMENTS * stages {
+            true => seen_by_all(band),
+            false => Range::new(k.end, k.end),
+        };
+        walk(band, segments, &Range::new(k.start, seen.start), &mut bands);
+        if seen.is_empty() {
+            continue;
+        }
+        for (buffer, bands) in buffers.iter().zip(&mut bands) {
+            let segments = overlapping(buffer, &seen);
+            if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
+                let start = first.start + seen.start.saturating_sub(first.range.start);
+                let end = last.start + (last.range.end.min(seen.end) - last.range.start);
+                push_fused(bands, Band::full(band.q_range, Range::new(start, end)));
             }
         }
+        walk(band, segments, &Range::new(seen.end, k.end), &mut bands);
     }
     for stage in &mut bands {
         stage.sort_unstable();
     }
     bands
+}
+
+/// Cuts the part of `band` in the columns of `k` segment by segment.
+fn walk(band: &Band, segments: &[KeySegment], k: &Range, bands: &mut [Vec<Band>]) {
+    for segment in overlapping(segments, k) {
+        let part = band.clip(&band.q_range, &segment.range.intersect(k));
+        // A part of a rectangle is a rectangle, and trimmed.
+        let part = if is_rectangle(band) { Some(part) } else { part.trim() };
+        if let Some(part) = part {
+            let to_buffer = segment.start as i64 - segment.range.start as i64;
+            push_fused(&mut bands[segment.stage], part.shift(0, to_buffer));
+        }
+    }
+}
+
+/// The segments that hold a row of `k`; none when it is empty.
+fn overlapping<'a>(segments: &'a [KeySegment], k: &Range) -> &'a [KeySegment] {
+    if k.is_empty() {
+        return &[];
+    }
+    let first = segments.partition_point(|segment| segment.range.end <= k.start);
+    let count = segments[first..].partition_point(|segment| segment.range.start < k.end);
+    &segments[first..first + count]
+}
+
+/// The columns that every row of `band` sees; empty at the end of its columns when there are none.
+fn seen_by_all(band: &Band) -> Range {
+    let (q, k) = (band.q_range, band.k_range);
+    let start = (q.end as i64 - 1 + band.diag_min).max(k.start as i64);
+    let end = (q.start as i64 + band.diag_max + 1).min(k.end as i64);
+    if start < end { Range::new(start as usize, end as usize) } else { Range::new(k.end, k.end) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Global key rows in pieces of a few rows, each in some stage's buffer, in order.
+    fn segments(pieces: &[(usize, usize)], stages: usize) -> Vec<KeySegment> {
+        let (mut row, mut filled) = (0, vec![0; stages]);
+        let segments = pieces.iter().map(|&(rows, stage)| {
+            let stage = stage % stages;
+            let segment = KeySegment { range: Range::new(row, row + rows), stage, start: filled[stage] };
+            row += rows;
+            filled[stage] += rows;
+            segment
+        });
+        segments.collect()
+    }
+
+    proptest! {
+        /// Every pair of a band is in one band of the stage that its column belongs to, whatever path cut it.
+        #[test]
+        fn stages_hold_every_pair_once(
+            pieces in proptest::collection::vec((1..4_usize, 0..3_usize), 1..80),
+            stages in 1..4_usize,
+            drawn in proptest::collection::vec((1..9_usize, 0..200_usize, 1..200_usize, -150..60_i64, 0..400_i64, 0..3_u8), 1..6),
+        ) {
+            let segments = segments(&pieces, stages);
+            let seqlen = segments.last().map_or(0, |segment| segment.range.end);
+            let mut row = 0;
+            let work: Vec<Band> = drawn
+                .iter()
+                .filter_map(|&(rows, start, cols, min, width, limits)| {
+                    let q_range = Range::new(row, row + rows);
+                    row += rows;
+                    let start = start % seqlen;
+                    let k_range = Range::new(start, (start + cols).min(seqlen));
+                    let diag_min = if limits == 1 { min } else { Band::NO_MIN };
+                    let diag_max = if limits > 0 { min + width } else { Band::NO_MAX };
+                    Band { q_range, k_range, diag_min, diag_max }.trim()
+                })
+                .collect();
+            let mut wanted = vec![BTreeSet::new(); stages];
+            for segment in &segments {
+                for col in segment.range.start..segment.range.end {
+                    for band in &work {
+                        let rows = band.q_range.start..band.q_range.end;
+                        let to_buffer = segment.start + (col - segment.range.start);
+                        wanted[segment.stage].extend(rows.filter(|&row| band.contains(row, col)).map(|row| (row, to_buffer)));
+                    }
+                }
+            }
+            let cut = cut_into_stages(&work, &segments, stages);
+            for (bands, wanted) in cut.iter().zip(&wanted) {
+                prop_assert!(bands.is_sorted() && bands.iter().all(|band| band.trim() == Some(*band)));
+                let mut pairs = BTreeSet::new();
+                for band in bands {
+                    for row in band.q_range.start..band.q_range.end {
+                        let columns = band.columns(row);
+                        pairs.extend((columns.start..columns.end).map(|col| (row, col)));
+                    }
+                }
+                prop_assert_eq!(&pairs, wanted);
+                prop_assert_eq!(bands.iter().map(Band::area).sum::<u64>(), wanted.len() as u64);
+            }
+        }
+    }
+
+    /// Rows that see everything before them, dealt in turn: every band crosses half of the segments. One step for each of
+    /// these would be a billion steps.
+    #[test]
+    fn cutting_does_not_take_the_square_of_the_chunks() {
+        let rows = 1 << 15;
+        let dealt: Vec<(usize, usize)> = (0..2 * rows).map(|row| (1, row % 2)).collect();
+        let segments = segments(&dealt, 2);
+        let work: Vec<Band> =
+            (0..rows).map(|row| Band::full(Range::new(row, row + 1), Range::new(0, 2 * row + 1))).collect();
+        let started = std::time::Instant::now();
+        let bands = cut_into_stages(&work, &segments, 2);
+        let seconds = started.elapsed().as_secs_f64();
+        let area = |stage: usize| bands[stage].iter().map(Band::area).sum::<u64>();
+        let rows = rows as u64;
+        assert_eq!((area(0), area(1)), (rows * (rows + 1) / 2, rows * (rows - 1) / 2));
+        assert!(seconds < 0.5, "{seconds} s");
+    }
 }

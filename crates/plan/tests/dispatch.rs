@@ -3,11 +3,13 @@
 #[allow(dead_code)] // Other test files use the rest.
 mod cases;
 
+use std::time::Instant;
+
 use cases::masks;
 use counterpoint_mask::{AttnSlice, Documents, Mask, MaskType, Range};
 use counterpoint_plan::{
-    ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
-    received_rows, received_rows_lower_bound,
+    ChunkWork, Dispatch, DispatchAlgorithm, MAX_CHUNKS, chunk_work, dispatch, dispatch_keys,
+    dispatch_queries, received_rows, received_rows_lower_bound,
 };
 use proptest::prelude::*;
 
@@ -364,4 +366,18 @@ fn affinity_against_the_optimum() {
     }
     println!("received {received_sum}, optimum {optimum_sum}, optimal in {exact} of {cases}");
     assert!(received_sum * 100 <= optimum_sum * 115, "{received_sum} rows, optimum {optimum_sum}");
+}
+
+/// A million chunks that each read everything before them. Anything that grows with the square of their number takes ten
+/// seconds and more here.
+#[test]
+fn a_million_chunks_are_dispatched_in_time() {
+    let mask = Mask::causal(MAX_CHUNKS).unwrap();
+    let started = Instant::now();
+    let work = chunk_work(&mask, 1);
+    let dispatched = dispatch(&work, 4, DispatchAlgorithm::Affinity);
+    let seconds = started.elapsed().as_secs_f64();
+    println!("{MAX_CHUNKS} chunks dispatched in {seconds:.2} s");
+    assert!((0..4).all(|rank| dispatched.chunks(rank).len() == MAX_CHUNKS / 4));
+    assert!(seconds < 6.0, "{seconds} s");
 }

@@ -152,11 +152,13 @@ struct Group {
 impl Case {
     fn measure(&self, iterations: usize, progress: &Progress) -> Result<Group, CliError> {
         let mut group = Group { rows: Vec::new(), wrong: Vec::new() };
+        let config = PlanConfig { chunk_size: Some(self.chunk_size), ..PlanConfig::new(self.cp_size) };
+        // Before the chunks are counted one by one.
+        config.validate_for(&self.mask).map_err(|source| CliError::Plan { source })?;
         let work = chunk_work(&self.mask, self.chunk_size);
         for (name, dispatch) in DISPATCHES {
             progress.step(format!("{} on {} ranks: {name}", self.name, self.cp_size));
-            let config =
-                PlanConfig { chunk_size: Some(self.chunk_size), dispatch, ..PlanConfig::new(self.cp_size) };
+            let config = PlanConfig { dispatch, ..config };
             // The first solve warms caches and is the one that is checked.
             let plan = solve(&self.mask, &config)?;
             let error = wrong_rows_of(&plan, &self.mask, &work);

@@ -122,21 +122,39 @@ impl<'a> Arguments<'a> {
         Ok((question, answers))
     }
 
-    /// The blocks marked by `1` in the words of an option, as `(block row, block column)`.
-    pub(super) fn blocks(&self, field: &'static str) -> Result<Vec<(usize, usize)>, MaskError> {
+    /// The blocks marked by `1` in the words of an option, as `(block row, block column)`. There must be `rows` words of
+    /// `cols` digits each: a missing digit is more likely a slip than a block left out.
+    pub(super) fn blocks(
+        &self,
+        field: &'static str,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Vec<(usize, usize)>, MaskError> {
         let Some(values) = self.option(field) else {
-            return Err(self
-                .wrong(field, "missing; give one word of 0 and 1 for each block row, for example 1,11,101"));
+            return Err(
+                self.wrong(field, "missing; give one word of 0 and 1 for each block row, for example 11,01")
+            );
         };
+        let words = self.items(field, values)?;
         let mut blocks = Vec::new();
-        for (row, (place, word)) in self.items(field, values)?.into_iter().enumerate() {
+        for (row, (place, word)) in words.iter().enumerate() {
             for (col, digit) in word.chars().enumerate() {
                 match digit {
                     '0' => {}
                     '1' => blocks.push((row, col)),
-                    _ => return Err(self.wrong(&place, format!("expected only 0 and 1, got {word:?}"))),
+                    _ => return Err(self.wrong(place, format!("expected only 0 and 1, got {word:?}"))),
                 }
             }
+            // Only ASCII digits are left, so bytes are digits.
+            if word.len() != cols {
+                let problem =
+                    format!("expected {cols} digits, one for each block column, got {}", word.len());
+                return Err(self.wrong(place, problem));
+            }
+        }
+        if words.len() != rows {
+            let problem = format!("expected {rows} words, one for each block row, got {}", words.len());
+            return Err(self.wrong(field, problem));
         }
         Ok(blocks)
     }
@@ -176,6 +194,8 @@ impl<'a> Arguments<'a> {
         }
         let text = (self.read)(path)
             .map_err(|problem| self.wrong(field, format!("cannot read {path:?}: {problem}")))?;
+        // Some editors write a byte order mark in front.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
         Ok(lines.map(|(index, line)| (format!("{field}: {path}:{}", index + 1), line.to_owned())).collect())
     }

@@ -9,6 +9,9 @@ const PROPOSALS: usize = 64_000;
 const STEPS: usize = 2_000_000;
 /// Proposals in a row without a gain after which there is nothing to be had.
 const PATIENCE: usize = 8_192;
+/// Steps that building the coverage may take. Chunks of a long causal sequence read far, so their steps grow with the
+/// square of their number; from some 46,000 of them on, what [`STEPS`] leaves for proposals would gain next to nothing.
+const BUILD_STEPS: usize = 8 * STEPS;
 /// Largest coverage that is kept, in words: beyond it the start stays as it is. Reached from about 4,096 ranks with
 /// 64,000 segments on.
 const MAX_COVERAGE: usize = 1 << 22;
@@ -21,6 +24,10 @@ const MAX_COVERAGE: usize = 1 << 22;
 pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Vec<u32>], limit: u64) {
     let (chunks, ranks) = (work.num_chunks(), rank_chunks.len());
     if ranks < 2 || chunks < 2 || ranks * segments.words() > MAX_COVERAGE {
+        return;
+    }
+    let steps: Vec<usize> = (0..chunks as u32).map(|chunk| segments.steps(chunk)).collect();
+    if steps.iter().sum::<usize>() > BUILD_STEPS {
         return;
     }
     let area = |chunk: u32| work.area(chunk as usize) as i64;
@@ -40,7 +47,6 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
     let received = (0..ranks).map(|rank| coverage.received(rank)).sum::<i64>() / ranks as i64;
     let mut draw = Draw(0);
     let mut since_gain = 0;
-    let steps: Vec<usize> = (0..chunks as u32).map(|chunk| segments.steps(chunk)).collect();
     let mut left = STEPS;
     for _ in 0..PROPOSALS {
         since_gain += 1;
