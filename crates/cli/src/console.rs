@@ -1,6 +1,8 @@
 //! Standard output, and notes on standard error.
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 
 use counterpoint_report::{Style, format_count};
 use serde::Serialize;
@@ -25,6 +27,15 @@ pub(crate) fn print_json(document: &impl Serialize) -> Result<(), CliError> {
 /// Prints one line to standard error. Nobody may be there to read it, which is no reason to stop.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// Says that a pipe with a name waits until something `does` what it must at its other end, where `path` is one: nothing
+/// else would tell why the program does not go on. The pipes of a shell have no names and their other end already.
+pub(crate) fn note_waiting(path: &Path, does: &str) {
+    let is_fifo = path.metadata().is_ok_and(|metadata| metadata.file_type().is_fifo());
+    if is_fifo && path.canonicalize().is_ok() {
+        note(&format!("note: {} is a pipe; waiting until something {does}", path.display()));
+    }
 }
 
 /// `1 rank`, `4,096 ranks`.
