@@ -5,7 +5,8 @@ mod support;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use support::Folder;
+use safetensors::Dtype;
+use support::{Folder, qkv, safetensors};
 
 const SMALL: &str = "attention --mask causal:8 --heads-q 1 --head-dim 4";
 
@@ -104,4 +105,78 @@ fn a_mask_from_a_pipe_without_a_name() {
     );
     let output = Command::new("bash").args(["-c", &line]).current_dir(folder.path(".")).output().unwrap();
     assert_eq!((output.status.code(), &*output.stderr), (Some(0), &b""[..]), "{output:?}");
+}
+
+#[test]
+fn factors_that_numbers_cannot_hold() {
+    let folder = Folder::new();
+    for value in ["1e300", "-1e300", "1e38", "1000001", "-1e7"] {
+        folder.refuses(&format!("{SMALL} --output o --backward --scale {value}"), &["--scale", value, "1e6"]);
+        folder
+            .refuses(&format!("{SMALL} --output o --dtype f64 --scale {value}"), &["--scale", value, "1e6"]);
+    }
+    for dtype in ["f32", "bf16", "f16"] {
+        let words = ["--scale", "e-45", "f32", "1.175e-38", "1e6"];
+        folder.refuses(&format!("{SMALL} --output o --dtype {dtype} --scale 1e-45"), &words);
+        folder.refuses(&format!("{SMALL} --output o --dtype {dtype} --scale -1e-45"), &words);
+    }
+    folder.refuses(
+        &format!("{SMALL} --output o --dtype f64 --scale 1e-310"),
+        &["--scale", "f64", "2.225e-308"],
+    );
+    folder.write("in.st", safetensors(&qkv(Dtype::F32, 8, 1, 1, 4)));
+    let from_file = "attention --mask causal:8 --input in.st --output o";
+    folder.refuses(&format!("{from_file} --scale 1e-45"), &["--scale", "1.175e-38"]);
+    for value in ["1e-300", "1e300", "9e-7", "1000001", "-1"] {
+        folder.refuses(&format!("{SMALL} --output o --softcap {value}"), &["--softcap", value]);
+    }
+    // The ends of what is allowed give right and finite numbers.
+    for flags in
+        ["--scale 0", "--scale 1e6", "--scale -1e6", "--scale 2e-38", "--softcap 1e-6", "--softcap 1e6"]
+    {
+        for dtype in ["f32", "f64"] {
+            let line = format!("{SMALL} --output o --backward --check --cp-size 2 --dtype {dtype} {flags}");
+            folder.run(&line).ok();
+            let file = folder.read("o");
+            let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+            for name in ["out", "lse", "dq", "dk", "dv"] {
+                let tensor = file.tensor(name).unwrap();
+                let values = support::values_of(tensor.dtype(), tensor.data());
+                assert!(values.iter().all(|value| value.is_finite()), "{line}: {name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn negative_numbers_are_refused_by_their_flag() {
+    let folder = Folder::new();
+    for (flag, words) in [
+        ("--cp-size -1", "between 1 and 4096"),
+        ("--limit -1", "seconds above 0"),
+        ("--stages -1", "auto or a number"),
+        ("--slow-link -1,1", "ALPHA_US,GB_PER_S"),
+        ("--seed -1", "from 0 to 18446744073709551615"),
+        ("--seed 18446744073709551616", "from 0 to 18446744073709551615"),
+        ("--chunk-size -1", "at least 1"),
+        ("--seqlen -8", "at least 1"),
+        ("--heads-q -1", "at least 1"),
+        ("--heads-kv -1", "at least 1"),
+        ("--head-dim -1", "at least 1"),
+        ("--softcap -1", "at least 0"),
+        ("--softcap -1e-3", "at least 0"),
+        ("--scale -inf", "finite"),
+        ("--chunk-size -4k", "at least 1"),
+        ("--cp-size --json", "between 1 and 4096"),
+    ] {
+        let (name, value) = flag.split_once(' ').unwrap();
+        folder.refuses(&format!("attention --mask causal:8 {flag}"), &[name, value, words]);
+    }
+    for (flag, words) in [("--nodes -1", "at least 1"), ("--cp-size -2", "between 1 and 4096")] {
+        let (name, value) = flag.split_once(' ').unwrap();
+        let cp_size = if name == "--cp-size" { "" } else { "--cp-size 2" };
+        folder.refuses(&format!("plan --mask causal:8 {cp_size} {flag}"), &[name, value, words]);
+    }
+    folder.refuses("bench plan --iterations -1", &["--iterations", "-1", "10"]);
+    folder.refuses("bench plan --chunk-size -1", &["--chunk-size", "-1"]);
 }

@@ -1,4 +1,7 @@
 //! What the command line accepts. `--help` at every level ends with examples.
+//!
+//! Every value that is a number may begin with a hyphen: its parser then refuses `-1` with the flag's name and the range,
+//! where clap by itself would take it for an unknown argument.
 
 mod attention;
 mod bench;
@@ -16,7 +19,7 @@ pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name};
+pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]

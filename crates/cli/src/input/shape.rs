@@ -5,6 +5,7 @@ use safetensors::Dtype;
 
 use super::refuse_non_finite;
 use super::tensor_file::{TensorFile, float_type, unsupported};
+use crate::arguments::scale_of;
 use crate::error::CliError;
 
 /// A file of tensors whose names, types and shapes fit the mask and each other. No element has been read yet, so that
@@ -65,7 +66,7 @@ impl Problem {
             head_dim: q.shape[2],
             head_dim_v: v.shape[2],
             dtype: q.float,
-            scale: scale.unwrap_or(1.0 / (q.shape[2] as f64).sqrt()),
+            scale: scale_of(scale, q.shape[2], q.float.accumulator())?,
             softcap,
             seqlen_sink,
         };
