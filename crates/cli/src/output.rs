@@ -93,8 +93,7 @@ pub(crate) fn outputs_as_safetensors(outputs: &AttentionOutputs) -> Result<Vec<u
         ("dsink", outputs.dsink.as_ref()),
     ];
     let views = all.into_iter().filter_map(|(name, tensor)| Some((name, Bytes(tensor?))));
-    serialize(views, None)
-        .map_err(|error| CliError::Tensor { name: "out", reason: format!("cannot be stored: {error}") })
+    serialize(views, None).map_err(|error| CliError::Unstorable { reason: error.to_string() })
 }
 
 /// A tensor as little-endian bytes.

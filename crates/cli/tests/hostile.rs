@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use safetensors::Dtype;
-use support::{Folder, qkv, safetensors};
+use support::{Folder, Tensor, qkv, safetensors};
 
 const SMALL: &str = "attention --mask causal:8 --heads-q 1 --head-dim 4";
 
@@ -179,4 +179,45 @@ fn negative_numbers_are_refused_by_their_flag() {
     }
     folder.refuses("bench plan --iterations -1", &["--iterations", "-1", "10"]);
     folder.refuses("bench plan --chunk-size -1", &["--chunk-size", "-1"]);
+}
+
+#[test]
+fn input_errors_name_the_file_and_the_tensor() {
+    let folder = Folder::new();
+    let line = "attention --mask causal:8 --input in.st --output o --backward";
+    let all = qkv(Dtype::F32, 8, 2, 2, 4);
+    let with = |tensor: Tensor| -> Vec<Tensor> {
+        let same = |other: &&Tensor| other.name != tensor.name;
+        all.iter().filter(same).cloned().chain([tensor.clone()]).collect()
+    };
+    for (tensor, words) in [
+        (Tensor::new("q", Dtype::F32, &[7, 2, 4]), "seqlen_q 7"),
+        (Tensor::new("q", Dtype::F32, &[8, 3, 4]), "3 query heads do not divide"),
+        (Tensor::new("k", Dtype::F32, &[8, 2]), "2 dimensions"),
+        (Tensor::new("k", Dtype::F32, &[8, 2, 4]).with(9, f64::NAN), "NaN"),
+        (Tensor::new("v", Dtype::I8, &[8, 2, 4]), "I8"),
+        (Tensor::new("sink", Dtype::BF16, &[1, 2]), "BF16"),
+    ] {
+        folder.write("in.st", safetensors(&with(tensor)));
+        folder.refuses(line, &["error: in.st: ", words]);
+    }
+    folder.refuses("plan --mask causal:8 --cp-size 2 --heads-q 6 --heads-kv 4", &["--heads-q", "--heads-kv"]);
+
+    let whole = safetensors(&all);
+    let header_bytes = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    let (header, data) = whole[8..].split_at(header_bytes);
+    let header = String::from_utf8(header.to_vec()).unwrap();
+    for (from, to, words) in [
+        (r#""q":{"dtype":"F32""#, r#""q":{"dtype":"f32""#, &["`q`", "`f32`", "written `F32`"][..]),
+        (r#""q":{"dtype":"F32""#, r#""q":{"dtype":"I8""#, &["`q`", "256 bytes", "I8", "64"]),
+        (r#""q":"#, r#""k":"#, &["two tensors `k`"]),
+    ] {
+        let broken = header.replacen(from, to, 1);
+        assert_ne!(broken, header);
+        folder.write("in.st", [&(broken.len() as u64).to_le_bytes(), broken.as_bytes(), data].concat());
+        folder.refuses(line, &[&["in.st"], words].concat());
+        assert!(!folder.run(line).stderr.contains("expected one of"));
+    }
+    folder.write("in.st", b"\x02\0\0\0\0\0\0\0[]");
+    folder.refuses(line, &["in.st", "not a JSON object of tensors by name"]);
 }
