@@ -1,4 +1,4 @@
-//! What hostile use found: each test failed once.
+//! What hostile use found, held for good.
 
 mod support;
 
@@ -220,4 +220,55 @@ fn input_errors_name_the_file_and_the_tensor() {
     }
     folder.write("in.st", b"\x02\0\0\0\0\0\0\0[]");
     folder.refuses(line, &["in.st", "not a JSON object of tensors by name"]);
+}
+
+#[test]
+fn a_margin_of_more_than_the_machine_is_noted() {
+    let folder = Folder::new();
+    let ran = folder.run(&format!("{SMALL} --overlap concurrent+sm-margin=999999999 --json")).ok();
+    assert_eq!(ran.stderr.lines().count(), 1, "{}", ran.stderr);
+    assert!(ran.stderr.contains("sm-margin=999999999 leaves none"), "{}", ran.stderr);
+    assert_eq!(folder.run(&format!("{SMALL} --json")).ok().stderr, "");
+}
+
+#[test]
+fn one_of_a_thing_has_no_plural() {
+    let folder = Folder::new();
+    let line = "--mask full:64 --cp-size 1 --chunk-size 64 --report report.html";
+    for command in ["plan", "attention --heads-q 1 --head-dim 4"] {
+        let ran = folder.run(&format!("{command} {line}")).ok();
+        let report = String::from_utf8(folder.read("report.html")).unwrap();
+        for text in [&ran.stdout, &report] {
+            assert!(text.contains("1 chunk of 64"), "{command}");
+            for wrong in ["1 chunks", "1 ranks", "1 slices", "1 nodes"] {
+                assert!(
+                    !text.contains(&format!(" {wrong}")) && !text.contains(&format!(">{wrong}")),
+                    "{command}: {wrong}"
+                );
+            }
+        }
+    }
+}
+
+/// What a device refuses is told. (A reader that has gone is no error.)
+#[test]
+fn a_document_that_cannot_be_delivered_is_an_error() {
+    let folder = Folder::new();
+    for line in
+        [&format!("{SMALL} --json"), "plan --mask causal:8 --cp-size 2 --json", "mask causal:8 --json"]
+    {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_counterpoint"))
+            .args(line.split_whitespace())
+            .current_dir(folder.path("."))
+            .stdout(full)
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{line}");
+        assert!(
+            stderr.starts_with("error: cannot write to standard output") && stderr.lines().count() == 1,
+            "{stderr}"
+        );
+    }
 }

@@ -21,7 +21,8 @@ mod write;
 pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
 pub use quantity::{
-    format_bytes, format_count, format_flops, format_gbps, format_ratio, format_seconds, format_tokens,
+    format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
+    format_tokens,
 };
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;

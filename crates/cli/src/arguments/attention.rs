@@ -20,8 +20,9 @@ Input (safetensors; F64, F32, BF16 or F16):
 Output (safetensors): out, lse, and with --backward dq, dk, dv (and dsink), in
 global token order whatever the dispatch was.
 
-Everything is checked first, then computed; then files are written, each whole
-or not at all. Results that --check finds out of bounds are written too, to be
+Everything is checked first, then computed; then files are written, all of them
+or none. A link is followed to the file that it names, also where that is not
+there yet; a device or a pipe is written to before the files are. Results that --check finds out of bounds are written too, to be
 looked at; the exit status is then 1.
 
 Examples:

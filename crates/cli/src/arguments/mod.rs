@@ -42,6 +42,10 @@ Examples:
   counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
       --backward --check --report report.html
 
+Notes and errors go to standard error. A reader of standard output that goes away
+(| head) is no error, and standard output that is closed (>&-) counts as
+/dev/null; one that refuses what is written (a full disk) is exit status 1.
+
 Exit status: 0 done; 1 it ran and a check or the run failed; 2 bad usage or bad
 input; 3 the machine lacks what was asked for; 130 interrupted."
 )]

@@ -34,7 +34,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         cost: CostModel::H200,
     };
     let progress = Progress::new();
-    progress.step(format!("planning for {} ranks", arguments.cp_size));
+    progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?;
     let told = Told { arguments, mask: &mask, spec, config, solution };
     if arguments.json && arguments.report.is_none() {
