@@ -116,24 +116,29 @@ fn factors_that_numbers_cannot_hold() {
             .refuses(&format!("{SMALL} --output o --dtype f64 --scale {value}"), &["--scale", value, "1e6"]);
     }
     for dtype in ["f32", "bf16", "f16"] {
-        let words = ["--scale", "e-45", "f32", "1.175e-38", "1e6"];
+        let words = ["--scale", "e-45", "f32", "1.1754943508222875e-38", "1e6"];
         folder.refuses(&format!("{SMALL} --output o --dtype {dtype} --scale 1e-45"), &words);
         folder.refuses(&format!("{SMALL} --output o --dtype {dtype} --scale -1e-45"), &words);
     }
     folder.refuses(
         &format!("{SMALL} --output o --dtype f64 --scale 1e-310"),
-        &["--scale", "f64", "2.225e-308"],
+        &["--scale", "f64", "2.2250738585072014e-308"],
     );
     folder.write("in.st", safetensors(&qkv(Dtype::F32, 8, 1, 1, 4)));
     let from_file = "attention --mask causal:8 --input in.st --output o";
-    folder.refuses(&format!("{from_file} --scale 1e-45"), &["--scale", "1.175e-38"]);
+    folder.refuses(&format!("{from_file} --scale 1e-45"), &["--scale", "1.1754943508222875e-38"]);
     for value in ["1e-300", "1e300", "9e-7", "1000001", "-1"] {
         folder.refuses(&format!("{SMALL} --output o --softcap {value}"), &["--softcap", value]);
     }
     // The ends of what is allowed give right and finite numbers.
-    for flags in
-        ["--scale 0", "--scale 1e6", "--scale -1e6", "--scale 2e-38", "--softcap 1e-6", "--softcap 1e6"]
-    {
+    for flags in [
+        "--scale 0",
+        "--scale 1e6",
+        "--scale -1e6",
+        "--scale 1.1754943508222875e-38",
+        "--softcap 1e-6",
+        "--softcap 1e6",
+    ] {
         for dtype in ["f32", "f64"] {
             let line = format!("{SMALL} --output o --backward --check --cp-size 2 --dtype {dtype} {flags}");
             folder.run(&line).ok();

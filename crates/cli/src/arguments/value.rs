@@ -77,7 +77,7 @@ pub(crate) fn scale_of(given: Option<f64>, head_dim: usize, accumulator: DType) 
         return Ok(scale);
     }
     let reason = format!(
-        "is too small for statistics in {}; give 0, or a magnitude from {smallest:.3e} to {MAX_FACTOR:e}",
+        "is too small for statistics in {}; give 0, or a magnitude from {smallest:e} to {MAX_FACTOR:e}",
         dtype_name(accumulator)
     );
     Err(CliError::Flag { flag: "--scale", value: format!("{scale:e}"), reason })
