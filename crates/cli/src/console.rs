@@ -1,13 +1,17 @@
 //! Standard output, and notes on standard error.
 
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
 
-use counterpoint_report::{Style, format_count};
+use counterpoint_report::Style;
+pub(crate) use counterpoint_report::format_counted as count;
 use serde::Serialize;
 
 use crate::error::CliError;
 
-/// Prints `text` to standard output. A reader that has gone away (`| head`) has what it wanted.
+/// Prints `text` to standard output. A reader that has gone away (`| head`) has what it wanted. A standard output that was
+/// closed from the start (`>&-`) is not seen here: the standard library has opened `/dev/null` in its place.
 pub(crate) fn print(text: &str) -> Result<(), CliError> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -27,10 +31,13 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// `1 rank`, `4,096 ranks`.
-pub(crate) fn count(number: usize, noun: &str) -> String {
-    let plural = if number == 1 { "" } else { "s" };
-    format!("{} {noun}{plural}", format_count(number as u64))
+/// Says that a pipe with a name waits until something `does` what it must at its other end, where `path` is one: nothing
+/// else would tell why the program does not go on. The pipes of a shell have no names and their other end already.
+pub(crate) fn note_waiting(path: &Path, does: &str) {
+    let is_fifo = path.metadata().is_ok_and(|metadata| metadata.file_type().is_fifo());
+    if is_fifo && path.canonicalize().is_ok() {
+        note(&format!("note: {} is a pipe; waiting until something {does}", path.display()));
+    }
 }
 
 /// The stages of a pass: the local work, and what is left of the others'.

@@ -1,6 +1,8 @@
 use std::fs;
 use std::thread;
 
+use crate::console;
+
 /// The processor by the name that the system gives it, and how many of its threads this process may use.
 pub(crate) fn cpu_name() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -8,6 +10,10 @@ pub(crate) fn cpu_name() -> String {
         .lines()
         .find_map(|line| line.strip_prefix("model name"))
         .map(|rest| rest.trim_start_matches([' ', '\t', ':']));
-    let threads = thread::available_parallelism().map_or(1, usize::from);
-    format!("{} ({threads} threads)", model.unwrap_or("CPU"))
+    format!("{} ({})", model.unwrap_or("CPU"), console::count(cpu_threads(), "thread"))
+}
+
+/// Threads that this process may run at once.
+pub(crate) fn cpu_threads() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }

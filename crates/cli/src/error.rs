@@ -92,8 +92,10 @@ pub(crate) enum CliError {
         name: String,
     },
     /// A tensor is not of the shape or type that it must have.
-    #[error("tensor `{name}` {reason}")]
+    #[error("{}: tensor `{name}` {reason}", path.display())]
     Tensor {
+        /// The file.
+        path: PathBuf,
         /// Which.
         name: &'static str,
         /// What it is, what it must be.
@@ -101,9 +103,11 @@ pub(crate) enum CliError {
     },
     /// Query heads are not a multiple of key heads.
     #[error(
-        "{heads_q} query heads do not divide among {heads_kv} key heads; the first must be a multiple of the second"
+        "{whence}: {heads_q} query heads do not divide among {heads_kv} key heads; the first must be a multiple of the second"
     )]
     Heads {
+        /// The file or the flags that say so.
+        whence: String,
         /// Query heads.
         heads_q: usize,
         /// Key and value heads.
@@ -111,9 +115,12 @@ pub(crate) enum CliError {
     },
     /// A NaN or an infinity.
     #[error(
-        "tensor `{name}` holds {value} at {index:?}, the first of its kind; mend the input, or pass --allow-non-finite"
+        "{}: tensor `{name}` holds {value} at {index:?}, the first of its kind; mend the input, or pass --allow-non-finite",
+        path.display()
     )]
     NonFinite {
+        /// The file.
+        path: PathBuf,
         /// Which.
         name: &'static str,
         /// NaN, inf or -inf.
@@ -133,6 +140,14 @@ pub(crate) enum CliError {
         available: u64,
         /// What to do.
         instead: &'static str,
+    },
+    /// The results cannot be put into a file's format.
+    #[error(
+        "--output: the results cannot be stored as safetensors ({reason}); this is a bug in counterpoint, please report it"
+    )]
+    Unstorable {
+        /// The library's words.
+        reason: String,
     },
     /// An output file cannot be written.
     #[error("{flag}: {source}")]
@@ -202,7 +217,10 @@ impl CliError {
     pub(crate) fn exit_status(&self) -> u8 {
         use counterpoint_exec::ExecError;
         match self {
-            Self::CheckFailed { .. } | Self::Predict { .. } | Self::Stdout { .. } => 1,
+            Self::CheckFailed { .. }
+            | Self::Predict { .. }
+            | Self::Unstorable { .. }
+            | Self::Stdout { .. } => 1,
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
             Self::NoCuda | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
             Self::Run { .. } => 1,

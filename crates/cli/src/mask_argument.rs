@@ -6,12 +6,14 @@ use std::path::Path;
 
 use counterpoint_mask::Mask;
 
+use crate::console;
 use crate::error::CliError;
 
-/// The path that `argument` names, where it is one: what names an existing file or ends in `.json` is a file.
+/// The path that `argument` names, where it is one: what names an existing file (or a pipe, as `<(...)` does) or ends in
+/// `.json` is a file.
 pub(crate) fn file(argument: &str) -> Option<&Path> {
     let path = Path::new(argument);
-    (argument.ends_with(".json") || path.is_file()).then_some(path)
+    (argument.ends_with(".json") || (path.exists() && !path.is_dir())).then_some(path)
 }
 
 /// Reads the mask that `argument` names.
@@ -41,6 +43,7 @@ fn read_text(path: &Path) -> io::Result<String> {
 
 fn read_bounded(path: &Path) -> io::Result<String> {
     let mut text = String::new();
+    console::note_waiting(path, "writes to it");
     File::open(path)?.take(MAX_TEXT_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_TEXT_BYTES {
         return Err(io::Error::other(format!("it is longer than {MAX_TEXT_BYTES} bytes")));

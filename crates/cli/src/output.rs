@@ -3,17 +3,25 @@
 use std::path::{Path, PathBuf};
 
 use counterpoint_exec::{AttentionOutputs, HostData, HostTensor};
-use counterpoint_report::{check_writable, write_atomically};
+use counterpoint_report::{AtomicFiles, Destination, ReportError, check_writable};
 use safetensors::Dtype;
 use safetensors::tensor::{View, serialize};
 
 use crate::error::CliError;
-use crate::interrupt;
+use crate::{console, interrupt};
 
-/// The output files of a command: the flag that names each, and the path.
+/// The output files of a command.
 #[derive(Debug, Default)]
 pub(crate) struct Outputs {
-    files: Vec<(&'static str, PathBuf)>,
+    files: Vec<Output>,
+}
+
+/// One of them: the flag that names it, the path, and where that leads.
+#[derive(Debug)]
+struct Output {
+    flag: &'static str,
+    path: PathBuf,
+    destination: Destination,
 }
 
 impl Outputs {
@@ -22,49 +30,56 @@ impl Outputs {
         asked: &[(&'static str, Option<&Path>)],
         inputs: &[(&'static str, Option<&Path>)],
     ) -> Result<Self, CliError> {
-        let given = |flags: &[(&'static str, Option<&Path>)]| -> Vec<(&'static str, PathBuf)> {
-            flags.iter().filter_map(|(flag, path)| path.map(|path| (*flag, path.to_owned()))).collect()
-        };
-        let (files, inputs) = (given(asked), given(inputs));
-        for (at, (flag, path)) in files.iter().enumerate() {
-            check_writable(path).map_err(|source| CliError::Output { flag, source })?;
-            let others = files[..at].iter().chain(&inputs);
-            if let Some((other, _)) = others.into_iter().find(|(_, other)| same_file(other, path)) {
-                return Err(CliError::SameFile { first: other, second: flag, path: path.clone() });
+        let mut outputs = Self::default();
+        for &(flag, path) in asked {
+            let Some(path) = path else { continue };
+            let destination = check_writable(path).map_err(|source| CliError::Output { flag, source })?;
+            if let Destination::File(target) = &destination {
+                let input = inputs.iter().find(|(_, input)| {
+                    input.and_then(|input| input.canonicalize().ok()).is_some_and(|input| input == *target)
+                });
+                let other = outputs.files.iter().find(|other| other.destination == destination);
+                let other = other.map(|other| other.flag).or(input.map(|(flag, _)| *flag));
+                if let Some(first) = other {
+                    return Err(CliError::SameFile { first, second: flag, path: path.to_owned() });
+                }
             }
+            outputs.files.push(Output { flag, path: path.to_owned(), destination });
         }
-        Ok(Self { files })
+        Ok(outputs)
     }
 
-    /// Writes what `contents` makes for each flag. They are all made before the first is written.
+    /// Writes what `contents` makes for each flag: all of the files or, where one of them cannot be made or written,
+    /// none. Devices and pipes come first. They may keep us waiting, which an interruption must be able to end.
     pub(crate) fn write(&self, contents: impl Fn(&str) -> Result<Vec<u8>, CliError>) -> Result<(), CliError> {
-        let made = self.files.iter().map(|(flag, _)| contents(flag)).collect::<Result<Vec<_>, _>>()?;
+        let made = self
+            .files
+            .iter()
+            .map(|output| Ok((output, contents(output.flag)?)))
+            .collect::<Result<Vec<_>, _>>()?;
+        let (streams, files): (Vec<_>, Vec<_>) =
+            made.into_iter().partition(|(output, _)| output.destination == Destination::Stream);
+        let mut batch = AtomicFiles::default();
+        for (output, bytes) in &streams {
+            console::note_waiting(&output.path, "reads from it");
+            batch.stage(&output.path, bytes).map_err(|error| self.refused(error))?;
+        }
         interrupt::not_during(|| {
-            for ((flag, path), bytes) in self.files.iter().zip(made) {
-                write_atomically(path, &bytes).map_err(|source| CliError::Output { flag, source })?;
-            }
-            Ok(())
+            files.iter().try_for_each(|(output, bytes)| batch.stage(&output.path, bytes))?;
+            batch.commit()
         })
+        .map_err(|error| self.refused(error))
+    }
+
+    fn refused(&self, source: ReportError) -> CliError {
+        let output = self.files.iter().find(|output| output.path == source.path());
+        CliError::Output { flag: output.map_or("output", |output| output.flag), source }
     }
 
     /// Path by flag, to tell people where things lie.
     pub(crate) fn files(&self) -> impl Iterator<Item = (&'static str, &Path)> {
-        self.files.iter().map(|(flag, path)| (*flag, path.as_path()))
+        self.files.iter().map(|output| (output.flag, output.path.as_path()))
     }
-}
-
-/// Whether two paths lead to one regular file, existing or not. Devices may be written to twice.
-fn same_file(a: &Path, b: &Path) -> bool {
-    if [a, b].iter().any(|path| path.exists() && !path.is_file()) {
-        return false;
-    }
-    let real = |path: &Path| {
-        path.canonicalize().ok().or_else(|| {
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            Some(folder.unwrap_or(Path::new(".")).canonicalize().ok()?.join(path.file_name()?))
-        })
-    };
-    real(a).is_some_and(|a| Some(a) == real(b))
 }
 
 /// The results as a safetensors file.
@@ -78,8 +93,7 @@ pub(crate) fn outputs_as_safetensors(outputs: &AttentionOutputs) -> Result<Vec<u
         ("dsink", outputs.dsink.as_ref()),
     ];
     let views = all.into_iter().filter_map(|(name, tensor)| Some((name, Bytes(tensor?))));
-    serialize(views, None)
-        .map_err(|error| CliError::Tensor { name: "out", reason: format!("cannot be stored: {error}") })
+    serialize(views, None).map_err(|error| CliError::Unstorable { reason: error.to_string() })
 }
 
 /// A tensor as little-endian bytes.
@@ -122,13 +136,22 @@ mod tests {
     fn one_file_by_two_names() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out");
-        assert!(same_file(&path, &folder.path().join(".").join("out")));
-        assert!(!same_file(&path, &folder.path().join("other")));
-        std::fs::write(&path, b"x").unwrap();
+        let clash = |a: &Path, b: &Path| {
+            let twice = Outputs::check(&[("--a", Some(a)), ("--b", Some(b))], &[]).is_err();
+            // An input that is not there cannot be overwritten.
+            let input = Outputs::check(&[("--b", Some(b))], &[("--a", Some(a))]).is_err();
+            assert_eq!(input, twice && a.exists());
+            twice
+        };
+        let dotted = folder.path().join(".").join("out");
         let link = folder.path().join("link");
-        std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert!(same_file(&path, &link));
-        assert!(!same_file(Path::new("/dev/null"), Path::new("/dev/null")));
+        std::os::unix::fs::symlink("out", &link).unwrap();
+        for _ in 0..2 {
+            assert!(clash(&path, &dotted) && clash(&path, &link) && clash(&link, &dotted));
+            assert!(!clash(&path, &folder.path().join("other")));
+            std::fs::write(&path, b"x").unwrap();
+        }
+        assert!(!clash(Path::new("/dev/null"), Path::new("/dev/null")));
     }
 
     #[test]

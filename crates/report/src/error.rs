@@ -1,4 +1,7 @@
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use thiserror::Error;
 
@@ -38,12 +41,49 @@ pub enum ReportError {
         /// Its folder.
         folder: PathBuf,
     },
+    /// The folder is there, and its file system makes no new files.
+    #[error("cannot write {path}: no files can be created in {folder}; choose another path")]
+    NoNewFiles {
+        /// The file.
+        path: PathBuf,
+        /// Its folder.
+        folder: PathBuf,
+    },
     /// The system refused: a full disk, a name that is too long.
-    #[error("cannot write {path}: {source}; nothing was written, so mend the cause and run again")]
+    #[error("cannot write {path}: {source}; no file was changed, so mend the cause and run again")]
     Io {
         /// The file.
         path: PathBuf,
         /// What the system said.
         source: io::Error,
     },
+    /// The system refused a whole file its place, after others had taken theirs.
+    #[error("cannot write {path}: {source}; written before it: {}", listed(placed))]
+    Partly {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+        /// The files that are in place.
+        placed: Vec<PathBuf>,
+    },
+}
+
+impl ReportError {
+    /// The file that cannot be written.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::NoFolder { path, .. }
+            | Self::NotAFolder { path, .. }
+            | Self::IsAFolder { path }
+            | Self::NoPermission { path, .. }
+            | Self::NoNewFiles { path, .. }
+            | Self::Io { path, .. }
+            | Self::Partly { path, .. } => path,
+        }
+    }
+}
+
+fn listed(paths: &[PathBuf]) -> String {
+    paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
 }

@@ -1,6 +1,6 @@
 //! What a run shows: tables for a terminal, Chrome traces, SVG and HTML.
 //!
-//! Everything here turns values of the crates to the left into text. Only [`write_atomically`] touches the machine.
+//! Everything here turns values of the crates to the left into text. Only [`AtomicFiles`] touches the machine.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
@@ -21,7 +21,8 @@ mod write;
 pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
 pub use quantity::{
-    format_bytes, format_count, format_flops, format_gbps, format_ratio, format_seconds, format_tokens,
+    format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
+    format_tokens,
 };
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;
@@ -30,7 +31,7 @@ pub use table::{
 };
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};
-pub use write::{check_writable, write_atomically};
+pub use write::{AtomicFiles, Destination, check_writable, write_atomically};
 
 #[cfg(test)]
 mod tests {

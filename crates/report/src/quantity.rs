@@ -43,6 +43,12 @@ pub fn format_bytes(bytes: u64) -> String {
     in_units(bytes as f64, &[(1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")])
 }
 
+/// A number of things, such as `1 rank` or `4,096 ranks`. `noun` is the singular, of which the plural takes an s.
+pub fn format_counted(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {noun}{plural}", format_count(number as u64))
+}
+
 /// A whole number with thousands separated by commas: rows, tokens, areas.
 pub fn format_count(count: u64) -> String {
     let digits = count.to_string();

@@ -8,74 +8,150 @@ use tempfile::{Builder, NamedTempFile};
 
 use crate::ReportError;
 
-/// Writes the file whole or not at all: into a temporary file of the same folder, which then takes the place of `path`.
-/// A reader sees the old contents or the new, never a part; on an error the old file is untouched and nothing is left.
-/// Through a symbolic link the file that it names is replaced. What is no regular file (`/dev/stdout`, a pipe) cannot be
-/// replaced and is written to directly.
+/// Files that appear together: each is written to a temporary file of its folder first, and only when all of them are
+/// whole do they take their places. A reader sees the old contents or the new, never a part; on an error before
+/// [`AtomicFiles::commit`], and when this is dropped without it, old files are untouched and nothing is left.
+///
+/// Through a symbolic link the file that it names is written, also where that does not exist yet. What is no regular
+/// file (`/dev/stdout`, a pipe) cannot be replaced and is written to directly.
+#[derive(Debug, Default)]
+pub struct AtomicFiles {
+    staged: Vec<Staged>,
+}
+
+#[derive(Debug)]
+struct Staged {
+    path: PathBuf,
+    target: PathBuf,
+    temporary: NamedTempFile,
+}
+
+impl AtomicFiles {
+    /// Writes `bytes` beside the file that `path` names, to take its place later. A device or a pipe gets them now: it
+    /// is best given before the files, since what it got cannot be taken back, and what it refuses then stops them all.
+    ///
+    /// # Errors
+    /// The folder is missing or may not be written to, the path is a folder or too long, or the system refuses the write.
+    pub fn stage(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ReportError> {
+        let io_error = |source| ReportError::Io { path: path.to_owned(), source };
+        let target = match Destination::of(path)? {
+            Destination::Stream => return fs::write(path, bytes).map_err(io_error),
+            Destination::File(target) => target,
+        };
+        let mut temporary = temporary_beside(path, &target)?;
+        temporary.write_all(bytes).map_err(io_error)?;
+        // A replaced file keeps its permissions; a new one has those that the process gives to new files.
+        if let Ok(existing) = fs::metadata(&target) {
+            temporary.as_file().set_permissions(existing.permissions()).map_err(io_error)?;
+        }
+        // The data must be on the disk before the name is, or a crash could leave the name of an empty file.
+        temporary.as_file().sync_all().map_err(io_error)?;
+        self.staged.push(Staged { path: path.to_owned(), target, temporary });
+        Ok(())
+    }
+
+    /// Puts the staged files in their places, in the order in which they came.
+    ///
+    /// # Errors
+    /// The system refuses a file its place, which takes a change of the folder since it was staged, or a target that may
+    /// be written to but not replaced (a mount point). The files before it stay, and the error names them.
+    pub fn commit(self) -> Result<(), ReportError> {
+        let mut placed = Vec::with_capacity(self.staged.len());
+        for Staged { path, target, temporary } in self.staged {
+            match temporary.persist(&target) {
+                Ok(_) => placed.push(path),
+                Err(refused) if placed.is_empty() => {
+                    return Err(ReportError::Io { path, source: refused.error });
+                }
+                Err(refused) => return Err(ReportError::Partly { path, source: refused.error, placed }),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes one file whole or not at all: [`AtomicFiles`] of one.
 ///
 /// # Errors
-/// The folder is missing or may not be written to, the path is a folder, or the system refuses the write.
+/// As [`AtomicFiles::stage`] and [`AtomicFiles::commit`].
 pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), ReportError> {
-    let io_error = |source| ReportError::Io { path: path.to_owned(), source };
-    let target = match Target::of(path)? {
-        Target::Special => return fs::write(path, bytes).map_err(io_error),
-        Target::File(target) => target,
-    };
-    let mut temporary = temporary_beside(path, &target)?;
-    temporary.write_all(bytes).map_err(io_error)?;
-    // A replaced file keeps its permissions; a new one has those that the process gives to new files.
-    if let Ok(existing) = fs::metadata(&target) {
-        temporary.as_file().set_permissions(existing.permissions()).map_err(io_error)?;
-    }
-    // The data must be on the disk before the name is, or a crash could leave the name of an empty file.
-    temporary.as_file().sync_all().map_err(io_error)?;
-    temporary.persist(&target).map_err(|error| io_error(error.error))?;
-    Ok(())
+    let mut files = AtomicFiles::default();
+    files.stage(path, bytes)?;
+    files.commit()
 }
 
-/// Finds out whether [`write_atomically`] could write `path`, so that a long run does not end in vain. Leaves nothing.
+/// Where the bytes given to a path go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Destination {
+    /// Into a regular file, there or not: its path once every link has been followed.
+    File(PathBuf),
+    /// Into a device or a pipe.
+    Stream,
+}
+
+/// Finds out whether [`AtomicFiles`] could write `path`, and where to, so that a long run does not end in vain. Leaves
+/// nothing.
 ///
 /// # Errors
-/// As [`write_atomically`].
-pub fn check_writable(path: &Path) -> Result<(), ReportError> {
-    match Target::of(path)? {
-        Target::Special => Ok(()),
-        Target::File(target) => temporary_beside(path, &target).map(drop),
+/// As [`AtomicFiles::stage`].
+pub fn check_writable(path: &Path) -> Result<Destination, ReportError> {
+    let destination = Destination::of(path)?;
+    if let Destination::File(target) = &destination {
+        temporary_beside(path, target)?;
     }
+    Ok(destination)
 }
 
-/// What a path names.
-enum Target {
-    /// A regular file, or none yet.
-    File(PathBuf),
-    /// A device or a pipe.
-    Special,
-}
+/// Links that are followed one after the other, as many as Linux follows.
+const MAX_LINKS: usize = 40;
 
-impl Target {
+impl Destination {
     fn of(path: &Path) -> Result<Self, ReportError> {
         let is_a_folder = || ReportError::IsAFolder { path: path.to_owned() };
+        let io_error = |source| ReportError::Io { path: path.to_owned(), source };
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => Err(is_a_folder()),
-            Ok(metadata) if !metadata.is_file() => Ok(Target::Special),
-            Ok(_) => {
-                let real = fs::canonicalize(path);
-                real.map(Target::File).map_err(|source| ReportError::Io { path: path.to_owned(), source })
-            }
+            Ok(metadata) if !metadata.is_file() => Ok(Self::Stream),
+            Ok(_) => fs::canonicalize(path).map(Self::File).map_err(io_error),
             // "reports/" and ".." name folders even where nothing is.
             Err(_) if path.file_name().is_none() || path.as_os_str().to_string_lossy().ends_with('/') => {
                 Err(is_a_folder())
             }
-            Err(_) => Ok(Target::File(path.to_owned())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Self::new_file(path)),
+            // The temporary file is refused for the same reason, and says it with the folder.
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::PermissionDenied) =>
+            {
+                Ok(Self::File(path.to_owned()))
+            }
+            // A name that is too long, links in a circle.
+            Err(error) => Err(io_error(error)),
         }
+    }
+
+    /// A file that is not there yet: where `path` is a link to it, the file at its end, as for any program that opens it.
+    fn new_file(path: &Path) -> Self {
+        let mut end = path.to_owned();
+        for _ in 0..MAX_LINKS {
+            let Ok(next) = fs::read_link(&end) else { break };
+            end = folder_of(&end).join(next);
+        }
+        // Two ways to write one path must be one destination.
+        if let (Ok(folder), Some(name)) = (folder_of(&end).canonicalize(), end.file_name()) {
+            end = folder.join(name);
+        }
+        Self::File(end)
+    }
+}
+
+fn folder_of(file: &Path) -> &Path {
+    match file.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
     }
 }
 
 fn temporary_beside(path: &Path, target: &Path) -> Result<NamedTempFile, ReportError> {
-    let folder = match target.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
-    };
     let mut builder = Builder::new();
     builder.prefix(".counterpoint-").suffix(".tmp");
     #[cfg(unix)]
@@ -84,8 +160,10 @@ fn temporary_beside(path: &Path, target: &Path) -> Result<NamedTempFile, ReportE
         // Temporary files are private by default; a report is not. The process's umask still applies.
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
-    let (path, folder) = (path.to_owned(), folder.to_owned());
+    let (path, folder) = (path.to_owned(), folder_of(target).to_owned());
     builder.tempfile_in(&folder).map_err(|source| match source.kind() {
+        // /proc and its like are there and hold no files of ours.
+        io::ErrorKind::NotFound if folder.is_dir() => ReportError::NoNewFiles { path, folder },
         io::ErrorKind::NotFound => ReportError::NoFolder { path, folder },
         io::ErrorKind::NotADirectory => ReportError::NotAFolder { path, folder },
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
@@ -125,7 +203,7 @@ mod tests {
     fn errors_name_the_cause_and_leave_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let missing = folder.path().join("no").join("x.json");
-        for result in [write_atomically(&missing, b"x"), check_writable(&missing)] {
+        for result in [write_atomically(&missing, b"x"), check_writable(&missing).map(drop)] {
             let error = result.unwrap_err();
             assert!(matches!(error, ReportError::NoFolder { .. }), "{error}");
             assert!(error.to_string().contains(missing.to_str().unwrap()));
@@ -139,10 +217,72 @@ mod tests {
         let error = write_atomically(&file.join("x"), b"x").unwrap_err();
         assert!(matches!(error, ReportError::NotAFolder { .. }), "{error}");
         let long = folder.path().join("x".repeat(300));
-        let error = write_atomically(&long, b"x").unwrap_err();
-        assert!(matches!(error, ReportError::Io { .. }), "{error}");
+        for result in [write_atomically(&long, b"x"), check_writable(&long).map(drop)] {
+            let error = result.unwrap_err();
+            assert!(matches!(error, ReportError::Io { .. }), "{error}");
+        }
         assert_eq!(entries(folder.path()), ["file"]);
         assert_eq!(fs::read(&file).unwrap(), b"old");
+    }
+
+    #[test]
+    fn files_appear_together_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let [a, b, c] = ["a", "b", "c"].map(|name| folder.path().join(name));
+        fs::write(&a, b"old").unwrap();
+        let mut files = AtomicFiles::default();
+        files.stage(&a, b"new").unwrap();
+        files.stage(&b, b"new").unwrap();
+        assert_eq!(fs::read(&a).unwrap(), b"old");
+        assert!(files.stage(&folder.path().join("no").join("x"), b"x").is_err());
+        drop(files);
+        assert_eq!(entries(folder.path()), ["a"]);
+        assert_eq!(fs::read(&a).unwrap(), b"old");
+
+        let mut files = AtomicFiles::default();
+        files.stage(&a, b"new").unwrap();
+        files.stage(&b, b"newer").unwrap();
+        files.commit().unwrap();
+        assert_eq!((fs::read(&a).unwrap(), fs::read(&b).unwrap()), (b"new".to_vec(), b"newer".to_vec()));
+
+        // A folder that takes a staged file's place meanwhile: what is there by then is named.
+        let mut files = AtomicFiles::default();
+        files.stage(&a, b"newest").unwrap();
+        files.stage(&c, b"x").unwrap();
+        fs::create_dir(&c).unwrap();
+        let error = files.commit().unwrap_err();
+        assert!(matches!(&error, ReportError::Partly { placed, .. } if *placed == [a.clone()]), "{error}");
+        assert_eq!(error.path(), c);
+        assert!(error.to_string().contains(a.to_str().unwrap()), "{error}");
+        assert_eq!(entries(folder.path()), ["a", "b", "c"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_to_nothing_is_followed() {
+        use std::os::unix::fs::symlink;
+        let folder = tempfile::tempdir().unwrap();
+        let [link, second, file] = ["link", "second", "file"].map(|name| folder.path().join(name));
+        symlink("second", &link).unwrap();
+        symlink("file", &second).unwrap();
+        assert_eq!(check_writable(&link).unwrap(), check_writable(&file).unwrap());
+        write_atomically(&link, b"x").unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert!(fs::symlink_metadata(&file).unwrap().is_file());
+        assert_eq!(fs::read(&link).unwrap(), b"x");
+        symlink("gone/x", folder.path().join("lost")).unwrap();
+        let error = write_atomically(&folder.path().join("lost"), b"x").unwrap_err();
+        assert!(matches!(error, ReportError::NoFolder { .. }), "{error}");
+        symlink("circle", folder.path().join("circle")).unwrap();
+        let error = write_atomically(&folder.path().join("circle"), b"x").unwrap_err();
+        assert!(matches!(error, ReportError::Io { .. }), "{error}");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_folder_that_takes_no_files() {
+        let error = check_writable(Path::new("/proc/x")).unwrap_err();
+        assert!(matches!(error, ReportError::NoNewFiles { .. }), "{error}");
     }
 
     #[cfg(unix)]

@@ -20,8 +20,9 @@ Input (safetensors; F64, F32, BF16 or F16):
 Output (safetensors): out, lse, and with --backward dq, dk, dv (and dsink), in
 global token order whatever the dispatch was.
 
-Everything is checked first, then computed; then files are written, each whole
-or not at all. Results that --check finds out of bounds are written too, to be
+Everything is checked first, then computed; then files are written, all of them
+or none. A link is followed to the file that it names, also where that is not
+there yet; a device or a pipe is written to before the files are. Results that --check finds out of bounds are written too, to be
 looked at; the exit status is then 1.
 
 Examples:
@@ -39,7 +40,7 @@ pub(crate) struct AttentionArguments {
     pub(crate) mask: String,
 
     /// Ranks that share the sequence
-    #[arg(long, value_name = "N", default_value = "1", value_parser = value::cp_size)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: usize,
 
     #[command(flatten)]
@@ -64,19 +65,19 @@ pub(crate) struct TensorArguments {
     pub(crate) input: Option<PathBuf>,
 
     /// Length of the random tensors; the mask has it already, so it must agree
-    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true, conflicts_with = "input")]
     pub(crate) seqlen: Option<usize>,
 
     /// Query heads of the random tensors [default: 8]
-    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true, conflicts_with = "input")]
     pub(crate) heads_q: Option<usize>,
 
     /// Key and value heads of the random tensors, a divisor of the query heads [default: as many]
-    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true, conflicts_with = "input")]
     pub(crate) heads_kv: Option<usize>,
 
     /// Elements of a row of one head of the random tensors [default: 128]
-    #[arg(long, value_name = "N", value_parser = value::size, conflicts_with = "input")]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true, conflicts_with = "input")]
     pub(crate) head_dim: Option<usize>,
 
     /// Element type of the random tensors [default: f32]
@@ -84,7 +85,7 @@ pub(crate) struct TensorArguments {
     pub(crate) dtype: Option<DType>,
 
     /// Seed of the random tensors; the same seed gives the same numbers on every machine [default: 0]
-    #[arg(long, value_name = "N", conflicts_with = "input")]
+    #[arg(long, value_name = "N", value_parser = value::seed, conflicts_with = "input", allow_hyphen_values = true)]
     pub(crate) seed: Option<u64>,
 
     /// Let NaN and infinity in the input pass
@@ -104,12 +105,13 @@ pub(crate) struct RunArguments {
     #[arg(long)]
     pub(crate) backward: bool,
 
-    /// Factor on q k^T [default: 1/sqrt(head_dim)]
-    #[arg(long, value_name = "F", value_parser = value::finite, allow_negative_numbers = true)]
+    /// Factor on q k^T: 0, or of a magnitude up to 1e6 that is normal in the type of the statistics (f64 for f64
+    /// tensors, f32 for all others) [default: 1/sqrt(head_dim)]
+    #[arg(long, value_name = "F", value_parser = value::scale, allow_hyphen_values = true)]
     pub(crate) scale: Option<f64>,
 
-    /// Replace each score s by F tanh(s / F); 0 leaves scores alone
-    #[arg(long, value_name = "F", default_value = "0", value_parser = value::non_negative, allow_negative_numbers = true)]
+    /// Replace each score s by F tanh(s / F), F from 1e-6 to 1e6; 0 leaves scores alone
+    #[arg(long, value_name = "F", default_value = "0", value_parser = value::softcap, allow_hyphen_values = true)]
     pub(crate) softcap: f64,
 
     /// Give the same bits for any overlap policy and any number of stages
@@ -122,11 +124,11 @@ pub(crate) struct RunArguments {
     pub(crate) overlap: OverlapPolicy,
 
     /// Limit of every wait of one rank for another
-    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
 
     /// Imitate a slow link: so many microseconds a collective, so many gigabytes a second of each rank
-    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link)]
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
     pub(crate) slow_link: Option<SlowLink>,
 }
 

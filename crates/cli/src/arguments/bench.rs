@@ -26,15 +26,15 @@ pub(crate) struct BenchPlanArguments {
     pub(crate) mask: Vec<String>,
 
     /// Ranks; may be given again
-    #[arg(long, value_name = "N", default_values = ["8", "64"], value_parser = value::cp_size)]
+    #[arg(long, value_name = "N", default_values = ["8", "64"], value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: Vec<usize>,
 
     /// Rows of a chunk
-    #[arg(long, value_name = "N", default_value = "512", value_parser = value::size)]
+    #[arg(long, value_name = "N", default_value = "512", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) chunk_size: usize,
 
     /// Solves to time for each row, at least 10 [default: 10]
-    #[arg(long, value_name = "N", default_value = "10", hide_default_value = true, value_parser = clap::value_parser!(u32).range(10..=10_000))]
+    #[arg(long, value_name = "N", default_value = "10", hide_default_value = true, value_parser = clap::value_parser!(u32).range(10..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
 
     /// Print one JSON object a row and nothing else

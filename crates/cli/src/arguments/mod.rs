@@ -1,4 +1,7 @@
 //! What the command line accepts. `--help` at every level ends with examples.
+//!
+//! Every value that is a number may begin with a hyphen: its parser then refuses `-1` with the flag's name and the range,
+//! where clap by itself would take it for an unknown argument.
 
 mod attention;
 mod bench;
@@ -16,7 +19,7 @@ pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name};
+pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]
@@ -38,6 +41,10 @@ Examples:
   counterpoint plan --mask causal:64k --cp-size 8
   counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
       --backward --check --report report.html
+
+Notes and errors go to standard error. A reader of standard output that goes away
+(| head) is no error, and standard output that is closed (>&-) counts as
+/dev/null; one that refuses what is written (a full disk) is exit status 1.
 
 Exit status: 0 done; 1 it ran and a check or the run failed; 2 bad usage or bad
 input; 3 the machine lacks what was asked for; 130 interrupted."

@@ -22,11 +22,11 @@ pub(crate) struct PlanArguments {
     pub(crate) mask: String,
 
     /// Ranks that share the sequence
-    #[arg(long, value_name = "N", value_parser = value::cp_size)]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: usize,
 
     /// Nodes that the ranks are spread over, evenly
-    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size)]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) nodes: usize,
 
     #[command(flatten)]

@@ -8,7 +8,7 @@ use super::value;
 #[command(next_help_heading = "Planning")]
 pub(crate) struct PlanningArguments {
     /// Rows of a chunk, the unit that is given to ranks; picked from the length and the number of ranks when left out
-    #[arg(long, value_name = "N", value_parser = value::size)]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) chunk_size: Option<usize>,
 
     /// How chunks are given to ranks
@@ -16,7 +16,7 @@ pub(crate) struct PlanningArguments {
     pub(crate) dispatch: DispatchAlgorithm,
 
     /// How many stages the remote work is cut into, communication of one under computation of another
-    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages)]
+    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
 }
 
@@ -25,15 +25,15 @@ pub(crate) struct PlanningArguments {
 #[command(next_help_heading = "Shape")]
 pub(crate) struct ShapeArguments {
     /// Query heads
-    #[arg(long, value_name = "N", default_value = "8", value_parser = value::size)]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) heads_q: usize,
 
     /// Key and value heads, a divisor of the query heads; as many as these when left out
-    #[arg(long, value_name = "N", value_parser = value::size)]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) heads_kv: Option<usize>,
 
     /// Elements of a row of one head
-    #[arg(long, value_name = "N", default_value = "128", value_parser = value::size)]
+    #[arg(long, value_name = "N", default_value = "128", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) head_dim: usize,
 
     /// Element type

@@ -7,6 +7,8 @@ use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, StageCount};
 use counterpoint_schedule::OverlapPolicy;
 
+use crate::error::CliError;
+
 /// A number of at least 1, with `k` or `M` for 1024 and 1024 x 1024.
 pub(crate) fn size(text: &str) -> Result<usize, String> {
     let (digits, factor) = match text.as_bytes().last() {
@@ -46,14 +48,60 @@ pub(crate) fn stages(text: &str) -> Result<StageCount, String> {
     }
 }
 
+/// A seed.
+pub(crate) fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("`{text}` is not a seed; give a whole number from 0 to {}", u64::MAX))
+}
+
+/// Largest magnitude of a factor on scores. Whatever lies beyond is a slip, and would leave the range of `f32` together
+/// with scores that do not.
+const MAX_FACTOR: f64 = 1e6;
+
+/// A factor on scores. Whether it is not too small depends on the tensors, see [`scale_of`].
+pub(crate) fn scale(text: &str) -> Result<f64, String> {
+    match finite(text)? {
+        number if number.abs() <= MAX_FACTOR => Ok(number),
+        _ => Err(format!("its magnitude is above {MAX_FACTOR:e}; give one of at most that, such as 0.125")),
+    }
+}
+
+/// The factor on scores of tensors with rows of `head_dim` and statistics in `accumulator`: the one given, which must be
+/// 0 or a normal number of that type, or `1 / sqrt(head_dim)`. A subnormal one would lose its digits on the way.
+pub(crate) fn scale_of(given: Option<f64>, head_dim: usize, accumulator: DType) -> Result<f64, CliError> {
+    let Some(scale) = given else { return Ok(1.0 / (head_dim as f64).sqrt()) };
+    let smallest = match accumulator {
+        DType::F64 => f64::MIN_POSITIVE,
+        _ => f64::from(f32::MIN_POSITIVE),
+    };
+    if scale == 0.0 || scale.abs() >= smallest {
+        return Ok(scale);
+    }
+    let reason = format!(
+        "is too small for statistics in {}; give 0, or a magnitude from {smallest:e} to {MAX_FACTOR:e}",
+        dtype_name(accumulator)
+    );
+    Err(CliError::Flag { flag: "--scale", value: format!("{scale:e}"), reason })
+}
+
+/// A cap on scores, or 0 for none. Its bounds are normal numbers of every type that statistics have.
+pub(crate) fn softcap(text: &str) -> Result<f64, String> {
+    match non_negative(text)? {
+        number if number == 0.0 || (1.0 / MAX_FACTOR..=MAX_FACTOR).contains(&number) => Ok(number.abs()),
+        number => Err(format!(
+            "it is {number:e}; give 0, or a number from {:e} to {MAX_FACTOR:e}",
+            1.0 / MAX_FACTOR
+        )),
+    }
+}
+
 /// Any finite number.
-pub(crate) fn finite(text: &str) -> Result<f64, String> {
+fn finite(text: &str) -> Result<f64, String> {
     let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
     number.ok_or_else(|| format!("`{text}` is not a finite number; give one such as 0.125"))
 }
 
 /// A finite number of at least 0.
-pub(crate) fn non_negative(text: &str) -> Result<f64, String> {
+fn non_negative(text: &str) -> Result<f64, String> {
     match finite(text)? {
         number if number >= 0.0 => Ok(number),
         number => Err(format!("it is {number}; it must be at least 0")),
@@ -173,6 +221,34 @@ mod tests {
     }
 
     #[test]
+    fn factors_on_scores() {
+        for (text, value) in
+            [("0", 0.0), ("-0.125", -0.125), ("1e6", 1e6), ("-1000000", -1e6), ("1e-40", 1e-40)]
+        {
+            assert_eq!(scale(text), Ok(value), "{text}");
+        }
+        for text in ["1000001", "-1e7", "1e38", "1e300", "1e400", "inf", "nan"] {
+            assert!(scale(text).is_err(), "{text}");
+        }
+        for accumulator in [DType::F32, DType::F64] {
+            assert_eq!(scale_of(None, 4, accumulator).unwrap(), 0.5);
+            let smallest =
+                if accumulator == DType::F32 { f64::from(f32::MIN_POSITIVE) } else { f64::MIN_POSITIVE };
+            for value in [0.0, 1.0, smallest, -smallest] {
+                assert_eq!(scale_of(Some(value), 4, accumulator).unwrap(), value);
+            }
+            assert!(scale_of(Some(0.99 * smallest), 4, accumulator).is_err());
+            assert!(scale_of(Some(-0.99 * smallest), 4, accumulator).is_err());
+        }
+        for (text, value) in [("0", 0.0), ("-0", 0.0), ("1e-6", 1e-6), ("30", 30.0), ("1e6", 1e6)] {
+            assert_eq!(softcap(text).map(f64::to_bits), Ok(f64::to_bits(value)), "{text}");
+        }
+        for text in ["-1", "1e-7", "1e-300", "1e7", "1e300", "nan"] {
+            assert!(softcap(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
     fn times_and_links() {
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
         for text in ["0", "-1", "nan", "inf", "1e300", "soon"] {
@@ -182,6 +258,10 @@ mod tests {
         assert_eq!((link.alpha, link.bytes_per_second), (Duration::from_micros(200), 5e8));
         for text in ["", "200", "200,0", "-1,1", "a,b", "1,2,3", "1,inf"] {
             assert!(slow_link(text).is_err(), "{text}");
+        }
+        assert_eq!(seed("18446744073709551615"), Ok(u64::MAX));
+        for text in ["18446744073709551616", "-1", "0.5", "x"] {
+            assert!(seed(text).unwrap_err().contains("from 0 to 18446744073709551615"), "{text}");
         }
         assert!(finite("nan").is_err() && non_negative("-0.5").is_err());
         assert_eq!(non_negative("0"), Ok(0.0));

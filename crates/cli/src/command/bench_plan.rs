@@ -157,7 +157,7 @@ impl Case {
         config.validate_for(&self.mask).map_err(|source| CliError::Plan { source })?;
         let work = chunk_work(&self.mask, self.chunk_size);
         for (name, dispatch) in DISPATCHES {
-            progress.step(format!("{} on {} ranks: {name}", self.name, self.cp_size));
+            progress.step(format!("{} on {}: {name}", self.name, console::count(self.cp_size, "rank")));
             let config = PlanConfig { dispatch, ..config };
             // The first solve warms caches and is the one that is checked.
             let plan = solve(&self.mask, &config)?;
@@ -171,7 +171,11 @@ impl Case {
             }
             let Some(seconds) = Statistics::of(&seconds) else { continue };
             if error > 0 {
-                group.wrong.push(format!("{} on {} ranks: {name}", self.name, self.cp_size));
+                group.wrong.push(format!(
+                    "{} on {}: {name}",
+                    self.name,
+                    console::count(self.cp_size, "rank")
+                ));
                 continue;
             }
             group.rows.push(self.row(&plan, dispatch, seconds));
@@ -308,7 +312,8 @@ fn goals_text(cases: &[Case], groups: &[Group]) -> String {
         let (Some(goal), Some(row)) = (case.goal, group.row(DispatchAlgorithm::Affinity)) else { continue };
         let mut line = |what: String, reached: bool| {
             let verdict = if reached { "reached" } else { "MISSED" };
-            let _ = writeln!(out, "  {verdict}  {}, {} ranks: {what}", case.name, case.cp_size);
+            let _ =
+                writeln!(out, "  {verdict}  {}, {}: {what}", case.name, console::count(case.cp_size, "rank"));
         };
         let Statistics { median, min, .. } = row.row.seconds;
         let [taken, fastest, limit] = [median, min, goal.solve_seconds].map(format_seconds);

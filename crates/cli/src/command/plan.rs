@@ -14,7 +14,7 @@ use super::prediction::{Prediction, rank_seconds};
 use super::solution::Solution;
 use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
 use crate::error::CliError;
-use crate::input::heads_divide;
+use crate::input::flags_divide;
 use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::{console, mask_argument};
@@ -34,7 +34,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         cost: CostModel::H200,
     };
     let progress = Progress::new();
-    progress.step(format!("planning for {} ranks", arguments.cp_size));
+    progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?;
     let told = Told { arguments, mask: &mask, spec, config, solution };
     if arguments.json && arguments.report.is_none() {
@@ -68,7 +68,7 @@ fn topology(arguments: &PlanArguments) -> Result<Topology, CliError> {
 
 fn spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
-    heads_divide(shape.heads_q, heads_kv)?;
+    flags_divide(shape.heads_q, heads_kv)?;
     Ok(AttentionSpec {
         heads_q: shape.heads_q,
         heads_kv,

@@ -1,5 +1,6 @@
 //! The tensors of a run: read from a file or drawn at random, checked before anything is computed.
 
+mod header;
 mod non_finite;
 mod random;
 mod shape;
@@ -7,5 +8,5 @@ mod tensor_file;
 
 pub(crate) use non_finite::refuse_non_finite;
 pub(crate) use random::random_inputs;
-pub(crate) use shape::{Problem, heads_divide};
+pub(crate) use shape::{Problem, flags_divide};
 pub(crate) use tensor_file::TensorFile;

@@ -1,9 +1,15 @@
+use std::path::Path;
+
 use counterpoint_exec::{HostData, HostTensor};
 
 use crate::error::CliError;
 
-/// Refuses a tensor that holds NaN or infinity, naming the first.
-pub(crate) fn refuse_non_finite(name: &'static str, tensor: &HostTensor) -> Result<(), CliError> {
+/// Refuses a tensor that holds NaN or infinity, naming the first. `path` is the file that it comes from.
+pub(crate) fn refuse_non_finite(
+    path: &Path,
+    name: &'static str,
+    tensor: &HostTensor,
+) -> Result<(), CliError> {
     let found = match tensor.data() {
         HostData::F64(values) => first(values, |&x| x),
         HostData::F32(values) => first(values, |&x| f64::from(x)),
@@ -12,7 +18,12 @@ pub(crate) fn refuse_non_finite(name: &'static str, tensor: &HostTensor) -> Resu
     };
     match found {
         None => Ok(()),
-        Some((at, value)) => Err(CliError::NonFinite { name, value, index: unravel(at, tensor.shape()) }),
+        Some((at, value)) => Err(CliError::NonFinite {
+            path: path.to_owned(),
+            name,
+            value,
+            index: unravel(at, tensor.shape()),
+        }),
     }
 }
 
@@ -37,15 +48,16 @@ mod tests {
 
     #[test]
     fn names_the_first() {
+        let path = Path::new("in.st");
         let mut values = vec![1.0f32; 2 * 3 * 4];
         values[17] = f32::NEG_INFINITY;
         values[20] = f32::NAN;
         let tensor = HostTensor::new(vec![2, 3, 4], HostData::F32(values));
-        let error = refuse_non_finite("k", &tensor).unwrap_err().to_string();
-        assert!(error.contains("`k` holds -inf at [1, 1, 1]"), "{error}");
+        let error = refuse_non_finite(path, "k", &tensor).unwrap_err().to_string();
+        assert!(error.contains("in.st: tensor `k` holds -inf at [1, 1, 1]"), "{error}");
         let half = HostTensor::new(vec![1, 2], HostData::F16(vec![half::f16::MAX, half::f16::NAN]));
-        let error = refuse_non_finite("q", &half).unwrap_err().to_string();
+        let error = refuse_non_finite(path, "q", &half).unwrap_err().to_string();
         assert!(error.contains("NaN at [0, 1]"), "{error}");
-        assert!(refuse_non_finite("v", &HostTensor::new(vec![0, 1, 1], HostData::F64(vec![]))).is_ok());
+        assert!(refuse_non_finite(path, "v", &HostTensor::new(vec![0, 1, 1], HostData::F64(vec![]))).is_ok());
     }
 }

@@ -4,7 +4,8 @@ use counterpoint_plan::{AttentionSpec, DType};
 use safetensors::Dtype;
 
 use super::refuse_non_finite;
-use super::tensor_file::{TensorFile, float_type, unsupported};
+use super::tensor_file::TensorFile;
+use crate::arguments::scale_of;
 use crate::error::CliError;
 
 /// A file of tensors whose names, types and shapes fit the mask and each other. No element has been read yet, so that
@@ -38,7 +39,7 @@ impl Problem {
         for other in [Some(&k), Some(&v), dout.as_ref()].into_iter().flatten() {
             if other.dtype != q.dtype {
                 let reason = format!("is {} but `q` is {}; give both one type", other.dtype, q.dtype);
-                return Err(CliError::Tensor { name: other.name, reason });
+                return Err(file.wrong(other.name, reason));
             }
         }
         for header in [&q, &k, &v] {
@@ -49,7 +50,7 @@ impl Problem {
         v.axis_is(0, mask.seqlen_k(), "the mask's seqlen_k")?;
         v.axis_is(1, k.shape[1], "those of `k`")?;
         k.axis_is(2, q.shape[2], "that of `q`")?;
-        heads_divide(q.shape[1], k.shape[1])?;
+        heads_divide(q.shape[1], k.shape[1], || file.path().display().to_string())?;
         if let Some(dout) = &dout {
             dout.axis_is(0, q.shape[0], "that of `q`")?;
             dout.axis_is(1, q.shape[1], "those of `q`")?;
@@ -65,7 +66,7 @@ impl Problem {
             head_dim: q.shape[2],
             head_dim_v: v.shape[2],
             dtype: q.float,
-            scale: scale.unwrap_or(1.0 / (q.shape[2] as f64).sqrt()),
+            scale: scale_of(scale, q.shape[2], q.float.accumulator())?,
             softcap,
             seqlen_sink,
         };
@@ -88,7 +89,7 @@ impl Problem {
         let mut tensor = |name| {
             let tensor = self.file.read(name)?;
             if !allow_non_finite {
-                refuse_non_finite(name, &tensor)?;
+                refuse_non_finite(self.file.path(), name, &tensor)?;
             }
             Ok(tensor)
         };
@@ -100,9 +101,21 @@ impl Problem {
     }
 }
 
-/// Query heads must be a multiple of key heads.
-pub(crate) fn heads_divide(heads_q: usize, heads_kv: usize) -> Result<(), CliError> {
-    if heads_q.is_multiple_of(heads_kv) { Ok(()) } else { Err(CliError::Heads { heads_q, heads_kv }) }
+/// Query heads must be a multiple of key heads. `whence` names where they come from, a file or flags.
+pub(crate) fn heads_divide(
+    heads_q: usize,
+    heads_kv: usize,
+    whence: impl Fn() -> String,
+) -> Result<(), CliError> {
+    if heads_q.is_multiple_of(heads_kv) {
+        return Ok(());
+    }
+    Err(CliError::Heads { whence: whence(), heads_q, heads_kv })
+}
+
+/// [`heads_divide`] of what flags say.
+pub(crate) fn flags_divide(heads_q: usize, heads_kv: usize) -> Result<(), CliError> {
+    heads_divide(heads_q, heads_kv, || "--heads-q and --heads-kv".to_owned())
 }
 
 fn refuse_extra(file: &TensorFile) -> Result<(), CliError> {
@@ -113,14 +126,14 @@ fn refuse_extra(file: &TensorFile) -> Result<(), CliError> {
 }
 
 /// Sinks are kept in the accumulator's type: F32, or F64 beside F64 tensors (where F32 is widened).
-fn sink_rows(file: &TensorFile, q: &Header) -> Result<usize, CliError> {
+fn sink_rows(file: &TensorFile, q: &Header<'_>) -> Result<usize, CliError> {
     let sink = Header::of(file, "sink", &["seqlen_sink", "heads_q"])?;
     if sink.float != DType::F32 && sink.float != q.float.accumulator() {
         let reason = format!(
             "is {} beside {} tensors; give it in F32 (or F64 beside F64 tensors)",
             sink.dtype, q.dtype
         );
-        return Err(CliError::Tensor { name: "sink", reason });
+        return Err(file.wrong("sink", reason));
     }
     sink.axis_is(1, q.shape[1], "those of `q`")?;
     sink.nowhere_zero(&[0])?;
@@ -139,18 +152,19 @@ fn widened(sink: HostTensor, accumulator: DType) -> HostTensor {
 }
 
 /// A tensor's header, of a type that attention takes and with the right number of dimensions.
-struct Header {
+struct Header<'a> {
+    file: &'a TensorFile,
     name: &'static str,
     axes: &'static [&'static str],
     dtype: Dtype,
     float: DType,
-    shape: Vec<usize>,
+    shape: &'a [usize],
 }
 
-impl Header {
-    fn of(file: &TensorFile, name: &'static str, axes: &'static [&'static str]) -> Result<Self, CliError> {
+impl<'a> Header<'a> {
+    fn of(file: &'a TensorFile, name: &'static str, axes: &'static [&'static str]) -> Result<Self, CliError> {
         let (dtype, shape) = file.header(name).ok_or_else(|| file.missing(name))?;
-        let float = float_type(dtype).ok_or_else(|| unsupported(name, dtype))?;
+        let float = file.float(name)?;
         if shape.len() != axes.len() {
             let reason = format!(
                 "has {} dimensions, {shape:?}; it must have {}, [{}]",
@@ -158,9 +172,9 @@ impl Header {
                 axes.len(),
                 axes.join(", ")
             );
-            return Err(CliError::Tensor { name, reason });
+            return Err(file.wrong(name, reason));
         }
-        Ok(Self { name, axes, dtype, float, shape: shape.to_vec() })
+        Ok(Self { file, name, axes, dtype, float, shape })
     }
 
     fn nowhere_zero(&self, axes: &[usize]) -> Result<(), CliError> {
@@ -169,7 +183,7 @@ impl Header {
             Some(&axis) => {
                 let reason =
                     format!("has {} 0 in its shape {:?}; it must be at least 1", self.axes[axis], self.shape);
-                Err(CliError::Tensor { name: self.name, reason })
+                Err(self.file.wrong(self.name, reason))
             }
         }
     }
@@ -183,6 +197,6 @@ impl Header {
             "has {axis_name} {} in its shape {shape:?}, but it must be {wanted} like {whose}",
             shape[axis]
         );
-        Err(CliError::Tensor { name: self.name, reason })
+        Err(self.file.wrong(self.name, reason))
     }
 }

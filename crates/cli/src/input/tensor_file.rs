@@ -7,8 +7,9 @@ use counterpoint_exec::{HostData, HostTensor, available_memory};
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::TensorInfo;
 
+use super::header::FileHeader;
 use crate::error::CliError;
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
@@ -52,18 +53,16 @@ impl TensorFile {
         }
         let mut header = vec![0; header_bytes as usize];
         file.read_exact(&mut header).map_err(unreadable)?;
-        let header: Metadata = serde_json::from_slice(&header)
-            .map_err(|error| broken(format!("its header cannot be read ({error})")))?;
+        let header = FileHeader::parse(&header).map_err(broken)?;
         let data_start = 8 + header_bytes;
-        let announced = data_start + header.data_len() as u64;
+        let announced = data_start + header.data_bytes as u64;
         if announced != bytes {
             let state = if bytes < announced { "truncated" } else { "too long" };
             return Err(broken(format!(
                 "it is {state}, with {bytes} bytes where its header announces {announced}"
             )));
         }
-        let tensors = header.tensors().into_iter().map(|(name, info)| (name, info.clone())).collect();
-        Ok(Self { path: path.to_owned(), file, data_start, tensors })
+        Ok(Self { path: path.to_owned(), file, data_start, tensors: header.tensors })
     }
 
     /// Where it is.
@@ -92,10 +91,26 @@ impl TensorFile {
         }
     }
 
+    /// The error for a tensor that is not what it must be: `reason` says what it is and what it must be.
+    pub(super) fn wrong(&self, name: &'static str, reason: String) -> CliError {
+        CliError::Tensor { path: self.path.clone(), name, reason }
+    }
+
+    /// The type of a tensor's elements, where attention takes it.
+    pub(super) fn float(&self, name: &'static str) -> Result<DType, CliError> {
+        let dtype = self.tensors.get(name).ok_or_else(|| self.missing(name))?.dtype;
+        float_type(dtype).ok_or_else(|| {
+            let reason = format!(
+                "is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16"
+            );
+            self.wrong(name, reason)
+        })
+    }
+
     /// Reads a tensor.
     pub(crate) fn read(&mut self, name: &'static str) -> Result<HostTensor, CliError> {
         let info = self.tensors.get(name).cloned().ok_or_else(|| self.missing(name))?;
-        let dtype = float_type(info.dtype).ok_or_else(|| unsupported(name, info.dtype))?;
+        let dtype = self.float(name)?;
         let unreadable = |source| CliError::Unreadable { what: "input", path: self.path.clone(), source };
         self.file.seek(SeekFrom::Start(self.data_start + info.data_offsets.0 as u64)).map_err(unreadable)?;
         let elements = info.shape.iter().product();
@@ -111,7 +126,7 @@ impl TensorFile {
 }
 
 /// The element type of the file's, where attention takes it.
-pub(super) fn float_type(dtype: Dtype) -> Option<DType> {
+fn float_type(dtype: Dtype) -> Option<DType> {
     match dtype {
         Dtype::F64 => Some(DType::F64),
         Dtype::F32 => Some(DType::F32),
@@ -119,13 +134,6 @@ pub(super) fn float_type(dtype: Dtype) -> Option<DType> {
         Dtype::F16 => Some(DType::F16),
         _ => None,
     }
-}
-
-/// The error for a type that attention does not take.
-pub(super) fn unsupported(name: &'static str, dtype: Dtype) -> CliError {
-    let reason =
-        format!("is of type {dtype}, which attention does not take; convert it to F64, F32, BF16 or F16");
-    CliError::Tensor { name, reason }
 }
 
 /// Reads `elements` numbers of `N` little-endian bytes, in blocks that stay in the cache.

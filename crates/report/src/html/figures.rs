@@ -5,7 +5,9 @@ use counterpoint_schedule::Timeline;
 
 use super::{HtmlReport, escape};
 use crate::{
-    quantity::{format_bytes, format_count, format_flops, format_ratio, format_seconds, three_digits},
+    quantity::{
+        format_bytes, format_count, format_counted, format_flops, format_ratio, format_seconds, three_digits,
+    },
     svg::percent,
 };
 
@@ -35,10 +37,7 @@ impl HtmlReport<'_> {
         out.push_str("<dl class=\"cards\">");
 
         let (sq, sk, area) = (mask.seqlen_q() as u64, mask.seqlen_k() as u64, mask.area());
-        let slices = match mask.slices().len() {
-            1 => "1 slice".to_owned(),
-            n => format!("{} slices", format_count(n as u64)),
-        };
+        let slices = format_counted(mask.slices().len(), "slice");
         if plan.q_dispatch == plan.k_dispatch {
             card(out, "Tokens", &format_count(sq), &slices);
         } else {
@@ -47,8 +46,8 @@ impl HtmlReport<'_> {
         let density = percent(area as f64 / (sq as f64 * sk as f64).max(1.0));
         card(out, "Area", &large(area), &format!("unmasked pairs, {density} of all"));
         let chunks = format!(
-            "{} chunks of {}",
-            format_count(plan.q_dispatch.num_chunks() as u64),
+            "{} of {}",
+            format_counted(plan.q_dispatch.num_chunks(), "chunk"),
             format_count(plan.q_dispatch.chunk_size() as u64)
         );
         let planned =

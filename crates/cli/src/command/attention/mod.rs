@@ -16,7 +16,7 @@ use crate::arguments::{AttentionArguments, Device};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument};
+use crate::{console, device, mask_argument};
 
 /// `counterpoint attention`.
 pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
@@ -62,12 +62,24 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     if has_unused_dout {
         console::note("note: the input's dout was not read; --backward reads it");
     }
+    note_excessive_margin(arguments);
     if arguments.results.json {
         console::print_json(&result.document(&outputs))?;
     } else {
         console::print(&result.text(&outputs))?;
     }
     result.verdict()
+}
+
+/// A margin may suit another machine, so it is no error here; what it came to should be known.
+fn note_excessive_margin(arguments: &AttentionArguments) {
+    let (margin, threads) = (arguments.run.overlap.sm_margin, device::cpu_threads());
+    if margin >= threads {
+        console::note(&format!(
+            "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",
+            console::count(threads, "thread")
+        ));
+    }
 }
 
 fn passes(arguments: &AttentionArguments) -> &'static str {

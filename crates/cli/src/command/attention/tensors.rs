@@ -2,9 +2,9 @@ use counterpoint_exec::AttentionInputs;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 
-use crate::arguments::{AttentionArguments, TensorArguments};
+use crate::arguments::{AttentionArguments, TensorArguments, scale_of};
 use crate::error::CliError;
-use crate::input::{Problem, TensorFile, heads_divide, random_inputs};
+use crate::input::{Problem, TensorFile, flags_divide, random_inputs};
 
 /// Tensors that are known to fit the mask, not yet read or drawn.
 pub(super) enum Tensors {
@@ -66,15 +66,16 @@ fn random_spec(
     }
     let heads_q = tensors.heads_q.unwrap_or(8);
     let heads_kv = tensors.heads_kv.unwrap_or(heads_q);
-    heads_divide(heads_q, heads_kv)?;
+    flags_divide(heads_q, heads_kv)?;
     let head_dim = tensors.head_dim.unwrap_or(128);
+    let dtype = tensors.dtype.unwrap_or(DType::F32);
     Ok(AttentionSpec {
         heads_q,
         heads_kv,
         head_dim,
         head_dim_v: head_dim,
-        dtype: tensors.dtype.unwrap_or(DType::F32),
-        scale: scale.unwrap_or(1.0 / (head_dim as f64).sqrt()),
+        dtype,
+        scale: scale_of(scale, head_dim, dtype.accumulator())?,
         softcap,
         seqlen_sink: 0,
     })
