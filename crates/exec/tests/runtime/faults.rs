@@ -12,7 +12,8 @@ use proptest::prelude::*;
 use crate::collectives::buffer;
 use crate::programs::{COMMUNICATION, COMPUTE, Draft, prepare};
 
-const LIMIT: Duration = Duration::from_millis(500);
+// Long against a busy machine's pauses: a rank that only waits for a core must not be blamed.
+const LIMIT: Duration = Duration::from_millis(1200);
 
 /// Every rank gathers everyone's row, three times, and copies what it got.
 fn gather_program(rank: usize, world_size: usize) -> Program {
@@ -55,7 +56,7 @@ fn run_with(world_size: usize, limit: Duration, fault: FaultInjection) -> (Resul
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(16))]
+    #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
     fn a_panic_anywhere_ends_the_run_at_once(world_size in 1usize..5, rank in 0usize..5, op in 0usize..18) {
@@ -78,7 +79,7 @@ proptest! {
         world_size in 1usize..5, rank in 0usize..5, op in 0usize..18,
     ) {
         let rank = rank % world_size;
-        let kind = FaultKind::Stall(Duration::from_secs(4));
+        let kind = FaultKind::Stall(Duration::from_secs(10));
         let fault = FaultInjection { rank, program: None, at: FaultPoint::Op(op), kind };
         let (result, elapsed) = run_with(world_size, LIMIT, fault);
         match result {
@@ -89,7 +90,7 @@ proptest! {
             }
             other => prop_assert!(false, "{:?}", other),
         }
-        prop_assert!(elapsed < Duration::from_secs(3), "{:?}", elapsed);
+        prop_assert!(elapsed < Duration::from_secs(8), "{:?}", elapsed);
     }
 }
 
