@@ -1,0 +1,44 @@
+// Named barriers among warps, register budgets and fences.
+#pragma once
+
+#include "types.cuh"
+
+namespace counterpoint {
+
+// Waits until `threads` threads have arrived at barrier `id` (0 is __syncthreads).
+__device__ __forceinline__ void barrier_sync(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrives without waiting.
+__device__ __forceinline__ void barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Takes or gives back registers; all warps of a warpgroup must call it, in one branch of a role.
+template <u32 kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <u32 kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Orders ordinary writes to shared memory before what wgmma or the copy engine reads there.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// One thread of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  u32 elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+}  // namespace counterpoint
