@@ -25,6 +25,7 @@ mod local;
 mod memory;
 mod monitor;
 mod place;
+mod random;
 mod reference;
 mod tensor;
 mod transport;
@@ -45,6 +46,7 @@ pub use layout::{dispatch, undispatch};
 pub use local::{LocalCollective, LocalTransport};
 pub use memory::{available_memory, check_memory};
 pub use place::OpPlace;
+pub use random::random_inputs;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, plain_attention, reference_attention, reference_bytes,
 };
