@@ -27,6 +27,7 @@ mod monitor;
 mod place;
 mod random;
 mod reference;
+pub mod selftest;
 mod tensor;
 mod transport;
 mod world;
