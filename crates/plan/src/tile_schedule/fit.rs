@@ -24,8 +24,8 @@ const SHORT_STRETCH: usize = 8;
 /// the number of bands, not on that of tiles.
 pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> Vec<usize> {
     let tile_rows = config.tile_rows;
-    let (edges, cuts) = edges(bands, rows, tile_rows);
-    let (mut edge, mut cut) = (0, 0);
+    let (stops, cuts) = stops(bands, rows, tile_rows);
+    let (mut stop, mut cut) = (0, 0);
     let mut sweep = Sweep::new(bands);
     let mut columns = Vec::new();
     let mut visited: Vec<Visited> = Vec::new();
@@ -40,16 +40,16 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
         }
         let limit = (row + tile_rows).min(rows);
         let touching = sweep.touching(&Range::new(row, limit));
-        while edges[edge] <= row {
-            edge += 1;
+        while stops[stop] <= row {
+            stop += 1;
         }
         while cuts[cut] <= row {
             cut += 1;
         }
-        if edges[edge] >= row + tile_rows
+        if stops[stop] >= row + tile_rows
             && let Some(blocks) = Blocks::of(touching, config)
         {
-            let tiles = (edges[edge] - row) / tile_rows;
+            let tiles = (stops[stop] - row) / tile_rows;
             let cost = BLOCK_COST * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
             add(&mut paths, Path { row: row + tiles * tile_rows, cost: path.cost + cost, before });
             continue;
@@ -113,21 +113,39 @@ fn starts(visited: &[Visited], tile_rows: usize) -> Vec<usize> {
     starts
 }
 
-/// Rows where bands begin or end, and those of them where a tile may end early. Both ascending, and both end with `rows`.
-fn edges(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usize>) {
-    let mut edges: Vec<usize> = Vec::with_capacity(2 * bands.len() + 1);
+/// Rows that a path must not stride over, and those of them where a tile may end early. Both ascending, and both end with
+/// `rows`.
+///
+/// Bands begin and end at *edges*. Tiles may end there, and near the start of a long stretch between two edges where full
+/// tiles from the one or to the other end: below a diagonal the first rows of a stretch are the cheapest, so it is better
+/// that the tile that is not full lies there than at the end.
+fn stops(bands: &[Band], rows: usize, tile_rows: usize) -> (Vec<usize>, Vec<usize>) {
+    let mut edges: Vec<usize> = Vec::with_capacity(2 * bands.len() + 2);
     edges.extend(bands.iter().flat_map(|band| [band.q_range.start, band.q_range.end]));
-    edges.push(rows);
+    edges.extend([0, rows]);
     edges.sort_unstable();
     edges.dedup();
     let short = tile_rows.div_ceil(SHORT_STRETCH);
     let mut cuts: Vec<usize> = Vec::with_capacity(edges.len());
+    let mut inner = Vec::new();
+    let (mut last, mut last_cut) = (0, 0);
     for (index, &edge) in edges.iter().enumerate() {
-        let since_cut = edge - cuts.last().copied().unwrap_or(0);
-        let next = edges.get(index + 1).map_or(usize::MAX, |next| next - edge);
-        if since_cut >= short || next >= short || edge == rows {
-            cuts.push(edge);
+        if edge - last > tile_rows {
+            let first = last + (edge - last) % tile_rows;
+            let near = [first, first + tile_rows, last + tile_rows];
+            inner.extend(near.into_iter().filter(|&row| last < row && row < edge));
         }
+        let next = edges.get(index + 1).map_or(usize::MAX, |next| next - edge);
+        if edge - last_cut >= short || next >= short {
+            cuts.push(edge);
+            last_cut = edge;
+        }
+        last = edge;
+    }
+    for list in [&mut edges, &mut cuts] {
+        list.extend(&inner);
+        list.sort_unstable();
+        list.dedup();
     }
     (edges, cuts)
 }
@@ -256,7 +274,7 @@ mod tests {
 
     /// The cheapest tiling of all whose tiles are full or end at a cut, by trying every row.
     fn cheapest(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> u64 {
-        let (_, cuts) = edges(bands, rows, config.tile_rows);
+        let (_, cuts) = stops(bands, rows, config.tile_rows);
         let mut least = vec![u64::MAX; rows + 1];
         least[0] = 0;
         for row in 0..rows {
