@@ -27,7 +27,9 @@ mod machine;
 mod memory;
 mod monitor;
 mod place;
+mod random;
 mod reference;
+pub mod selftest;
 mod tensor;
 mod transport;
 mod world;
@@ -50,6 +52,7 @@ pub use local::{LocalCollective, LocalTransport};
 pub use machine::{CpuMachine, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 pub use place::OpPlace;
+pub use random::random_inputs;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, plain_attention, reference_attention, reference_bytes,
 };
