@@ -1,22 +1,24 @@
 use std::f64::consts::TAU;
 
-use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 use half::{bf16, f16};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// Standard-normal q, k, v, and dout where the backward is asked for. Each tensor has its own stream of the generator,
+use crate::{AttentionInputs, HostData, HostTensor};
+
+/// Standard-normal q, k, v, a sink where the spec has one, and dout where the backward is asked for. Each tensor has its own stream of the generator,
 /// so its numbers depend on nothing but the seed, its name and its size: not on the machine, the number of ranks or
 /// on what else is drawn. Narrow types hold the same numbers, rounded.
-pub(crate) fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
+pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
     let tensor = |stream, shape: [usize; 3]| normal(seed, stream, shape.to_vec(), spec.dtype);
     AttentionInputs {
         q: tensor(0, [mask.seqlen_q(), spec.heads_q, spec.head_dim]),
         k: tensor(1, [mask.seqlen_k(), spec.heads_kv, spec.head_dim]),
         v: tensor(2, [mask.seqlen_k(), spec.heads_kv, spec.head_dim_v]),
-        sink: None,
+        sink: (spec.seqlen_sink > 0)
+            .then(|| normal(seed, 4, vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator())),
         dout: backward.then(|| tensor(3, [mask.seqlen_q(), spec.heads_q, spec.head_dim_v])),
     }
 }

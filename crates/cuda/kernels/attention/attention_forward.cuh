@@ -1,0 +1,303 @@
+// Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and walks the runs of its schedule.
+//
+// A producer warpgroup feeds shared memory by the copy engine; each consumer warpgroup owns 64 rows. The blocks of all tiles
+// of a CTA form one stream of steps. In each step a consumer starts scores = q k^T of the NEXT step, then
+// acc += weights v of this one, and does the next step's softmax while both run; so the matrix units also stay busy
+// from one tile to the next. Consumers take turns at starting products, so that one's softmax runs under the other's products.
+// (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
+#pragma once
+
+#include "attention/attention_forward_work.cuh"
+#include "attention/attention_mask.cuh"
+#include "attention/attention_softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace counterpoint {
+
+// Barriers that name their users: 0 is __syncthreads.
+constexpr u32 kTurnBarrier = 1;
+constexpr u32 kStoreBarrier = 5;
+
+constexpr u32 kNoSlot = 0xffffffffu;
+
+// One consumer warpgroup.
+template <typename C>
+struct AttentionForwardConsumer {
+  const AttentionForwardArguments& arguments;
+  AttentionForwardShared<C>& shared;
+  const u32 group = uniform(threadIdx.x / 128) - 1;
+  const u32 thread = threadIdx.x % 128;
+  const u32 warp = thread / 32;
+  const u32 lane = thread % 32;
+
+  // What of the step just taken must outlive the next one's.
+  struct Stage {
+    AttentionForwardItem item;
+    RowState state;
+    u32 number;
+    u32 slot;
+    bool last;
+  };
+
+  float scores[C::kBlock / 2];
+  u32 weights[C::kBlock / 4];
+  float acc[C::kHeadDimV / 2];
+  RowState state;
+  ColumnMask<C::kBlock> mask;
+
+  AttentionForwardItem item;  // whose scores are in flight
+  AttentionForwardStep step;  // likewise
+  u32 items = 0;              // taken so far, `item` included
+  u32 steps = 0;              // whose keys were waited for, `step` included
+  u32 stored = kNoSlot;       // the query slot whose results are on their way to global memory
+
+  // The tile's row of this thread's row `i`.
+  __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
+  __device__ __forceinline__ u32 slot() const { return (items - 1) % C::kQuerySlots; }
+
+  // Waits for the next item and its query rows; false when there is none.
+  __device__ __forceinline__ bool take_item() {
+    const u32 next = items % C::kQuerySlots;
+    mbarrier_wait(&shared.query_full[next], (items / C::kQuerySlots) & 1);
+    item = shared.items[next];
+    item.head = uniform(item.head);
+    ++items;
+    return item.head != kNoItem;
+  }
+
+  // Waits for the keys of the next step.
+  __device__ __forceinline__ void take_step() {
+    const u32 stage = steps % C::kStages;
+    mbarrier_wait(&shared.key_full[stage], (steps / C::kStages) & 1);
+    step = shared.steps[stage];
+    step.flags = uniform(step.flags);
+    ++steps;
+  }
+
+  __device__ __forceinline__ void release(u64* barrier) {
+    if (lane == 0) mbarrier_arrive(barrier);
+  }
+
+  // Starts scores = q k^T of the step just taken.
+  __device__ __forceinline__ void start_scores() {
+    const u64 query = wgmma_descriptor(shared.queries[slot()] + group * 64 * kRowBytes);
+    const u64 key = wgmma_descriptor(shared.keys[(steps - 1) % C::kStages]);
+    wgmma_fence();
+#pragma unroll
+    for (u32 kk = 0; kk < C::kHeadDim / 16; ++kk) {
+      const u32 chunk = kk / 4, inner = (kk % 4) * 32;
+      Wgmma<C::kBlock>::template ss<>(scores, wgmma_advance(query, chunk * C::kTileRows * kRowBytes + inner),
+                                      wgmma_advance(key, chunk * C::kBlock * kRowBytes + inner), kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Starts acc (+)= weights v, `v` being the values of step number `number`.
+  __device__ __forceinline__ void start_output(u32 number, bool accumulate) {
+    const u64 value = wgmma_descriptor(shared.values[number % C::kStages], C::kBlock * kRowBytes);
+    wgmma_fence();
+#pragma unroll
+    for (u32 kk = 0; kk < C::kBlock / 16; ++kk) {
+      const u32(&pairs)[4] = *reinterpret_cast<const u32(*)[4]>(&weights[4 * kk]);
+      Wgmma<C::kHeadDimV>::template rs<Major::kMN>(acc, pairs, wgmma_advance(value, kk * 16 * kRowBytes),
+                                                   accumulate || kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (u32 j = 0; j < C::kBlock / 4; ++j) weights[j] = pack(scores[2 * j], scores[2 * j + 1]);
+  }
+
+  // Works out the masked columns of `step`; done while its product runs.
+  __device__ __forceinline__ void build_mask() {
+    if (!(step.flags & kStepBounded)) return;
+    mask.clear();
+    for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
+      const TileBound bound = load_bound(arguments.bounds + b);
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, item.start + i32(row(i) / C::kPack), step.start, lane);
+    }
+  }
+
+  __device__ __forceinline__ bool softmax(float (&rescale)[2]) {
+    if (step.flags & kStepBounded) mask.apply(scores);
+    return online_softmax(scores, state, arguments.scale_log2, rescale);
+  }
+
+  // Lets the producer overwrite the item whose results left shared memory.
+  __device__ __forceinline__ void finish_store() {
+    if (stored == kNoSlot) return;
+    if (thread == 0) {
+      tma_store_wait_read<0>();
+      mbarrier_arrive(&shared.query_empty[stored]);
+    }
+    stored = kNoSlot;
+  }
+
+  // Writes the results of the item that `last` completes. They pass through this warpgroup's part of its query slot.
+  __device__ __forceinline__ void write_result(const Stage& last) {
+    const AttentionForwardItem& done = last.item;
+    const RowState& rows = last.state;
+    u8* const slot = shared.queries[last.slot];
+    float factor[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const float sum = quad_sum(rows.sum[i]);
+      factor[i] = sum > 0.0f ? 1.0f / sum : 0.0f;
+      const i32 token = done.start + i32(row(i) / C::kPack);
+      if (lane % 4 == 0 && token < done.end) {
+        const float lse = sum > 0.0f ? (rows.max[i] * arguments.scale_log2 + log2_fast(sum)) * kLn2 : minus_infinity();
+        arguments.lse[u64(token) * arguments.heads_q + done.head * C::kPack + row(i) % C::kPack] = lse;
+      }
+    }
+    const u32 base = shared_address(slot) + group * 64 * kRowBytes;
+    const u32 store_row = 16 * warp + lane % 16;
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 16; ++j) {
+      const u32 piece = 2 * j + lane / 16;
+      const u32 address = base + (piece / 8) * C::kTileRows * kRowBytes + store_row * kRowBytes +
+                          (((piece % 8) ^ (lane % 8)) << 4);
+      const float* values = &acc[8 * j];
+      stmatrix_x4(address, pack(values[0] * factor[0], values[1] * factor[0]),
+                  pack(values[2] * factor[1], values[3] * factor[1]), pack(values[4] * factor[0], values[5] * factor[0]),
+                  pack(values[6] * factor[1], values[7] * factor[1]));
+    }
+    const i32 first = done.start + i32(64 * group / C::kPack);
+    const bool whole = first + i32(64 / C::kPack) <= done.end;
+    if (whole) fence_async_proxy();
+    barrier_sync(kStoreBarrier + group, 128);
+    if (whole) {
+      if (thread == 0) {
+#pragma unroll
+        for (u32 chunk = 0; chunk < (C::kHeadDimV + 63) / 64; ++chunk) {
+          tma_store_3d(&arguments.out_map, slot + (chunk * C::kTileRows + group * 64) * kRowBytes, i32(64 * chunk),
+                       i32(done.head * C::kPack), first);
+        }
+        tma_store_commit();
+      }
+    } else {
+      // The tile ends inside these rows: what follows belongs to another tile.
+      constexpr u32 kPieces = C::kHeadDimV / 8;
+      for (u32 index = thread; index < 64 * kPieces; index += 128) {
+        const u32 r = index / kPieces, piece = index % kPieces;
+        const i32 token = first + i32(r / C::kPack);
+        if (token >= done.end || piece * 8 >= arguments.head_dim_v) continue;
+        const uint4 bits = *reinterpret_cast<const uint4*>(
+            slot + ((piece / 8) * C::kTileRows + group * 64 + r) * kRowBytes + (((piece % 8) ^ (r % 8)) << 4));
+        const u64 place = u64(token) * arguments.heads_q + done.head * C::kPack + r % C::kPack;
+        *reinterpret_cast<uint4*>(arguments.out + place * arguments.head_dim_v + piece * 8) = bits;
+      }
+      barrier_sync(kStoreBarrier + group, 128);
+    }
+    stored = last.slot;
+  }
+
+  __device__ __forceinline__ void wait_values(u32 number) {
+    mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
+  }
+
+  __device__ __forceinline__ Stage stage() const {
+    return Stage{item, state, steps - 1, slot(), (step.flags & kStepLast) != 0};
+  }
+
+  // Waits for what follows `step`: the next item first when `step` is the last of its own. False when there is no more work.
+  __device__ __forceinline__ bool take_next() {
+    if (step.flags & kStepLast) {
+      if (!take_item()) return false;
+    }
+    take_step();
+    return true;
+  }
+
+  __device__ __forceinline__ void run() {
+    // The last of the ring lets the first one begin.
+    if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
+    if (!take_item()) return;
+    state.clear();
+    float rescale[2];
+    take_step();
+    start_scores();
+    build_mask();
+    wgmma_wait<0>();
+    pin(scores);
+    release(&shared.key_empty[(steps - 1) % C::kStages]);
+    softmax(rescale);
+    pack_weights();
+    bool accumulate = false;
+    Stage current = stage();
+    bool more = take_next();
+    while (more) {
+      if (current.last) state.clear();
+      barrier_sync(kTurnBarrier + group, 256);
+      start_scores();
+      wait_values(current.number);
+      start_output(current.number, accumulate);
+      barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
+      finish_store();
+      build_mask();
+      wgmma_wait<1>();
+      pin(scores);
+      release(&shared.key_empty[(steps - 1) % C::kStages]);
+      const bool grew = softmax(rescale);
+      pin(scores);
+      const Stage next = stage();
+      // What follows is waited for here, which also keeps the compiler from moving the softmax behind the product.
+      more = take_next();
+      wgmma_wait<0>();
+      pin(acc);
+      release(&shared.value_empty[current.number % C::kStages]);
+      pack_weights();
+      if (current.last) {
+        write_result(current);
+      } else if (grew) {
+#pragma unroll
+        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= rescale[(j / 2) % 2];
+      }
+      accumulate = !current.last;
+      current = next;
+    }
+    wait_values(current.number);
+    start_output(current.number, accumulate);
+    wgmma_wait<0>();
+    pin(acc);
+    write_result(current);
+    if (thread == 0) tma_store_wait<0>();
+  }
+};
+
+template <typename C>
+__device__ __forceinline__ void attention_forward(const AttentionForwardArguments& arguments) {
+  extern __shared__ u8 dynamic[];
+  // Swizzled rows must begin at multiples of 1024 bytes.
+  const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
+  auto& shared = *reinterpret_cast<AttentionForwardShared<C>*>(dynamic + skew);
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < C::kQuerySlots; ++i) {
+      mbarrier_init(&shared.query_full[i], 1);
+      mbarrier_init(&shared.query_empty[i], C::kConsumers);
+    }
+    for (u32 i = 0; i < C::kStages; ++i) {
+      mbarrier_init(&shared.key_full[i], 1);
+      mbarrier_init(&shared.key_empty[i], 4 * C::kConsumers);
+      mbarrier_init(&shared.value_full[i], 1);
+      mbarrier_init(&shared.value_empty[i], 4 * C::kConsumers);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (uniform(threadIdx.x / 128) == 0) {
+    registers_decrease<C::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<C>(arguments, shared);
+  } else {
+    registers_increase<C::kConsumerRegisters>();
+    AttentionForwardConsumer<C> consumer{arguments, shared};
+    consumer.run();
+  }
+}
+
+}  // namespace counterpoint
