@@ -13,6 +13,7 @@ mod backend;
 mod bench;
 mod calibrate;
 mod check;
+pub mod collective;
 mod communicator;
 mod cpu;
 mod draw;
@@ -23,6 +24,7 @@ mod interpreter;
 pub mod kernel;
 mod layout;
 mod local;
+mod machine;
 mod memory;
 mod monitor;
 mod place;
@@ -33,7 +35,9 @@ mod tensor;
 mod transport;
 mod world;
 
-pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention};
+pub use attention::{
+    AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention, run_attention_on,
+};
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
@@ -48,6 +52,7 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use local::{LocalCollective, LocalTransport};
+pub use machine::{CpuMachine, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 pub use place::OpPlace;
 pub use random::random_inputs;
@@ -56,4 +61,4 @@ pub use reference::{
 };
 pub use tensor::{HostData, HostTensor};
 pub use transport::Transport;
-pub use world::{World, WorldConfig};
+pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};
