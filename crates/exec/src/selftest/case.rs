@@ -4,8 +4,8 @@ use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, StageCount};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
-use super::draw::Draw;
 use super::random_mask;
+use crate::draw::Draw;
 use crate::{AttentionInputs, RunConfig, random_inputs};
 
 /// How much a selftest examines.
