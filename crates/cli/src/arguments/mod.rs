@@ -8,6 +8,7 @@ mod bench;
 mod mask;
 mod plan;
 mod planning;
+mod selftest;
 mod usage;
 mod value;
 
@@ -18,6 +19,7 @@ pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
+pub(crate) use selftest::SelftestArguments;
 pub(crate) use usage::usage_error;
 pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
 
@@ -72,6 +74,7 @@ Examples:
     )]
     #[command(subcommand)]
     Bench(BenchCommand),
+    Selftest(SelftestArguments),
 }
 
 #[cfg(test)]
