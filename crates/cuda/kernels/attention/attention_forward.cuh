@@ -124,9 +124,13 @@ struct AttentionForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ bool softmax(float (&rescale)[2]) {
+  __device__ __forceinline__ RowScaling take_scores() {
     if (step.flags & kStepBounded) mask.apply(scores);
-    return online_softmax(scores, state, arguments.scale_log2, rescale);
+    return update_maximum(scores, state, arguments.scale_log2);
+  }
+  template <u32 kFrom, u32 kTo>
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling) {
+    exponentiate<kFrom, kTo>(scores, state, arguments.scale_log2, scaling);
   }
 
   // Lets the producer overwrite the item whose results left shared memory.
@@ -205,6 +209,10 @@ struct AttentionForwardConsumer {
     return Stage{item, state, steps - 1, slot(), (step.flags & kStepLast) != 0};
   }
 
+  // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
+  static constexpr u32 kGroups = C::kBlock / 8;
+  static constexpr u32 kEarly = kGroups / 2;
+
   // Waits for what follows `step`: the next item first when `step` is the last of its own. False when there is no more work.
   __device__ __forceinline__ bool take_next() {
     if (step.flags & kStepLast) {
@@ -219,14 +227,13 @@ struct AttentionForwardConsumer {
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
     if (!take_item()) return;
     state.clear();
-    float rescale[2];
     take_step();
     start_scores();
     build_mask();
     wgmma_wait<0>();
     pin(scores);
     release(&shared.key_empty[(steps - 1) % C::kStages]);
-    softmax(rescale);
+    take_weights<0, kGroups>(take_scores());
     pack_weights();
     bool accumulate = false;
     Stage current = stage();
@@ -243,20 +250,24 @@ struct AttentionForwardConsumer {
       wgmma_wait<1>();
       pin(scores);
       release(&shared.key_empty[(steps - 1) % C::kStages]);
-      const bool grew = softmax(rescale);
+      const RowScaling scaling = take_scores();
+      take_weights<0, kEarly>(scaling);
       pin(scores);
-      const Stage next = stage();
-      // What follows is waited for here, which also keeps the compiler from moving the softmax behind the product.
+      Stage next = stage();
+      // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
+      // others are packed as they come: that needs the registers which the product reads.
       more = take_next();
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[current.number % C::kStages]);
+      take_weights<kEarly, kGroups>(scaling);
+      next.state = state;
       pack_weights();
       if (current.last) {
         write_result(current);
-      } else if (grew) {
+      } else if (scaling.grew) {
 #pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= rescale[(j / 2) % 2];
+        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
       }
       accumulate = !current.last;
       current = next;
