@@ -23,13 +23,20 @@ pub(super) struct Walk {
 }
 
 impl Walk {
-    pub(super) fn new(direction: TileDirection, block: usize, placement: TilePlacement) -> Self {
+    /// Expects about so many `tiles`.
+    pub(super) fn new(
+        direction: TileDirection,
+        block: usize,
+        placement: TilePlacement,
+        tiles: usize,
+    ) -> Self {
         Self {
             direction,
             block,
             placement,
-            runs: Vec::new(),
-            bounds: Vec::new(),
+            // Most tiles have a full run and one across a diagonal or the end of a document.
+            runs: Vec::with_capacity(2 * tiles),
+            bounds: Vec::with_capacity(tiles),
             pieces: Vec::new(),
             coverage: Coverage::default(),
             live: Vec::new(),
