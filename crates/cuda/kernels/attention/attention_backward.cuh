@@ -348,6 +348,7 @@ __device__ __forceinline__ void hide_masked(const AttentionBackwardParams& param
       }
     }
   }
+  __syncwarp();  // lanes may have gone different ways, and wgmma wants them together
 }
 
 // The two warpgroups that own keys.
@@ -374,6 +375,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
       const Step& step = shared.steps[count % kSteps];
       store_zeros(params.dk, params, step, step.key + own_key(), lane);
       store_zeros(params.dv, params, step, step.key + own_key(), lane);
+      __syncwarp();
       ++count;
       continue;
     }
@@ -457,6 +459,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
     const Step& step = shared.steps[(count - 1) % kSteps];
     store_gradient(params.dv, params, step, dv, 1.0f, step.key + own_key(), lane);
     store_gradient(params.dk, params, step, dk, params.scale, step.key + own_key(), lane);
+    __syncwarp();
   }
 }
 
