@@ -235,7 +235,7 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, 
     for (u32 w = 0; w < kRows / 32; ++w) {
       const i32 first = min(max(low - i32(32 * w), 0), 32);
       const i32 end = min(max(high - i32(32 * w), 0), 32);
-      words[w] |= bit_range(u32(first), u32(max(end - first, 0)));
+      words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
     }
   }
 }
