@@ -15,7 +15,10 @@ mod value;
 use clap::{Parser, Subcommand};
 
 pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
-pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments};
+pub(crate) use bench::{
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchMask, BenchPass, BenchPlanArguments,
+    CudaBenchArguments,
+};
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
