@@ -30,6 +30,6 @@ pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
-pub use memory::{DeviceBuffer, PinnedBuffer};
+pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
