@@ -8,6 +8,7 @@
 mod arch;
 mod compile;
 mod device;
+mod environment;
 mod error;
 mod event;
 mod function;
@@ -21,15 +22,17 @@ mod tensor_map;
 
 pub use arch::{Arch, Capability};
 pub use compile::{
-    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompilerVersion, Cubin, CubinCache, CubinOrigin,
-    KernelSource, compile, compiler_version,
+    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
+    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
+pub use environment::{ENVIRONMENT, EnvironmentVariable};
 pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
+pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};

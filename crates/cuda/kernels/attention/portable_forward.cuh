@@ -197,25 +197,45 @@ struct PortableForward {
     }
   }
 
-  // acc += weights v. A step's weights are made just before its product, so that they hide under the product before.
+  // The weights of one pair of a step's scores, as operand A has them.
+  __device__ __forceinline__ u32 weigh(const float (&scores)[C::kRowTiles][C::kBlock / 2],
+                                       const float (&offset)[C::kRowTiles][2], u32 kk, u32 m, u32 j) {
+    const float* pair = &scores[m][8 * kk + 2 * j];
+    const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
+    const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
+    state[m].sum[j % 2] += low + high;
+    u32 weights = pack(low, high);
+    pin(weights);
+    return weights;
+  }
+
+  // acc += weights v. The next step's weights are made, and its values fetched, between this step's products.
   __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2],
                                              const float (&offset)[C::kRowTiles][2]) {
+    constexpr u32 kSteps = C::kBlock / 16, kPairs = C::kHeadDimV / 16, kWeights = 4 * C::kRowTiles;
     const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, 0, lane);
+    u32 a[2][C::kRowTiles][4], b[2][4];
 #pragma unroll
-    for (u32 kk = 0; kk < C::kBlock / 16; ++kk) {
-      u32 a[C::kRowTiles][4];
+    for (u32 w = 0; w < kWeights; ++w) a[0][w / 4][w % 4] = weigh(scores, offset, 0, w / 4, w % 4);
+    operand.load(b[0], 0, 0);
 #pragma unroll
-      for (u32 m = 0; m < C::kRowTiles; ++m) {
+    for (u32 kk = 0; kk < kSteps; ++kk) {
 #pragma unroll
-        for (u32 j = 0; j < 4; ++j) {
-          const float* pair = &scores[m][8 * kk + 2 * j];
-          const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
-          const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
-          state[m].sum[j % 2] += low + high;
-          a[m][j] = pack(low, high);
+      for (u32 n = 0; n < kPairs; ++n) {
+        const u32 now = (kk * kPairs + n) % 2, next = (n + 1) % kPairs, next_step = kk + (n + 1) / kPairs;
+        if (next_step < kSteps) operand.load(b[1 - now], next, next_step);
+#pragma unroll
+        for (u32 m = 0; m < C::kRowTiles; ++m) {
+          float* to = &acc[m][8 * n];
+          mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], b[now][0], b[now][1]);
+          mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], b[now][2], b[now][3]);
+        }
+        if (kk + 1 == kSteps) continue;
+#pragma unroll
+        for (u32 w = n * kWeights / kPairs; w < (n + 1) * kWeights / kPairs; ++w) {
+          a[(kk + 1) % 2][w / 4][w % 4] = weigh(scores, offset, kk + 1, w / 4, w % 4);
         }
       }
-      multiply_step<C::kRowTiles, C::kHeadDimV>(acc, a, operand, kk);
     }
   }
 

@@ -36,15 +36,27 @@ struct SharedRows {
   static __device__ __forceinline__ void load(u32 shared, const Element* head, u64 pitch, i32 start, i32 end,
                                               u32 columns) {
     constexpr u32 kPieces = kColumns / 8;
-    constexpr u32 kRounds = (kRows * kPieces + kThreads - 1) / kThreads;
-    const Element* const first = head + u64(start) * pitch;
+    if constexpr (kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0) {
+      // A thread keeps its column and steps down: one pointer is all that it needs.
+      constexpr u32 kStep = kThreads / kPieces;
+      const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
+      const Element* from = head + (u64(u32(start) + row) * pitch + column);
+      const i32 left = column < columns ? end - start - i32(row) : 0;
 #pragma unroll
-    for (u32 i = 0; i < kRounds; ++i) {
-      const u32 index = threadIdx.x + i * kThreads;
-      const u32 row = index / kPieces, column = index % kPieces * 8;
-      if (kRows * kPieces % kThreads != 0 && row >= kRows) break;
-      cp_async_16(shared + offset(row, column), first + (u64(row) * pitch + column),
-                  start + i32(row) < end && column < columns);
+      for (u32 i = 0; i < kRows / kStep; ++i) {
+        cp_async_16(shared + offset(row + i * kStep, column), from, i32(i * kStep) < left);
+        from += kStep * pitch;
+      }
+    } else {
+      const Element* const first = head + u64(start) * pitch;
+#pragma unroll
+      for (u32 i = 0; i < (kRows * kPieces + kThreads - 1) / kThreads; ++i) {
+        const u32 index = threadIdx.x + i * kThreads;
+        const u32 row = index / kPieces, column = index % kPieces * 8;
+        if (kRows * kPieces % kThreads != 0 && row >= kRows) break;
+        cp_async_16(shared + offset(row, column), first + (u64(row) * pitch + column),
+                    start + i32(row) < end && column < columns);
+      }
     }
   }
 };
@@ -87,32 +99,44 @@ struct OperandB {
   }
 };
 
+// The fragments of operand B that one step needs.
+template <u32 kColumns, typename B>
+__device__ __forceinline__ void load_step(u32 (&b)[kColumns / 16][4], const B& operand, u32 kk) {
+#pragma unroll
+  for (u32 n = 0; n < kColumns / 16; ++n) operand.load(b[n], n, kk);
+}
+
 // One step of D += A * B: kRowTiles tiles of 16 rows, kColumns columns.
-template <u32 kRowTiles, u32 kColumns, typename B>
+template <u32 kRowTiles, u32 kColumns>
 __device__ __forceinline__ void multiply_step(float (&d)[kRowTiles][kColumns / 2], const u32 (&a)[kRowTiles][4],
-                                              const B& operand, u32 kk) {
+                                              const u32 (&b)[kColumns / 16][4]) {
 #pragma unroll
   for (u32 n = 0; n < kColumns / 16; ++n) {
-    u32 b[4];
-    operand.load(b, n, kk);
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
       float* to = &d[m][8 * n];
-      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[0], b[1]);
-      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[2], b[3]);
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[n][0], b[n][1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[n][2], b[n][3]);
     }
   }
 }
 
-// D += A * B over kSteps steps of 16.
+// D += A * B over kSteps steps of 16. The next step's fragments are asked for before this step's products.
 template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
+  u32 a[2][kRowTiles][4], b[2][kColumns / 16][4];
+#pragma unroll
+  for (u32 m = 0; m < kRowTiles; ++m) left.load(a[0][m], m, 0);
+  load_step<kColumns>(b[0], right, 0);
 #pragma unroll
   for (u32 kk = 0; kk < kSteps; ++kk) {
-    u32 a[kRowTiles][4];
+    const u32 now = kk % 2, next = 1 - now;
+    if (kk + 1 < kSteps) {
 #pragma unroll
-    for (u32 m = 0; m < kRowTiles; ++m) left.load(a[m], m, kk);
-    multiply_step<kRowTiles, kColumns>(d, a, right, kk);
+      for (u32 m = 0; m < kRowTiles; ++m) left.load(a[next][m], m, kk + 1);
+      load_step<kColumns>(b[next], right, kk + 1);
+    }
+    multiply_step<kRowTiles, kColumns>(d, a[now], b[now]);
   }
 }
 

@@ -2,10 +2,12 @@
 //! lacks a function, is an error with a sentence, never a panic.
 
 mod driver;
+mod nccl;
 mod nvrtc;
 mod search;
 mod table;
 
 pub(crate) use driver::{Driver, call};
+pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nvrtc::Nvrtc;
-pub(crate) use search::SEARCH_VARIABLES;
+pub(crate) use search::{NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES, find_program};

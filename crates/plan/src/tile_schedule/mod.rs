@@ -96,7 +96,7 @@ impl TileSchedule {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
             TilePlacement::Aligned => (0..own_rows).step_by(config.tile_rows).chain([own_rows]).collect(),
         };
-        let mut walk = Walk::new(direction, config.block, config.blocks);
+        let mut walk = Walk::new(direction, config.block, config.blocks, starts.len());
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(starts.len());
         for (number, pair) in starts.windows(2).enumerate() {
