@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CString, c_int};
 use std::fmt;
 use std::ptr;
@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 
-use crate::compile::cubins;
+use crate::compile::{CubinCache, count_arguments};
 use crate::library::{Driver, call};
-use crate::{CudaError, Device, KernelSource};
+use crate::{CacheWarning, CudaError, Device, KernelSource};
 
 /// A kernel on a device, ready to launch. Cheap to clone. It stays loaded as long as the device is open.
 #[derive(Clone)]
@@ -48,16 +48,30 @@ impl Device {
     /// # Errors
     /// The first source's that cannot be compiled or loaded.
     pub fn functions(&self, sources: &[KernelSource]) -> Result<Vec<Function>, CudaError> {
-        let missing: Vec<_> = sources.iter().filter(|source| self.kernels().get(source).is_none()).collect();
-        for (source, cubin) in missing.iter().zip(cubins(&missing)) {
-            self.kernels().load(self, source, &cubin?.image)?;
+        let kernels = self.kernels();
+        // One caller at a time compiles: ranks that share a device mostly want the same kernels.
+        let compiling = kernels.compiling.lock().unwrap_or_else(PoisonError::into_inner);
+        let missing: Vec<_> = sources.iter().filter(|source| kernels.get(source).is_none()).collect();
+        if !missing.is_empty() {
+            for (source, cached) in missing.iter().zip(CubinCache::of_process().cubins(&missing)) {
+                let cached = cached?;
+                kernels.warn(cached.warning);
+                kernels.load(self, source, &cached.cubin.image)?;
+            }
         }
+        drop(compiling);
         let missing = |source: &KernelSource| CudaError::Launch {
             kernel: source.name().to_owned(),
             reason: "it was not loaded".to_owned(),
         };
-        let get = |source: &KernelSource| self.kernels().get(source).ok_or_else(|| missing(source));
+        let get = |source: &KernelSource| kernels.get(source).ok_or_else(|| missing(source));
         sources.iter().map(|source| Ok(Function { device: self.clone(), loaded: get(source)? })).collect()
+    }
+
+    /// What kept the cache of compiled kernels from saving time, since this was last asked.
+    pub fn take_cache_warnings(&self) -> Vec<CacheWarning> {
+        let mut warnings = self.kernels().warnings.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *warnings).into_iter().collect()
     }
 }
 
@@ -118,7 +132,11 @@ impl fmt::Debug for Function {
 
 /// The kernels that are loaded on a device. They belong to it, not to the functions that point to them, and go when it goes.
 #[derive(Default)]
-pub(crate) struct LoadedKernels(Mutex<BTreeMap<KernelSource, Arc<Loaded>>>);
+pub(crate) struct LoadedKernels {
+    loaded: Mutex<BTreeMap<KernelSource, Arc<Loaded>>>,
+    warnings: Mutex<BTreeSet<CacheWarning>>,
+    compiling: Mutex<()>,
+}
 
 struct Loaded {
     name: String,
@@ -135,21 +153,25 @@ unsafe impl Sync for Loaded {}
 
 impl LoadedKernels {
     fn get(&self, source: &KernelSource) -> Option<Arc<Loaded>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(source).cloned()
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner).get(source).cloned()
     }
 
     /// Loads a compiled source, unless another thread was faster.
     fn load(&self, device: &Device, source: &KernelSource, image: &[u8]) -> Result<(), CudaError> {
-        let mut kernels = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kernels = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if !kernels.contains_key(source) {
             kernels.insert(source.clone(), Arc::new(Loaded::new(device, source.name(), image)?));
         }
         Ok(())
     }
 
+    fn warn(&self, warning: Option<CacheWarning>) {
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).extend(warning);
+    }
+
     /// Unloads all of them. Their context is current, and no function of them is left.
     pub(crate) fn unload(&self, driver: &Driver) {
-        let kernels = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let kernels = std::mem::take(&mut *self.loaded.lock().unwrap_or_else(PoisonError::into_inner));
         for kernel in kernels.values() {
             // SAFETY: loaded in new, and functions keep the device open. An error means that the context is already lost.
             unsafe { (driver.cuModuleUnload)(kernel.module) };
@@ -192,14 +214,15 @@ impl Loaded {
             max_threads: attribute(A::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)? as u32,
             max_dynamic_shared_bytes,
         };
+        // Asking beyond the last argument is an error, which tools that watch for errors would report.
+        let count = count_arguments(image, name).unwrap_or(usize::MAX);
         let mut argument_bytes = Vec::new();
-        loop {
+        while argument_bytes.len() < count {
             let (mut offset, mut size) = (0, 0);
             // SAFETY: the function is loaded, the pointers are to locals.
             let code = unsafe {
                 (driver.cuFuncGetParamInfo)(function, argument_bytes.len(), &mut offset, &mut size)
             };
-            // Past the last argument the answer is "invalid value".
             if code != 0 {
                 break;
             }

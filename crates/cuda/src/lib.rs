@@ -20,7 +20,10 @@ mod stream;
 mod tensor_map;
 
 pub use arch::{Arch, Capability};
-pub use compile::{CompilerVersion, Cubin, KernelSource, compile, compiler_version};
+pub use compile::{
+    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompilerVersion, Cubin, CubinCache, CubinOrigin,
+    KernelSource, compile, compiler_version,
+};
 pub use device::{Device, DeviceProperties, MemoryUse};
 pub use error::CudaError;
 pub use event::Event;

@@ -65,6 +65,9 @@ pub struct RunConfig {
     /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
     /// computation.
     pub limit: Duration,
+    /// Fill scratch and output buffers with NaN before each run, so that an element that nobody wrote shows. On by default
+    /// where debug assertions are.
+    pub poison: bool,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
     /// Faults to inject; a test tool.
@@ -77,6 +80,7 @@ impl Default for RunConfig {
             policy: OverlapPolicy::default(),
             deterministic: false,
             limit: Duration::from_secs(600),
+            poison: cfg!(debug_assertions),
             slow_link: None,
             faults: Vec::new(),
         }
@@ -136,7 +140,7 @@ pub fn run_attention_on<M: Machine>(
     machine.check_memory(bytes(&forward).max(bytes(&backward)), inputs.bytes())?;
 
     let world_config =
-        WorldConfig { limit: config.limit, faults: config.faults.clone(), ..WorldConfig::default() };
+        WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
     let world = World::new(plan.ranks.len(), world_config);
     let mut forward = prepare(machine, &world, forward)?;
     let local = LocalInputs::<M>::dispatch(plan, inputs, &forward)?;

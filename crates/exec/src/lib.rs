@@ -16,6 +16,7 @@ mod check;
 pub mod collective;
 mod communicator;
 mod cpu;
+mod draw;
 mod error;
 mod fault;
 mod host_element;
@@ -40,7 +41,9 @@ pub use attention::{
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
-pub use check::{CheckReport, RelativeTo, TensorCheck, check_attention, compare_with_reference};
+pub use check::{
+    CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
+};
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
 pub use error::{ExecError, Stall};
@@ -54,7 +57,7 @@ pub use memory::{available_memory, check_memory};
 pub use place::OpPlace;
 pub use random::random_inputs;
 pub use reference::{
-    NoiseNorms, Reference, ReferenceGradients, plain_attention, reference_attention, reference_bytes,
+    NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use tensor::{HostData, HostTensor};
 pub use transport::Transport;

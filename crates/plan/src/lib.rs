@@ -24,6 +24,7 @@ mod runs;
 mod spec;
 mod stages;
 mod summary;
+mod tile_schedule;
 mod topology;
 mod work;
 
@@ -44,6 +45,11 @@ pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
+pub use tile_schedule::{
+    DqTurns, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection, TileMerge,
+    TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
+    TileStatistics, TurnSpan,
+};
 pub use topology::Topology;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

@@ -21,6 +21,8 @@ namespace counterpoint {
 constexpr u32 kTurnBarrier = 1;
 constexpr u32 kStoreBarrier = 5;
 
+constexpr u32 kNoSlot = 0xffffffffu;
+
 // One consumer warpgroup.
 template <typename C>
 struct AttentionForwardConsumer {
@@ -30,6 +32,15 @@ struct AttentionForwardConsumer {
   const u32 thread = threadIdx.x % 128;
   const u32 warp = thread / 32;
   const u32 lane = thread % 32;
+
+  // What of the step just taken must outlive the next one's.
+  struct Stage {
+    AttentionForwardItem item;
+    RowState state;
+    u32 number;
+    u32 slot;
+    bool last;
+  };
 
   float scores[C::kBlock / 2];
   u32 weights[C::kBlock / 4];
@@ -41,7 +52,7 @@ struct AttentionForwardConsumer {
   AttentionForwardStep step;  // likewise
   u32 items = 0;              // taken so far, `item` included
   u32 steps = 0;              // whose keys were waited for, `step` included
-  bool store_pending = false;
+  u32 stored = kNoSlot;       // the query slot whose results are on their way to global memory
 
   // The tile's row of this thread's row `i`.
   __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
@@ -113,23 +124,30 @@ struct AttentionForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ bool softmax(float (&rescale)[2]) {
+  __device__ __forceinline__ RowScaling take_scores() {
     if (step.flags & kStepBounded) mask.apply(scores);
-    return online_softmax(scores, state, arguments.scale_log2, rescale);
+    return update_maximum(scores, state, arguments.scale_log2);
+  }
+  template <u32 kFrom, u32 kTo>
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling) {
+    exponentiate<kFrom, kTo>(scores, state, arguments.scale_log2, scaling);
   }
 
   // Lets the producer overwrite the item whose results left shared memory.
   __device__ __forceinline__ void finish_store() {
-    if (!store_pending) return;
-    store_pending = false;
+    if (stored == kNoSlot) return;
     if (thread == 0) {
       tma_store_wait_read<0>();
-      mbarrier_arrive(&shared.query_empty[items % C::kQuerySlots]);
+      mbarrier_arrive(&shared.query_empty[stored]);
     }
+    stored = kNoSlot;
   }
 
-  // Writes the results of `done`, whose accumulators are complete. They pass through this warpgroup's part of the item's query slot.
-  __device__ __forceinline__ void write_result(const AttentionForwardItem& done, const RowState& rows, u8* slot) {
+  // Writes the results of the item that `last` completes. They pass through this warpgroup's part of its query slot.
+  __device__ __forceinline__ void write_result(const Stage& last) {
+    const AttentionForwardItem& done = last.item;
+    const RowState& rows = last.state;
+    u8* const slot = shared.queries[last.slot];
     float factor[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
@@ -180,7 +198,28 @@ struct AttentionForwardConsumer {
       }
       barrier_sync(kStoreBarrier + group, 128);
     }
-    store_pending = true;
+    stored = last.slot;
+  }
+
+  __device__ __forceinline__ void wait_values(u32 number) {
+    mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
+  }
+
+  __device__ __forceinline__ Stage stage() const {
+    return Stage{item, state, steps - 1, slot(), (step.flags & kStepLast) != 0};
+  }
+
+  // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
+  static constexpr u32 kGroups = C::kBlock / 8;
+  static constexpr u32 kEarly = kGroups / 2;
+
+  // Waits for what follows `step`: the next item first when `step` is the last of its own. False when there is no more work.
+  __device__ __forceinline__ bool take_next() {
+    if (step.flags & kStepLast) {
+      if (!take_item()) return false;
+    }
+    take_step();
+    return true;
   }
 
   __device__ __forceinline__ void run() {
@@ -188,62 +227,56 @@ struct AttentionForwardConsumer {
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
     if (!take_item()) return;
     state.clear();
-    float rescale[2];
     take_step();
     start_scores();
     build_mask();
     wgmma_wait<0>();
     pin(scores);
     release(&shared.key_empty[(steps - 1) % C::kStages]);
-    softmax(rescale);
+    take_weights<0, kGroups>(take_scores());
     pack_weights();
     bool accumulate = false;
-    while (true) {
-      const bool last = step.flags & kStepLast;
-      const AttentionForwardItem current = item;
-      const RowState complete = state;
-      u8* const current_slot = shared.queries[slot()];
-      const u32 number = steps - 1;
-      bool more = true;
-      if (last) {
-        finish_store();
-        more = take_item();
-        state.clear();
-      }
-      if (!more) {
-        mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
-        start_output(number, accumulate);
-        wgmma_wait<0>();
-        pin(acc);
-        write_result(current, complete, current_slot);
-        break;
-      }
-      take_step();
+    Stage current = stage();
+    bool more = take_next();
+    while (more) {
+      if (current.last) state.clear();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
-      mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
-      start_output(number, accumulate);
+      wait_values(current.number);
+      start_output(current.number, accumulate);
       barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
       finish_store();
       build_mask();
       wgmma_wait<1>();
       pin(scores);
       release(&shared.key_empty[(steps - 1) % C::kStages]);
-      const bool grew = softmax(rescale);
-      // Nothing of the softmax may sink below the wait: it is there to run under the product.
+      const RowScaling scaling = take_scores();
+      take_weights<0, kEarly>(scaling);
       pin(scores);
+      Stage next = stage();
+      // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
+      // others are packed as they come: that needs the registers which the product reads.
+      more = take_next();
       wgmma_wait<0>();
       pin(acc);
-      release(&shared.value_empty[number % C::kStages]);
+      release(&shared.value_empty[current.number % C::kStages]);
+      take_weights<kEarly, kGroups>(scaling);
+      next.state = state;
       pack_weights();
-      if (last) {
-        write_result(current, complete, current_slot);
-      } else if (grew) {
+      if (current.last) {
+        write_result(current);
+      } else if (scaling.grew) {
 #pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= rescale[(j / 2) % 2];
+        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
       }
-      accumulate = !last;
+      accumulate = !current.last;
+      current = next;
     }
+    wait_values(current.number);
+    start_output(current.number, accumulate);
+    wgmma_wait<0>();
+    pin(acc);
+    write_result(current);
     if (thread == 0) tma_store_wait<0>();
   }
 };

@@ -11,7 +11,7 @@ constexpr u32 kRowBytes = 128;
 
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
 // query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -21,8 +21,8 @@ struct AttentionForwardConfig {
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
-  // Two, so that an item's results leave through its slot while the next item's query rows are at work in the other.
-  static constexpr u32 kQuerySlots = 2;
+  // At least two: an item's results leave through its slot while the next item's query rows are at work in another.
+  static constexpr u32 kQuerySlots = kQuerySlotsOf;
   static constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr u32 kKeyChunks = (kHeadDim + 63) / 64;
@@ -162,25 +162,32 @@ struct AttentionForwardProducer {
     }
   }
 
+  // A step that sees nothing: its keys lie beyond the tensor, where the copy engine reads zeros.
+  __device__ __forceinline__ void load_empty_step(i32 key_head, u32 last) {
+    load_step(AttentionForwardStep{arguments.rows_k, 0, 0, last | kStepBounded}, key_head);
+  }
+
   __device__ __forceinline__ void walk(const Tile& tile, u32 head) {
     const i32 key_head = i32(head / arguments.heads_per_key);
     load_query(AttentionForwardItem{tile.start, tile.end, head, tile.partial});
-    if (tile.run_begin == tile.run_end) {
-      // Nothing to see: one step whose keys all lie beyond the tensor, which the copy engine fills with zeros.
-      load_step(AttentionForwardStep{arguments.rows_k, 0, 0, kStepLast | kStepBounded}, key_head);
-      return;
-    }
-    TileRun next = arguments.runs[tile.run_begin];
+    // Consumers wait for a step while the one before it is at work and the results of the one before that are unwritten.
+    // With two slots these must not be three items, so a lone step gets an empty one for company.
+    const bool alone = C::kQuerySlots == 2 && tile.blocks <= 1;
+    TileRun next = {};
+    if (tile.run_begin < tile.run_end) next = arguments.runs[tile.run_begin];
     for (u32 r = tile.run_begin; r < tile.run_end; ++r) {
       const TileRun run = next;
       const bool last = r + 1 == tile.run_end;
       if (!last) next = arguments.runs[r + 1];
       const u32 bounded = run.bound_begin != run.bound_end ? kStepBounded : 0;
+#pragma unroll 1
       for (i32 start = run.start; start < run.end; start += i32(C::kBlock)) {
-        const u32 flags = bounded | (last && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
+        const u32 flags = bounded | (last && !alone && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
         load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, key_head);
       }
     }
+    if (C::kQuerySlots == 2 && tile.blocks == 0) load_empty_step(key_head, 0);
+    if (alone || tile.blocks == 0) load_empty_step(key_head, kStepLast);
   }
 
   __device__ __forceinline__ void run() {

@@ -34,11 +34,17 @@ struct RowState {
   }
 };
 
-// Turns scores into weights exp2(scale * (score - max)) and adds them to the sum. Returns whether a row of the warp took
-// a new maximum: accumulators must then be multiplied by `rescale`.
+// What turns the scores of two rows into weights exp2(scale * score + offset).
+struct RowScaling {
+  float offset[2];
+  float rescale[2];  // what accumulators and sums of earlier blocks must be multiplied by
+  bool grew;         // whether that is not 1 in a row of this warp
+};
+
+// Takes the maximum of `scores` into `state`, where it exceeds the one in use by enough, and rescales the sums.
 template <u32 kCount>
-__device__ __forceinline__ bool online_softmax(float (&scores)[kCount], RowState& state, float scale,
-                                               float (&rescale)[2]) {
+__device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCount], RowState& state, float scale) {
+  RowScaling scaling;
   bool grew = false;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
@@ -53,30 +59,33 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[kCount], RowState
     const bool take = (seen - state.max[i]) * scale > kMaxGrowth;
     const float previous = state.max[i];
     state.max[i] = take ? seen : previous;
-    rescale[i] = take ? exp2_fast((previous - seen) * scale) : 1.0f;
+    scaling.rescale[i] = take ? exp2_fast((previous - seen) * scale) : 1.0f;
+    scaling.offset[i] = state.max[i] == minus_infinity() ? 0.0f : -state.max[i] * scale;
+    state.sum[i] *= scaling.rescale[i];
     grew |= take;
   }
-  grew = __any_sync(0xffffffffu, grew);
-  if (grew) {
-    state.sum[0] *= rescale[0];
-    state.sum[1] *= rescale[1];
-  }
+  scaling.grew = __any_sync(0xffffffffu, grew);
+  return scaling;
+}
+
+// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to the sums.
+template <u32 kFrom, u32 kTo, u32 kCount>
+__device__ __forceinline__ void exponentiate(float (&scores)[kCount], RowState& state, float scale,
+                                             const RowScaling& scaling) {
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    const float offset = state.max[i] == minus_infinity() ? 0.0f : -state.max[i] * scale;
     float chain[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (u32 j = 0; j < kCount / 4; ++j) {
+    for (u32 j = kFrom; j < kTo; ++j) {
 #pragma unroll
       for (u32 e = 0; e < 2; ++e) {
         float& score = scores[4 * j + 2 * i + e];
-        score = exp2_fast(fmaf(score, scale, offset));
+        score = exp2_fast(fmaf(score, scale, scaling.offset[i]));
         chain[e] += score;
       }
     }
     state.sum[i] += chain[0] + chain[1];
   }
-  return grew;
 }
 
 }  // namespace counterpoint

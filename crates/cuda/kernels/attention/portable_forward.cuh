@@ -57,7 +57,7 @@ struct PortableForwardArguments {
   float* partial_lse;  // [slots, heads_q, tile rows]
   u32 tile_count;
   u32 heads_q;
-  u32 heads_per_key;    // heads_q / heads_kv
+  u32 heads_kv;
   u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
   u32 head_dim;
   u32 head_dim_v;
@@ -81,6 +81,7 @@ struct PortableForward {
 
   Tile tile;
   u32 head;
+  u32 key_head;
   float acc[C::kRowTiles][C::kHeadDimV / 2];
   RowState state[C::kRowTiles];
 
@@ -96,15 +97,13 @@ struct PortableForward {
   }
   // Rows past the run's end belong to nobody; they must not even be read, for 0 * NaN is NaN.
   __device__ __forceinline__ void load_keys(const BlockCursor& cursor) const {
-    const u32 heads = arguments.heads_q / arguments.heads_per_key;
-    C::Keys::template load<C::kThreads>(keys, arguments.k + head / arguments.heads_per_key * arguments.head_dim,
-                                        u64(heads) * arguments.head_dim, cursor.start,
+    C::Keys::template load<C::kThreads>(keys, arguments.k + key_head * arguments.head_dim,
+                                        u64(arguments.heads_kv) * arguments.head_dim, cursor.start,
                                         min(cursor.current.end, arguments.rows_k), arguments.head_dim);
   }
   __device__ __forceinline__ void load_values(const BlockCursor& cursor) const {
-    const u32 heads = arguments.heads_q / arguments.heads_per_key;
-    C::Values::template load<C::kThreads>(values, arguments.v + head / arguments.heads_per_key * arguments.head_dim_v,
-                                          u64(heads) * arguments.head_dim_v, cursor.start,
+    C::Values::template load<C::kThreads>(values, arguments.v + key_head * arguments.head_dim_v,
+                                          u64(arguments.heads_kv) * arguments.head_dim_v, cursor.start,
                                           min(cursor.current.end, arguments.rows_k), arguments.head_dim_v);
   }
 
@@ -131,30 +130,10 @@ struct PortableForward {
   }
 
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
-#pragma unroll
-    for (u32 m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (u32 j = 0; j < C::kBlock / 2; ++j) scores[m][j] = 0.0f;
-    }
-    const u32 query = queries + C::Queries::offset(warp * C::kWarpRows, 0) + C::Queries::lane_by_rows(lane);
-    const u32 key = keys + C::Keys::lane_by_columns(lane);
-#pragma unroll
-    for (u32 kk = 0; kk < C::kHeadDim / 16; ++kk) {
-      u32 a[C::kRowTiles][4];
-#pragma unroll
-      for (u32 m = 0; m < C::kRowTiles; ++m) ldmatrix_x4(a[m], query + C::Queries::offset(16 * m, 16 * kk));
-#pragma unroll
-      for (u32 n = 0; n < C::kBlock / 16; ++n) {
-        u32 b[4];
-        ldmatrix_x4(b, key + C::Keys::offset(16 * n, 16 * kk));
-#pragma unroll
-        for (u32 m = 0; m < C::kRowTiles; ++m) {
-          float* d = &scores[m][8 * n];
-          mma_m16n8k16(d[0], d[1], d[2], d[3], a[m], b[0], b[1]);
-          mma_m16n8k16(d[4], d[5], d[6], d[7], a[m], b[2], b[3]);
-        }
-      }
-    }
+    clear(scores);
+    multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
+        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, 0, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, 0, lane));
   }
 
   __device__ __forceinline__ void mask_scores(float (&scores)[C::kRowTiles][C::kBlock / 2],
@@ -184,39 +163,59 @@ struct PortableForward {
     }
   }
 
-  // Scores become weights; the accumulators follow a new maximum.
-  __device__ __forceinline__ void weigh(float (&scores)[C::kRowTiles][C::kBlock / 2]) {
+  // Follows the maxima of a block's scores: `offset` is what a score times the scale needs to become a weight's exponent.
+  __device__ __forceinline__ void follow_maxima(const float (&scores)[C::kRowTiles][C::kBlock / 2],
+                                                float (&offset)[C::kRowTiles][2]) {
+    float rescale[C::kRowTiles][2];
+    bool grew = false;
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
-      float rescale[2];
-      if (online_softmax(scores[m], state[m], arguments.scale_log2, rescale)) {
 #pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] *= rescale[j / 2 % 2];
+      for (u32 i = 0; i < 2; ++i) {
+        float chain[2] = {scores[m][2 * i], scores[m][2 * i + 1]};
+#pragma unroll
+        for (u32 j = 1; j < C::kBlock / 8; ++j) {
+          chain[0] = fmaxf(chain[0], scores[m][4 * j + 2 * i]);
+          chain[1] = fmaxf(chain[1], scores[m][4 * j + 2 * i + 1]);
+        }
+        const float seen = quad_max(fmaxf(chain[0], chain[1])), previous = state[m].max[i];
+        // False for a row that has seen nothing but minus infinities, true for the first finite score.
+        const bool take = (seen - previous) * arguments.scale_log2 > kMaxGrowth;
+        state[m].max[i] = take ? seen : previous;
+        rescale[m][i] = take ? exp2_fast((previous - seen) * arguments.scale_log2) : 1.0f;
+        grew |= take;
+        offset[m][i] = state[m].max[i] == minus_infinity() ? 0.0f : -state[m].max[i] * arguments.scale_log2;
       }
+    }
+    if (!__any_sync(0xffffffffu, grew)) return;
+#pragma unroll
+    for (u32 m = 0; m < C::kRowTiles; ++m) {
+      state[m].sum[0] *= rescale[m][0];
+      state[m].sum[1] *= rescale[m][1];
+#pragma unroll
+      for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] *= rescale[m][j / 2 % 2];
     }
   }
 
-  __device__ __forceinline__ void accumulate(const float (&weights)[C::kRowTiles][C::kBlock / 2]) {
-    const u32 value = values + C::Values::lane_by_rows(lane);
+  // acc += weights v. A step's weights are made just before its product, so that they hide under the product before.
+  __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2],
+                                             const float (&offset)[C::kRowTiles][2]) {
+    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, 0, lane);
 #pragma unroll
     for (u32 kk = 0; kk < C::kBlock / 16; ++kk) {
       u32 a[C::kRowTiles][4];
 #pragma unroll
       for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (u32 j = 0; j < 4; ++j) a[m][j] = pack(weights[m][8 * kk + 2 * j], weights[m][8 * kk + 2 * j + 1]);
-      }
-#pragma unroll
-      for (u32 n = 0; n < C::kHeadDimV / 16; ++n) {
-        u32 b[4];
-        ldmatrix_x4_transposed(b, value + C::Values::offset(16 * kk, 16 * n));
-#pragma unroll
-        for (u32 m = 0; m < C::kRowTiles; ++m) {
-          float* d = &acc[m][8 * n];
-          mma_m16n8k16(d[0], d[1], d[2], d[3], a[m], b[0], b[1]);
-          mma_m16n8k16(d[4], d[5], d[6], d[7], a[m], b[2], b[3]);
+        for (u32 j = 0; j < 4; ++j) {
+          const float* pair = &scores[m][8 * kk + 2 * j];
+          const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
+          const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
+          state[m].sum[j % 2] += low + high;
+          a[m][j] = pack(low, high);
         }
       }
+      multiply_step<C::kRowTiles, C::kHeadDimV>(acc, a, operand, kk);
     }
   }
 
@@ -383,8 +382,9 @@ struct PortableForward {
       if (seen == Cover::kNone) continue;
       if constexpr (C::kSoftcap) cap_scores(scores);
       if (seen == Cover::kSome) mask_scores(scores, block);
-      weigh(scores);
-      accumulate(scores);
+      float offset[C::kRowTiles][2];
+      follow_maxima(scores, offset);
+      accumulate(scores, offset);
     }
     cp_async_wait<0>();
     if constexpr (C::kEnd == StateEnd::kState) {
@@ -405,6 +405,7 @@ struct PortableForward {
       const u32 width = min(arguments.heads_per_group, arguments.heads_q - first);
       tile = arguments.tiles[within / width];
       head = first + within % width;
+      key_head = head / (arguments.heads_q / arguments.heads_kv);
       walk();
       __syncthreads();
     }

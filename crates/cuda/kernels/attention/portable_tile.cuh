@@ -37,16 +37,93 @@ struct SharedRows {
                                               u32 columns) {
     constexpr u32 kPieces = kColumns / 8;
     constexpr u32 kRounds = (kRows * kPieces + kThreads - 1) / kThreads;
+    const Element* const first = head + u64(start) * pitch;
 #pragma unroll
     for (u32 i = 0; i < kRounds; ++i) {
       const u32 index = threadIdx.x + i * kThreads;
       const u32 row = index / kPieces, column = index % kPieces * 8;
       if (kRows * kPieces % kThreads != 0 && row >= kRows) break;
-      cp_async_16(shared + offset(row, column), head + (u64(start) + row) * pitch + column,
+      cp_async_16(shared + offset(row, column), first + (u64(row) * pitch + column),
                   start + i32(row) < end && column < columns);
     }
   }
 };
+
+// How an operand of a product lies in shared memory: its rows are rows of A or columns of B (and the product runs along
+// them), or its rows are the steps of the product.
+enum class Lie : u32 { kAlong, kAcross };
+
+// Operand A of products of one warp: rows from `row` on, steps from `step` on.
+template <typename Rows, Lie kLie>
+struct OperandA {
+  u32 base;
+  __device__ __forceinline__ OperandA(u32 shared, u32 row, u32 step, u32 lane)
+      : base(shared + (kLie == Lie::kAlong ? Rows::offset(row, step) + Rows::lane_by_rows(lane)
+                                           : Rows::offset(step, row) + Rows::lane_by_columns(lane))) {}
+  // Row tile `m`, step `kk`, both of 16.
+  __device__ __forceinline__ void load(u32 (&a)[4], u32 m, u32 kk) const {
+    if constexpr (kLie == Lie::kAlong) {
+      ldmatrix_x4(a, base + Rows::offset(16 * m, 16 * kk));
+    } else {
+      ldmatrix_x4_transposed(a, base + Rows::offset(16 * kk, 16 * m));
+    }
+  }
+};
+
+// Operand B likewise: columns from `column` on, steps from `step` on.
+template <typename Rows, Lie kLie>
+struct OperandB {
+  u32 base;
+  __device__ __forceinline__ OperandB(u32 shared, u32 column, u32 step, u32 lane)
+      : base(shared + (kLie == Lie::kAlong ? Rows::offset(column, step) + Rows::lane_by_columns(lane)
+                                           : Rows::offset(step, column) + Rows::lane_by_rows(lane))) {}
+  // Two neighbouring fragments: columns from 16 * n on, step `kk` of 16.
+  __device__ __forceinline__ void load(u32 (&b)[4], u32 n, u32 kk) const {
+    if constexpr (kLie == Lie::kAlong) {
+      ldmatrix_x4(b, base + Rows::offset(16 * n, 16 * kk));
+    } else {
+      ldmatrix_x4_transposed(b, base + Rows::offset(16 * kk, 16 * n));
+    }
+  }
+};
+
+// One step of D += A * B: kRowTiles tiles of 16 rows, kColumns columns.
+template <u32 kRowTiles, u32 kColumns, typename B>
+__device__ __forceinline__ void multiply_step(float (&d)[kRowTiles][kColumns / 2], const u32 (&a)[kRowTiles][4],
+                                              const B& operand, u32 kk) {
+#pragma unroll
+  for (u32 n = 0; n < kColumns / 16; ++n) {
+    u32 b[4];
+    operand.load(b, n, kk);
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+      float* to = &d[m][8 * n];
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[0], b[1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[2], b[3]);
+    }
+  }
+}
+
+// D += A * B over kSteps steps of 16.
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
+__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
+#pragma unroll
+  for (u32 kk = 0; kk < kSteps; ++kk) {
+    u32 a[kRowTiles][4];
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) left.load(a[m], m, kk);
+    multiply_step<kRowTiles, kColumns>(d, a, right, kk);
+  }
+}
+
+template <u32 kRowTiles, u32 kCount>
+__device__ __forceinline__ void clear(float (&d)[kRowTiles][kCount]) {
+#pragma unroll
+  for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (u32 j = 0; j < kCount; ++j) d[m][j] = 0.0f;
+  }
+}
 
 // The blocks of a tile's runs, one after another.
 struct BlockCursor {

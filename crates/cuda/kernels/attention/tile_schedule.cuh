@@ -16,7 +16,8 @@ struct Tile {
   u32 run_end;    // == run_begin: nothing to see, the results are zeros
   i32 partial;    // -1, or the slot of the partial result that this part of a split tile writes
   u32 blocks;     // blocks in all its runs
-  u32 reserved[2];
+  u32 number;     // place of the tile when tiles are ordered by rows; the parts of a split tile share it
+  u32 reserved;
 };
 
 // Consecutive blocks along the other axis that share one list of bounds.
@@ -36,6 +37,21 @@ struct TileBound {
   i32 reserved[2];
 };
 
+// A split tile: its rows are merged from the partial results in these slots.
+struct TileMerge {
+  i32 start, end;
+  u32 slot_begin, slot_end;
+};
+
+// Key tiles first .. end - 1 (numbers as in Tile) that all add to one block of dq; number n is the one whose turn comes
+// after turn + n - first others have added. Only where the order of additions is fixed.
+struct TurnSpan {
+  u32 first, end;
+  u32 turn;
+  u32 reserved;
+};
+
 static_assert(sizeof(Tile) == 32 && sizeof(TileRun) == 16 && sizeof(TileBound) == 32, "layouts shared with the host");
+static_assert(sizeof(TileMerge) == 16 && sizeof(TurnSpan) == 16, "layouts shared with the host");
 
 }  // namespace counterpoint

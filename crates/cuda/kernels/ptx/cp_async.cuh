@@ -11,6 +11,11 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, bool
                : "memory");
 }
 
+// 4 bytes likewise, through L1.
+__device__ __forceinline__ void cp_async_4(u32 shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0) : "memory");
+}
+
 // Closes the group of this thread's copies so far.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

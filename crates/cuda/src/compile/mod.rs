@@ -1,10 +1,16 @@
-//! From a kernel's source to a cubin: NVRTC with our headers in memory, in front of a cache on disk.
+//! From a kernel's source to a cubin: NVRTC with our headers in memory, behind a cache on disk.
 
-mod cached;
+mod cache;
+mod compiler;
+mod elf;
+mod entry;
 mod headers;
+mod parallel;
 mod source;
 mod translate;
 
-pub(crate) use cached::cubins;
+pub use cache::{CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin};
+pub use compiler::{CompilerVersion, compiler_version};
+pub(crate) use elf::count_arguments;
 pub use source::KernelSource;
-pub use translate::{CompilerVersion, Cubin, compile, compiler_version};
+pub use translate::{Cubin, compile};

@@ -1,5 +1,4 @@
 use std::ffi::{CString, c_int};
-use std::path::PathBuf;
 use std::ptr;
 
 use cudarc::nvrtc::sys::nvrtcProgram;
@@ -16,24 +15,6 @@ pub struct Cubin {
     pub image: Vec<u8>,
     /// What the compiler said: warnings, and the assembler's figures.
     pub log: String,
-}
-
-/// The compiler that was found.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CompilerVersion {
-    /// Major and minor version of NVRTC, such as (13, 0).
-    pub version: (u32, u32),
-    /// The library: a file, or a bare name that the loader knew.
-    pub path: PathBuf,
-}
-
-/// The compiler that kernels are compiled with.
-///
-/// # Errors
-/// [`CudaError::NoNvrtc`] with the places that were tried.
-pub fn compiler_version() -> Result<CompilerVersion, CudaError> {
-    let nvrtc = Nvrtc::get()?;
-    Ok(CompilerVersion { version: nvrtc.version(), path: nvrtc.path().to_owned() })
 }
 
 /// Options beside the architecture. A part of the cache's key.
@@ -78,6 +59,8 @@ impl Program {
     }
 
     fn compile(&self, source: &KernelSource) -> Result<Cubin, CudaError> {
+        // An option that it does not know is an architecture newer than it is; the log says so.
+        const INVALID_OPTION: u32 = 5;
         const COMPILATION: u32 = 6;
         let nvrtc = self.nvrtc;
         let arch = c_string(&format!("--gpu-architecture={}", source.arch()));
@@ -85,7 +68,7 @@ impl Program {
         let options: Vec<_> = [&arch].into_iter().chain(&options).map(|option| option.as_ptr()).collect();
         // SAFETY: the program is alive; the options are terminated and outlive the call.
         let code = unsafe { (nvrtc.nvrtcCompileProgram)(self.raw, options.len() as c_int, options.as_ptr()) };
-        if code == COMPILATION {
+        if code == COMPILATION || code == INVALID_OPTION {
             let (kernel, arch) = (source.name().to_owned(), source.arch().to_string());
             return Err(CudaError::Compile { kernel, arch, log: self.log()? });
         }
@@ -111,7 +94,11 @@ impl Program {
         // SAFETY: the buffer has the size that was just told.
         let code = unsafe { (nvrtc.nvrtcGetProgramLog)(self.raw, log.as_mut_ptr().cast()) };
         nvrtc.check("nvrtcGetProgramLog", code)?;
-        Ok(String::from_utf8_lossy(&log).trim_end_matches(['\0', '\n']).to_owned())
+        let log = String::from_utf8_lossy(&log);
+        // The same source gives the same log: how long it took is left out.
+        let lines: Vec<_> = log.trim_end_matches(['\0', '\n']).lines().collect();
+        let kept = lines.into_iter().filter(|line| !line.contains("Compile time ="));
+        Ok(kept.collect::<Vec<_>>().join("\n"))
     }
 }
 

@@ -8,3 +8,4 @@ mod table;
 
 pub(crate) use driver::{Driver, call};
 pub(crate) use nvrtc::Nvrtc;
+pub(crate) use search::SEARCH_VARIABLES;

@@ -56,7 +56,7 @@ impl Nvrtc {
         self.version
     }
 
-    /// Where it was found: a file, or a bare name that the loader knew.
+    /// Where it was found.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -94,7 +94,7 @@ impl Nvrtc {
             return Err(format!("it is version {major}.{minor}; NVRTC 12.0 or newer is needed"));
         }
         let version = (major.unsigned_abs(), minor.unsigned_abs());
-        let path = candidate.library.clone();
+        let path = mapped_file(&candidate.library).unwrap_or_else(|| candidate.library.clone());
         Ok(Self { functions, error_text, version, path, _libraries: libraries })
     }
 
@@ -107,4 +107,20 @@ impl Nvrtc {
         let text = unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned();
         Err(CudaError::Nvrtc { call, code, text })
     }
+}
+
+/// The file behind a library that is open: the loader may have been given a bare name.
+fn mapped_file(library: &Path) -> Option<PathBuf> {
+    if library.is_absolute() {
+        return Some(library.to_owned());
+    }
+    let name = library.file_name()?.to_str()?;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let mut paths = maps.lines().filter_map(|line| Some(Path::new(&line[line.find('/')?..])));
+    // The mapping names the file that a link of this name leads to, so its version may be longer.
+    paths
+        .find(|path| {
+            path.file_name().and_then(|file| file.to_str()).is_some_and(|file| file.starts_with(name))
+        })
+        .map(Path::to_owned)
 }

@@ -19,6 +19,19 @@ pub(super) struct Candidate {
 /// The variable that names NVRTC's folder.
 const NVRTC_VARIABLE: &str = "COUNTERPOINT_NVRTC_DIR";
 
+/// The variables that the search depends on, the loader's and `python3`'s own among them.
+pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
+    NVRTC_VARIABLE,
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "PATH",
+    "HOME",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHOME",
+];
+
 /// Names under which the loader may know NVRTC, the newest first.
 const NVRTC_NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 

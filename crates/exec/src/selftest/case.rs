@@ -1,11 +1,12 @@
 use std::fmt::Write;
+use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, StageCount};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
-use super::draw::Draw;
 use super::random_mask;
+use crate::draw::Draw;
 use crate::{AttentionInputs, RunConfig, random_inputs};
 
 /// How much a selftest examines.
@@ -118,11 +119,7 @@ impl Case {
             mask,
             spec,
             plan: PlanConfig { chunk_size, dispatch, stages, ..PlanConfig::new(cp_size) },
-            run: RunConfig {
-                policy: OverlapPolicy { start, sm_margin },
-                deterministic,
-                ..RunConfig::default()
-            },
+            run: RunConfig { policy: OverlapPolicy { start, sm_margin }, deterministic, ..run_config() },
             pass: if draw.chance(80) { Pass::ForwardBackward } else { Pass::Forward },
         }
     }
@@ -134,7 +131,7 @@ impl Case {
             mask,
             spec,
             plan: PlanConfig::new(1),
-            run: RunConfig::default(),
+            run: run_config(),
             pass: Pass::ForwardBackward,
         }
     }
@@ -189,6 +186,11 @@ impl Case {
         }
         text
     }
+}
+
+/// A run with its outputs poisoned. No case takes long, so neither does the wait for one that hangs.
+fn run_config() -> RunConfig {
+    RunConfig { poison: true, limit: Duration::from_secs(30), ..RunConfig::default() }
 }
 
 fn spec(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> AttentionSpec {

@@ -4,7 +4,6 @@
 //! references, which cost far more than the runs, are computed on all cores while the device works.
 
 mod case;
-mod draw;
 mod examine;
 mod random_mask;
 mod subject;

@@ -1,6 +1,6 @@
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 
-use super::draw::Draw;
+use crate::draw::Draw;
 
 const TYPES: [MaskType; 4] = [MaskType::Full, MaskType::Causal, MaskType::InvCausal, MaskType::BiCausal];
 

@@ -10,8 +10,8 @@ pub trait Subject {
     /// Element types that it takes.
     fn dtypes(&self) -> &[DType];
 
-    /// Runs attention with outputs and scratch poisoned before and, where the device can write beyond a buffer, guard bytes
-    /// behind each one that are looked at after.
+    /// Runs attention as `config` says, with guard bytes behind every buffer that are looked at after, where the device can
+    /// write beyond one.
     ///
     /// # Errors
     /// Whatever ends the run, a guard that was written over included.

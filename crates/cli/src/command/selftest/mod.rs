@@ -2,6 +2,7 @@
 
 mod compile_only;
 mod device;
+mod ledger;
 
 use crate::arguments::SelftestArguments;
 use crate::error::CliError;

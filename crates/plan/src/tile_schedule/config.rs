@@ -1,0 +1,110 @@
+use counterpoint_mask::Band;
+use serde::{Deserialize, Serialize};
+
+use super::TileScheduleError;
+
+/// Which axis tiles own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TileDirection {
+    /// Tiles own query rows and walk key rows.
+    Forward,
+    /// Tiles own key rows and walk query rows.
+    Backward,
+}
+
+impl TileDirection {
+    /// `band` with the owned axis as its rows and the walked axis as its columns, or such a band turned back.
+    pub(super) fn turn(self, band: &Band) -> Band {
+        match self {
+            Self::Forward => *band,
+            // The bounds that stand for no limit are each other's negatives, so they stay such.
+            Self::Backward => Band {
+                q_range: band.k_range,
+                k_range: band.q_range,
+                diag_min: -band.diag_max,
+                diag_max: -band.diag_min,
+            },
+        }
+    }
+}
+
+/// Where tiles or blocks begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TilePlacement {
+    /// Where the mask suggests. A block starts at the first column that is not walked yet and that some row of the tile
+    /// sees, which makes the number of blocks the smallest possible. A tile ends early, at a row where a part of the mask
+    /// begins or ends, when that saves work in all.
+    Tight,
+    /// At multiples of their size. Then a row's blocks (or the tiles that a row is summed over) do not depend on how the
+    /// mask was cut into stages at such multiples, and with them not the last bit of its result.
+    Aligned,
+}
+
+/// The order of the tiles in the schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TileOrder {
+    /// Most blocks first, then by rows: what a queue needs so that CTAs finish together.
+    Work,
+    /// By rows: what a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have
+    /// started.
+    Position,
+}
+
+/// Splitting tiles along the walked axis when they are too few to keep a device busy. The parts' results are merged after.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TileSplit {
+    /// CTAs that run at a time.
+    pub workers: usize,
+    /// Heads that each walk the schedule (key heads where the query heads of a key head are packed into a tile).
+    pub heads: usize,
+}
+
+/// How a [`TileSchedule`](super::TileSchedule) is made. All sizes are in tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TileScheduleConfig {
+    /// Which axis tiles own.
+    pub direction: TileDirection,
+    /// Most tokens that a tile owns: a CTA's rows over the heads that are packed into them.
+    pub tile_rows: usize,
+    /// Tokens of a block along the walked axis.
+    pub block: usize,
+    /// Where tiles begin.
+    pub tiles: TilePlacement,
+    /// Where blocks begin.
+    pub blocks: TilePlacement,
+    /// The order of tiles.
+    pub order: TileOrder,
+    /// Whether and for whom tiles may be split. Merging parts rounds differently from not splitting.
+    pub split: Option<TileSplit>,
+}
+
+impl TileScheduleConfig {
+    /// The fastest schedule: tight tiles and blocks, heaviest tiles first, nothing split.
+    pub const fn new(direction: TileDirection, tile_rows: usize, block: usize) -> Self {
+        Self {
+            direction,
+            tile_rows,
+            block,
+            tiles: TilePlacement::Tight,
+            blocks: TilePlacement::Tight,
+            order: TileOrder::Work,
+            split: None,
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<(), TileScheduleError> {
+        for (field, size) in [("tile_rows", self.tile_rows), ("block", self.block)] {
+            if size == 0 || size > super::MAX_TILE_SIZE {
+                return Err(TileScheduleError::Size { field, size, limit: super::MAX_TILE_SIZE });
+            }
+        }
+        match self.split {
+            Some(TileSplit { workers: 0, .. }) => Err(TileScheduleError::Nobody { field: "workers" }),
+            Some(TileSplit { heads: 0, .. }) => Err(TileScheduleError::Nobody { field: "heads" }),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
+
+mod config;
+mod coverage;
+mod error;
+mod fit;
+mod layout;
+mod split;
+mod statistics;
+mod sweep;
+mod turns;
+mod walk;
+
+pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
+pub use error::TileScheduleError;
+pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
+pub use statistics::TileStatistics;
+pub use turns::{DqTurns, TurnSpan};
+
+use counterpoint_mask::{Band, Range};
+
+use split::Parts;
+use sweep::Sweep;
+use walk::Walk;
+
+/// Most query or key rows of a schedule: sums of a row and a diagonal then fit an `i32`.
+pub const MAX_TILE_SCHEDULE_ROWS: usize = 1 << 29;
+
+/// Most rows of a tile or a block.
+pub const MAX_TILE_SIZE: usize = 1 << 16;
+
+/// A mask as attention kernels walk it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
+/// which its rows see anything, from all bands that touch it.
+///
+/// A kernel therefore needs no atomics in the forward, adjacent slices are one, and only blocks that an edge of the mask
+/// crosses are tested for it. Size and time are proportional to the tiles and to the bounds that change along them, never to
+/// tiles times blocks.
+///
+/// ```
+/// use counterpoint_mask::Mask;
+/// use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+///
+/// // Two documents, causal; tiles of 128 query rows walk blocks of 128 keys.
+/// let mask: Mask = "varlen-causal:lengths=320,1024".parse()?;
+/// let bands: Vec<_> = mask.bands().collect();
+/// let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
+/// let schedule = TileSchedule::new(&bands, mask.seqlen_q(), mask.seqlen_k(), &config)?;
+///
+/// // The heaviest tile first: the last rows of the long document.
+/// let tile = schedule.tiles()[0];
+/// assert_eq!((tile.start, tile.end, tile.blocks), (1216, 1344, 8));
+/// // It sees seven blocks without exception, and the last one up to the diagonal.
+/// let runs: Vec<_> = schedule.runs_of(&tile).iter().map(|run| (run.start, run.end)).collect();
+/// assert_eq!(runs, [(320, 1216), (1216, 1344)]);
+/// assert!(schedule.bounds_of(&schedule.runs_of(&tile)[0]).is_empty());
+/// assert_eq!(schedule.bounds_of(&schedule.runs_of(&tile)[1])[0].diag_max, 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct TileSchedule {
+    config: TileScheduleConfig,
+    q_rows: usize,
+    k_rows: usize,
+    area: u64,
+    tiles: Vec<Tile>,
+    runs: Vec<TileRun>,
+    bounds: Vec<TileBound>,
+    merges: Vec<TileMerge>,
+    partials: usize,
+}
+
+impl TileSchedule {
+    /// The schedule of `bands`, which are disjoint (those of a mask, or of a stage), over `q_rows` query rows and `k_rows`
+    /// key rows. It depends on nothing else; the order of the bands does not matter.
+    ///
+    /// # Errors
+    /// A `config` without sense, more rows than [`MAX_TILE_SCHEDULE_ROWS`], a band that reaches past the rows, or a mask
+    /// that is too fine for 32-bit indices.
+    pub fn new(
+        bands: &[Band],
+        q_rows: usize,
+        k_rows: usize,
+        config: &TileScheduleConfig,
+    ) -> Result<Self, TileScheduleError> {
+        config.validate()?;
+        check_rows(bands, q_rows, k_rows)?;
+        let direction = config.direction;
+        let mut turned = Band::merged(bands.to_vec());
+        turned.iter_mut().for_each(|band| *band = direction.turn(band));
+        turned.sort_unstable();
+        let own_rows = match direction {
+            TileDirection::Forward => q_rows,
+            TileDirection::Backward => k_rows,
+        };
+        let starts = match config.tiles {
+            TilePlacement::Tight => fit::fit(&turned, own_rows, config),
+            TilePlacement::Aligned => (0..own_rows).step_by(config.tile_rows).chain([own_rows]).collect(),
+        };
+        let mut walk = Walk::new(direction, config.block, config.blocks);
+        let mut sweep = Sweep::new(&turned);
+        let mut tiles = Vec::with_capacity(starts.len());
+        for (number, pair) in starts.windows(2).enumerate() {
+            let rows = Range::new(pair[0], pair[1]);
+            let run_begin = walk.runs.len() as u32;
+            let blocks = walk.tile(&rows, sweep.touching(&rows));
+            tiles.push(Tile {
+                start: rows.start as i32,
+                end: rows.end as i32,
+                run_begin,
+                run_end: walk.runs.len() as u32,
+                partial: -1,
+                blocks: blocks as u32,
+                number: number as u32,
+                reserved: 0,
+            });
+        }
+        let (runs, bounds) = (walk.runs, walk.bounds);
+        for (what, entries) in [("runs", runs.len()), ("bounds", bounds.len())] {
+            if entries > u32::MAX as usize {
+                return Err(TileScheduleError::TooFine { what, entries, limit: u32::MAX as usize });
+            }
+        }
+        let area = turned.iter().map(Band::area).sum();
+        let (config, merges) = (*config, Vec::new());
+        let mut schedule = Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0 };
+        if let Some(part) = config.split.and_then(|split| split::part_blocks(&schedule.tiles, &split)) {
+            schedule.split(part);
+        }
+        if config.order == TileOrder::Work {
+            schedule.tiles = by_work(&schedule.tiles);
+        }
+        Ok(schedule)
+    }
+
+    fn split(&mut self, part: usize) {
+        let direction = self.config.direction;
+        let parts =
+            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, part, |bound, run| {
+                bound.clip(direction, run)
+            });
+        (self.tiles, self.runs, self.bounds) = (parts.tiles, parts.runs, parts.bounds);
+        (self.merges, self.partials) = (parts.merges, parts.slots as usize);
+    }
+
+    /// How it was made.
+    pub fn config(&self) -> &TileScheduleConfig {
+        &self.config
+    }
+
+    /// Query rows that it is for.
+    pub fn q_rows(&self) -> usize {
+        self.q_rows
+    }
+
+    /// Key rows that it is for.
+    pub fn k_rows(&self) -> usize {
+        self.k_rows
+    }
+
+    /// The tiles, in the order in which to hand them out. Every row of the owned axis is in exactly one of them, or in all
+    /// parts of one.
+    pub fn tiles(&self) -> &[Tile] {
+        &self.tiles
+    }
+
+    /// The runs of all tiles. Those of one tile are ascending and disjoint.
+    pub fn runs(&self) -> &[TileRun] {
+        &self.runs
+    }
+
+    /// The bounds of all runs.
+    pub fn bounds(&self) -> &[TileBound] {
+        &self.bounds
+    }
+
+    /// Which partial results make up the rows of each split tile.
+    pub fn merges(&self) -> &[TileMerge] {
+        &self.merges
+    }
+
+    /// Number of partial results, each of one part's rows.
+    pub fn partials(&self) -> usize {
+        self.partials
+    }
+
+    /// The runs of `tile`, one of this schedule's.
+    pub fn runs_of(&self, tile: &Tile) -> &[TileRun] {
+        &self.runs[tile.run_begin as usize..tile.run_end as usize]
+    }
+
+    /// The bounds of `run`, one of this schedule's; none when the run is full.
+    pub fn bounds_of(&self, run: &TileRun) -> &[TileBound] {
+        &self.bounds[run.bound_begin as usize..run.bound_end as usize]
+    }
+
+    /// Bytes of its lists, here and on a device.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&*self.tiles)
+            + size_of_val(&*self.runs)
+            + size_of_val(&*self.bounds)
+            + size_of_val(&*self.merges)
+    }
+}
+
+impl TileBound {
+    /// The part inside a run's rows; `None` when the bound has no pair there.
+    fn clip(&self, direction: TileDirection, run: &TileRun) -> Option<TileBound> {
+        let mut bound = *self;
+        let (start, end) = match direction {
+            TileDirection::Forward => (&mut bound.k_start, &mut bound.k_end),
+            TileDirection::Backward => (&mut bound.q_start, &mut bound.q_end),
+        };
+        *start = (*start).max(run.start);
+        *end = (*end).min(run.end);
+        (*start < *end).then_some(bound)
+    }
+}
+
+fn check_rows(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<(), TileScheduleError> {
+    for (axis, rows) in [("query", q_rows), ("key", k_rows)] {
+        if rows > MAX_TILE_SCHEDULE_ROWS {
+            return Err(TileScheduleError::TooManyRows { axis, rows, limit: MAX_TILE_SCHEDULE_ROWS });
+        }
+    }
+    for (index, band) in bands.iter().enumerate() {
+        for (axis, range, rows) in [("query", band.q_range, q_rows), ("key", band.k_range, k_rows)] {
+            if range.end > rows {
+                return Err(TileScheduleError::PastTheRows { index, axis, range, rows });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Most blocks first, ties in the order that they are in. Counting is faster than comparing.
+fn by_work(tiles: &[Tile]) -> Vec<Tile> {
+    let most = tiles.iter().map(|tile| tile.blocks as usize).max().unwrap_or(0);
+    let mut place = vec![0; most + 2];
+    for tile in tiles {
+        place[most - tile.blocks as usize + 1] += 1;
+    }
+    for index in 0..=most {
+        place[index + 1] += place[index];
+    }
+    let mut sorted = tiles.to_vec();
+    for tile in tiles {
+        let place = &mut place[most - tile.blocks as usize];
+        sorted[*place] = *tile;
+        *place += 1;
+    }
+    sorted
+}

@@ -1,0 +1,44 @@
+use counterpoint_mask::{Band, Range};
+
+/// Bands by rows, met while going down the rows: each tile looks only at the bands that touch it.
+#[derive(Debug)]
+pub(super) struct Sweep<'a> {
+    /// Trimmed, ascending by first row.
+    bands: &'a [Band],
+    /// The first band that is not met yet.
+    next: usize,
+    /// Bands that may touch rows from here on.
+    active: Vec<Band>,
+}
+
+impl<'a> Sweep<'a> {
+    pub(super) fn new(bands: &'a [Band]) -> Self {
+        debug_assert!(bands.is_sorted_by_key(|band| band.q_range.start));
+        Self { bands, next: 0, active: Vec::new() }
+    }
+
+    /// The bands that touch `rows`, and no others when `rows` end no earlier than those of the call before. Neither end of
+    /// `rows` may go back from call to call.
+    pub(super) fn touching(&mut self, rows: &Range) -> &[Band] {
+        self.active.retain(|band| band.q_range.end > rows.start);
+        while let Some(band) = self.bands.get(self.next)
+            && band.q_range.start < rows.end
+        {
+            if band.q_range.end > rows.start {
+                self.active.push(*band);
+            }
+            self.next += 1;
+        }
+        &self.active
+    }
+}
+
+/// The part of a trimmed `band` in `rows`, which it touches, trimmed.
+pub(super) fn piece(band: &Band, rows: &Range) -> Option<Band> {
+    let part = Band { q_range: band.q_range.intersect(rows), ..*band };
+    match band.diag_min == Band::NO_MIN && band.diag_max == Band::NO_MAX {
+        // A part of a rectangle is trimmed.
+        true => Some(part),
+        false => part.trim(),
+    }
+}

@@ -1,0 +1,133 @@
+use bytemuck::{Pod, Zeroable};
+use counterpoint_mask::Range;
+
+use super::{TileDirection, TilePlacement, TileSchedule};
+
+/// Key tiles with consecutive numbers that all add to one block of dq.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
+#[repr(C)]
+pub struct TurnSpan {
+    /// [`Tile::number`](super::Tile::number) of the first.
+    pub first: u32,
+    /// One past the number of the last.
+    pub end: u32,
+    /// Turn of the first: how many key tiles add before it. That of number `n` is `turn + n - first`.
+    pub turn: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// In which order key tiles add to dq when the order matters: for every block of query rows its key tiles, ascending.
+///
+/// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles have added
+/// to it as its turn says. Tiles must be handed out in [`TileOrder::Position`](super::TileOrder::Position): then everyone
+/// waits only for tiles that have started. Nearly every mask has one span a block; the spans of a schedule are as many as
+/// its runs change from tile to tile, not as many as its blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DqTurns {
+    spans: Vec<TurnSpan>,
+    /// Of each block its first span, and the number of all spans.
+    begins: Vec<u32>,
+}
+
+impl DqTurns {
+    /// The spans of all blocks, block after block, ascending in each.
+    pub fn spans(&self) -> &[TurnSpan] {
+        &self.spans
+    }
+
+    /// Block `i` of query rows has the spans `begins()[i]..begins()[i + 1]`.
+    pub fn begins(&self) -> &[u32] {
+        &self.begins
+    }
+
+    /// Key tiles that add to `block`.
+    ///
+    /// # Panics
+    /// When there is no such block.
+    pub fn adders(&self, block: usize) -> u32 {
+        let spans = &self.spans[self.begins[block] as usize..self.begins[block + 1] as usize];
+        spans.last().map_or(0, |last| last.turn + (last.end - last.first))
+    }
+
+    /// The turn of the key tile `number` at `block`; `None` when it adds nothing there.
+    ///
+    /// # Panics
+    /// When there is no such block.
+    pub fn turn(&self, block: usize, number: u32) -> Option<u32> {
+        let spans = &self.spans[self.begins[block] as usize..self.begins[block + 1] as usize];
+        let span = spans.iter().find(|span| (span.first..span.end).contains(&number))?;
+        Some(span.turn + (number - span.first))
+    }
+}
+
+impl TileSchedule {
+    /// The order of additions to dq. `None` unless the schedule is one of a backward whose blocks are aligned: other blocks
+    /// do not meet each other in rows.
+    pub fn dq_turns(&self) -> Option<DqTurns> {
+        if self.config.direction != TileDirection::Backward || self.config.blocks != TilePlacement::Aligned {
+            return None;
+        }
+        let block = self.config.block;
+        let mut order: Vec<usize> = (0..self.tiles.len()).collect();
+        order.sort_unstable_by_key(|&index| self.tiles[index].number);
+        let mut closed: Vec<(usize, TurnSpan)> = Vec::new();
+        // The first tile of the span that is open at each block.
+        let mut opened = vec![0; self.q_rows.div_ceil(block)];
+        let (mut last, mut touched): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
+        let mut number = 0;
+        for parts in order.chunk_by(|&a, &b| self.tiles[a].number == self.tiles[b].number) {
+            number = self.tiles[parts[0]].number;
+            touched.clear();
+            for run in parts.iter().flat_map(|&part| self.runs_of(&self.tiles[part])) {
+                touched.push(Range::new(run.start as usize / block, (run.end as usize).div_ceil(block)));
+            }
+            touched = Range::merged(std::mem::take(&mut touched));
+            difference(&last, &touched, |index| closed.push((index, span(opened[index], number))));
+            difference(&touched, &last, |index| opened[index] = number);
+            std::mem::swap(&mut last, &mut touched);
+        }
+        difference(&last, &[], |index| closed.push((index, span(opened[index], number + 1))));
+        // Spans were closed in the order of tiles, and a stable sort keeps it in every block.
+        closed.sort_by_key(|&(index, _)| index);
+        let mut begins = vec![0; opened.len() + 1];
+        let mut spans: Vec<TurnSpan> = Vec::with_capacity(closed.len());
+        for (index, mut span) in closed {
+            if begins[index + 1] > 0 {
+                let before = &spans[spans.len() - 1];
+                span.turn = before.turn + (before.end - before.first);
+            }
+            begins[index + 1] += 1;
+            spans.push(span);
+        }
+        for index in 0..opened.len() {
+            begins[index + 1] += begins[index];
+        }
+        Some(DqTurns { spans, begins })
+    }
+}
+
+fn span(first: u32, end: u32) -> TurnSpan {
+    TurnSpan { first, end, turn: 0, reserved: 0 }
+}
+
+/// Calls `each` for every index in `ranges` and not in `without`, both merged and ascending.
+fn difference(ranges: &[Range], without: &[Range], mut each: impl FnMut(usize)) {
+    let mut next = 0;
+    for range in ranges {
+        let mut start = range.start;
+        while start < range.end {
+            while without.get(next).is_some_and(|other| other.end <= start) {
+                next += 1;
+            }
+            match without.get(next) {
+                Some(other) if other.start <= start => start = other.end,
+                other => {
+                    let end = other.map_or(range.end, |other| other.start.min(range.end));
+                    (start..end).for_each(&mut each);
+                    start = end;
+                }
+            }
+        }
+    }
+}

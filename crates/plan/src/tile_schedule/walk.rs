@@ -1,0 +1,165 @@
+use counterpoint_mask::{Band, Range};
+
+use super::coverage::Coverage;
+use super::sweep::piece;
+use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
+
+/// Lays the walks of tiles out as runs and bounds.
+///
+/// The steps of a tile's walk are as many as its bounds change, not as many as its blocks.
+#[derive(Debug)]
+pub(super) struct Walk {
+    direction: TileDirection,
+    block: usize,
+    placement: TilePlacement,
+    pub(super) runs: Vec<TileRun>,
+    pub(super) bounds: Vec<TileBound>,
+    pieces: Vec<Band>,
+    coverage: Coverage,
+    /// Pieces that the current block touches, ascending.
+    live: Vec<usize>,
+    /// Pieces of the open run.
+    listed: Vec<usize>,
+}
+
+impl Walk {
+    pub(super) fn new(direction: TileDirection, block: usize, placement: TilePlacement) -> Self {
+        Self {
+            direction,
+            block,
+            placement,
+            runs: Vec::new(),
+            bounds: Vec::new(),
+            pieces: Vec::new(),
+            coverage: Coverage::default(),
+            live: Vec::new(),
+            listed: Vec::new(),
+        }
+    }
+
+    /// Appends the runs of a tile of `rows`. `bands` are those that touch it. Returns the number of its blocks.
+    pub(super) fn tile(&mut self, rows: &Range, bands: &[Band]) -> usize {
+        self.pieces.clear();
+        self.pieces.extend(bands.iter().filter_map(|band| piece(band, rows)));
+        if self.pieces.len() > 1 {
+            self.pieces.sort_unstable_by_key(|piece| (piece.k_range.start, piece.q_range.start));
+            // Parts of two bands can be one band though the whole ones are not.
+            self.pieces.dedup_by(|next, last| match last.union(next) {
+                Some(union) => {
+                    *last = union;
+                    true
+                }
+                None => false,
+            });
+            self.pieces.sort_unstable_by_key(|piece| (piece.k_range.start, piece.q_range.start));
+        }
+        self.coverage.measure(rows, &self.pieces);
+        self.blocks()
+    }
+
+    fn blocks(&mut self) -> usize {
+        let block = self.block;
+        let (mut seen, mut full, mut next_piece) = (0, 0, 0);
+        // The first column that no block holds yet.
+        let mut column = 0;
+        let mut blocks = 0;
+        let mut open: Option<Range> = None;
+        self.live.clear();
+        loop {
+            while self.coverage.seen.get(seen).is_some_and(|range| range.end <= column) {
+                seen += 1;
+            }
+            let Some(range) = self.coverage.seen.get(seen) else { break };
+            let start = first_block(range.start.max(column), block, self.placement);
+            // A stretch that every row sees must hold a whole block.
+            while self.coverage.full.get(full).is_some_and(|range| range.end < start + block) {
+                full += 1;
+            }
+            let next_full = self.coverage.full.get(full);
+            if let Some(range) = next_full
+                && range.start <= start
+            {
+                let count = (range.end - start) / block;
+                self.close(open.take());
+                self.run(&Range::new(start, start + count * block));
+                blocks += count;
+                column = start + count * block;
+                continue;
+            }
+            while self.pieces.get(next_piece).is_some_and(|piece| piece.k_range.start < start + block) {
+                self.live.push(next_piece);
+                next_piece += 1;
+            }
+            let pieces = &self.pieces;
+            self.live.retain(|&index| pieces[index].k_range.end > start);
+            // The blocks after this one are like it until a piece ends or begins, or every row sees a whole block.
+            let ends = self.live.iter().map(|&index| pieces[index].k_range.end);
+            let (first_end, last_end) =
+                ends.fold((usize::MAX, 0), |(first, last), end| (first.min(end), last.max(end)));
+            let alike = [
+                (first_end - 1 - start) / block,
+                pieces.get(next_piece).map_or(usize::MAX, |piece| (piece.k_range.start - start) / block - 1),
+                next_full.map_or(usize::MAX, |range| (range.start - start).div_ceil(block) - 1),
+            ];
+            let count = 1 + alike.into_iter().min().unwrap_or(0);
+            let end = start + count * block;
+            let rows = Range::new(start, end.min(last_end));
+            match &mut open {
+                Some(open) if open.end == start && self.listed == self.live => open.end = rows.end,
+                _ => {
+                    self.close(open.replace(rows));
+                    self.listed.clone_from(&self.live);
+                }
+            }
+            blocks += count;
+            column = end;
+        }
+        self.close(open);
+        blocks
+    }
+
+    /// Appends the open run with its bounds.
+    fn close(&mut self, open: Option<Range>) {
+        let Some(columns) = open else { return };
+        for &index in &self.listed {
+            let piece = &self.pieces[index];
+            self.bounds.push(bound(&self.direction.turn(&piece.clip(&piece.q_range, &columns))));
+        }
+        let begin = self.bounds.len() - self.listed.len();
+        self.run(&columns);
+        if let Some(run) = self.runs.last_mut() {
+            run.bound_begin = begin as u32;
+        }
+    }
+
+    fn run(&mut self, columns: &Range) {
+        let bounds = self.bounds.len() as u32;
+        self.runs.push(TileRun {
+            start: columns.start as i32,
+            end: columns.end as i32,
+            bound_begin: bounds,
+            bound_end: bounds,
+        });
+    }
+}
+
+fn bound(band: &Band) -> TileBound {
+    let diagonal = |diagonal: i64| diagonal.clamp(-i64::from(NO_LIMIT), i64::from(NO_LIMIT)) as i32;
+    TileBound {
+        q_start: band.q_range.start as i32,
+        q_end: band.q_range.end as i32,
+        k_start: band.k_range.start as i32,
+        k_end: band.k_range.end as i32,
+        diag_min: diagonal(band.diag_min),
+        diag_max: diagonal(band.diag_max),
+        reserved: [0; 2],
+    }
+}
+
+/// Where the block begins that is to hold `column`.
+pub(super) fn first_block(column: usize, block: usize, placement: TilePlacement) -> usize {
+    match placement {
+        TilePlacement::Tight => column,
+        TilePlacement::Aligned => column - column % block,
+    }
+}
