@@ -1,6 +1,4 @@
-use std::ops::ControlFlow;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
@@ -48,38 +46,33 @@ pub struct KernelFault {
     pub reason: String,
 }
 
-/// Compiles kernels, or finds them in the cache, and judges what came out. `hear` is told of each as it is done; its `Break`
-/// ends the work early.
+/// Compiles kernels, or finds them in the cache, and judges what came out. `hear` is told of each as it is done, in any
+/// order.
 ///
 /// # Errors
 /// [`CudaError::NoNvrtc`] when there is no compiler. That a kernel does not compile is a fault in the report.
 pub fn examine(
     specialisations: &[Specialisation],
     cache: &CubinCache,
-    hear: impl FnMut(&str) -> ControlFlow<()> + Send,
+    hear: impl FnMut(&str) + Send,
 ) -> Result<CompileReport, CudaError> {
     let CompilerVersion { version: (major, minor), .. } = compiler_version()?;
     let disassembler = Disassembler::find();
-    let hear = Mutex::new((hear, ControlFlow::Continue(())));
+    let hear = Mutex::new(hear);
     let results = map_parallel(specialisations, |specialisation| {
-        if hear.lock().unwrap_or_else(PoisonError::into_inner).1.is_break() {
-            return None;
-        }
         let result = examine_one(specialisation, cache, disassembler.as_ref());
-        let mut hear = hear.lock().unwrap_or_else(PoisonError::into_inner);
-        hear.1 = (hear.0)(specialisation.source.name());
-        Some(result)
+        (hear.lock().unwrap_or_else(PoisonError::into_inner))(specialisation.source.name());
+        result
     });
     let mut report =
         CompileReport { nvrtc: format!("{major}.{minor}"), kernels: Vec::new(), failed: Vec::new() };
     for (specialisation, result) in specialisations.iter().zip(results) {
         let faults = match result {
-            None => continue,
-            Some(Ok((kernel, faults))) => {
+            Ok((kernel, faults)) => {
                 report.kernels.push(kernel);
                 faults
             }
-            Some(Err(error)) => vec![error.to_string()],
+            Err(error) => vec![error.to_string()],
         };
         let name = specialisation.source.name();
         report.failed.extend(faults.into_iter().map(|reason| KernelFault { name: name.to_owned(), reason }));
