@@ -20,6 +20,19 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
+// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the whole
+// group lane % 4: 16 bytes to store at once.
+__device__ __forceinline__ uint4 quad_transpose(u32 g0, u32 g1, u32 g2, u32 g3, u32 lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 from_even = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
+  const u32 from_odd = __shfl_xor_sync(0xffffffffu, odd ? g2 : g3, 1);
+  const u32 low0 = odd ? from_even : g0, low1 = odd ? g1 : from_even;
+  const u32 high0 = odd ? from_odd : g2, high1 = odd ? g3 : from_odd;
+  const u32 other0 = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
+  const u32 other1 = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
+  return upper ? uint4{other0, other1, high0, high1} : uint4{low0, low1, other0, other1};
+}
+
 // The maximum in use and this thread's share of the sum, for two rows. Both in the unit of the scores.
 struct RowState {
   float max[2];
