@@ -4,7 +4,8 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 7] = ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention"];
+const LEVELS: [&str; 8] =
+    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "selftest"];
 
 #[test]
 fn every_level_has_examples() {

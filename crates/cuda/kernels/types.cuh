@@ -70,4 +70,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// log2(x) by the special function unit; log2(0) = -inf.
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace counterpoint

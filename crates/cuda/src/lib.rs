@@ -4,3 +4,35 @@
 //! both are looked for when a device is first asked for.
 #![warn(clippy::unwrap_used)]
 #![allow(unsafe_code)]
+
+mod arch;
+mod compile;
+mod device;
+mod environment;
+mod error;
+mod event;
+mod function;
+mod graph;
+pub mod kernel;
+mod launch;
+mod library;
+mod memory;
+mod stream;
+mod tensor_map;
+
+pub use arch::{Arch, Capability};
+pub use compile::{
+    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
+    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
+};
+pub use device::{Device, DeviceProperties, MemoryUse};
+pub use environment::{ENVIRONMENT, EnvironmentVariable};
+pub use error::CudaError;
+pub use event::Event;
+pub use function::{Function, FunctionAttributes};
+pub use graph::Graph;
+pub use launch::{KernelArguments, Launch, LaunchStart};
+pub use library::{LibraryVersion, nccl_version};
+pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
+pub use stream::{Stream, StreamPriority};
+pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};

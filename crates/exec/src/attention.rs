@@ -6,12 +6,10 @@ use counterpoint_schedule::{
     BufferRole, BufferSpec, GradientReduction, OverlapPolicy, Program, Timeline, lower_attention_backward,
     lower_attention_forward,
 };
-use rayon::ThreadPool;
 
 use crate::layout::{dispatch, undispatch};
-use crate::memory::check_memory;
 use crate::{
-    CpuBackend, CpuBuffer, ExecError, FaultInjection, HostTensor, LocalTransport, Prepared, Transport, World,
+    Backend, CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Prepared, Transport, World,
     WorldConfig,
 };
 
@@ -67,6 +65,9 @@ pub struct RunConfig {
     /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
     /// computation.
     pub limit: Duration,
+    /// Fill scratch and output buffers with NaN before each run, so that an element that nobody wrote shows. On by default
+    /// where debug assertions are.
+    pub poison: bool,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
     /// Faults to inject; a test tool.
@@ -79,6 +80,7 @@ impl Default for RunConfig {
             policy: OverlapPolicy::default(),
             deterministic: false,
             limit: Duration::from_secs(600),
+            poison: cfg!(debug_assertions),
             slow_link: None,
             faults: Vec::new(),
         }
@@ -96,14 +98,29 @@ pub struct AttentionRun {
     pub backward: Option<Timeline>,
 }
 
-/// Runs distributed attention on CPU ranks, which are threads of this process: dispatches the tensors, runs the forward
-/// (and, when there is a `dout`, the backward) of every rank, and gathers the results.
+/// Runs distributed attention on CPU ranks, which are threads of this process: [`run_attention_on`] a [`CpuMachine`].
+///
+/// # Errors
+/// As [`run_attention_on`]. There is no partial result: a rank that panics or stalls makes the call return its error within
+/// the limit, at the price of that rank's threads, which end when they can.
+pub fn run_attention(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    config: &RunConfig,
+) -> Result<AttentionRun, ExecError> {
+    let machine = CpuMachine::new(config.policy.sm_margin, config.slow_link)?;
+    run_attention_on(&machine, plan, spec, inputs, config)
+}
+
+/// Runs distributed attention on the ranks of a machine: dispatches the tensors, runs the forward (and, when there is a
+/// `dout`, the backward) of every rank, and gathers the results.
 ///
 /// # Errors
 /// [`ExecError::Tensor`] when a tensor does not fit the plan; [`ExecError::OutOfMemory`], before anything is allocated; and
-/// whatever ends a run early. There is no partial result: a rank that panics or stalls makes the call return its error
-/// within the limit, at the price of that rank's threads, which end when they can.
-pub fn run_attention(
+/// whatever ends a run early.
+pub fn run_attention_on<M: Machine>(
+    machine: &M,
     plan: &Plan,
     spec: &AttentionSpec,
     inputs: &AttentionInputs,
@@ -120,28 +137,23 @@ pub fn run_attention(
         .map(|rank| lower_attention_backward(plan, rank, spec, config.policy, reduction))
         .collect();
     // The two run one after the other; results are gathered while the last one's buffers are alive.
-    let gathered = inputs.bytes();
-    check_memory(bytes(&forward).max(bytes(&backward)).saturating_add(gathered))?;
+    machine.check_memory(bytes(&forward).max(bytes(&backward)), inputs.bytes())?;
 
     let world_config =
-        WorldConfig { limit: config.limit, faults: config.faults.clone(), ..WorldConfig::default() };
+        WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
     let world = World::new(plan.ranks.len(), world_config);
-    let workers = CpuBackend::workers(config.policy.sm_margin)?;
-    let machine = Machine { world, workers, slow_link: config.slow_link };
-
-    let local = LocalInputs::dispatch(plan, inputs)?;
-    let mut forward = machine.prepare(forward)?;
+    let mut forward = prepare(machine, &world, forward)?;
+    let local = LocalInputs::<M>::dispatch(plan, inputs, &forward)?;
     for (rank, prepared) in forward.iter_mut().enumerate() {
         local.bind(rank, prepared)?;
     }
     let forward_timeline = Prepared::run_ranks(&mut forward)?;
     let out = output(&forward, "out")?;
     let lse = output(&forward, "lse")?;
-    drop(forward);
     let mut run = AttentionRun {
         outputs: AttentionOutputs {
-            out: undispatch(&plan.q_dispatch, &tensors(&out)?)?,
-            lse: undispatch(&plan.q_dispatch, &tensors(&lse)?)?,
+            out: undispatch(&plan.q_dispatch, &download(&forward, "out")?)?,
+            lse: undispatch(&plan.q_dispatch, &download(&forward, "lse")?)?,
             dq: None,
             dk: None,
             dv: None,
@@ -150,26 +162,27 @@ pub fn run_attention(
         forward: forward_timeline,
         backward: None,
     };
+    drop(forward);
     if backward.is_empty() {
         return Ok(run);
     }
 
-    let mut backward = machine.prepare(backward)?;
-    for (rank, prepared) in backward.iter_mut().enumerate() {
+    let mut backward = prepare(machine, &world, backward)?;
+    for (rank, (prepared, (out, lse))) in backward.iter_mut().zip(out.into_iter().zip(lse)).enumerate() {
         local.bind(rank, prepared)?;
-        prepared.bind("out", out[rank].clone())?;
-        prepared.bind("lse", lse[rank].clone())?;
+        prepared.bind("out", out)?;
+        prepared.bind("lse", lse)?;
     }
     run.backward = Some(Prepared::run_ranks(&mut backward)?);
     let gradient = |name: &str, dispatch: &Dispatch| -> Result<Option<HostTensor>, ExecError> {
-        undispatch(dispatch, &tensors(&output(&backward, name)?)?).map(Some)
+        undispatch(dispatch, &download(&backward, name)?).map(Some)
     };
     run.outputs.dq = gradient("dq", &plan.q_dispatch)?;
     run.outputs.dk = gradient("dk", &plan.k_dispatch)?;
     run.outputs.dv = gradient("dv", &plan.k_dispatch)?;
     if inputs.sink.is_some() {
         // Summed over all ranks already, so that every rank has it.
-        run.outputs.dsink = output(&backward, "dsink")?.first().map(CpuBuffer::tensor).transpose()?;
+        run.outputs.dsink = download(&backward[..1], "dsink")?.pop();
     }
     Ok(run)
 }
@@ -213,52 +226,47 @@ fn bytes(programs: &[Program]) -> u64 {
     programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes).fold(0, u64::saturating_add)
 }
 
-type Rank = Prepared<CpuBackend, LocalTransport>;
+type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+type Buffer<M> = <<M as Machine>::Backend as Backend>::Buffer;
 
-/// What the ranks of a run share.
-struct Machine {
-    world: Arc<World>,
-    workers: Arc<ThreadPool>,
-    slow_link: Option<SlowLink>,
-}
-
-impl Machine {
-    fn prepare(&self, programs: Vec<Program>) -> Result<Vec<Rank>, ExecError> {
-        let transports = LocalTransport::connect(&self.world, self.slow_link);
-        let backend = |rank| CpuBackend::new(&self.world, rank, self.workers.clone());
-        let ranks = programs.into_iter().zip(transports);
-        ranks.map(|(program, transport)| Rank::new(program, backend(transport.rank()), transport)).collect()
-    }
+fn prepare<M: Machine>(
+    machine: &M,
+    world: &Arc<World>,
+    programs: Vec<Program>,
+) -> Result<Vec<Rank<M>>, ExecError> {
+    let ranks = programs.into_iter().zip(machine.connect(world)?);
+    ranks.map(|(program, (backend, transport))| Rank::<M>::new(program, backend, transport)).collect()
 }
 
 /// Every rank's rows of the inputs, shared by forward and backward.
-struct LocalInputs {
-    tensors: Vec<Vec<(&'static str, CpuBuffer)>>,
+struct LocalInputs<M: Machine> {
+    tensors: Vec<Vec<(&'static str, Buffer<M>)>>,
 }
 
-impl LocalInputs {
-    fn dispatch(plan: &Plan, inputs: &AttentionInputs) -> Result<Self, ExecError> {
-        let rank = |rank: &RankPlan| {
+impl<M: Machine> LocalInputs<M> {
+    fn dispatch(plan: &Plan, inputs: &AttentionInputs, ranks: &[Rank<M>]) -> Result<Self, ExecError> {
+        let local = |(rank, prepared): (&RankPlan, &Rank<M>)| {
             let mut local = Vec::new();
-            let mut add = |name: &'static str, tensor: HostTensor| {
-                local.push((name, CpuBuffer::new(rank.rank, name, tensor)));
+            let mut add = |name: &'static str, tensor: HostTensor| -> Result<(), ExecError> {
+                local.push((name, prepared.backend().upload(name, tensor)?));
+                Ok(())
             };
-            add("q", dispatch(&inputs.q, &rank.q_ranges)?);
-            add("k", dispatch(&inputs.k, &rank.k_ranges)?);
-            add("v", dispatch(&inputs.v, &rank.k_ranges)?);
+            add("q", dispatch(&inputs.q, &rank.q_ranges)?)?;
+            add("k", dispatch(&inputs.k, &rank.k_ranges)?)?;
+            add("v", dispatch(&inputs.v, &rank.k_ranges)?)?;
             if let Some(sink) = &inputs.sink {
-                add("sink", sink.clone());
+                add("sink", sink.clone())?;
             }
             if let Some(dout) = &inputs.dout {
-                add("dout", dispatch(dout, &rank.q_ranges)?);
+                add("dout", dispatch(dout, &rank.q_ranges)?)?;
             }
             Ok(local)
         };
-        Ok(Self { tensors: plan.ranks.iter().map(rank).collect::<Result<_, _>>()? })
+        Ok(Self { tensors: plan.ranks.iter().zip(ranks).map(local).collect::<Result<_, _>>()? })
     }
 
     /// Binds those that the Program asks for.
-    fn bind(&self, rank: usize, prepared: &mut Rank) -> Result<(), ExecError> {
+    fn bind(&self, rank: usize, prepared: &mut Rank<M>) -> Result<(), ExecError> {
         for (name, buffer) in &self.tensors[rank] {
             let wanted = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == *name;
             if prepared.program().buffers.iter().any(wanted) {
@@ -269,12 +277,19 @@ impl LocalInputs {
     }
 }
 
-fn output(ranks: &[Rank], name: &str) -> Result<Vec<CpuBuffer>, ExecError> {
+fn output<B: Backend, T: Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    name: &str,
+) -> Result<Vec<B::Buffer>, ExecError> {
     let missing =
         || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
     ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
 }
 
-fn tensors(buffers: &[CpuBuffer]) -> Result<Vec<HostTensor>, ExecError> {
-    buffers.iter().map(CpuBuffer::tensor).collect()
+fn download<B: Backend, T: Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    name: &str,
+) -> Result<Vec<HostTensor>, ExecError> {
+    let buffers = output(ranks, name)?;
+    ranks.iter().zip(&buffers).map(|(rank, buffer)| rank.backend().download(buffer)).collect()
 }

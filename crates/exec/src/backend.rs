@@ -61,13 +61,22 @@ pub trait Backend: Clone + Send {
     fn create_stream(&self, spec: &StreamSpec) -> Result<Self::Stream, ExecError>;
 
     /// A new event.
-    fn create_event(&self) -> Self::Event;
+    ///
+    /// # Errors
+    /// When the system has none left; likewise below.
+    fn create_event(&self) -> Result<Self::Event, ExecError>;
 
     /// A new barrier at 0.
-    fn create_barrier(&self) -> Self::Barrier;
+    ///
+    /// # Errors
+    /// See [`Backend::create_event`].
+    fn create_barrier(&self) -> Result<Self::Barrier, ExecError>;
 
     /// A new signal at 0.
-    fn create_signal(&self) -> Self::Signal;
+    ///
+    /// # Errors
+    /// See [`Backend::create_event`].
+    fn create_signal(&self) -> Result<Self::Signal, ExecError>;
 
     /// Makes a compute operation ready: checks shapes and types, builds what every run shares.
     ///
@@ -77,7 +86,16 @@ pub trait Backend: Clone + Send {
 
     /// Begins a run: spans are measured from `origin`, and counts of barriers and values of signals start anew. The
     /// counters themselves go on growing, since late operations of an earlier run may still read them.
-    fn begin_run(&self, program: &str, origin: Instant, barriers: &[Self::Barrier], signals: &[Self::Signal]);
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn begin_run(
+        &self,
+        program: &str,
+        origin: Instant,
+        barriers: &[Self::Barrier],
+        signals: &[Self::Signal],
+    ) -> Result<(), ExecError>;
 
     /// Fills a buffer with NaN where the backend is set to do so. Called between runs only.
     ///
@@ -153,7 +171,10 @@ pub trait Backend: Clone + Send {
 
     /// The spans that a stream measured since they were last taken; `stream` is the index that they get. The stream must
     /// be synchronised.
-    fn take_spans(&self, stream: &Self::Stream, index: usize) -> Vec<Span>;
+    ///
+    /// # Errors
+    /// When the device cannot tell the times.
+    fn take_spans(&self, stream: &Self::Stream, index: usize) -> Result<Vec<Span>, ExecError>;
 
     /// Tells all ranks of an error, so that nobody waits for this one. Returns the first error that was told, which is the
     /// one to hand on.

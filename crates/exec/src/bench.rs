@@ -9,8 +9,8 @@ use serde::Serialize;
 use crate::check::{CheckReport, check_attention};
 use crate::host_element::with_host_element;
 use crate::kernel::{
-    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, Real, SinkArgs, attention_backward,
-    attention_delta, attention_finish, attention_forward, square_product,
+    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, Real, ResultArgs, SinkArgs,
+    attention_backward, attention_delta, attention_forward, square_product,
 };
 use crate::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
 
@@ -149,9 +149,6 @@ pub(crate) struct Run<'a, T: Element> {
     v: &'a [T],
     dout: Option<&'a [T]>,
     sink: Option<&'a [T::Accumulator]>,
-    acc: Vec<T::Accumulator>,
-    row_max: Vec<T::Accumulator>,
-    row_sum: Vec<T::Accumulator>,
     out: Vec<T>,
     lse: Vec<T::Accumulator>,
     delta: Vec<T::Accumulator>,
@@ -181,9 +178,6 @@ impl<'a, T: Element> Run<'a, T> {
             v,
             dout,
             sink,
-            acc: zeros(rows * head_dim_v),
-            row_max: zeros(rows),
-            row_sum: zeros(rows),
             out: vec![T::from_f32(0.0); rows * head_dim_v],
             lse: zeros(rows),
             delta: zeros(rows * backward),
@@ -201,26 +195,14 @@ impl<'a, T: Element> Run<'a, T> {
                 q: self.q,
                 k: self.k,
                 v: self.v,
-                acc: &mut self.acc,
-                row_max: &mut self.row_max,
-                row_sum: &mut self.row_sum,
+                mode: ForwardMode::Whole(ResultArgs {
+                    sink: self.sink,
+                    out: &mut self.out,
+                    lse: &mut self.lse,
+                }),
                 bands: &self.bands,
                 scale: self.spec.scale,
                 softcap: self.spec.softcap,
-                accumulate: Accumulate::Start,
-            },
-            threads,
-        );
-        attention_finish::<T>(
-            FinishArgs {
-                heads_q: self.shape.heads_q,
-                head_dim_v: self.shape.head_dim_v,
-                acc: &self.acc,
-                row_max: &self.row_max,
-                row_sum: &self.row_sum,
-                sink: self.sink,
-                out: &mut self.out,
-                lse: &mut self.lse,
             },
             threads,
         );
@@ -241,7 +223,7 @@ impl<'a, T: Element> Run<'a, T> {
             },
             threads,
         );
-        attention_backward::<T>(
+        attention_backward::<T, T::Accumulator>(
             BackwardArgs {
                 shape: self.shape,
                 q: self.q,

@@ -2,7 +2,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 use serde::Serialize;
 
-use crate::reference::{Reference, plain_attention, reference_attention};
+use crate::reference::{Reference, Sample, SampledRows, plain_attention, reference_attention};
 use crate::{AttentionInputs, AttentionOutputs, HostTensor};
 
 /// How far the results of a run are from the dense f64 reference.
@@ -95,24 +95,61 @@ pub fn compare_with_reference(
     outputs: &AttentionOutputs,
 ) -> CheckReport {
     let mut tensors = vec![
-        check_tensor("out", dtype, &outputs.out, &reference.out, plain.map(|p| &p.out), reference.noise.out),
-        check_lse(dtype, &outputs.lse, &reference.lse),
+        check_tensor(
+            "out",
+            dtype,
+            &outputs.out.to_f64(),
+            &reference.out,
+            plain.map(|p| &p.out[..]),
+            reference.noise.out,
+        ),
+        check_lse(dtype, &outputs.lse.to_f64(), &reference.lse),
     ];
     if let Some(expected) = &reference.gradients {
         let plain = plain.and_then(|plain| plain.gradients.as_ref());
         let noise = reference.noise;
         let mut check = |name: &str, tensor: &Option<HostTensor>, expected, plain, noise| {
             tensors.push(match tensor {
-                Some(tensor) => check_tensor(name, dtype, tensor, expected, plain, noise),
+                Some(tensor) => check_tensor(name, dtype, &tensor.to_f64(), expected, plain, noise),
                 None => missing(name),
             });
         };
-        check("dq", &outputs.dq, &expected.dq, plain.map(|p| &p.dq), noise.dq);
-        check("dk", &outputs.dk, &expected.dk, plain.map(|p| &p.dk), noise.dk);
-        check("dv", &outputs.dv, &expected.dv, plain.map(|p| &p.dv), noise.dv);
+        check("dq", &outputs.dq, &expected.dq, plain.map(|p| &p.dq[..]), noise.dq);
+        check("dk", &outputs.dk, &expected.dk, plain.map(|p| &p.dk[..]), noise.dk);
+        check("dv", &outputs.dv, &expected.dv, plain.map(|p| &p.dv[..]), noise.dv);
         if let Some(dsink) = &expected.dsink {
-            check("dsink", &outputs.dsink, dsink, plain.and_then(|p| p.dsink.as_ref()), noise.dsink);
+            check("dsink", &outputs.dsink, dsink, plain.and_then(|p| p.dsink.as_deref()), noise.dsink);
         }
+    }
+    CheckReport { passed: tensors.iter().all(|tensor| tensor.passed), tensors }
+}
+
+/// As [`check_attention`] on some rows and keys only, in time linear in the sequence: for sequences that are too long for the
+/// dense reference. Gradients of keys are compared with sums over the `lse` and `out` of all rows as they came out of the
+/// run, which the sampled rows vouch for. A sink's gradient is not looked at.
+///
+/// # Panics
+/// When a tensor's shape does not fit `mask` and `spec`.
+pub fn check_sample(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    outputs: &AttentionOutputs,
+    sample: &Sample,
+) -> CheckReport {
+    let exact = SampledRows::exact(mask, spec, inputs, outputs, sample);
+    let plain = matches!(spec.dtype, DType::Bf16 | DType::F16)
+        .then(|| SampledRows::plain(mask, spec, inputs, outputs, sample));
+    let actual = SampledRows::of(outputs, sample);
+    let mut tensors = Vec::new();
+    for (name, rows) in exact.tensors() {
+        let values = actual.tensor(name).unwrap_or(&[]);
+        tensors.push(match name {
+            "lse" => check_lse(spec.dtype, values, rows),
+            _ => {
+                check_tensor(name, spec.dtype, values, rows, plain.as_ref().and_then(|p| p.tensor(name)), 0.0)
+            }
+        });
     }
     CheckReport { passed: tensors.iter().all(|tensor| tensor.passed), tensors }
 }
@@ -120,12 +157,12 @@ pub fn compare_with_reference(
 fn check_tensor(
     name: &str,
     dtype: DType,
-    tensor: &HostTensor,
+    values: &[f64],
     expected: &[f64],
-    plain: Option<&Vec<f64>>,
+    plain: Option<&[f64]>,
     noise: f64,
 ) -> TensorCheck {
-    let error = Difference::of(&tensor.to_f64(), expected);
+    let error = Difference::of(values, expected);
     let yardstick = plain.map(|plain| Difference::of(plain, expected));
     let base = match dtype {
         DType::F64 => F64_BOUND,
@@ -145,12 +182,11 @@ fn check_tensor(
     if vanishes { against(noise, RelativeTo::Terms) } else { check }
 }
 
-fn check_lse(dtype: DType, tensor: &HostTensor, expected: &[f64]) -> TensorCheck {
-    let values = tensor.to_f64();
+fn check_lse(dtype: DType, values: &[f64], expected: &[f64]) -> TensorCheck {
     let finite: Vec<f64> = expected.iter().copied().filter(|x| x.is_finite()).collect();
     let norm = norm(&finite).max((finite.len() as f64).sqrt());
     let bound = if dtype == DType::F64 { F64_BOUND } else { F32_BOUND };
-    TensorCheck::new("lse", &Difference::of(&values, expected), norm, RelativeTo::Reference, bound, None)
+    TensorCheck::new("lse", &Difference::of(values, expected), norm, RelativeTo::Reference, bound, None)
 }
 
 fn missing(name: &str) -> TensorCheck {

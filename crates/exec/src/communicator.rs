@@ -132,7 +132,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         buffers: &[B::Buffer],
     ) -> Result<Handle<'_, B, T>, ExecError> {
         self.transport.enqueue(&self.backend, &self.stream, place, collective, buffers, None)?;
-        let finished = self.backend.create_event();
+        let finished = self.backend.create_event()?;
         self.backend.record(&self.stream, place, &finished)?;
         Ok(Handle { communicator: self, place: place.clone(), finished })
     }

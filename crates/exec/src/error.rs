@@ -106,6 +106,16 @@ pub enum ExecError {
         /// Bytes that the machine has left.
         available: u64,
     },
+    /// A call of a device's driver or of its compiler failed.
+    #[error("rank {rank}, {place}: {reason}")]
+    Device {
+        /// The rank.
+        rank: usize,
+        /// The operation, or what was being prepared.
+        place: String,
+        /// The call, its code and the driver's own words.
+        reason: String,
+    },
     /// The operating system gave no thread.
     #[error(
         "rank {rank} cannot start a thread for stream `{stream}`: {reason}; use fewer ranks or raise the limit"

@@ -1,4 +1,5 @@
 use counterpoint_plan::DType;
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::HostData;
@@ -21,6 +22,10 @@ pub trait HostElement: Copy + Send + Sync + PartialEq + std::fmt::Debug + 'stati
     fn widen(self) -> Self::Accumulator;
     /// Rounded once, to nearest even.
     fn narrow(value: Self::Accumulator) -> Self;
+    /// `src` in the accumulator type, exactly. Both have the same length.
+    fn widen_slice(src: &[Self], dst: &mut [Self::Accumulator]);
+    /// `src` rounded to nearest even. Both have the same length.
+    fn narrow_slice(src: &[Self::Accumulator], dst: &mut [Self]);
     /// The elements, when they are of this type.
     fn slice(data: &HostData) -> Option<&[Self]>;
     /// The elements, to write, when they are of this type.
@@ -61,7 +66,7 @@ accumulator!(f64);
 
 macro_rules! host_element {
     ($type:ty, $variant:ident, $accumulator:ty, $to_acc:ident, $from_acc:ident,
-     $to_f32:expr, $to_f64:expr, $from_f32:expr, $from_f64:expr) => {
+     $to_f32:expr, $to_f64:expr, $from_f32:expr, $from_f64:expr, $widen_slice:expr, $narrow_slice:expr) => {
         impl HostElement for $type {
             type Accumulator = $accumulator;
             const DTYPE: DType = DType::$variant;
@@ -83,6 +88,12 @@ macro_rules! host_element {
             fn narrow(value: $accumulator) -> Self {
                 Self::$from_acc(value)
             }
+            fn widen_slice(src: &[Self], dst: &mut [$accumulator]) {
+                $widen_slice(src, dst);
+            }
+            fn narrow_slice(src: &[$accumulator], dst: &mut [Self]) {
+                $narrow_slice(src, dst);
+            }
             fn slice(data: &HostData) -> Option<&[Self]> {
                 match data {
                     HostData::$variant(elements) => Some(elements),
@@ -101,8 +112,32 @@ macro_rules! host_element {
         }
     };
 }
-host_element!(f64, F64, f64, to_f64, from_f64, |v| v as f32, |v| v, |v| v as f64, |v| v);
-host_element!(f32, F32, f32, to_f32, from_f32, |v| v, |v| v as f64, |v| v, |v| v as f32);
+host_element!(
+    f64,
+    F64,
+    f64,
+    to_f64,
+    from_f64,
+    |v| v as f32,
+    |v| v,
+    |v| v as f64,
+    |v| v,
+    |src, dst: &mut [_]| dst.copy_from_slice(src),
+    |src, dst: &mut [_]| dst.copy_from_slice(src)
+);
+host_element!(
+    f32,
+    F32,
+    f32,
+    to_f32,
+    from_f32,
+    |v| v,
+    |v| v as f64,
+    |v| v,
+    |v| v as f32,
+    |src, dst: &mut [_]| dst.copy_from_slice(src),
+    |src, dst: &mut [_]| dst.copy_from_slice(src)
+);
 host_element!(
     bf16,
     Bf16,
@@ -112,11 +147,23 @@ host_element!(
     bf16::to_f32,
     |v: bf16| v.to_f32() as f64,
     bf16::from_f32,
-    |v| bf16::from_f32(round_to_odd(v))
+    |v| bf16::from_f32(round_to_odd(v)),
+    |src: &[bf16], dst: &mut [f32]| src.convert_to_f32_slice(dst),
+    |src: &[f32], dst: &mut [bf16]| dst.convert_from_f32_slice(src)
 );
-host_element!(f16, F16, f32, to_f32, from_f32, f16::to_f32, |v: f16| v.to_f32() as f64, f16::from_f32, |v| {
-    f16::from_f32(round_to_odd(v))
-});
+host_element!(
+    f16,
+    F16,
+    f32,
+    to_f32,
+    from_f32,
+    f16::to_f32,
+    |v: f16| v.to_f32() as f64,
+    f16::from_f32,
+    |v| { f16::from_f32(round_to_odd(v)) },
+    |src: &[f16], dst: &mut [f32]| src.convert_to_f32_slice(dst),
+    |src: &[f32], dst: &mut [f16]| dst.convert_from_f32_slice(src)
+);
 
 /// f64 to f32, rounding inexact values to the neighbour whose last bit is 1. Rounding that once more, to nearest, to at
 /// most 22 bits gives what rounding once would have given (Boldo, Melquiond: Emulation of FMA and correctly rounded

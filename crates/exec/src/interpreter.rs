@@ -101,9 +101,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 .iter()
                 .map(|spec| backend.create_stream(spec))
                 .collect::<Result<_, _>>()?,
-            events: (0..program.num_events).map(|_| backend.create_event()).collect(),
-            barriers: (0..program.num_barriers).map(|_| backend.create_barrier()).collect(),
-            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect(),
+            events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
+            barriers: (0..program.num_barriers)
+                .map(|_| backend.create_barrier())
+                .collect::<Result<_, _>>()?,
+            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
             steps,
             program,
             backend,
@@ -152,6 +154,9 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// Enqueues one run and returns at once. Spans are measured from `origin`, which ranks may share. The run before must
     /// have been finished.
     ///
+    /// Ranks of one process may meet on the host while they enqueue, so each needs a thread of its own:
+    /// [`Prepared::run_ranks`] sees to that.
+    ///
     /// # Errors
     /// [`ExecError::Tensor`] when an input is not bound; the first error of any rank.
     pub fn start(&mut self, origin: Instant) -> Result<(), ExecError> {
@@ -174,7 +179,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         }
         let table: Vec<B::Buffer> = self.buffers.iter().flatten().cloned().collect();
         let Self { program, backend, transport, streams, events, barriers, signals, steps, .. } = self;
-        backend.begin_run(&program.name, origin, barriers, signals);
+        backend.begin_run(&program.name, origin, barriers, signals)?;
         for (op, (place, step)) in program.ops.iter().zip(steps.iter()) {
             let stream = &streams[op.stream.0];
             match step {
@@ -204,31 +209,56 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     pub fn finish(&mut self) -> Result<Timeline, ExecError> {
         self.backend.synchronize(&self.streams.iter().collect::<Vec<_>>())?;
         let spans = self.streams.iter().enumerate();
+        let spans: Vec<Vec<_>> =
+            spans.map(|(index, stream)| self.backend.take_spans(stream, index)).collect::<Result<_, _>>()?;
         Ok(Timeline {
             name: self.program.name.clone(),
             world_size: self.program.world_size,
             streams: self.program.streams.iter().map(|stream| stream.name.clone()).collect(),
-            spans: spans.flat_map(|(index, stream)| self.backend.take_spans(stream, index)).collect(),
+            spans: spans.into_iter().flatten().collect(),
         })
     }
 
     /// Runs all ranks of one process once, side by side and measured from one origin, and waits for them.
     ///
     /// # Errors
-    /// As [`Prepared::start`] and [`Prepared::finish`].
+    /// As [`Prepared::start`] and [`Prepared::finish`]; [`ExecError::Thread`] when the system gives no threads.
     pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
-        let fail = |rank: &Self, error| rank.backend.fail(error);
         // Poisoning takes as long as a run: first all of that, so that ranks start together.
-        ranks.iter().try_for_each(|rank| rank.poison().map_err(|error| fail(rank, error)))?;
+        ranks.iter().try_for_each(|rank| rank.poison().map_err(|error| rank.backend.fail(error)))?;
         let origin = Instant::now();
-        ranks.iter().try_for_each(|rank| rank.enqueue(origin).map_err(|error| fail(rank, error)))?;
+        Self::enqueue_ranks(ranks, origin)?;
         let mut whole = Timeline::default();
-        for rank in ranks {
+        for rank in ranks.iter_mut() {
             let Timeline { name, world_size, streams, spans } = rank.finish()?;
             whole.spans.extend(spans);
             whole = Timeline { name, world_size, streams, spans: whole.spans };
         }
         Ok(whole)
+    }
+
+    /// Enqueues every rank's run, each on a thread of its own, since ranks may meet while they enqueue.
+    fn enqueue_ranks(ranks: &mut [Self], origin: Instant) -> Result<(), ExecError> {
+        let enqueue = |rank: &mut Self| rank.enqueue(origin).map_err(|error| rank.backend.fail(error));
+        if let [alone] = ranks {
+            return enqueue(alone);
+        }
+        std::thread::scope(|scope| {
+            let mut threads = Vec::with_capacity(ranks.len());
+            for rank in ranks {
+                let (number, backend) = (rank.program.rank, rank.backend.clone());
+                let started = std::thread::Builder::new()
+                    .name(format!("rank {number}"))
+                    .spawn_scoped(scope, move || enqueue(rank));
+                threads.push(started.map_err(|error| {
+                    let (stream, reason) = ("enqueue".to_owned(), error.to_string());
+                    backend.fail(ExecError::Thread { rank: number, stream, reason })
+                })?);
+            }
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     /// Binds inputs, runs once, and waits. Outputs are in [`Prepared::buffer`].

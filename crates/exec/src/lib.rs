@@ -13,8 +13,10 @@ mod backend;
 mod bench;
 mod calibrate;
 mod check;
+pub mod collective;
 mod communicator;
 mod cpu;
+mod draw;
 mod error;
 mod fault;
 mod host_element;
@@ -22,19 +24,26 @@ mod interpreter;
 pub mod kernel;
 mod layout;
 mod local;
+mod machine;
 mod memory;
 mod monitor;
 mod place;
+mod random;
 mod reference;
+pub mod selftest;
 mod tensor;
 mod transport;
 mod world;
 
-pub use attention::{AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention};
+pub use attention::{
+    AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention, run_attention_on,
+};
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
-pub use check::{CheckReport, RelativeTo, TensorCheck, check_attention, compare_with_reference};
+pub use check::{
+    CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
+};
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
 pub use error::{ExecError, Stall};
@@ -43,11 +52,13 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use local::{LocalCollective, LocalTransport};
+pub use machine::{CpuMachine, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 pub use place::OpPlace;
+pub use random::random_inputs;
 pub use reference::{
-    NoiseNorms, Reference, ReferenceGradients, plain_attention, reference_attention, reference_bytes,
+    NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use tensor::{HostData, HostTensor};
 pub use transport::Transport;
-pub use world::{World, WorldConfig};
+pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

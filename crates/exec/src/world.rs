@@ -93,12 +93,16 @@ impl World {
         first
     }
 
-    pub(crate) fn has_failed(&self) -> bool {
+    /// Whether there is an error.
+    pub fn has_failed(&self) -> bool {
         self.failed.load(Ordering::SeqCst)
     }
 
     /// The world's error, or `Ok` while there is none.
-    pub(crate) fn check(&self) -> Result<(), ExecError> {
+    ///
+    /// # Errors
+    /// The first error of any rank.
+    pub fn check(&self) -> Result<(), ExecError> {
         if self.has_failed() { self.failure().map_or(Ok(()), Err) } else { Ok(()) }
     }
 
@@ -148,7 +152,8 @@ impl World {
         self.born + Duration::from_nanos(self.progress.load(Ordering::Relaxed))
     }
 
-    pub(crate) fn register_stream(&self, rank: usize, name: &str, kind: StreamKind) -> Arc<StreamStatus> {
+    /// Makes a stream of `rank` known to those who ask what the rank is doing, as long as the status lives.
+    pub fn register_stream(&self, rank: usize, name: &str, kind: StreamKind) -> Arc<StreamStatus> {
         let status =
             Arc::new(StreamStatus { rank, name: name.to_owned(), kind, state: Mutex::new(State::default()) });
         push_forgetting(&mut lock(&self.streams), Arc::downgrade(&status));
@@ -204,7 +209,7 @@ impl World {
     }
 
     /// The error of a wait that reached its limit.
-    pub(crate) fn stalled(&self, rank: usize, place: String, began: Instant, awaited: Awaited) -> ExecError {
+    pub fn stalled(&self, rank: usize, place: String, began: Instant, awaited: Awaited) -> ExecError {
         let (culprit, culprit_doing) = match &awaited.blocker {
             Some(blocker) => self.culprit(blocker),
             None => (rank, self.activity(rank)),
@@ -247,15 +252,18 @@ pub(crate) enum WaitEnd {
 }
 
 /// What a wait waited for, to say so in an error.
-pub(crate) struct Awaited {
-    pub(crate) name: String,
-    pub(crate) evidence: String,
-    pub(crate) blocker: Option<Blocker>,
+pub struct Awaited {
+    /// What it is, such as `rank 5`.
+    pub name: String,
+    /// The last that was seen of it.
+    pub evidence: String,
+    /// Who holds it up, where that is known.
+    pub blocker: Option<Blocker>,
 }
 
 /// Who a stream is blocked by.
 #[derive(Clone, Debug)]
-pub(crate) enum Blocker {
+pub enum Blocker {
     /// A stream of the same rank, which produces what is awaited.
     Stream(Arc<StreamStatus>),
     /// A rank that has not reached a collective.
@@ -264,9 +272,11 @@ pub(crate) enum Blocker {
 
 /// What a stream is doing, for errors.
 #[derive(Debug)]
-pub(crate) struct StreamStatus {
-    pub(crate) rank: usize,
-    pub(crate) name: String,
+pub struct StreamStatus {
+    /// The rank that it belongs to.
+    pub rank: usize,
+    /// Its name.
+    pub name: String,
     kind: StreamKind,
     state: Mutex<State>,
 }
@@ -279,11 +289,13 @@ struct State {
 }
 
 impl StreamStatus {
-    pub(crate) fn begin(&self, place: &OpPlace) {
+    /// Notes that it works on `place` from now on.
+    pub fn begin(&self, place: &OpPlace) {
         lock(&self.state).current = Some((place.clone(), Instant::now()));
     }
 
-    pub(crate) fn end(&self) {
+    /// Notes that it is through with what it began.
+    pub fn end(&self) {
         let mut state = lock(&self.state);
         state.blocked = None;
         state.last = state.current.take().map(|(place, _)| place);
@@ -295,7 +307,7 @@ impl StreamStatus {
     }
 
     /// Such as ``stream compute is in `attention` (stage 1) for 2.0 s``.
-    pub(crate) fn describe(&self) -> String {
+    pub fn describe(&self) -> String {
         let state = lock(&self.state);
         let what = match (&state.current, &state.blocked) {
             (Some((place, since)), blocked) => {

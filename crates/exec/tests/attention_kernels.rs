@@ -253,8 +253,7 @@ fn ordinary_scores_far_from_zero() {
 /// An untouched row keeps the state of an empty softmax, whatever lay in the buffers.
 #[test]
 fn rows_without_columns_keep_the_empty_state() {
-    use counterpoint_exec::kernel::{ForwardArgs, HeadShape, attention_forward};
-    use counterpoint_schedule::Accumulate;
+    use counterpoint_exec::kernel::{ForwardArgs, ForwardMode, HeadShape, StateMutArgs, attention_forward};
 
     let shape = HeadShape { heads_q: 2, heads_kv: 1, head_dim: 4, head_dim_v: 3 };
     let (rows, keys) = (300, 200);
@@ -270,13 +269,14 @@ fn rows_without_columns_keep_the_empty_state() {
             q: &q,
             k: &k,
             v: &v,
-            acc: &mut acc,
-            row_max: &mut row_max,
-            row_sum: &mut row_sum,
+            mode: ForwardMode::First(StateMutArgs {
+                acc: &mut acc,
+                row_max: &mut row_max,
+                row_sum: &mut row_sum,
+            }),
             bands: &[band],
             scale: 0.5,
             softcap: 0.0,
-            accumulate: Accumulate::Start,
         },
         &pool(2),
     );

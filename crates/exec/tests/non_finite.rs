@@ -275,7 +275,7 @@ fn a_backward_alone() {
         let [q, k, v, dout, lse, delta] = tensors;
         let (mut dq, mut dk, mut dv) = (vec![9.0; rows * 2 * 4], vec![9.0; keys * 4], vec![9.0; keys * 3]);
         let band = Band::full(Range::new(1, rows), Range::new(0, keys - 1));
-        attention_backward::<f32>(
+        attention_backward::<f32, f32>(
             BackwardArgs {
                 shape,
                 q,

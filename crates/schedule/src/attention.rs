@@ -12,8 +12,9 @@ use counterpoint_plan::{
 
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId,
-    BufferRole, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamId, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
+    BufferRole, ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp,
+    StreamId, StreamKind,
 };
 
 /// Whether the gradients of remote keys travel as soon as a stage has them.
@@ -29,6 +30,9 @@ pub enum GradientReduction {
 }
 
 /// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`.
+///
+/// The last stage with work writes the results; a state lives between stages only, so a forward whose work is all in one
+/// stage has none.
 pub fn lower_attention_forward(
     plan: &Plan,
     rank: usize,
@@ -46,37 +50,37 @@ pub fn lower_attention_forward(
     let row_shape = [rank_plan.q_rows, spec.heads_q];
     let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
     let sink = sink_input(&mut p, spec);
-    let acc = p.buffer("acc", acc_dtype, &out_shape, BufferRole::Scratch);
-    let row_max = p.buffer("row_max", acc_dtype, &row_shape, BufferRole::Scratch);
-    let row_sum = p.buffer("row_sum", acc_dtype, &row_shape, BufferRole::Scratch);
+    // Without any work the first stage writes the results of rows that see nothing.
+    let has_work = |s: &usize| !stages[*s].bands.is_empty();
+    let first = (0..stages.len()).find(has_work).unwrap_or(0);
+    let last = (0..stages.len()).rfind(has_work).unwrap_or(0);
+    let mut scratch = |name, shape: &[usize]| p.buffer(name, acc_dtype, shape, BufferRole::Scratch);
+    let state = (first < last).then(|| AttentionState {
+        acc: scratch("acc", &out_shape),
+        row_max: scratch("row_max", &row_shape),
+        row_sum: scratch("row_sum", &row_shape),
+    });
     let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
     let barrier = p.barrier();
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier);
     for (s, stage) in stages.iter().enumerate() {
         let (k, v) = keys.enter(&mut p, s);
-        if s == 0 || !stage.bands.is_empty() {
-            let op = AttentionForward {
-                q: local.q,
-                k,
-                v,
-                acc,
-                row_max,
-                row_sum,
-                bands: stage.bands.clone(),
-                scale: spec.scale,
-                softcap: spec.softcap,
-                accumulate: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
-            };
-            p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
+        if s != first && !has_work(&s) {
+            continue;
         }
+        let op = AttentionForward {
+            q: local.q,
+            k,
+            v,
+            begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
+            end: state.filter(|_| s < last).map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
+            bands: stage.bands.clone(),
+            scale: spec.scale,
+            softcap: spec.softcap,
+        };
+        p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
     }
-    p.push(
-        compute,
-        None,
-        "finish",
-        Op::AttentionFinish(AttentionFinish { acc, row_max, row_sum, sink, out, lse }),
-    );
     p.finish()
 }
 
@@ -112,9 +116,11 @@ pub fn lower_attention_backward(
     let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
     let sink = sink_input(&mut p, spec);
     let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
-    let dq = Gradient::declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
-    let dk = Gradient::declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
-    let dv = Gradient::declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
+    let dq = Gradient::summed(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    // Only shares of other ranks make a sum of dk and dv: without a remote stage they are results at once.
+    let declare = if stages.len() > 1 { Gradient::summed } else { Gradient::whole };
+    let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
+    let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
     let cast_barrier = p.barrier();
     let reduce_barrier = p.barrier();
 
@@ -163,7 +169,7 @@ pub fn lower_attention_backward(
             );
         }
         let (stage_dk, stage_dv) = if s == 0 {
-            (dk.acc, dv.acc)
+            (dk.written, dv.written)
         } else {
             let shape_k = [stage.key_rows, spec.heads_kv, spec.head_dim];
             let shape_v = [stage.key_rows, spec.heads_kv, spec.head_dim_v];
@@ -179,7 +185,7 @@ pub fn lower_attention_backward(
             dout,
             lse,
             delta,
-            dq: dq.acc,
+            dq: dq.written,
             dk: stage_dk,
             dv: stage_dv,
             bands: stage.bands.clone(),
@@ -193,7 +199,7 @@ pub fn lower_attention_backward(
                 GradientReduction::PerStage => {
                     let mark = p.mark(compute, here, "dk dv done");
                     p.after(reduce, here, "wait for dk dv", mark);
-                    let tensors = vec![(stage_dk, dk.acc), (stage_dv, dv.acc)];
+                    let tensors = vec![(stage_dk, dk.written), (stage_dv, dv.written)];
                     let op = sum_home(Arc::new(stage.part.clone()), tensors, acc_dtype, reduce_barrier);
                     p.push(reduce, here, "reduce dk dv", Op::GroupReduce(op));
                 }
@@ -213,7 +219,7 @@ pub fn lower_attention_backward(
         let mark = p.mark(compute, None, "dk dv done");
         p.after(reduce, None, "wait for dk dv", mark);
         let part = GroupPart::concat(stages[1..].iter().map(|stage| (&stage.part, stage.key_rows)));
-        let tensors = vec![(all_dk, dk.acc), (all_dv, dv.acc)];
+        let tensors = vec![(all_dk, dk.written), (all_dv, dv.written)];
         p.push(
             reduce,
             None,
@@ -306,25 +312,32 @@ impl<'a> KeyPrefetch<'a> {
     }
 }
 
-/// A gradient that is summed in the accumulator type and rounded once at the end, where that is another type.
+/// A gradient: the buffer that kernels write and reductions add to, and the result that it is rounded to once at the end,
+/// where that is another buffer.
 struct Gradient {
-    acc: BufferId,
+    written: BufferId,
     rounded: Option<BufferId>,
 }
 
 impl Gradient {
-    fn declare(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
+    /// One whose first write is the result.
+    fn whole(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self { written: p.buffer(name, dtype, shape, BufferRole::Output), rounded: None }
+    }
+
+    /// One that is summed, in the accumulator type.
+    fn summed(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
         let acc_dtype = dtype.accumulator();
         if acc_dtype == dtype {
-            return Self { acc: p.buffer(name, dtype, shape, BufferRole::Output), rounded: None };
+            return Self::whole(p, name, dtype, shape);
         }
-        let acc = p.buffer(&format!("{name}_acc"), acc_dtype, shape, BufferRole::Scratch);
-        Self { acc, rounded: Some(p.buffer(name, dtype, shape, BufferRole::Output)) }
+        let written = p.buffer(&format!("{name}_acc"), acc_dtype, shape, BufferRole::Scratch);
+        Self { written, rounded: Some(p.buffer(name, dtype, shape, BufferRole::Output)) }
     }
 
     fn round(&self, p: &mut ProgramBuilder, stream: StreamId, label: &str) {
         if let Some(dst) = self.rounded {
-            p.push(stream, None, label, Op::Cast { src: self.acc, dst });
+            p.push(stream, None, label, Op::Cast { src: self.written, dst });
         }
     }
 }

@@ -17,9 +17,9 @@ mod validate;
 pub use attention::{GradientReduction, lower_attention_backward, lower_attention_forward};
 pub use policy::{OverlapPolicy, PolicyError, StartOrder};
 pub use program::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId,
-    BufferRole, BufferSpec, EventId, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, SignalId,
-    StreamId, StreamKind, StreamSpec,
+    Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
+    BufferRole, BufferSpec, EventId, ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, Program,
+    ProgramOp, ReduceOp, SignalId, StreamId, StreamKind, StreamSpec,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

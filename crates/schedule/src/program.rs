@@ -115,10 +115,59 @@ pub enum ReduceOp {
     Lse,
 }
 
-/// One stage of the attention forward, on the state of an online softmax: for each (row, query head) the running
-/// maximum `row_max` of the scores, `row_sum = sum exp(s - row_max)`, and `acc = sum exp(s - row_max) v`, all in the
-/// accumulator type. Carrying the state itself, not a normalised result, keeps every bit of a deterministic run the same
-/// for any number of stages. An untouched row has `row_max = -inf`, `row_sum = 0`, `acc = 0`.
+/// The state of an online softmax between stages: for each (row, query head) the running maximum `row_max` of the scores,
+/// `row_sum = sum exp(s - row_max)`, and `acc = sum exp(s - row_max) v`, all in the accumulator type. Carrying the state
+/// itself, not a normalised result, keeps every bit of a deterministic run the same for any number of stages. An untouched
+/// row has `row_max = -inf`, `row_sum = 0`, `acc = 0`.
+///
+/// `row_max` is in the backend's own unit: scores of base e on the CPU, of base 2 (scores times `log2 e`) on CUDA. So a
+/// state is only ever read by the backend that wrote it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AttentionState {
+    /// `[q_rows, heads_q, head_dim_v]`, accumulator type.
+    pub acc: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub row_max: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub row_sum: BufferId,
+}
+
+impl AttentionState {
+    /// Its buffers.
+    pub fn buffers(&self) -> [BufferId; 3] {
+        [self.acc, self.row_max, self.row_sum]
+    }
+}
+
+/// What a stage of the forward goes on from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ForwardBegin {
+    /// The empty state: this is the first stage with work.
+    Start,
+    /// What an earlier stage left.
+    Continue(AttentionState),
+}
+
+/// What a stage of the forward leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ForwardEnd {
+    /// The state, for a later stage. A stage that continues a state leaves it in the same buffers.
+    State(AttentionState),
+    /// The results: `lse = row_max + ln(row_sum + sum_t exp(sink_t - row_max))`, `out = acc / that sum`. A row that saw
+    /// nothing gets `out = 0` and `lse = -inf` (with a sink, logsumexp of it). Every element is written.
+    Result {
+        /// `[seqlen_sink, heads_q]`, accumulator type.
+        sink: Option<BufferId>,
+        /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+        out: BufferId,
+        /// `[q_rows, heads_q]`, accumulator type, natural logarithm.
+        lse: BufferId,
+    },
+}
+
+/// One stage of the attention forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionForward {
     /// `[q_rows, heads_q, head_dim]`.
@@ -127,38 +176,16 @@ pub struct AttentionForward {
     pub k: BufferId,
     /// `[key_rows, heads_kv, head_dim_v]`.
     pub v: BufferId,
-    /// `[q_rows, heads_q, head_dim_v]`, accumulator type.
-    pub acc: BufferId,
-    /// `[q_rows, heads_q]`, accumulator type.
-    pub row_max: BufferId,
-    /// `[q_rows, heads_q]`, accumulator type.
-    pub row_sum: BufferId,
+    /// What it goes on from.
+    pub begin: ForwardBegin,
+    /// What it leaves.
+    pub end: ForwardEnd,
     /// The work, in rows of `q` and of `k`.
     pub bands: Arc<[Band]>,
     /// Factor on `q k^T`.
     pub scale: f64,
     /// 0 for none.
     pub softcap: f64,
-    /// Whether it begins the state or continues it.
-    pub accumulate: Accumulate,
-}
-
-/// Turns the state of a forward into results: `lse = row_max + ln(row_sum + sum_t exp(sink_t - row_max))`,
-/// `out = acc / that sum`. A row that saw nothing gets `out = 0` and `lse = -inf` (with a sink, logsumexp of it).
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct AttentionFinish {
-    /// As in [`AttentionForward`].
-    pub acc: BufferId,
-    /// As in [`AttentionForward`].
-    pub row_max: BufferId,
-    /// As in [`AttentionForward`].
-    pub row_sum: BufferId,
-    /// `[seqlen_sink, heads_q]`, accumulator type.
-    pub sink: Option<BufferId>,
-    /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
-    pub out: BufferId,
-    /// `[q_rows, heads_q]`, accumulator type.
-    pub lse: BufferId,
 }
 
 /// `delta = rowsum(dout * out)`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
@@ -193,9 +220,10 @@ pub struct AttentionBackward {
     pub delta: BufferId,
     /// `[q_rows, heads_q, head_dim]`, accumulator type.
     pub dq: BufferId,
-    /// `[key_rows, heads_kv, head_dim]`, accumulator type; every element is written.
+    /// `[key_rows, heads_kv, head_dim]`; every element is written. In the accumulator type where it is a share of a sum,
+    /// in the tensors' type where it is the result.
     pub dk: BufferId,
-    /// `[key_rows, heads_kv, head_dim_v]`, accumulator type; every element is written.
+    /// `[key_rows, heads_kv, head_dim_v]`, of the type of `dk`; every element is written.
     pub dv: BufferId,
     /// The work, in rows of `q` and of `k`.
     pub bands: Arc<[Band]>,
@@ -249,8 +277,6 @@ pub struct GroupReduce {
 pub enum Op {
     /// A stage of the attention forward.
     AttentionForward(AttentionForward),
-    /// The end of the attention forward.
-    AttentionFinish(AttentionFinish),
     /// The row statistic of the backward.
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.

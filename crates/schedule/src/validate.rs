@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::{BufferId, BufferRole, Op, Program, SignalId};
+use crate::{BufferId, BufferRole, ForwardBegin, ForwardEnd, Op, Program, SignalId};
 
 /// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -73,14 +73,12 @@ impl Op {
         match self {
             Op::AttentionForward(op) => {
                 let mut out = vec![op.q, op.k, op.v];
-                if op.accumulate == Continue {
-                    out.extend([op.acc, op.row_max, op.row_sum]);
+                if let ForwardBegin::Continue(state) = op.begin {
+                    out.extend(state.buffers());
                 }
-                out
-            }
-            Op::AttentionFinish(op) => {
-                let mut out = vec![op.acc, op.row_max, op.row_sum];
-                out.extend(op.sink);
+                if let ForwardEnd::Result { sink, .. } = op.end {
+                    out.extend(sink);
+                }
                 out
             }
             Op::AttentionDelta(op) => {
@@ -116,8 +114,10 @@ impl Op {
     /// Buffers that the operation writes.
     pub fn writes(&self) -> Vec<BufferId> {
         match self {
-            Op::AttentionForward(op) => vec![op.acc, op.row_max, op.row_sum],
-            Op::AttentionFinish(op) => vec![op.out, op.lse],
+            Op::AttentionForward(op) => match op.end {
+                ForwardEnd::State(state) => state.buffers().to_vec(),
+                ForwardEnd::Result { out, lse, .. } => vec![out, lse],
+            },
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.delta];
                 out.extend(op.sink.map(|(_, dsink)| dsink));

@@ -153,6 +153,51 @@ fn communication_hides_completely_where_there_is_enough_computation() {
     }
 }
 
+/// A forward has a state only between stages with work, and its last stage with work writes the results; without remote
+/// stages the backward writes `dk` and `dv` themselves.
+#[test]
+fn a_single_stage_writes_results_at_once() {
+    let spec = spec(DType::Bf16, 1);
+    let buffer = |program: &Program, id: BufferId| program.buffers[id.0].clone();
+    let forwards = |program: &Program| -> Vec<AttentionForward> {
+        let ops = program.ops.iter().filter_map(|op| match &op.op {
+            Op::AttentionForward(op) => Some(op.clone()),
+            _ => None,
+        });
+        ops.collect()
+    };
+    let alone = plan(&mask(&[500]), 1, 64, 1);
+    let [forward, backward, _] = programs(&alone, &spec, "concurrent");
+    let ops = forwards(&forward[0]);
+    assert_eq!(ops.len(), 1);
+    assert_eq!(ops[0].begin, ForwardBegin::Start);
+    assert!(matches!(ops[0].end, ForwardEnd::Result { sink: Some(_), .. }));
+    assert!(forward[0].buffers.iter().all(|buffer| buffer.role != BufferRole::Scratch));
+    for op in &backward[0].ops {
+        if let Op::AttentionBackward(op) = &op.op {
+            for (id, name) in [(op.dk, "dk"), (op.dv, "dv")] {
+                let written = buffer(&backward[0], id);
+                assert_eq!((written.name.as_str(), written.dtype), (name, DType::Bf16));
+            }
+            assert_eq!(buffer(&backward[0], op.dq).dtype, DType::F32);
+        }
+    }
+
+    let several = plan(&mask(&[400, 300, 300]), 3, 64, 3);
+    let [forward, ..] = programs(&several, &spec, "concurrent");
+    let mut states = 0;
+    for program in &forward {
+        let ops = forwards(program);
+        for (i, op) in ops.iter().enumerate() {
+            assert_eq!(op.begin == ForwardBegin::Start, i == 0);
+            assert_eq!(matches!(op.end, ForwardEnd::Result { .. }), i + 1 == ops.len());
+            assert!(ops.len() == 1 || !op.bands.is_empty());
+            states += usize::from(matches!(op.end, ForwardEnd::State(_)));
+        }
+    }
+    assert!(states > 0, "some rank needs keys of others");
+}
+
 /// Barriers hold a computation back until the communication that it should hide has started, and no longer.
 #[test]
 fn barriers_follow_the_casts() {

@@ -8,16 +8,21 @@ mod bench;
 mod mask;
 mod plan;
 mod planning;
+mod selftest;
 mod usage;
 mod value;
 
 use clap::{Parser, Subcommand};
 
 pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
-pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments};
+pub(crate) use bench::{
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchMask, BenchPass, BenchPlanArguments,
+    CudaBenchArguments,
+};
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
+pub(crate) use selftest::SelftestArguments;
 pub(crate) use usage::usage_error;
 pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
 
@@ -72,6 +77,7 @@ Examples:
     )]
     #[command(subcommand)]
     Bench(BenchCommand),
+    Selftest(SelftestArguments),
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ mod comparison;
 mod mask;
 mod plan;
 mod prediction;
+mod selftest;
 mod solution;
 
 use crate::arguments::{BenchCommand, Command};
@@ -20,5 +21,6 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Selftest(arguments) => selftest::run(&arguments),
     }
 }

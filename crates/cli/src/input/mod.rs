@@ -1,12 +1,11 @@
-//! The tensors of a run: read from a file or drawn at random, checked before anything is computed.
+//! The tensors of a run: read from a file, or drawn at random by `random_inputs`; checked before anything is computed.
 
 mod header;
 mod non_finite;
-mod random;
 mod shape;
 mod tensor_file;
 
+pub(crate) use counterpoint_exec::random_inputs;
 pub(crate) use non_finite::refuse_non_finite;
-pub(crate) use random::random_inputs;
 pub(crate) use shape::{Problem, flags_divide};
 pub(crate) use tensor_file::TensorFile;

@@ -28,6 +28,10 @@ __device__ __forceinline__ void registers_decrease() {
 // Orders ordinary writes to shared memory before what wgmma or the copy engine reads there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Tells the compiler that `value` is the same in all threads of the warp: products may only be started in branches that it
+// knows to be uniform.
+__device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // One thread of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;

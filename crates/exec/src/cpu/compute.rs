@@ -1,5 +1,6 @@
 use counterpoint_schedule::{
-    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BufferId, Op, Program,
+    AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd,
+    Op, Program,
 };
 use rayon::ThreadPool;
 
@@ -7,8 +8,8 @@ use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use super::operands;
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
-    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
-    attention_delta, attention_finish, attention_forward, cast,
+    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, ResultArgs, SinkArgs, StateArgs,
+    StateMutArgs, attention_backward, attention_delta, attention_forward, cast,
 };
 use crate::{ExecError, OpPlace};
 
@@ -38,14 +39,17 @@ impl CpuKernel {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
             }
-            Op::AttentionFinish(op) => {
-                with_host_element!(dtype(op.out), T => finish::<T>(op, &access, workers))
-            }
             Op::AttentionDelta(op) => {
                 with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
             }
             Op::AttentionBackward(op) => {
-                with_host_element!(dtype(op.q), T => backward::<T>(op, &access, workers))
+                // `operands::check` has seen that there is no third type.
+                let rounded = dtype(op.dk) == dtype(op.q);
+                with_host_element!(dtype(op.q), T => if rounded {
+                    backward::<T, T>(op, &access, workers)
+                } else {
+                    backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
+                })
             }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
@@ -66,43 +70,52 @@ where
     T: Element,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
-    let (mut acc, mut row_max, mut row_sum) =
-        (access.write(op.acc)?, access.write(op.row_max)?, access.write(op.row_sum)?);
-    let args = ForwardArgs {
-        shape: head_shape(&q, &k, &v),
-        q: elements::<T>(&q),
-        k: elements::<T>(&k),
-        v: elements::<T>(&v),
-        acc: elements_mut(&mut acc),
-        row_max: elements_mut(&mut row_max),
-        row_sum: elements_mut(&mut row_sum),
-        bands: &op.bands,
-        scale: op.scale,
-        softcap: op.softcap,
-        accumulate: op.accumulate,
+    let run = |mode: ForwardMode<'_, T>| {
+        let args = ForwardArgs {
+            shape: head_shape(&q, &k, &v),
+            q: elements::<T>(&q),
+            k: elements::<T>(&k),
+            v: elements::<T>(&v),
+            mode,
+            bands: &op.bands,
+            scale: op.scale,
+            softcap: op.softcap,
+        };
+        attention_forward(args, workers);
     };
-    attention_forward(args, workers);
-    Ok(())
-}
-
-fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
-where
-    T: Element,
-{
-    let (acc, row_max, row_sum) = (access.read(op.acc)?, access.read(op.row_max)?, access.read(op.row_sum)?);
-    let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
-    let (mut out, mut lse) = (access.write(op.out)?, access.write(op.lse)?);
-    let args = FinishArgs::<T> {
-        heads_q: acc.shape()[1],
-        head_dim_v: acc.shape()[2],
-        acc: elements(&acc),
-        row_max: elements(&row_max),
-        row_sum: elements(&row_sum),
+    let (sink, out, lse) = match op.end {
+        ForwardEnd::State(AttentionState { acc, row_max, row_sum }) => {
+            let (mut acc, mut row_max, mut row_sum) =
+                (access.write(acc)?, access.write(row_max)?, access.write(row_sum)?);
+            let state = StateMutArgs {
+                acc: elements_mut(&mut acc),
+                row_max: elements_mut(&mut row_max),
+                row_sum: elements_mut(&mut row_sum),
+            };
+            run(match op.begin {
+                ForwardBegin::Start => ForwardMode::First(state),
+                ForwardBegin::Continue(_) => ForwardMode::Next(state),
+            });
+            return Ok(());
+        }
+        ForwardEnd::Result { sink, out, lse } => (sink, out, lse),
+    };
+    let sink = sink.map(|sink| access.read(sink)).transpose()?;
+    let (mut out, mut lse) = (access.write(out)?, access.write(lse)?);
+    let result = ResultArgs {
         sink: sink.as_ref().map(|sink| elements(sink)),
         out: elements_mut(&mut out),
         lse: elements_mut(&mut lse),
     };
-    attention_finish(args, workers);
+    match op.begin {
+        ForwardBegin::Start => run(ForwardMode::Whole(result)),
+        ForwardBegin::Continue(AttentionState { acc, row_max, row_sum }) => {
+            let (acc, row_max, row_sum) = (access.read(acc)?, access.read(row_max)?, access.read(row_sum)?);
+            let state =
+                StateArgs { acc: elements(&acc), row_max: elements(&row_max), row_sum: elements(&row_sum) };
+            run(ForwardMode::Last(state, result));
+        }
+    }
     Ok(())
 }
 
@@ -130,9 +143,11 @@ where
     Ok(())
 }
 
-fn backward<T>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+/// `G` is the type of `dk` and `dv`.
+fn backward<T, G>(op: &AttentionBackward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
 where
     T: Element,
+    G: HostElement<Accumulator = T::Accumulator>,
 {
     let (q, k, v) = (access.read(op.q)?, access.read(op.k)?, access.read(op.v)?);
     let (dout, lse, delta) = (access.read(op.dout)?, access.read(op.lse)?, access.read(op.delta)?);
@@ -146,8 +161,8 @@ where
         lse: elements(&lse),
         delta: elements(&delta),
         dq: elements_mut(&mut dq),
-        dk: elements_mut(&mut dk),
-        dv: elements_mut(&mut dv),
+        dk: elements_mut::<G>(&mut dk),
+        dv: elements_mut::<G>(&mut dv),
         bands: &op.bands,
         scale: op.scale,
         softcap: op.softcap,

@@ -128,26 +128,33 @@ impl Backend for CpuBackend {
         CpuStream::new(&self.world, self.rank, &spec.name, spec.kind)
     }
 
-    fn create_event(&self) -> CpuEvent {
-        CpuEvent::new(&self.world)
+    fn create_event(&self) -> Result<CpuEvent, ExecError> {
+        Ok(CpuEvent::new(&self.world))
     }
 
-    fn create_barrier(&self) -> KernelBarrier {
-        KernelBarrier::new(&self.world)
+    fn create_barrier(&self) -> Result<KernelBarrier, ExecError> {
+        Ok(KernelBarrier::new(&self.world))
     }
 
-    fn create_signal(&self) -> CpuSignal {
-        CpuSignal::new(&self.world)
+    fn create_signal(&self) -> Result<CpuSignal, ExecError> {
+        Ok(CpuSignal::new(&self.world))
     }
 
     fn prepare(&self, program: &Program, index: usize) -> Result<CpuKernel, ExecError> {
         CpuKernel::new(program, index)
     }
 
-    fn begin_run(&self, program: &str, origin: Instant, barriers: &[KernelBarrier], signals: &[CpuSignal]) {
+    fn begin_run(
+        &self,
+        program: &str,
+        origin: Instant,
+        barriers: &[KernelBarrier],
+        signals: &[CpuSignal],
+    ) -> Result<(), ExecError> {
         *lock(&self.run) = Some(Run { program: program.into(), origin });
         barriers.iter().for_each(|barrier| barrier.0.begin_run());
         signals.iter().for_each(|signal| signal.0.begin_run());
+        Ok(())
     }
 
     fn poison(&self, buffer: &CpuBuffer) -> Result<(), ExecError> {
@@ -231,9 +238,9 @@ impl Backend for CpuBackend {
         streams.iter().try_for_each(|stream| stream.synchronize())
     }
 
-    fn take_spans(&self, stream: &CpuStream, index: usize) -> Vec<Span> {
+    fn take_spans(&self, stream: &CpuStream, index: usize) -> Result<Vec<Span>, ExecError> {
         let origin = lock(&self.run).as_ref().map(|run| run.origin);
-        origin.map_or_else(Vec::new, |origin| stream.take_spans(origin, index))
+        Ok(origin.map_or_else(Vec::new, |origin| stream.take_spans(origin, index)))
     }
 
     fn fail(&self, error: ExecError) -> ExecError {

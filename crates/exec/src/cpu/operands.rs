@@ -2,7 +2,7 @@
 
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+use counterpoint_schedule::{AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Op, Program};
 
 use crate::ExecError;
 
@@ -14,19 +14,30 @@ pub(super) fn check(program: &Program, index: usize) -> Result<(), ExecError> {
             let heads = check.heads(op.q, op.k, op.v)?;
             let (q, k) = (check.spec(op.q), check.spec(op.k));
             let acc = q.dtype.accumulator();
-            check.tensor(op.acc, acc, &[q.rows(), heads.q, heads.dim_v])?;
-            check.tensor(op.row_max, acc, &[q.rows(), heads.q])?;
-            check.tensor(op.row_sum, acc, &[q.rows(), heads.q])?;
+            let (rows, out_shape) = ([q.rows(), heads.q], [q.rows(), heads.q, heads.dim_v]);
+            let state = |state: &AttentionState| {
+                check.tensor(state.acc, acc, &out_shape)?;
+                check.tensor(state.row_max, acc, &rows)?;
+                check.tensor(state.row_sum, acc, &rows)
+            };
+            match (op.begin, op.end) {
+                (ForwardBegin::Continue(from), ForwardEnd::State(to)) if from != to => {
+                    return Err(check.error("a stage must continue a state in the same buffers".to_owned()));
+                }
+                (ForwardBegin::Continue(from), _) => state(&from)?,
+                (ForwardBegin::Start, _) => {}
+            }
+            match op.end {
+                ForwardEnd::State(to) => state(&to)?,
+                ForwardEnd::Result { sink, out, lse } => {
+                    check.tensor(out, q.dtype, &out_shape)?;
+                    check.tensor(lse, acc, &rows)?;
+                    if let Some(sink) = sink {
+                        check.tensor(sink, acc, &[check.spec(sink).rows(), heads.q])?;
+                    }
+                }
+            }
             check.bands(&op.bands, q.rows(), k.rows())
-        }
-        Op::AttentionFinish(op) => {
-            let out = check.three_axes(op.out)?;
-            let acc = out.dtype.accumulator();
-            check.tensor(op.acc, acc, &out.shape)?;
-            check.tensor(op.row_max, acc, &out.shape[..2])?;
-            check.tensor(op.row_sum, acc, &out.shape[..2])?;
-            check.tensor(op.lse, acc, &out.shape[..2])?;
-            op.sink.map_or(Ok(()), |sink| check.tensor(sink, acc, &[check.spec(sink).rows(), out.shape[1]]))
         }
         Op::AttentionDelta(op) => {
             let out = check.three_axes(op.out)?;
@@ -46,8 +57,10 @@ pub(super) fn check(program: &Program, index: usize) -> Result<(), ExecError> {
             check.tensor(op.lse, acc, &[q.rows(), heads.q])?;
             check.tensor(op.delta, acc, &[q.rows(), heads.q])?;
             check.tensor(op.dq, acc, &q.shape)?;
-            check.tensor(op.dk, acc, &k.shape)?;
-            check.tensor(op.dv, acc, &v.shape)?;
+            let dk = check.spec(op.dk).dtype;
+            let dk = if dk == q.dtype { dk } else { acc };
+            check.tensor(op.dk, dk, &k.shape)?;
+            check.tensor(op.dv, dk, &v.shape)?;
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Cast { src, dst } => {

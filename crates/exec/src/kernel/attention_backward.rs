@@ -13,9 +13,11 @@ use super::shape::{check_len, rows_of};
 use super::tile::{Strips, Visit, gather, split_heads, strip, tiles_of_block};
 use super::turns::Turns;
 use super::{Element, HeadShape, Real};
+use crate::HostElement;
 
 /// Tensors and numbers of one backward stage, as in [`counterpoint_schedule::AttentionBackward`].
-pub struct BackwardArgs<'a, T: Element> {
+/// `G` is the type of `dk` and `dv`: the accumulator type where they are shares of a sum, `T` where they are the results.
+pub struct BackwardArgs<'a, T: Element, G: HostElement<Accumulator = T::Accumulator>> {
     /// Heads and their sizes.
     pub shape: HeadShape,
     /// `[q_rows, heads_q, head_dim]`
@@ -33,9 +35,9 @@ pub struct BackwardArgs<'a, T: Element> {
     /// `[q_rows, heads_q, head_dim]`, begun or continued.
     pub dq: &'a mut [T::Accumulator],
     /// `[key_rows, heads_kv, head_dim]`, every element written.
-    pub dk: &'a mut [T::Accumulator],
+    pub dk: &'a mut [G],
     /// `[key_rows, heads_kv, head_dim_v]`, every element written.
-    pub dv: &'a mut [T::Accumulator],
+    pub dv: &'a mut [G],
     /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
@@ -47,13 +49,13 @@ pub struct BackwardArgs<'a, T: Element> {
 }
 
 /// A block of key rows of one key head.
-struct Block<'a, R> {
+struct Block<'a, G> {
     head: usize,
     index: usize,
     cols: Range,
     bands: &'a [Band],
-    dk: Vec<&'a mut [R]>,
-    dv: Vec<&'a mut [R]>,
+    dk: Vec<&'a mut [G]>,
+    dv: Vec<&'a mut [G]>,
 }
 
 struct Scratch<R> {
@@ -99,7 +101,11 @@ struct Inputs<'a, T: Element> {
 ///
 /// # Panics
 /// When a tensor's length does not fit the others or a band leaves the tensors.
-pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &ThreadPool) {
+pub fn attention_backward<T, G>(args: BackwardArgs<'_, T, G>, threads: &ThreadPool)
+where
+    T: Element,
+    G: HostElement<Accumulator = T::Accumulator>,
+{
     let shape = args.shape;
     shape.check();
     let group = shape.group();
@@ -165,7 +171,7 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
         poisoned_cols: PoisonedRows::default(),
         reached: Reached::default(),
     };
-    let begin = |block: &Block<'_, T::Accumulator>| turns.begin(block.head, block.index);
+    let begin = |block: &Block<'_, G>| turns.begin(block.head, block.index);
     drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
         let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
         gather(inputs.k, shape.heads_kv * dim, block.cols, block.head * dim, dim, &mut scratch.k);
@@ -194,10 +200,10 @@ pub fn attention_backward<T: Element>(args: BackwardArgs<'_, T>, threads: &Threa
         scratch.reached.cols.fill_nan(&mut scratch.dk, dim);
         scratch.reached.cols.fill_nan(&mut scratch.dv, dim_v);
         for (row, dk) in block.dk.iter_mut().zip(scratch.dk.chunks_exact(dim)) {
-            row.copy_from_slice(dk);
+            G::narrow_slice(dk, row);
         }
         for (row, dv) in block.dv.iter_mut().zip(scratch.dv.chunks_exact(dim_v)) {
-            row.copy_from_slice(dv);
+            G::narrow_slice(dv, row);
         }
     });
 }

@@ -1,15 +1,16 @@
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
-use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
 use super::matmul::{Mat, MatMut, matmul};
+use super::normalise::{RowState, normalise};
 use super::poison::PoisonedRows;
 use super::queue::drain;
 use super::score::{Scoring, row_max, row_sum};
 use super::shape::{check_len, rows_of};
 use super::tile::{Strips, blocks_of_tile, gather, split_heads, strip};
 use super::{Element, HeadShape, Real};
+use crate::HostElement;
 
 /// Tensors and numbers of one forward stage, as in [`counterpoint_schedule::AttentionForward`].
 pub struct ForwardArgs<'a, T: Element> {
@@ -21,31 +22,93 @@ pub struct ForwardArgs<'a, T: Element> {
     pub k: &'a [T],
     /// `[key_rows, heads_kv, head_dim_v]`
     pub v: &'a [T],
-    /// `[q_rows, heads_q, head_dim_v]`
-    pub acc: &'a mut [T::Accumulator],
-    /// `[q_rows, heads_q]`
-    pub row_max: &'a mut [T::Accumulator],
-    /// `[q_rows, heads_q]`
-    pub row_sum: &'a mut [T::Accumulator],
+    /// What the stage goes on from and what it leaves.
+    pub mode: ForwardMode<'a, T>,
     /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
     pub scale: f64,
     /// 0 for none.
     pub softcap: f64,
-    /// Whether the state begins here.
-    pub accumulate: Accumulate,
+}
+
+/// What a forward stage goes on from and what it leaves, as in [`counterpoint_schedule::ForwardBegin`] and
+/// [`counterpoint_schedule::ForwardEnd`].
+pub enum ForwardMode<'a, T: Element> {
+    /// The only stage: results at once.
+    Whole(ResultArgs<'a, T>),
+    /// The first of several: begins the state.
+    First(StateMutArgs<'a, T::Accumulator>),
+    /// In between: continues the state in place.
+    Next(StateMutArgs<'a, T::Accumulator>),
+    /// The last of several: turns the state into results.
+    Last(StateArgs<'a, T::Accumulator>, ResultArgs<'a, T>),
+}
+
+/// The state between stages, to read.
+#[derive(Clone, Copy)]
+pub struct StateArgs<'a, R> {
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub acc: &'a [R],
+    /// `[q_rows, heads_q]`
+    pub row_max: &'a [R],
+    /// `[q_rows, heads_q]`
+    pub row_sum: &'a [R],
+}
+
+/// The state between stages, to write.
+pub struct StateMutArgs<'a, R> {
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub acc: &'a mut [R],
+    /// `[q_rows, heads_q]`
+    pub row_max: &'a mut [R],
+    /// `[q_rows, heads_q]`
+    pub row_sum: &'a mut [R],
+}
+
+/// Results, every element of which is written. A row that saw nothing gets `out = 0` and `lse = -inf` (with a sink, its
+/// logsumexp).
+pub struct ResultArgs<'a, T: Element> {
+    /// `[seqlen_sink, heads_q]`
+    pub sink: Option<&'a [T::Accumulator]>,
+    /// `[q_rows, heads_q, head_dim_v]`
+    pub out: &'a mut [T],
+    /// `[q_rows, heads_q]`
+    pub lse: &'a mut [T::Accumulator],
 }
 
 /// A tile of query rows of one key head: the heads of its group, stacked.
-struct Tile<'a, R> {
+struct Tile<'a, T: Element> {
     head: usize,
     rows: Range,
     bands: &'a [Band],
     weight: u64,
-    acc: Vec<&'a mut [R]>,
-    row_max: Vec<&'a mut [R]>,
-    row_sum: Vec<&'a mut [R]>,
+    target: Target<'a, T>,
+}
+
+/// A tile's part of what the stage leaves; entries are rows of one head group.
+enum Target<'a, T: Element> {
+    State {
+        acc: Vec<&'a mut [T::Accumulator]>,
+        row_max: Vec<&'a mut [T::Accumulator]>,
+        row_sum: Vec<&'a mut [T::Accumulator]>,
+    },
+    Result {
+        out: Vec<&'a mut [T]>,
+        lse: Vec<&'a mut [T::Accumulator]>,
+    },
+}
+
+/// What the tiles read.
+struct Inputs<'a, T: Element> {
+    shape: HeadShape,
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    /// The state that a stage turns into results.
+    state: Option<StateArgs<'a, T::Accumulator>>,
+    sink: &'a [T::Accumulator],
+    scoring: Scoring<T::Accumulator>,
 }
 
 struct Scratch<R> {
@@ -56,20 +119,23 @@ struct Scratch<R> {
     acc: Vec<R>,
     row_max: Vec<R>,
     row_sum: Vec<R>,
+    scaled: Vec<R>,
     poisoned_rows: PoisonedRows,
     poisoned_cols: PoisonedRows,
 }
 
 /// One stage of the blocked attention forward: each tile of query rows walks its key blocks in ascending order and
 /// carries an online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, algorithm 1) in `row_max`,
-/// `row_sum`, `acc`. A tile skips the blocks that it sees nothing of.
+/// `row_sum`, `acc`. A tile skips the blocks that it sees nothing of. The stage that leaves results normalises a tile
+/// right after its walk.
 ///
 /// The operations that a row meets are a function of the unmasked pairs, the shape and the grid of [`KEY_BLOCK`] alone:
 /// the result is the same, bit for bit, for any number of threads, for keys split at multiples of the block into
 /// consecutive calls, and for any cutting of the mask into bands.
 ///
 /// A number of `q` that is not finite makes `row_sum` of its row and head NaN, if the row sees anything; one of `k` or
-/// `v` that of the rows that see it, in the query heads that read it. No other row of the state changes by a bit.
+/// `v` that of the rows that see it, in the query heads that read it. No other row of the state changes by a bit. A NaN in
+/// `row_sum` becomes NaN in `out` and `lse`; a sink that is NaN or `+inf` makes them NaN in its head.
 ///
 /// # Panics
 /// When a tensor's length does not fit the others or a band leaves the tensors.
@@ -80,36 +146,33 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
     let q_rows = rows_of("q", args.q, shape.heads_q * shape.head_dim);
     let key_rows = rows_of("k", args.k, shape.heads_kv * shape.head_dim);
     check_len("v", args.v, key_rows, shape.heads_kv * shape.head_dim_v);
-    check_len("acc", args.acc, q_rows, shape.heads_q * shape.head_dim_v);
-    check_len("row_max", args.row_max, q_rows, shape.heads_q);
-    check_len("row_sum", args.row_sum, q_rows, shape.heads_q);
     assert!(args.bands.iter().all(|band| band.k_range.end <= key_rows), "a band leaves the {key_rows} keys");
-
-    if args.accumulate == Accumulate::Start {
-        args.acc.fill(T::Accumulator::ZERO);
-        args.row_max.fill(-T::Accumulator::INFINITY);
-        args.row_sum.fill(T::Accumulator::ZERO);
-    }
 
     let tile_rows = shape.tile_rows();
     let strips = Strips::of_rows(args.bands, q_rows, tile_rows);
-    let mut acc = split_heads(args.acc, shape.heads_kv, group * shape.head_dim_v, tile_rows).into_iter();
-    let mut row_max = split_heads(args.row_max, shape.heads_kv, group, tile_rows).into_iter();
-    let mut row_sum = split_heads(args.row_sum, shape.heads_kv, group, tile_rows).into_iter();
+    let (targets, state, sink) = args.mode.targets(&shape, q_rows, tile_rows);
+    let mut targets = targets.into_iter();
     let mut tiles = Vec::with_capacity(strips.len() * shape.heads_kv);
     for index in 0..strips.len() {
         let (bands, weight) = (strips.bands(index), strips.area(index));
         let rows = strip(index, tile_rows, q_rows);
-        for ((head, acc), (row_max, row_sum)) in
-            (0..shape.heads_kv).zip(acc.by_ref()).zip(row_max.by_ref().zip(row_sum.by_ref()))
-        {
-            tiles.push(Tile { head, rows, bands, weight, acc, row_max, row_sum });
+        for (head, target) in (0..shape.heads_kv).zip(targets.by_ref()) {
+            tiles.push(Tile { head, rows, bands, weight, target });
         }
     }
-    tiles.retain(|tile| tile.weight > 0);
+    // A state is left as it is where there is nothing to add; results are written everywhere.
+    tiles.retain(|tile| tile.weight > 0 || matches!(tile.target, Target::Result { .. }));
     tiles.sort_by_key(|tile| std::cmp::Reverse(tile.weight));
 
-    let scoring = Scoring::new(args.scale, args.softcap);
+    let inputs = Inputs {
+        shape,
+        q: args.q,
+        k: args.k,
+        v: args.v,
+        state,
+        sink,
+        scoring: Scoring::new(args.scale, args.softcap),
+    };
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
         q: vec![T::Accumulator::ZERO; height * shape.head_dim],
@@ -119,72 +182,187 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
         acc: vec![T::Accumulator::ZERO; height * shape.head_dim_v],
         row_max: vec![T::Accumulator::ZERO; height],
         row_sum: vec![T::Accumulator::ZERO; height],
+        scaled: vec![T::Accumulator::ZERO; shape.head_dim_v],
         poisoned_rows: PoisonedRows::default(),
         poisoned_cols: PoisonedRows::default(),
     };
-    drain(
-        threads,
-        tiles,
-        |_| (),
-        scratch,
-        |tile, (), scratch| {
-            walk(tile, &shape, (args.q, args.k, args.v), key_rows, &scoring, scratch);
-        },
-    );
+    drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.walk(tile, key_rows, scratch));
 }
 
-/// Takes one tile through all of its key blocks.
-fn walk<T: Element>(
-    mut tile: Tile<'_, T::Accumulator>,
-    shape: &HeadShape,
-    (q, k, v): (&[T], &[T], &[T]),
-    key_rows: usize,
-    scoring: &Scoring<T::Accumulator>,
-    scratch: &mut Scratch<T::Accumulator>,
-) {
-    let group = shape.group();
-    let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
-    let q_width = group * dim;
-    gather(q, shape.heads_q * dim, tile.rows, tile.head * q_width, q_width, &mut scratch.q);
-    scratch.poisoned_rows.clear();
-    scratch.poisoned_rows.take_out_of(&mut scratch.q[..tile.rows.len() * q_width], dim);
-    load(&tile.acc, &mut scratch.acc);
-    load(&tile.row_max, &mut scratch.row_max);
-    load(&tile.row_sum, &mut scratch.row_sum);
+/// The tiles' targets, the state that they begin from where it is not in the targets, and the sink.
+type Targets<'a, T> = (
+    Vec<Target<'a, T>>,
+    Option<StateArgs<'a, <T as HostElement>::Accumulator>>,
+    &'a [<T as HostElement>::Accumulator],
+);
 
-    for visit in blocks_of_tile(tile.bands, tile.rows, key_rows) {
-        let cols = visit.cols.len();
-        gather(k, shape.heads_kv * dim, visit.cols, tile.head * dim, dim, &mut scratch.k);
-        gather(v, shape.heads_kv * dim_v, visit.cols, tile.head * dim_v, dim_v, &mut scratch.v);
-        scratch.poisoned_cols.clear();
-        scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
-        scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
-        let first = (visit.rows.start - tile.rows.start) * group;
-        let rows = visit.rows.len() * group;
-        scoring.scores(&visit, group, dim, &scratch.q[first * dim..], &scratch.k, &mut scratch.s);
-        let sums = &mut scratch.row_sum[first..first + rows];
-        scratch.poisoned_cols.poison_sums_of_viewers(&scratch.s[..rows * KEY_BLOCK], sums);
-        let acc = &mut scratch.acc[first * dim_v..(first + rows) * dim_v];
-        online_softmax(
-            &mut scratch.s[..rows * KEY_BLOCK],
-            &mut scratch.row_max[first..first + rows],
-            sums,
-            acc,
-            dim_v,
-        );
-        matmul(
-            T::Accumulator::ONE,
-            Mat::new(&scratch.s, rows, cols, KEY_BLOCK),
-            Mat::new(&scratch.v, cols, dim_v, dim_v),
-            T::Accumulator::ONE,
-            MatMut::new(acc, rows, dim_v, dim_v),
-        );
+impl<'a, T: Element> ForwardMode<'a, T> {
+    /// Cuts what the stage leaves into tiles, strip by strip and within a strip by key head. A state that begins is made
+    /// the empty one.
+    fn targets(self, shape: &HeadShape, q_rows: usize, tile_rows: usize) -> Targets<'a, T> {
+        match self {
+            Self::First(state) => {
+                state.acc.fill(T::Accumulator::ZERO);
+                state.row_max.fill(-T::Accumulator::INFINITY);
+                state.row_sum.fill(T::Accumulator::ZERO);
+                (state.targets(shape, q_rows, tile_rows), None, &[])
+            }
+            Self::Next(state) => (state.targets(shape, q_rows, tile_rows), None, &[]),
+            Self::Whole(result) => {
+                let sink = result.sink.unwrap_or(&[]);
+                (result.targets(shape, q_rows, tile_rows), None, sink)
+            }
+            Self::Last(state, result) => {
+                check_state(state.acc, state.row_max, state.row_sum, shape, q_rows);
+                let sink = result.sink.unwrap_or(&[]);
+                (result.targets(shape, q_rows, tile_rows), Some(state), sink)
+            }
+        }
+    }
+}
+
+impl<'a, R: Real> StateMutArgs<'a, R> {
+    fn targets<T: Element<Accumulator = R>>(
+        self,
+        shape: &HeadShape,
+        q_rows: usize,
+        tile_rows: usize,
+    ) -> Vec<Target<'a, T>> {
+        check_state(self.acc, self.row_max, self.row_sum, shape, q_rows);
+        let (heads, group) = (shape.heads_kv, shape.group());
+        let acc = split_heads(self.acc, heads, group * shape.head_dim_v, tile_rows);
+        let row_max = split_heads(self.row_max, heads, group, tile_rows);
+        let row_sum = split_heads(self.row_sum, heads, group, tile_rows);
+        let parts = acc.into_iter().zip(row_max).zip(row_sum);
+        parts.map(|((acc, row_max), row_sum)| Target::State { acc, row_max, row_sum }).collect()
+    }
+}
+
+impl<'a, T: Element> ResultArgs<'a, T> {
+    fn targets(self, shape: &HeadShape, q_rows: usize, tile_rows: usize) -> Vec<Target<'a, T>> {
+        check_len("out", self.out, q_rows, shape.heads_q * shape.head_dim_v);
+        check_len("lse", self.lse, q_rows, shape.heads_q);
+        rows_of("sink", self.sink.unwrap_or(&[]), shape.heads_q);
+        let (heads, group) = (shape.heads_kv, shape.group());
+        let out = split_heads(self.out, heads, group * shape.head_dim_v, tile_rows);
+        let lse = split_heads(self.lse, heads, group, tile_rows);
+        out.into_iter().zip(lse).map(|(out, lse)| Target::Result { out, lse }).collect()
+    }
+}
+
+fn check_state<R>(acc: &[R], row_max: &[R], row_sum: &[R], shape: &HeadShape, q_rows: usize) {
+    check_len("acc", acc, q_rows, shape.heads_q * shape.head_dim_v);
+    check_len("row_max", row_max, q_rows, shape.heads_q);
+    check_len("row_sum", row_sum, q_rows, shape.heads_q);
+}
+
+impl<T: Element> Inputs<'_, T> {
+    /// Takes one tile through all of its key blocks.
+    fn walk(&self, mut tile: Tile<'_, T>, key_rows: usize, scratch: &mut Scratch<T::Accumulator>) {
+        let shape = &self.shape;
+        let group = shape.group();
+        let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
+        let q_width = group * dim;
+        gather(self.q, shape.heads_q * dim, tile.rows, tile.head * q_width, q_width, &mut scratch.q);
+        scratch.poisoned_rows.clear();
+        scratch.poisoned_rows.take_out_of(&mut scratch.q[..tile.rows.len() * q_width], dim);
+        self.load_state(&tile, scratch);
+
+        for visit in blocks_of_tile(tile.bands, tile.rows, key_rows) {
+            let cols = visit.cols.len();
+            gather(self.k, shape.heads_kv * dim, visit.cols, tile.head * dim, dim, &mut scratch.k);
+            gather(self.v, shape.heads_kv * dim_v, visit.cols, tile.head * dim_v, dim_v, &mut scratch.v);
+            scratch.poisoned_cols.clear();
+            scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
+            scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
+            let first = (visit.rows.start - tile.rows.start) * group;
+            let rows = visit.rows.len() * group;
+            self.scoring.scores(&visit, group, dim, &scratch.q[first * dim..], &scratch.k, &mut scratch.s);
+            let sums = &mut scratch.row_sum[first..first + rows];
+            scratch.poisoned_cols.poison_sums_of_viewers(&scratch.s[..rows * KEY_BLOCK], sums);
+            let acc = &mut scratch.acc[first * dim_v..(first + rows) * dim_v];
+            online_softmax(
+                &mut scratch.s[..rows * KEY_BLOCK],
+                &mut scratch.row_max[first..first + rows],
+                sums,
+                acc,
+                dim_v,
+            );
+            matmul(
+                T::Accumulator::ONE,
+                Mat::new(&scratch.s, rows, cols, KEY_BLOCK),
+                Mat::new(&scratch.v, cols, dim_v, dim_v),
+                T::Accumulator::ONE,
+                MatMut::new(acc, rows, dim_v, dim_v),
+            );
+        }
+
+        scratch.poisoned_rows.poison_sums(&scratch.row_max, &mut scratch.row_sum);
+        match &mut tile.target {
+            Target::State { acc, row_max, row_sum } => {
+                store(&scratch.acc, acc);
+                store(&scratch.row_max, row_max);
+                store(&scratch.row_sum, row_sum);
+            }
+            Target::Result { out, lse } => self.finish(tile.head, out, lse, scratch),
+        }
     }
 
-    scratch.poisoned_rows.poison_sums(&scratch.row_max, &mut scratch.row_sum);
-    store(&scratch.acc, &mut tile.acc);
-    store(&scratch.row_max, &mut tile.row_max);
-    store(&scratch.row_sum, &mut tile.row_sum);
+    /// The state that the tile goes on from.
+    fn load_state(&self, tile: &Tile<'_, T>, scratch: &mut Scratch<T::Accumulator>) {
+        let HeadShape { heads_q, head_dim_v, .. } = self.shape;
+        let group = self.shape.group();
+        match (&tile.target, self.state) {
+            (Target::State { acc, row_max, row_sum }, _) => {
+                load(acc, &mut scratch.acc);
+                load(row_max, &mut scratch.row_max);
+                load(row_sum, &mut scratch.row_sum);
+            }
+            (Target::Result { .. }, Some(state)) => {
+                let rows = |src, dim: usize, dst: &mut Vec<_>| {
+                    gather::<T::Accumulator>(
+                        src,
+                        heads_q * dim,
+                        tile.rows,
+                        tile.head * group * dim,
+                        group * dim,
+                        dst,
+                    );
+                };
+                rows(state.acc, head_dim_v, &mut scratch.acc);
+                rows(state.row_max, 1, &mut scratch.row_max);
+                rows(state.row_sum, 1, &mut scratch.row_sum);
+            }
+            (Target::Result { .. }, None) => {
+                scratch.acc.fill(T::Accumulator::ZERO);
+                scratch.row_max.fill(-T::Accumulator::INFINITY);
+                scratch.row_sum.fill(T::Accumulator::ZERO);
+            }
+        }
+    }
+
+    /// Normalises the state of a tile into its rows of the results.
+    fn finish(
+        &self,
+        head: usize,
+        out: &mut [&mut [T]],
+        lse: &mut [&mut [T::Accumulator]],
+        scratch: &mut Scratch<T::Accumulator>,
+    ) {
+        let (group, dim) = (self.shape.group(), self.shape.head_dim_v);
+        for (row, (out, lse)) in out.iter_mut().zip(lse).enumerate() {
+            for (member, (out, lse)) in out.chunks_exact_mut(dim).zip(lse.iter_mut()).enumerate() {
+                let at = row * group + member;
+                let state = RowState {
+                    acc: &scratch.acc[at * dim..(at + 1) * dim],
+                    max: scratch.row_max[at],
+                    sum: scratch.row_sum[at],
+                };
+                let sinks = self.sink.iter().skip(head * group + member).step_by(self.shape.heads_q).copied();
+                *lse = normalise(&state, sinks, &mut scratch.scaled, out);
+            }
+        }
+    }
 }
 
 /// Turns the scores `s` (rows of [`KEY_BLOCK`]) into `exp(s - max)` under the rows' new maxima, and brings sums and

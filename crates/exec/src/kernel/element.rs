@@ -1,19 +1,13 @@
 use std::ops::{AddAssign, MulAssign, Neg};
 
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-
 use super::exponential::{exp_f32, tanh_f32};
 use super::matmul::Gemm;
 use crate::{Accumulator, HostElement};
 
 /// A type that kernels read and write.
-pub trait Element: HostElement<Accumulator: Real> {
-    /// `src` in the accumulator type, exactly. Both have the same length.
-    fn widen_slice(src: &[Self], dst: &mut [Self::Accumulator]);
-    /// `src` rounded to nearest even. Both have the same length.
-    fn narrow_slice(src: &[Self::Accumulator], dst: &mut [Self]);
-}
+pub trait Element: HostElement<Accumulator: Real> {}
+
+impl<T: HostElement<Accumulator: Real>> Element for T {}
 
 /// A type in which kernels calculate: f32 or f64.
 pub trait Real:
@@ -51,16 +45,6 @@ pub trait Real:
     }
 }
 
-impl Element for f64 {
-    fn widen_slice(src: &[f64], dst: &mut [f64]) {
-        dst.copy_from_slice(src);
-    }
-
-    fn narrow_slice(src: &[f64], dst: &mut [f64]) {
-        dst.copy_from_slice(src);
-    }
-}
-
 impl Real for f64 {
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
@@ -81,16 +65,6 @@ impl Real for f64 {
     #[inline(always)]
     fn ln(self) -> f64 {
         f64::ln(self)
-    }
-}
-
-impl Element for f32 {
-    fn widen_slice(src: &[f32], dst: &mut [f32]) {
-        dst.copy_from_slice(src);
-    }
-
-    fn narrow_slice(src: &[f32], dst: &mut [f32]) {
-        dst.copy_from_slice(src);
     }
 }
 
@@ -116,19 +90,3 @@ impl Real for f32 {
         f32::ln(self)
     }
 }
-
-macro_rules! half_element {
-    ($type:ty) => {
-        impl Element for $type {
-            fn widen_slice(src: &[$type], dst: &mut [f32]) {
-                src.convert_to_f32_slice(dst);
-            }
-
-            fn narrow_slice(src: &[f32], dst: &mut [$type]) {
-                dst.convert_from_f32_slice(src);
-            }
-        }
-    };
-}
-half_element!(bf16);
-half_element!(f16);

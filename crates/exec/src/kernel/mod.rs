@@ -2,12 +2,12 @@
 
 mod attention_backward;
 mod attention_delta;
-mod attention_finish;
 mod attention_forward;
 mod cast;
 mod element;
 mod exponential;
 mod matmul;
+mod normalise;
 mod poison;
 mod queue;
 mod score;
@@ -18,8 +18,9 @@ mod turns;
 
 pub use attention_backward::{BackwardArgs, attention_backward};
 pub use attention_delta::{DeltaArgs, SinkArgs, attention_delta};
-pub use attention_finish::{FinishArgs, attention_finish};
-pub use attention_forward::{ForwardArgs, attention_forward};
+pub use attention_forward::{
+    ForwardArgs, ForwardMode, ResultArgs, StateArgs, StateMutArgs, attention_forward,
+};
 pub use cast::cast;
 pub use element::{Element, Real};
 pub use shape::HeadShape;

@@ -1,7 +1,7 @@
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
 
-use super::Element;
+use crate::HostElement;
 
 /// Which bands touch which strip (a tile of query rows or a block of keys), each clipped to its strip.
 ///
@@ -182,7 +182,7 @@ fn visits(
 
 /// Copies columns `[offset, offset + width)` of some rows of a row-major tensor into dense rows, in the accumulator
 /// type. With the heads of a group side by side in a row, this also stacks them: the result's rows are (row, head).
-pub(crate) fn gather<T: Element>(
+pub(crate) fn gather<T: HostElement>(
     tensor: &[T],
     row_elements: usize,
     rows: Range,

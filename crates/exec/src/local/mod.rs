@@ -4,33 +4,29 @@
 //! and is through once everyone has copied from it. Nobody else is involved: a rank that neither sends nor receives passes
 //! at once.
 
-mod board;
-mod collective;
 mod convert;
-mod pattern;
 mod reduce;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use counterpoint_mask::Range;
-use counterpoint_schedule::{Accumulate, BufferSpec, GroupCast, GroupReduce, ReduceOp, SpanKind};
+use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp, SpanKind};
 
-pub use collective::LocalCollective;
-
-use board::{Board, Post, Waiter};
-use collective::{Inner, Reduction};
-
+use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, WireTensor};
 use crate::cpu::{CpuBackend, CpuBuffer, CpuStream, KernelBarrier, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::{World, after};
 use crate::{ExecError, HostTensor, OpPlace, SlowLink, Transport};
 
+/// What a rank publishes: its inputs.
+type Inputs = Vec<CpuBuffer>;
+
 /// One rank of the local transport.
 pub struct LocalTransport {
     world: Arc<World>,
-    board: Arc<Board>,
+    board: Arc<Board<Inputs>>,
     rank: usize,
     slow_link: Option<SlowLink>,
     next: AtomicU64,
@@ -51,6 +47,20 @@ impl LocalTransport {
         (0..world.size()).map(rank).collect()
     }
 
+    fn prepare(
+        &self,
+        collective: Result<Collective, ExecError>,
+        specs: &[BufferSpec],
+    ) -> Result<LocalCollective, ExecError> {
+        let collective = Arc::new(self.report(collective)?);
+        let workspace = |&(_, output): &(BufferId, BufferId)| {
+            let (spec, reduction) = (&specs[output.0], collective.reduction.as_ref()?);
+            (spec.dtype != reduction.dtype).then(|| HostTensor::zeros(spec.shape.clone(), reduction.dtype))
+        };
+        let workspaces = Arc::new(Mutex::new(collective.tensors.iter().map(workspace).collect()));
+        Ok(LocalCollective { collective, workspaces })
+    }
+
     /// A bad part leaves the other ranks without this one: tell them why instead of letting them wait.
     fn report<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
         if let Err(error) = &result {
@@ -59,6 +69,16 @@ impl LocalTransport {
         result
     }
 }
+
+/// One rank's part in a group collective, made ready for the local transport.
+#[derive(Clone)]
+pub struct LocalCollective {
+    collective: Arc<Collective>,
+    workspaces: Workspaces,
+}
+
+/// For each output of another type than operands are combined in, its sums. Allocated once, so that a run allocates nothing.
+type Workspaces = Arc<Mutex<Vec<Option<HostTensor>>>>;
 
 impl Transport<CpuBackend> for LocalTransport {
     type Collective = LocalCollective;
@@ -77,7 +97,7 @@ impl Transport<CpuBackend> for LocalTransport {
         op: &GroupCast,
         specs: &[BufferSpec],
     ) -> Result<LocalCollective, ExecError> {
-        self.report(LocalCollective::cast(self.rank, self.world.size(), place, op, specs))
+        self.prepare(Collective::cast(self.rank, self.world.size(), place, op, specs), specs)
     }
 
     fn prepare_reduce(
@@ -86,7 +106,7 @@ impl Transport<CpuBackend> for LocalTransport {
         op: &GroupReduce,
         specs: &[BufferSpec],
     ) -> Result<LocalCollective, ExecError> {
-        self.report(LocalCollective::reduce(self.rank, self.world.size(), place, op, specs))
+        self.prepare(Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
     fn enqueue(
@@ -98,7 +118,7 @@ impl Transport<CpuBackend> for LocalTransport {
         buffers: &[CpuBuffer],
         barrier: Option<&KernelBarrier>,
     ) -> Result<(), ExecError> {
-        let collective = collective.0.clone();
+        let LocalCollective { collective, workspaces } = collective.clone();
         let (inputs, outputs) = collective
             .tensors
             .iter()
@@ -114,6 +134,7 @@ impl Transport<CpuBackend> for LocalTransport {
             board: self.board.clone(),
             slow_link: self.slow_link,
             collective,
+            workspaces,
             inputs,
             outputs,
         };
@@ -133,9 +154,10 @@ struct Call {
     rank: usize,
     sequence: u64,
     place: OpPlace,
-    board: Arc<Board>,
+    board: Arc<Board<Inputs>>,
     slow_link: Option<SlowLink>,
-    collective: Arc<Inner>,
+    collective: Arc<Collective>,
+    workspaces: Workspaces,
     inputs: Vec<CpuBuffer>,
     outputs: Vec<CpuBuffer>,
 }
@@ -154,30 +176,29 @@ impl Call {
             .collect::<Result<_, _>>()?;
 
         let mut began = Instant::now();
-        self.board.publish(
+        let own = self.board.publish(
             self.rank,
             self.sequence,
             Post {
                 place: self.place.clone(),
-                contract: self.collective.contract.clone(),
-                pattern: pattern.clone(),
+                collective: self.collective.clone(),
                 at: began,
-                inputs: self.inputs.clone(),
+                payload: Some(self.inputs.clone()),
             },
         );
         match &self.collective.reduction {
-            None => self.receive(stream, &mut began, |tensors, from, to| {
+            None => self.receive(stream, &own, &mut began, |tensors, from, to| {
                 for ((input, output), wire) in
                     tensors.iter().zip(&mut outputs).zip(&self.collective.contract.tensors)
                 {
                     convert::copy_rows(input, from, output, to, wire.wire);
                 }
             })?,
-            Some(reduction) => self.reduce(stream, &mut began, reduction, &mut outputs)?,
+            Some(reduction) => self.reduce(stream, &own, &mut began, reduction, &mut outputs)?,
         }
         for peer in &pattern.outgoing {
             let post = self.board.post_of(&stream.world, &self.waiter(stream), peer.rank, self.sequence)?;
-            self.check(peer.rank, &post)?;
+            own.meet(self.rank, self.sequence, peer.rank, &post)?;
             began = began.max(post.at);
         }
         self.board.all_copied(&stream.world, &self.waiter(stream), self.sequence)?;
@@ -193,19 +214,21 @@ impl Call {
     fn receive(
         &self,
         stream: &StreamShared,
+        own: &Post<Inputs>,
         began: &mut Instant,
         mut take: impl FnMut(&[ReadGuard<'_>], Range, Range),
     ) -> Result<(), ExecError> {
         for peer in &self.collective.pattern.incoming {
             let post = self.board.post_of(&stream.world, &self.waiter(stream), peer.rank, self.sequence)?;
-            self.check(peer.rank, &post)?;
+            own.meet(self.rank, self.sequence, peer.rank, &post)?;
             *began = (*began).max(post.at);
             let inputs: Vec<ReadGuard<'_>> = post
-                .inputs
+                .payload
                 .iter()
+                .flatten()
                 .map(|input| input.read(self.rank, &self.place))
                 .collect::<Result<_, _>>()?;
-            for (&from, &to) in post.pattern.to(self.rank).iter().zip(&peer.rows) {
+            for (&from, &to) in post.collective.pattern.to(self.rank).iter().zip(&peer.rows) {
                 take(&inputs, from, to);
             }
             drop(inputs);
@@ -217,11 +240,12 @@ impl Call {
     fn reduce(
         &self,
         stream: &StreamShared,
+        own: &Post<Inputs>,
         began: &mut Instant,
         reduction: &Reduction,
         outputs: &mut [WriteGuard<'_>],
     ) -> Result<(), ExecError> {
-        let mut workspaces = lock(&reduction.workspaces);
+        let mut workspaces = lock(&self.workspaces);
         let wires = &self.collective.contract.tensors;
         {
             let mut sums: Vec<&mut HostTensor> = Vec::with_capacity(outputs.len());
@@ -240,7 +264,7 @@ impl Call {
                 }
                 sums.push(sum);
             }
-            self.receive(stream, began, |inputs, from, to| match reduction.op {
+            self.receive(stream, own, began, |inputs, from, to| match reduction.op {
                 ReduceOp::Sum | ReduceOp::Avg => {
                     for ((input, sum), wire) in inputs.iter().zip(&mut sums).zip(wires) {
                         reduce::add_rows(input, from, wire.wire, sum, to);
@@ -268,60 +292,17 @@ impl Call {
         Ok(())
     }
 
-    /// Whether the peer's part fits this one.
-    fn check(&self, peer: usize, post: &Post) -> Result<(), ExecError> {
-        let (own, other) = (&*self.collective.contract, &*post.contract);
-        if own.kind != other.kind || self.place.label != post.place.label {
-            return Err(ExecError::CollectiveOrder {
-                rank: self.rank,
-                peer,
-                sequence: self.sequence,
-                own: format!("{} {}", own.kind, self.place),
-                other: format!("{} {}", other.kind, post.place),
-            });
-        }
-        let mismatch = |reason: String| ExecError::CollectiveMismatch {
-            rank: self.rank,
-            peer,
-            sequence: self.sequence,
-            collective: self.place.to_string(),
-            reason,
-        };
-        if own.tensors != other.tensors {
-            let reason = format!(
-                "tensors are {:?} on rank {} and {:?} on rank {peer}",
-                own.tensors, self.rank, other.tensors
-            );
-            return Err(mismatch(reason));
-        }
-        let pattern = &self.collective.pattern;
-        for (sender, receiver, sent, expected) in [
-            (peer, self.rank, post.pattern.to(self.rank), pattern.from(peer)),
-            (self.rank, peer, pattern.to(peer), post.pattern.from(self.rank)),
-        ] {
-            if !sent.iter().map(Range::len).eq(expected.iter().map(Range::len)) {
-                let lengths = |rows: &[Range]| rows.iter().map(Range::len).collect::<Vec<_>>();
-                return Err(mismatch(format!(
-                    "rank {sender} sends splits of {:?} rows and rank {receiver} expects {:?}",
-                    lengths(sent),
-                    lengths(expected)
-                )));
-            }
-        }
-        Ok(())
-    }
-
     /// How long a link takes for what this rank exchanges with others.
     fn link_time(&self, link: SlowLink) -> Duration {
-        let remote = |peers: &[pattern::PeerRows]| -> usize {
-            peers.iter().filter(|peer| peer.rank != self.rank).map(pattern::PeerRows::total).sum()
+        let remote = |peers: &[PeerRows]| -> usize {
+            peers.iter().filter(|peer| peer.rank != self.rank).map(PeerRows::total).sum()
         };
         let pattern = &self.collective.pattern;
         let rows = remote(&pattern.outgoing).max(remote(&pattern.incoming));
         if rows == 0 {
             return Duration::ZERO;
         }
-        let row_bytes = |tensor: &collective::WireTensor| tensor.row_elements * tensor.wire.size();
+        let row_bytes = |tensor: &WireTensor| tensor.row_elements * tensor.wire.size();
         let bytes = rows * self.collective.contract.tensors.iter().map(row_bytes).sum::<usize>();
         let seconds = Duration::try_from_secs_f64(bytes as f64 / link.bytes_per_second);
         link.alpha.saturating_add(seconds.unwrap_or(Duration::MAX))
@@ -337,7 +318,7 @@ mod tests {
     use std::sync::Arc;
 
     use counterpoint_plan::{DType, GroupPart};
-    use counterpoint_schedule::{BufferId, BufferRole, StreamKind, StreamSpec};
+    use counterpoint_schedule::{BufferRole, StreamKind, StreamSpec};
 
     use super::*;
     use crate::{Backend, WorldConfig};

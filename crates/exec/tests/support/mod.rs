@@ -1,8 +1,8 @@
 //! Problems and a single-rank run of the kernels, for the tests of this folder.
 
 use counterpoint_exec::kernel::{
-    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, HeadShape, SinkArgs, attention_backward,
-    attention_delta, attention_finish, attention_forward,
+    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, ResultArgs, SinkArgs, StateArgs,
+    StateMutArgs, attention_backward, attention_delta, attention_forward,
 };
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
@@ -109,43 +109,33 @@ pub(crate) fn run<T: Element>(
         let data: &[T] = data;
         &data[keys.start * width..keys.end * width]
     };
-    let mode = |s: usize| if s == 0 { Accumulate::Start } else { Accumulate::Continue };
-
     let mut acc = nan(sq * heads_q * head_dim_v);
     let (mut row_max, mut row_sum) = (nan(sq * heads_q), nan(sq * heads_q));
+    let mut out = vec![T::from_f64(f64::NAN); sq * heads_q * head_dim_v];
+    let mut lse = nan(sq * heads_q);
     for (s, (keys, bands)) in stages.iter().enumerate() {
+        let mode = if s + 1 < stages.len() {
+            let state = StateMutArgs { acc: &mut acc, row_max: &mut row_max, row_sum: &mut row_sum };
+            if s == 0 { ForwardMode::First(state) } else { ForwardMode::Next(state) }
+        } else {
+            let result = ResultArgs { sink, out: &mut out, lse: &mut lse };
+            let state = StateArgs { acc: &acc, row_max: &row_max, row_sum: &row_sum };
+            if s == 0 { ForwardMode::Whole(result) } else { ForwardMode::Last(state, result) }
+        };
         attention_forward::<T>(
             ForwardArgs {
                 shape,
                 q,
                 k: rows(k, keys, heads_kv * head_dim),
                 v: rows(v, keys, heads_kv * head_dim_v),
-                acc: &mut acc,
-                row_max: &mut row_max,
-                row_sum: &mut row_sum,
+                mode,
                 bands,
                 scale,
                 softcap,
-                accumulate: mode(s),
             },
             cuts.pool,
         );
     }
-    let mut out = vec![T::from_f64(f64::NAN); sq * heads_q * head_dim_v];
-    let mut lse = nan(sq * heads_q);
-    attention_finish::<T>(
-        FinishArgs {
-            heads_q,
-            head_dim_v,
-            acc: &acc,
-            row_max: &row_max,
-            row_sum: &row_sum,
-            sink,
-            out: &mut out,
-            lse: &mut lse,
-        },
-        cuts.pool,
-    );
 
     let q_shape = inputs.q.shape().to_vec();
     let mut outputs = AttentionOutputs {
@@ -177,7 +167,7 @@ pub(crate) fn run<T: Element>(
     for (s, (keys, bands)) in stages.iter().enumerate() {
         let width = heads_kv * head_dim;
         let width_v = heads_kv * head_dim_v;
-        attention_backward::<T>(
+        attention_backward::<T, T::Accumulator>(
             BackwardArgs {
                 shape,
                 q,
@@ -192,7 +182,7 @@ pub(crate) fn run<T: Element>(
                 bands,
                 scale,
                 softcap,
-                accumulate_dq: mode(s),
+                accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
             },
             cuts.pool,
         );

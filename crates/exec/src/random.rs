@@ -1,39 +1,46 @@
 use std::f64::consts::TAU;
 
-use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
-use half::{bf16, f16};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use rayon::prelude::*;
 
-/// Standard-normal q, k, v, and dout where the backward is asked for. Each tensor has its own stream of the generator,
-/// so its numbers depend on nothing but the seed, its name and its size: not on the machine, the number of ranks or
-/// on what else is drawn. Narrow types hold the same numbers, rounded.
-pub(crate) fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
+use crate::host_element::with_host_element;
+use crate::{AttentionInputs, HostElement, HostTensor};
+
+/// Standard-normal q, k, v, a sink where the spec has one, and dout where the backward is asked for. Each tensor has its
+/// own stream of the generator, so its numbers depend on nothing but the seed, its name and its size: not on the machine,
+/// its threads, the number of ranks or on what else is drawn. Narrow types hold the same numbers, rounded.
+pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
     let tensor = |stream, shape: [usize; 3]| normal(seed, stream, shape.to_vec(), spec.dtype);
     AttentionInputs {
         q: tensor(0, [mask.seqlen_q(), spec.heads_q, spec.head_dim]),
         k: tensor(1, [mask.seqlen_k(), spec.heads_kv, spec.head_dim]),
         v: tensor(2, [mask.seqlen_k(), spec.heads_kv, spec.head_dim_v]),
-        sink: None,
+        sink: (spec.seqlen_sink > 0)
+            .then(|| normal(seed, 4, vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator())),
         dout: backward.then(|| tensor(3, [mask.seqlen_q(), spec.heads_q, spec.head_dim_v])),
     }
 }
 
-fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
-    let mut rng = ChaCha8Rng::seed_from_u64(seed);
-    rng.set_stream(stream);
-    let elements: usize = shape.iter().product();
-    let mut draw = Normal { rng, spare: None };
-    let data = match dtype {
-        DType::F64 => HostData::F64((0..elements).map(|_| draw.next()).collect()),
-        DType::F32 => HostData::F32((0..elements).map(|_| draw.next() as f32).collect()),
-        DType::Bf16 => HostData::Bf16((0..elements).map(|_| bf16::from_f64(draw.next())).collect()),
-        DType::F16 => HostData::F16((0..elements).map(|_| f16::from_f64(draw.next())).collect()),
-    };
-    HostTensor::new(shape, data)
+/// Standard-normal numbers of one stream of the generator.
+pub(crate) fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
+    with_host_element!(dtype, T => {
+        let mut elements = vec![T::from_f32(0.0); shape.iter().product()];
+        // A tensor of a long sequence has hundreds of millions; the generator can begin anywhere in its stream.
+        elements.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, elements)| {
+            let mut draw = Normal::starting_at(seed, stream, chunk * CHUNK);
+            elements.iter_mut().for_each(|element| *element = T::from_f64(draw.next()));
+        });
+        HostTensor::from_vec(shape, elements)
+    })
 }
+
+/// Numbers that one thread draws at once. Even, for they are drawn in pairs.
+const CHUNK: usize = 1 << 16;
+/// Words of the generator that a number takes: a pair takes two numbers of 64 bits.
+const WORDS: u128 = 2;
 
 /// Box and Muller's transform. Its logarithm and its sine come from `libm`, in software: the system's own differ from
 /// machine to machine in the last bit.
@@ -43,6 +50,14 @@ struct Normal {
 }
 
 impl Normal {
+    /// The numbers of a stream from the `first` on, which must be even.
+    fn starting_at(seed: u64, stream: u64, first: usize) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        rng.set_stream(stream);
+        rng.set_word_pos(WORDS * first as u128);
+        Self { rng, spare: None }
+    }
+
     fn next(&mut self) -> f64 {
         if let Some(spare) = self.spare.take() {
             return spare;
@@ -62,6 +77,7 @@ impl Normal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::HostData;
 
     fn values(seed: u64, stream: u64, elements: usize) -> Vec<f64> {
         match normal(seed, stream, vec![elements], DType::F64).data() {
@@ -78,6 +94,14 @@ mod tests {
             bits,
             [4593695889341019057, 4574899159507359745, 13828710088146973633, 13817652958610680049]
         );
+    }
+
+    /// Cutting the work among threads changes no number.
+    #[test]
+    fn chunks_are_one_stream() {
+        let mut draw = Normal::starting_at(3, 2, 0);
+        let expected: Vec<f64> = (0..2 * CHUNK + 5).map(|_| draw.next()).collect();
+        assert_eq!(values(3, 2, expected.len()), expected);
     }
 
     #[test]

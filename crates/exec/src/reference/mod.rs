@@ -1,7 +1,12 @@
+mod sample;
+
 use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use half::{bf16, f16};
 use rayon::prelude::*;
+
+pub use sample::Sample;
+pub(crate) use sample::SampledRows;
 
 use crate::host_element::{convert, with_host_element};
 use crate::kernel::Real;
@@ -370,14 +375,19 @@ impl<'a, A: Real> Dense<'a, A> {
     }
 
     fn rounded(&self, values: &[A]) -> Vec<f64> {
-        let round = match self.round_to {
-            DType::F64 => |x: f64| x,
-            DType::F32 => |x: f64| f64::from(x as f32),
-            DType::Bf16 => |x: f64| convert::<f64, bf16>(x).to_f64(),
-            DType::F16 => |x: f64| convert::<f64, f16>(x).to_f64(),
-        };
-        values.iter().map(|x| round(x.to_f64())).collect()
+        rounded(values, self.round_to)
     }
+}
+
+/// Values rounded once to a type.
+fn rounded<A: Real>(values: &[A], dtype: DType) -> Vec<f64> {
+    let round = match dtype {
+        DType::F64 => |x: f64| x,
+        DType::F32 => |x: f64| f64::from(x as f32),
+        DType::Bf16 => |x: f64| convert::<f64, bf16>(x).to_f64(),
+        DType::F16 => |x: f64| convert::<f64, f16>(x).to_f64(),
+    };
+    values.iter().map(|x| round(x.to_f64())).collect()
 }
 
 /// The elements of a tensor in the type that the problem is solved in.

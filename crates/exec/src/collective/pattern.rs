@@ -3,24 +3,27 @@ use counterpoint_plan::GroupPart;
 
 /// Rows shared with one rank, in the order in which both sides list them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct PeerRows {
-    pub(super) rank: usize,
-    pub(super) rows: Vec<Range>,
+pub struct PeerRows {
+    /// The rank.
+    pub rank: usize,
+    /// The rows, no range empty.
+    pub rows: Vec<Range>,
 }
 
 impl PeerRows {
-    pub(super) fn total(&self) -> usize {
+    /// Number of rows.
+    pub fn total(&self) -> usize {
         self.rows.iter().map(Range::len).sum()
     }
 }
 
 /// A [`GroupPart`] read in one direction: by peer, ascending, splits without rows left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Pattern {
+pub struct Pattern {
     /// Rows of the inputs that go to each peer.
-    pub(super) outgoing: Vec<PeerRows>,
+    pub outgoing: Vec<PeerRows>,
     /// Rows of the outputs that come from each peer.
-    pub(super) incoming: Vec<PeerRows>,
+    pub incoming: Vec<PeerRows>,
 }
 
 impl Pattern {
@@ -33,12 +36,12 @@ impl Pattern {
     }
 
     /// What goes to `rank`; no rows when nothing does.
-    pub(super) fn to(&self, rank: usize) -> &[Range] {
+    pub fn to(&self, rank: usize) -> &[Range] {
         rows_of(&self.outgoing, rank)
     }
 
     /// What comes from `rank`.
-    pub(super) fn from(&self, rank: usize) -> &[Range] {
+    pub fn from(&self, rank: usize) -> &[Range] {
         rows_of(&self.incoming, rank)
     }
 }

@@ -1,55 +1,61 @@
-use std::sync::{Arc, Mutex};
-
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp};
 
 use super::pattern::Pattern;
-use crate::{ExecError, HostTensor, OpPlace};
+use crate::{ExecError, OpPlace};
 
-/// One rank's part in a group collective, checked and made ready for the local transport.
-#[derive(Clone)]
-pub struct LocalCollective(pub(super) Arc<Inner>);
-
-pub(super) struct Inner {
-    pub(super) contract: Arc<Contract>,
-    pub(super) pattern: Arc<Pattern>,
+/// One rank's part in a group collective, checked.
+#[derive(Clone, Debug)]
+pub struct Collective {
+    /// What all ranks must agree on.
+    pub contract: Contract,
+    /// Rows by peer.
+    pub pattern: Pattern,
     /// (input, output) in the caller's table.
-    pub(super) tensors: Vec<(BufferId, BufferId)>,
-    pub(super) reduction: Option<Reduction>,
+    pub tensors: Vec<(BufferId, BufferId)>,
+    /// `None` for a group-cast.
+    pub reduction: Option<Reduction>,
 }
 
 /// What all ranks of one collective must agree on.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Contract {
+pub struct Contract {
     /// `group_cast` or `group_reduce` with its operation.
-    pub(super) kind: String,
-    pub(super) tensors: Vec<WireTensor>,
+    pub kind: String,
+    /// Its tensors, in order.
+    pub tensors: Vec<WireTensor>,
 }
 
 /// One tensor of a collective.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct WireTensor {
+pub struct WireTensor {
     /// Elements of one row.
-    pub(super) row_elements: usize,
+    pub row_elements: usize,
     /// Type of the input.
-    pub(super) dtype: DType,
+    pub dtype: DType,
     /// Type on the wire.
-    pub(super) wire: DType,
+    pub wire: DType,
 }
 
 /// How a group-reduce combines what arrives.
-pub(super) struct Reduction {
-    pub(super) op: ReduceOp,
-    pub(super) accumulate: Accumulate,
+#[derive(Clone, Debug)]
+pub struct Reduction {
+    /// The operation.
+    pub op: ReduceOp,
+    /// Whether the output's own contents are the first operand.
+    pub accumulate: Accumulate,
+    /// Type in which operands are combined.
+    pub dtype: DType,
     /// Operands of each row of the output, the own one included.
-    pub(super) operands: Vec<u32>,
-    /// For each output of another type than operands are combined in, its sums. Allocated once, so that a run allocates
-    /// nothing.
-    pub(super) workspaces: Mutex<Vec<Option<HostTensor>>>,
+    pub operands: Vec<u32>,
 }
 
-impl LocalCollective {
-    pub(super) fn cast(
+impl Collective {
+    /// Rank `rank`'s part in a group-cast among `world_size` ranks. `specs` is the table that its buffer ids index.
+    ///
+    /// # Errors
+    /// [`ExecError::BadCollective`] when the part does not fit the tensors.
+    pub fn cast(
         rank: usize,
         world_size: usize,
         place: &OpPlace,
@@ -73,18 +79,19 @@ impl LocalCollective {
             dtype: input.dtype,
             wire: op.wire_dtype,
         };
-        Ok(Self(Arc::new(Inner {
-            contract: Arc::new(Contract {
-                kind: "group_cast".to_owned(),
-                tensors: tensors.iter().map(wire).collect(),
-            }),
-            pattern: Arc::new(Pattern::of_cast(&op.part)),
+        Ok(Self {
+            contract: Contract { kind: "group_cast".to_owned(), tensors: tensors.iter().map(wire).collect() },
+            pattern: Pattern::of_cast(&op.part),
             tensors: op.tensors.clone(),
             reduction: None,
-        })))
+        })
     }
 
-    pub(super) fn reduce(
+    /// Likewise in a group-reduce.
+    ///
+    /// # Errors
+    /// As [`Collective::cast`].
+    pub fn reduce(
         rank: usize,
         world_size: usize,
         place: &OpPlace,
@@ -103,30 +110,26 @@ impl LocalCollective {
         for rows in pattern.incoming.iter().flat_map(|peer| &peer.rows) {
             operands[rows.start..rows.end].iter_mut().for_each(|count| *count += 1);
         }
-        let workspace = |(_, output): &(&BufferSpec, &BufferSpec)| {
-            let needed = output.dtype != op.reduce_dtype;
-            needed.then(|| HostTensor::zeros(output.shape.clone(), op.reduce_dtype))
-        };
         let wire = |(index, (input, _)): (usize, &(&BufferSpec, &BufferSpec))| WireTensor {
             row_elements: input.row_elements(),
             dtype: input.dtype,
             // An error of a logarithm is an error of a weight's exponent: statistics are never narrowed.
             wire: if op.op == ReduceOp::Lse && index % 2 == 1 { input.dtype } else { op.wire_dtype },
         };
-        Ok(Self(Arc::new(Inner {
-            contract: Arc::new(Contract {
+        Ok(Self {
+            contract: Contract {
                 kind: format!("group_reduce {:?} in {:?}", op.op, op.reduce_dtype),
                 tensors: tensors.iter().enumerate().map(wire).collect(),
-            }),
-            pattern: Arc::new(pattern),
+            },
+            pattern,
             tensors: op.tensors.clone(),
             reduction: Some(Reduction {
                 op: op.op,
                 accumulate: op.accumulate,
+                dtype: op.reduce_dtype,
                 operands,
-                workspaces: Mutex::new(tensors.iter().map(workspace).collect()),
             }),
-        })))
+        })
     }
 }
 

@@ -1,0 +1,33 @@
+use clap::Args;
+
+use super::Device;
+
+/// Prove this installation: the CPU always, every CUDA kernel with --device cuda
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Random masks, shapes and options are run forward and backward and compared with
+the f64 reference; every check prints its seed. The last line is one row of
+figures. Exit status 1 when any check failed, 3 without the device.
+
+Examples:
+  counterpoint selftest
+  counterpoint selftest --device cuda
+  counterpoint selftest --device cuda --quick --json > selftest.json
+  counterpoint selftest --compile-only")]
+pub(crate) struct SelftestArguments {
+    /// What to examine
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Compile every CUDA kernel and look at what came out, no GPU needed
+    #[arg(long, conflicts_with_all = ["device", "quick"])]
+    pub(crate) compile_only: bool,
+
+    /// A small set of checks, fit to be run under compute-sanitizer
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}

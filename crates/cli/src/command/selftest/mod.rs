@@ -1,0 +1,13 @@
+//! `counterpoint selftest`.
+
+mod compile_only;
+mod device;
+mod ledger;
+
+use crate::arguments::SelftestArguments;
+use crate::error::CliError;
+
+/// `counterpoint selftest`.
+pub(crate) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
+    if arguments.compile_only { compile_only::run(arguments) } else { device::run(arguments) }
+}

@@ -1,0 +1,104 @@
+// The online softmax of the two rows that a thread shares with the three other threads of its quad.
+#pragma once
+
+#include "types.cuh"
+
+namespace counterpoint {
+
+// How far the true maximum of a row may exceed the one in use, in powers of two, before the accumulators are rescaled:
+// weights then stay below 2^8, far inside the range of f16, and most blocks need no rescaling at all (FlashAttention 4).
+constexpr float kMaxGrowth = 8.0f;
+
+// The largest value of a quad.
+__device__ __forceinline__ float quad_max(float value) {
+  value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 1));
+  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float value) {
+  value += __shfl_xor_sync(0xffffffffu, value, 1);
+  return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the whole
+// group lane % 4: 16 bytes to store at once.
+__device__ __forceinline__ uint4 quad_transpose(u32 g0, u32 g1, u32 g2, u32 g3, u32 lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 from_even = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
+  const u32 from_odd = __shfl_xor_sync(0xffffffffu, odd ? g2 : g3, 1);
+  const u32 low0 = odd ? from_even : g0, low1 = odd ? g1 : from_even;
+  const u32 high0 = odd ? from_odd : g2, high1 = odd ? g3 : from_odd;
+  const u32 other0 = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
+  const u32 other1 = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
+  return upper ? uint4{other0, other1, high0, high1} : uint4{low0, low1, other0, other1};
+}
+
+// The maximum in use and this thread's share of the sum, for two rows. Both in the unit of the scores.
+struct RowState {
+  float max[2];
+  float sum[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      max[i] = minus_infinity();
+      sum[i] = 0.0f;
+    }
+  }
+};
+
+// What turns the scores of two rows into weights exp2(scale * score + offset).
+struct RowScaling {
+  float offset[2];
+  float rescale[2];  // what accumulators and sums of earlier blocks must be multiplied by
+  bool grew;         // whether that is not 1 in a row of this warp
+};
+
+// Takes the maximum of `scores` into `state`, where it exceeds the one in use by enough, and rescales the sums.
+template <u32 kCount>
+__device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCount], RowState& state, float scale) {
+  RowScaling scaling;
+  bool grew = false;
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    float chain[2] = {scores[2 * i], scores[2 * i + 1]};
+#pragma unroll
+    for (u32 j = 1; j < kCount / 4; ++j) {
+      chain[0] = fmaxf(chain[0], scores[4 * j + 2 * i]);
+      chain[1] = fmaxf(chain[1], scores[4 * j + 2 * i + 1]);
+    }
+    const float seen = quad_max(fmaxf(chain[0], chain[1]));
+    // False for a row that has seen nothing but minus infinities, true for the first finite score.
+    const bool take = (seen - state.max[i]) * scale > kMaxGrowth;
+    const float previous = state.max[i];
+    state.max[i] = take ? seen : previous;
+    scaling.rescale[i] = take ? exp2_fast((previous - seen) * scale) : 1.0f;
+    scaling.offset[i] = state.max[i] == minus_infinity() ? 0.0f : -state.max[i] * scale;
+    state.sum[i] *= scaling.rescale[i];
+    grew |= take;
+  }
+  scaling.grew = __any_sync(0xffffffffu, grew);
+  return scaling;
+}
+
+// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to the sums.
+template <u32 kFrom, u32 kTo, u32 kCount>
+__device__ __forceinline__ void exponentiate(float (&scores)[kCount], RowState& state, float scale,
+                                             const RowScaling& scaling) {
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    float chain[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (u32 j = kFrom; j < kTo; ++j) {
+#pragma unroll
+      for (u32 e = 0; e < 2; ++e) {
+        float& score = scores[4 * j + 2 * i + e];
+        score = exp2_fast(fmaf(score, scale, scaling.offset[i]));
+        chain[e] += score;
+      }
+    }
+    state.sum[i] += chain[0] + chain[1];
+  }
+}
+
+}  // namespace counterpoint

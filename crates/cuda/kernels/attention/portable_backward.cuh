@@ -1,0 +1,405 @@
+// Attention backward for every GPU from sm_80 on: one CTA owns a tile of key rows of one key head, walks the query blocks
+// of its schedule for every query head that reads them, and keeps dk and dv in registers.
+//
+// Per block: p = exp(s - lse) and ds = p (dp - delta) are computed by warps that own patches of [queries x keys] and pass
+// through shared memory, once, to the warps that own patches of dv += p^T dout, dk += ds^T q and dq = ds k. dq is
+// added to an f32 accumulator in global memory (FlashAttention 2's division, https://arxiv.org/abs/2307.08691).
+#pragma once
+
+#include "attention/attention_mask.cuh"
+#include "attention/portable_tile.cuh"
+#include "ptx/reduce.cuh"
+
+namespace counterpoint {
+
+// The type in which dk and dv are written: f32 where stages or ranks will be summed.
+enum class Gradient : u32 { kElement, kFloat };
+
+// How a CTA's warps divide a matrix: kDown along rows, kAcross along columns.
+template <u32 kDownOf, u32 kAcrossOf>
+struct WarpGrid {
+  static constexpr u32 kDown = kDownOf;
+  static constexpr u32 kAcross = kAcrossOf;
+  static __device__ __forceinline__ u32 down(u32 warp) { return warp % kDown; }
+  static __device__ __forceinline__ u32 across(u32 warp) { return warp / kDown; }
+};
+
+// ScoreWarps divide [queries x keys], KeyWarps [keys x head_dim], QueryWarps [queries x head_dim].
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kStagesOf, typename ScoreWarpsOf,
+          typename KeyWarpsOf, typename QueryWarpsOf, bool kSoftcapOf, Gradient kGradientOf>
+struct PortableBackwardConfig {
+  static constexpr u32 kHeadDim = kHeadDimOf;
+  static constexpr u32 kHeadDimV = kHeadDimVOf;
+  static constexpr u32 kTileRows = kTileRowsOf;  // keys
+  static constexpr u32 kBlock = kBlockOf;        // queries
+  static constexpr u32 kStages = kStagesOf;
+  using ScoreWarps = ScoreWarpsOf;
+  using KeyWarps = KeyWarpsOf;
+  using QueryWarps = QueryWarpsOf;
+  static constexpr bool kSoftcap = kSoftcapOf;
+  static constexpr Gradient kGradient = kGradientOf;
+  static constexpr u32 kWarps = ScoreWarps::kDown * ScoreWarps::kAcross;
+  static constexpr u32 kThreads = 32 * kWarps;
+  // A warp's patches.
+  static constexpr u32 kScoreRows = kBlock / ScoreWarps::kDown;
+  static constexpr u32 kScoreColumns = kTileRows / ScoreWarps::kAcross;
+  static constexpr u32 kKeyPatchRows = kTileRows / KeyWarps::kDown;
+  static constexpr u32 kKeyPatchColumns = kHeadDim / KeyWarps::kAcross;
+  static constexpr u32 kValuePatchColumns = kHeadDimV / KeyWarps::kAcross;
+  static constexpr u32 kQueryPatchRows = kBlock / QueryWarps::kDown;
+  static constexpr u32 kQueryPatchColumns = kHeadDim / QueryWarps::kAcross;
+  using Keys = SharedRows<kTileRows, kHeadDim>;
+  using Values = SharedRows<kTileRows, kHeadDimV>;
+  using Queries = SharedRows<kBlock, kHeadDim>;
+  using Outputs = SharedRows<kBlock, kHeadDimV>;
+  using Scores = SharedRows<kBlock, kTileRows>;
+  static constexpr u32 kStageBytes = Queries::kBytes + Outputs::kBytes + 8 * kBlock;
+  static constexpr u32 kSharedBytes = Keys::kBytes + Values::kBytes + 2 * Scores::kBytes + kStages * kStageBytes;
+  static_assert(KeyWarps::kDown * KeyWarps::kAcross == kWarps && QueryWarps::kDown * QueryWarps::kAcross == kWarps,
+                "every warp has a patch of each matrix");
+  static_assert(kScoreRows % 16 == 0 && kScoreColumns % 16 == 0 && kKeyPatchRows % 16 == 0 &&
+                    kKeyPatchColumns % 16 == 0 && kValuePatchColumns % 16 == 0 && kQueryPatchRows % 16 == 0 &&
+                    kQueryPatchColumns % 16 == 0,
+                "shapes of mma");
+  static_assert(2 * kBlock <= kThreads, "a thread a statistic");
+};
+
+// The kernel's parameter. Rows are tokens.
+struct PortableBackwardArguments {
+  const Tile* tiles;  // of key rows
+  const TileRun* runs;
+  const TileBound* bounds;
+  const Element* q;     // [rows_q, heads_q, head_dim]
+  const Element* k;     // [rows_k, heads_kv, head_dim]
+  const Element* v;     // [rows_k, heads_kv, head_dim_v]
+  const Element* dout;  // [rows_q, heads_q, head_dim_v]
+  const float* lse;     // [rows_q, heads_q]
+  const float* delta;   // [rows_q, heads_q]
+  float* dq;            // [rows_q, heads_q, head_dim], added to
+  void* dk;             // [rows_k, heads_kv, head_dim], in the type that Gradient names
+  void* dv;             // [rows_k, heads_kv, head_dim_v]
+  u32 tile_count;
+  u32 heads_q;
+  u32 heads_kv;
+  u32 heads_per_group;  // key heads that are worked on together: what they read should stay in L2
+  u32 head_dim;
+  u32 head_dim_v;
+  i32 rows_q;
+  float scale;
+  // What makes a score a power of two: scale * log2(e), or softcap * log2(e).
+  float scale_log2;
+  float softcap_scale;  // scale / softcap
+};
+
+// The query blocks of a tile, one head of its key head after another.
+struct HeadBlockCursor {
+  BlockCursor blocks;
+  u32 head;
+  u32 last_head;  // one past the key head's query heads
+
+  __device__ __forceinline__ HeadBlockCursor(const TileRun* runs, const Tile& tile, u32 first, u32 heads)
+      : blocks(runs, tile), head(first), last_head(first + heads) {}
+  __device__ __forceinline__ bool done() const { return blocks.done(); }
+  __device__ __forceinline__ void advance(i32 block, const TileRun* runs, const Tile& tile) {
+    blocks.advance(block);
+    if (blocks.done() && ++head < last_head) blocks = BlockCursor(runs, tile);
+  }
+};
+
+template <typename C>
+struct PortableBackward {
+  const PortableBackwardArguments& arguments;
+  u8* const shared;
+  const u32 warp = threadIdx.x / 32;
+  const u32 lane = threadIdx.x % 32;
+  const u32 keys = shared_address(shared);
+  const u32 values = keys + C::Keys::kBytes;
+  const u32 weights = values + C::Values::kBytes;
+  const u32 slopes = weights + C::Scores::kBytes;
+  const u32 stages = slopes + C::Scores::kBytes;
+
+  Tile tile;
+  u32 key_head;
+  float dk[C::kKeyPatchRows / 16][C::kKeyPatchColumns / 2];
+  float dv[C::kKeyPatchRows / 16][C::kValuePatchColumns / 2];
+
+  static constexpr u32 kRowTiles = C::kScoreRows / 16;
+  using Patch = float[kRowTiles][C::kScoreColumns / 2];
+
+  // Where a stage keeps its queries, and behind them dout, lse and delta.
+  __device__ __forceinline__ u32 stage_queries(u32 stage) const { return stages + stage * C::kStageBytes; }
+  __device__ __forceinline__ u32 stage_outputs(u32 stage) const { return stage_queries(stage) + C::Queries::kBytes; }
+  __device__ __forceinline__ u32 stage_statistics(u32 stage) const { return stage_outputs(stage) + C::Outputs::kBytes; }
+
+  // The end of the rows that a block may read and add to.
+  __device__ __forceinline__ i32 block_end(const HeadBlockCursor& cursor) const {
+    return min(cursor.blocks.current.end, arguments.rows_q);
+  }
+
+  __device__ __forceinline__ void load_block(const HeadBlockCursor& cursor, u32 stage) const {
+    const i32 start = cursor.blocks.start, end = block_end(cursor);
+    C::Queries::template load<C::kThreads>(stage_queries(stage), arguments.q + cursor.head * arguments.head_dim,
+                                           u64(arguments.heads_q) * arguments.head_dim, start, end, arguments.head_dim);
+    C::Outputs::template load<C::kThreads>(stage_outputs(stage), arguments.dout + cursor.head * arguments.head_dim_v,
+                                           u64(arguments.heads_q) * arguments.head_dim_v, start, end,
+                                           arguments.head_dim_v);
+    if (threadIdx.x < 2 * C::kBlock) {
+      const float* from = threadIdx.x < C::kBlock ? arguments.lse : arguments.delta;
+      const i32 row = start + i32(threadIdx.x % C::kBlock);
+      cp_async_4(stage_statistics(stage) + 4 * threadIdx.x, from + u64(row) * arguments.heads_q + cursor.head,
+                 row < end);
+    }
+  }
+
+  // What is unmasked of this warp's patch of scores.
+  __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
+    if (!block.bounded()) return Cover::kAll;
+    const i32 q_start = block.start + i32(C::ScoreWarps::down(warp) * C::kScoreRows);
+    const i32 q_end = min(q_start + i32(C::kScoreRows), block.current.end);
+    const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
+    const i32 k_end = min(k_start + i32(C::kScoreColumns), tile.end);
+    if (q_start >= q_end || k_start >= k_end) return Cover::kNone;
+    Cover seen = Cover::kNone;
+    for (u32 b = block.current.bound_begin; b < block.current.bound_end && seen != Cover::kAll; ++b) {
+      const Cover one = cover(load_bound(arguments.bounds + b), q_start, q_end, k_start, k_end);
+      if (one != Cover::kNone) seen = one;
+    }
+    return seen;
+  }
+
+  // Masked weights become zero.
+  __device__ __forceinline__ void mask_weights(Patch& p, const BlockCursor& block) const {
+    const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+      ColumnMask<C::kScoreColumns> mask;
+      mask.clear();
+      for (u32 b = block.current.bound_begin; b < block.current.bound_end; ++b) {
+        const TileBound bound = load_bound(arguments.bounds + b);
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          const u32 row = C::ScoreWarps::down(warp) * C::kScoreRows + 16 * m + 8 * i + lane / 4;
+          mask.unmask(i, bound, block.start + i32(row), k_start, lane);
+        }
+      }
+#pragma unroll
+      for (u32 j = 0; j < C::kScoreColumns / 2; ++j) {
+        const u32 column = j / 4 * 2 + j % 2;
+        if (!((mask.words[j / 2 % 2][column / 32] >> (column % 32)) & 1u)) p[m][j] = 0.0f;
+      }
+    }
+  }
+
+  // Writes a patch of scores as elements.
+  __device__ __forceinline__ void store_patch(u32 to, const Patch& patch) const {
+    const u32 base = to - keys + C::Scores::offset(C::ScoreWarps::down(warp) * C::kScoreRows + lane / 4,
+                                                   C::ScoreWarps::across(warp) * C::kScoreColumns + 2 * (lane % 4));
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
+        *reinterpret_cast<u32*>(shared + C::Scores::move(base, 16 * m + j % 2 * 8, j / 2)) =
+            pack(patch[m][2 * j], patch[m][2 * j + 1]);
+      }
+    }
+  }
+
+  // A statistic of this thread's row `i` of row tile `m`: 0 is lse, 1 delta.
+  __device__ __forceinline__ float statistic(u32 stage, u32 which, u32 m, u32 i) const {
+    const u32 row = C::ScoreWarps::down(warp) * C::kScoreRows + 16 * m + 8 * i + lane / 4;
+    return *reinterpret_cast<const float*>(shared + (stage_statistics(stage) - keys) + 4 * (which * C::kBlock + row));
+  }
+
+  // Computes this warp's patch of the weights and of their gradients and leaves both in shared memory.
+  __device__ __forceinline__ void differentiate(const BlockCursor& block, u32 stage) const {
+    const u32 q_row = C::ScoreWarps::down(warp) * C::kScoreRows;
+    const u32 k_row = C::ScoreWarps::across(warp) * C::kScoreColumns;
+    Patch p, ds;
+    clear(p);
+    clear(ds);
+    const Cover seen = cover_of(block);
+    if (seen == Cover::kNone) {
+      store_patch(weights, p);
+      store_patch(slopes, ds);
+      return;
+    }
+    multiply<C::kHeadDim / 16, kRowTiles, C::kScoreColumns>(
+        p, OperandA<typename C::Queries, Lie::kAlong>(stage_queries(stage), q_row, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, k_row, lane));
+    multiply<C::kHeadDimV / 16, kRowTiles, C::kScoreColumns>(
+        ds, OperandA<typename C::Outputs, Lie::kAlong>(stage_outputs(stage), q_row, lane),
+        OperandB<typename C::Values, Lie::kAlong>(values, k_row, lane));
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const float lse = statistic(stage, 0, m, i), delta = statistic(stage, 1, m, i);
+        // A row that saw nothing has no weights.
+        const float offset = lse == minus_infinity() ? minus_infinity() : -lse * kLog2E;
+#pragma unroll
+        for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
+          const u32 at = j / 2 * 4 + 2 * i + j % 2;
+          float score = p[m][at];
+          if constexpr (C::kSoftcap) {
+            score = 1.0f - __fdividef(2.0f, exp2_fast(score * (2.0f * kLog2E * arguments.softcap_scale)) + 1.0f);
+            ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
+          } else {
+            ds[m][at] -= delta;
+          }
+          p[m][at] = exp2_fast(fmaf(score, arguments.scale_log2, offset));
+        }
+      }
+    }
+    if (seen == Cover::kSome) mask_weights(p, block);
+    store_patch(weights, p);
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (u32 j = 0; j < C::kScoreColumns / 2; ++j) ds[m][j] *= p[m][j];
+    }
+    store_patch(slopes, ds);
+  }
+
+  // dv += p^T dout, dk += ds^T q.
+  __device__ __forceinline__ void accumulate(u32 stage) {
+    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
+    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
+        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
+        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane));
+    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
+        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
+        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane));
+  }
+
+  // dq += scale ds k, in global memory.
+  __device__ __forceinline__ void add_query_gradient(const HeadBlockCursor& cursor) const {
+    float dq[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2];
+    clear(dq);
+    const u32 row = C::QueryWarps::down(warp) * C::kQueryPatchRows, share = C::QueryWarps::across(warp);
+    multiply<C::kTileRows / 16, C::kQueryPatchRows / 16, C::kQueryPatchColumns>(
+        dq, OperandA<typename C::Scores, Lie::kAlong>(slopes, row, lane),
+        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, share, lane));
+    const u32 token = cursor.blocks.start + row + lane / 4, column = 16 * share + 2 * (lane % 4);
+    const u64 pitch = u64(arguments.heads_q) * arguments.head_dim;
+    float* const to = arguments.dq + (token * pitch + cursor.head * arguments.head_dim + column);
+    const i32 end = block_end(cursor);
+    if (cursor.blocks.start + i32(C::kBlock) <= end && arguments.head_dim == C::kHeadDim) {
+      add_patch(dq, to, pitch, C::kBlock, C::kHeadDim);
+    } else {
+      add_patch(dq, to, pitch, end - i32(token), i32(arguments.head_dim) - i32(column));
+    }
+  }
+
+  // Adds a patch to global memory, as far as there are rows and columns left.
+  __device__ __forceinline__ void add_patch(
+      const float (&patch)[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2], float* to, u64 pitch, i32 rows,
+      i32 columns) const {
+#pragma unroll
+    for (u32 m = 0; m < C::kQueryPatchRows / 16; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        if (i32(16 * m + 8 * i) >= rows) continue;
+#pragma unroll
+        for (u32 n = 0; n < C::kQueryPatchColumns / 8; ++n) {
+          const u32 column = 16 * (n / 2 * C::QueryWarps::kAcross) + 8 * (n % 2);
+          if (i32(column) >= columns) continue;
+          reduce_add(to + (16 * m + 8 * i) * pitch + column, arguments.scale * patch[m][4 * n + 2 * i],
+                     arguments.scale * patch[m][4 * n + 2 * i + 1]);
+        }
+      }
+    }
+  }
+
+  // Writes this warp's patch of dk or dv.
+  template <u32 kColumns>
+  __device__ __forceinline__ void write_gradient(void* to, u32 head_dim, float factor,
+                                                 const float (&patch)[C::kKeyPatchRows / 16][kColumns / 2]) const {
+#pragma unroll
+    for (u32 m = 0; m < C::kKeyPatchRows / 16; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const i32 token = tile.start + i32(C::KeyWarps::down(warp) * C::kKeyPatchRows + 16 * m + 8 * i + lane / 4);
+        if (token >= tile.end) continue;
+        const u64 place = (u64(token) * arguments.heads_kv + key_head) * head_dim;
+#pragma unroll
+        for (u32 n = 0; n < kColumns / 8; ++n) {
+          const u32 share = n / 2 * C::KeyWarps::kAcross + C::KeyWarps::across(warp);
+          const u32 column = 16 * share + 8 * (n % 2) + 2 * (lane % 4);
+          if (column >= head_dim) break;
+          const float low = factor * patch[m][4 * n + 2 * i], high = factor * patch[m][4 * n + 2 * i + 1];
+          if constexpr (C::kGradient == Gradient::kFloat) {
+            *reinterpret_cast<float2*>(static_cast<float*>(to) + place + column) = make_float2(low, high);
+          } else {
+            *reinterpret_cast<u32*>(static_cast<Element*>(to) + place + column) = pack(low, high);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
+    const u32 heads = arguments.heads_q / arguments.heads_kv;
+    HeadBlockCursor cursor(arguments.runs, tile, key_head * heads, heads);
+    clear(dk);
+    clear(dv);
+    if (!cursor.done()) {
+      C::Keys::template load<C::kThreads>(keys, arguments.k + key_head * arguments.head_dim,
+                                          u64(arguments.heads_kv) * arguments.head_dim, tile.start, tile.end,
+                                          arguments.head_dim);
+      C::Values::template load<C::kThreads>(values, arguments.v + key_head * arguments.head_dim_v,
+                                            u64(arguments.heads_kv) * arguments.head_dim_v, tile.start, tile.end,
+                                            arguments.head_dim_v);
+      load_block(cursor, 0);
+      cp_async_commit();
+    }
+    u32 stage = 0;
+    while (!cursor.done()) {
+      const HeadBlockCursor current = cursor;
+      cursor.advance(i32(C::kBlock), arguments.runs, tile);
+      // This block is here, and nobody reads the one before, its weights and their gradients any more.
+      cp_async_wait<0>();
+      __syncthreads();
+      const u32 next = (stage + 1) % C::kStages;
+      if constexpr (C::kStages > 1) {
+        if (!cursor.done()) load_block(cursor, next);
+        cp_async_commit();
+      }
+      differentiate(current.blocks, stage);
+      __syncthreads();
+      accumulate(stage);
+      add_query_gradient(current);
+      if constexpr (C::kStages == 1) {
+        __syncthreads();
+        if (!cursor.done()) load_block(cursor, next);
+        cp_async_commit();
+      }
+      stage = next;
+    }
+    write_gradient<C::kKeyPatchColumns>(arguments.dk, arguments.head_dim, arguments.scale, dk);
+    write_gradient<C::kValuePatchColumns>(arguments.dv, arguments.head_dim_v, 1.0f, dv);
+  }
+
+  // Items are (tile, key head), in the order of the portable forward's.
+  __device__ __forceinline__ void run() {
+    const u32 items = arguments.tile_count * arguments.heads_kv;
+    for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
+      const u32 per_group = arguments.tile_count * arguments.heads_per_group;
+      const u32 first = item / per_group * arguments.heads_per_group;
+      const u32 within = item % per_group;
+      const u32 width = min(arguments.heads_per_group, arguments.heads_kv - first);
+      tile = arguments.tiles[within / width];
+      key_head = first + within % width;
+      walk();
+      __syncthreads();
+    }
+  }
+};
+
+template <typename C>
+__device__ __forceinline__ void portable_backward(const PortableBackwardArguments& arguments) {
+  extern __shared__ uint4 portable_backward_shared[];
+  PortableBackward<C> kernel{arguments, reinterpret_cast<u8*>(portable_backward_shared)};
+  kernel.run();
+}
+
+}  // namespace counterpoint

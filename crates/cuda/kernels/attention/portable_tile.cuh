@@ -1,0 +1,209 @@
+// Rows of a matrix in shared memory as the portable kernels keep them, and the walk over a tile's blocks.
+#pragma once
+
+#include "attention/tile_schedule.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
+
+namespace counterpoint {
+
+// kRows rows of kColumns elements, in pieces of 16 bytes. The place of a piece in its group is exchanged by its row, so that
+// the 8 rows that ldmatrix reads at once lie in 8 different groups of banks, and a copy of 128 bytes stays in one line.
+template <u32 kRowsOf, u32 kColumnsOf>
+struct SharedRows {
+  static constexpr u32 kRows = kRowsOf;
+  static constexpr u32 kColumns = kColumnsOf;
+  static constexpr u32 kPitch = 2 * kColumns;  // bytes
+  static constexpr u32 kBytes = kRows * kPitch;
+  // Rows of whole 128-byte lines exchange 8 pieces by row; others, of which two fill whole lines, 4 pieces by pair of rows.
+  static constexpr u32 kGroup = kColumns % 64 == 0 ? 8 : 4;
+  static_assert(kColumns % 32 == 0 && kBytes % 128 == 0, "whole groups, and arrays that keep their alignment");
+
+  static __device__ __forceinline__ u32 exchange(u32 row) { return kGroup == 8 ? row % 8 : row / 2 % 4; }
+
+  // The byte offset of an element.
+  static __device__ __forceinline__ u32 offset(u32 row, u32 column) {
+    return row * kPitch + 16 * (column / 8 ^ exchange(row)) + column % 8 * 2;
+  }
+
+  // The address `rows` rows and `pieces` pieces from `address`: the first a multiple of 8, the second one whose bits are zero in
+  // the number of the piece that `address` stands at.
+  static __device__ __forceinline__ u32 move(u32 address, u32 rows, u32 pieces) {
+    return (address ^ 16 * (pieces % kGroup)) + rows * kPitch + 16 * (pieces / kGroup * kGroup);
+  }
+
+  // Offsets that a lane gives to ldmatrix for the matrices at a corner:
+  //  - `lane_by_rows`: matrices 0, 1 below each other, 2, 3 to their right. As A, or transposed as two B whose rows run along k.
+  //  - `lane_by_columns`: matrices 0, 1 beside each other, 2, 3 below them. As two B whose rows are columns of the product,
+  //    or transposed as A.
+  static __device__ __forceinline__ u32 lane_by_rows(u32 row, u32 column, u32 lane) {
+    return offset(row + lane % 16, column + lane / 16 * 8);
+  }
+  static __device__ __forceinline__ u32 lane_by_columns(u32 row, u32 column, u32 lane) {
+    return offset(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8);
+  }
+
+  // Starts the copy of rows [start, start + kRows) of one head of a tensor [.., pitch] by all kThreads threads. Rows from
+  // `end` on and columns from `columns` on become zeros.
+  template <u32 kThreads>
+  static __device__ __forceinline__ void load(u32 shared, const Element* head, u64 pitch, i32 start, i32 end,
+                                              u32 columns) {
+    constexpr u32 kPieces = kColumns / 8;
+    if constexpr (kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0 && kThreads / kPieces % 8 == 0) {
+      // A thread keeps its column and steps down by a multiple of 8 rows: its addresses differ by constants.
+      constexpr u32 kStep = kThreads / kPieces;
+      const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
+      const Element* const from = head + (u64(u32(start) + row) * pitch + column);
+      const u32 to = shared + offset(row, column);
+      const i32 left = column < columns ? end - start - i32(row) : 0;
+#pragma unroll
+      for (u32 i = 0; i < kRows / kStep; ++i) {
+        cp_async_16(to + i * kStep * kPitch, from + i * kStep * pitch, i32(i * kStep) < left);
+      }
+    } else {
+      const Element* const first = head + u64(u32(start)) * pitch;
+#pragma unroll
+      for (u32 i = 0; i < (kRows * kPieces + kThreads - 1) / kThreads; ++i) {
+        const u32 index = threadIdx.x + i * kThreads;
+        const u32 row = index / kPieces, column = index % kPieces * 8;
+        if (kRows * kPieces % kThreads != 0 && row >= kRows) break;
+        cp_async_16(shared + offset(row, column), first + (u64(row) * pitch + column),
+                    start + i32(row) < end && column < columns);
+      }
+    }
+  }
+};
+
+// How an operand of a product lies in shared memory: its rows are rows of A or columns of B (and the product runs along
+// them), or its rows are the steps of the product.
+enum class Lie : u32 { kAlong, kAcross };
+
+// Operand A of products of one warp, whose rows begin at `row`.
+template <typename Rows, Lie kLie>
+struct OperandA {
+  u32 base;
+  __device__ __forceinline__ OperandA(u32 shared, u32 row, u32 lane)
+      : base(shared + (kLie == Lie::kAlong ? Rows::lane_by_rows(row, 0, lane) : Rows::lane_by_columns(0, row, lane))) {}
+  // Row tile `m`, step `kk`, both of 16.
+  __device__ __forceinline__ void load(u32 (&a)[4], u32 m, u32 kk) const {
+    if constexpr (kLie == Lie::kAlong) {
+      ldmatrix_x4(a, Rows::move(base, 16 * m, 2 * kk));
+    } else {
+      ldmatrix_x4_transposed(a, Rows::move(base, 16 * kk, 2 * m));
+    }
+  }
+};
+
+// Operand B likewise. Its columns, by 16, are dealt to kShares warps in turn where rows of the operand lie across.
+template <typename Rows, Lie kLie, u32 kShares = 1>
+struct OperandB {
+  u32 base;
+  // `first` is the first column (kAlong), or the number of the share (kAcross).
+  __device__ __forceinline__ OperandB(u32 shared, u32 first, u32 lane)
+      : base(shared +
+             (kLie == Lie::kAlong ? Rows::lane_by_columns(first, 0, lane) : Rows::lane_by_rows(0, 16 * first, lane))) {
+    static_assert(kLie == Lie::kAcross || kShares == 1, "columns in one piece");
+  }
+  // Two neighbouring fragments: the warp's columns from 16 * n on, step `kk` of 16.
+  __device__ __forceinline__ void load(u32 (&b)[4], u32 n, u32 kk) const {
+    if constexpr (kLie == Lie::kAlong) {
+      ldmatrix_x4(b, Rows::move(base, 16 * n, 2 * kk));
+    } else {
+      ldmatrix_x4_transposed(b, Rows::move(base, 16 * kk, 2 * kShares * n));
+    }
+  }
+};
+
+// The fragments of operand B that one step needs.
+template <u32 kColumns, typename B>
+__device__ __forceinline__ void load_step(u32 (&b)[kColumns / 16][4], const B& operand, u32 kk) {
+#pragma unroll
+  for (u32 n = 0; n < kColumns / 16; ++n) operand.load(b[n], n, kk);
+}
+
+// One step of D += A * B: kRowTiles tiles of 16 rows, kColumns columns.
+template <u32 kRowTiles, u32 kColumns>
+__device__ __forceinline__ void multiply_step(float (&d)[kRowTiles][kColumns / 2], const u32 (&a)[kRowTiles][4],
+                                              const u32 (&b)[kColumns / 16][4]) {
+#pragma unroll
+  for (u32 n = 0; n < kColumns / 16; ++n) {
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+      float* to = &d[m][8 * n];
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[n][0], b[n][1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[n][2], b[n][3]);
+    }
+  }
+}
+
+// D += A * B over kSteps steps of 16. The next step's fragments are asked for before this step's products.
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
+__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
+  u32 a[2][kRowTiles][4], b[2][kColumns / 16][4];
+#pragma unroll
+  for (u32 m = 0; m < kRowTiles; ++m) left.load(a[0][m], m, 0);
+  load_step<kColumns>(b[0], right, 0);
+#pragma unroll
+  for (u32 kk = 0; kk < kSteps; ++kk) {
+    const u32 now = kk % 2, next = 1 - now;
+    if (kk + 1 < kSteps) {
+#pragma unroll
+      for (u32 m = 0; m < kRowTiles; ++m) left.load(a[next][m], m, kk + 1);
+      load_step<kColumns>(b[next], right, kk + 1);
+    }
+    multiply_step<kRowTiles, kColumns>(d, a[now], b[now]);
+  }
+}
+
+template <u32 kRowTiles, u32 kCount>
+__device__ __forceinline__ void clear(float (&d)[kRowTiles][kCount]) {
+#pragma unroll
+  for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (u32 j = 0; j < kCount; ++j) d[m][j] = 0.0f;
+  }
+}
+
+// The blocks of a tile's runs, one after another.
+struct BlockCursor {
+  const TileRun* run;
+  const TileRun* last;  // one past the tile's runs
+  TileRun current;
+  i32 start;
+
+  __device__ __forceinline__ void enter() {
+    if (run == last) return;
+    const int4 bits = __ldg(reinterpret_cast<const int4*>(run));
+    current = TileRun{bits.x, bits.y, u32(bits.z), u32(bits.w)};
+    start = current.start;
+  }
+  __device__ __forceinline__ BlockCursor(const TileRun* runs, const Tile& tile)
+      : run(runs + tile.run_begin), last(runs + tile.run_end) {
+    enter();
+  }
+  __device__ __forceinline__ bool done() const { return run == last; }
+  __device__ __forceinline__ bool bounded() const { return current.bound_begin != current.bound_end; }
+  __device__ __forceinline__ void advance(i32 block) {
+    start += block;
+    if (start >= current.end) {
+      ++run;
+      enter();
+    }
+  }
+};
+
+// How much of a rectangle of pairs is unmasked. kSome may also be said of an empty one.
+enum class Cover : u32 { kNone, kSome, kAll };
+
+// The cover of the pairs of query rows [q_start, q_end) and key rows [k_start, k_end), both not empty.
+__device__ __forceinline__ Cover cover(const TileBound& bound, i32 q_start, i32 q_end, i32 k_start, i32 k_end) {
+  const i32 first = max(q_start, bound.q_start), last = min(q_end, bound.q_end) - 1;
+  const i32 low = max(bound.k_start, first + bound.diag_min), high = min(bound.k_end, last + bound.diag_max + 1);
+  if (first > last || low >= k_end || high <= k_start || low >= high) return Cover::kNone;
+  const bool all = first == q_start && last == q_end - 1 && max(bound.k_start, last + bound.diag_min) <= k_start &&
+                   min(bound.k_end, first + bound.diag_max + 1) >= k_end;
+  return all ? Cover::kAll : Cover::kSome;
+}
+
+}  // namespace counterpoint

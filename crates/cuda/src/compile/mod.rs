@@ -1,0 +1,20 @@
+//! From a kernel's source to a cubin: NVRTC with our headers in memory, behind a cache on disk.
+
+mod cache;
+mod compiler;
+mod disassembler;
+mod elf;
+mod entry;
+mod examine;
+mod headers;
+mod parallel;
+mod source;
+mod translate;
+
+pub use cache::{CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin};
+pub use compiler::{CompilerVersion, compiler_version};
+pub use disassembler::disassembler;
+pub(crate) use elf::count_arguments;
+pub use examine::{CompileReport, KernelFault, KernelReport, examine};
+pub use source::KernelSource;
+pub use translate::{Cubin, compile};

@@ -1,0 +1,327 @@
+use std::ffi::{c_char, c_int};
+use std::fmt;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
+
+use crate::CudaError;
+use crate::arch::{Arch, Capability};
+use crate::function::LoadedKernels;
+use crate::library::{Driver, call};
+use crate::memory::Guards;
+
+/// One GPU and its primary context, which is the one that PyTorch and the runtime API use too. Cheap to clone.
+#[derive(Clone)]
+pub struct Device(Arc<Primary>);
+
+struct Primary {
+    driver: &'static Driver,
+    ordinal: usize,
+    handle: CUdevice,
+    context: CUcontext,
+    properties: DeviceProperties,
+    kernels: LoadedKernels,
+    guards: Guards,
+    // The first error of releasing something, for which Drop has no result to put it in.
+    release_error: Mutex<Option<CudaError>>,
+}
+
+// SAFETY: a context may be used from any thread; the handles are never changed.
+unsafe impl Send for Primary {}
+// SAFETY: as above.
+unsafe impl Sync for Primary {}
+
+/// What does not change about a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceProperties {
+    /// Such as `NVIDIA H200`.
+    pub name: String,
+    /// Tells this GPU from all others, such as `GPU-6c5f0b0e-…`.
+    pub uuid: String,
+    /// Compute capability.
+    pub capability: Capability,
+    /// Streaming multiprocessors.
+    pub sm_count: u32,
+    /// Bytes of the level 2 cache.
+    pub l2_bytes: usize,
+    /// Bytes of shared memory that one block may have when it asks for them.
+    pub shared_bytes_per_block: usize,
+    /// Bytes of device memory in all.
+    pub memory_bytes: usize,
+}
+
+/// Bytes of device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Not allocated by anyone.
+    pub free: usize,
+    /// In all.
+    pub total: usize,
+}
+
+impl Device {
+    /// How many GPUs this process sees. At least one: none at all is [`CudaError::NoDevice`].
+    ///
+    /// # Errors
+    /// When there is no driver or no GPU.
+    pub fn count() -> Result<usize, CudaError> {
+        let mut count = 0;
+        let driver = Driver::get()?;
+        // SAFETY: the pointer is to a local of the right type.
+        unsafe { call!(driver, cuDeviceGetCount(&mut count)) }?;
+        match usize::try_from(count).unwrap_or(0) {
+            0 => Err(CudaError::NoDevice { reason: "it counts 0 devices".to_owned() }),
+            count => Ok(count),
+        }
+    }
+
+    /// The newest CUDA version that the driver supports, such as (13, 0).
+    ///
+    /// # Errors
+    /// When there is no driver or no GPU.
+    pub fn driver_version() -> Result<(u32, u32), CudaError> {
+        Driver::get()?.version()
+    }
+
+    /// What does not change about a GPU, without making a context on it.
+    ///
+    /// # Errors
+    /// When there is no such GPU.
+    pub fn properties_of(ordinal: usize) -> Result<DeviceProperties, CudaError> {
+        let driver = Driver::get()?;
+        properties(driver, handle(driver, ordinal)?)
+    }
+
+    /// The GPU with this number, counted from 0 among those that `CUDA_VISIBLE_DEVICES` leaves.
+    ///
+    /// While one is open, opening it again gives the same: its kernels are loaded once.
+    ///
+    /// # Errors
+    /// When there is no such GPU, or it cannot be used.
+    pub fn open(ordinal: usize) -> Result<Self, CudaError> {
+        static OPEN: Mutex<Vec<Weak<Primary>>> = Mutex::new(Vec::new());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|primary| primary.strong_count() > 0);
+        let same = open.iter().filter_map(Weak::upgrade).find(|primary| primary.ordinal == ordinal);
+        if let Some(primary) = same {
+            return Ok(Self(primary));
+        }
+        let device = Self::retain(ordinal)?;
+        open.push(Arc::downgrade(&device.0));
+        Ok(device)
+    }
+
+    fn retain(ordinal: usize) -> Result<Self, CudaError> {
+        let driver = Driver::get()?;
+        let handle = handle(driver, ordinal)?;
+        let properties = properties(driver, handle)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: the handle is the driver's; the retained context is released in drop.
+        unsafe { call!(driver, cuDevicePrimaryCtxRetain(&mut context, handle)) }?;
+        let primary = Primary {
+            driver,
+            ordinal,
+            handle,
+            context,
+            properties,
+            kernels: LoadedKernels::default(),
+            guards: Guards::default(),
+            release_error: Mutex::new(None),
+        };
+        Ok(Self(Arc::new(primary)))
+    }
+
+    /// The number that it was opened with.
+    pub fn ordinal(&self) -> usize {
+        self.0.ordinal
+    }
+
+    /// What does not change about it.
+    pub fn properties(&self) -> &DeviceProperties {
+        &self.0.properties
+    }
+
+    /// Compute capability.
+    pub fn capability(&self) -> Capability {
+        self.0.properties.capability
+    }
+
+    /// What kernels are compiled for.
+    pub fn arch(&self) -> Arch {
+        Arch::of(self.capability())
+    }
+
+    /// Streaming multiprocessors.
+    pub fn sm_count(&self) -> u32 {
+        self.0.properties.sm_count
+    }
+
+    /// Bytes of device memory, now.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn memory(&self) -> Result<MemoryUse, CudaError> {
+        let driver = self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the pointers are to locals of the right type.
+        unsafe { call!(driver, cuMemGetInfo_v2(&mut free, &mut total)) }?;
+        Ok(MemoryUse { free, total })
+    }
+
+    /// Waits until everything that was ever enqueued on this device has finished.
+    ///
+    /// # Errors
+    /// When some of it failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let driver = self.bind()?;
+        // SAFETY: the context is current.
+        unsafe { call!(driver, cuCtxSynchronize()) }
+    }
+
+    /// Whether this device can read and write `peer`'s memory in place.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn can_access(&self, peer: &Self) -> Result<bool, CudaError> {
+        let mut can: c_int = 0;
+        // SAFETY: both handles are the driver's.
+        unsafe { call!(self.0.driver, cuDeviceCanAccessPeer(&mut can, self.0.handle, peer.0.handle)) }?;
+        Ok(can != 0)
+    }
+
+    /// Lets kernels and copies of this device read and write `peer`'s memory in place. Once is enough, twice is no error.
+    ///
+    /// # Errors
+    /// When the two cannot reach each other.
+    pub fn enable_access(&self, peer: &Self) -> Result<(), CudaError> {
+        const ALREADY_ENABLED: u32 = 704;
+        let driver = self.bind()?;
+        // SAFETY: the peer's context lives as long as `peer`.
+        match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.0.context, 0)) } {
+            Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Makes this device's context the calling thread's current one, which most calls need.
+    pub(crate) fn bind(&self) -> Result<&'static Driver, CudaError> {
+        let driver = self.0.driver;
+        // SAFETY: the context is retained as long as this value lives.
+        unsafe { call!(driver, cuCtxSetCurrent(self.0.context)) }?;
+        Ok(driver)
+    }
+
+    /// The first error that freeing memory or destroying a stream, event, module or graph of this device met since this
+    /// was last called. Most often it is the error of a kernel that ran before.
+    pub fn take_release_error(&self) -> Option<CudaError> {
+        self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Releases something in a drop, where an error can only be kept for later.
+    pub(crate) fn release(&self, release: impl FnOnce(&'static Driver) -> Result<(), CudaError>) {
+        if let Err(error) = self.bind().and_then(release) {
+            self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+    }
+
+    /// Who watches the memory around its buffers.
+    pub(crate) fn guards(&self) -> &Guards {
+        &self.0.guards
+    }
+
+    /// The kernels that are loaded on it.
+    pub(crate) fn kernels(&self) -> &LoadedKernels {
+        &self.0.kernels
+    }
+}
+
+impl PartialEq for Device {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.context == other.0.context
+    }
+}
+
+impl Eq for Device {}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Device({}, {})", self.0.ordinal, self.0.properties.name)
+    }
+}
+
+impl Drop for Primary {
+    fn drop(&mut self) {
+        // SAFETY: it was retained when this was made. Errors are of no use here: without a current context nothing can be
+        // unloaded, and a context that stays alive until the process ends harms nobody.
+        unsafe {
+            if (self.driver.cuCtxSetCurrent)(self.context) == 0 {
+                self.kernels.unload(self.driver);
+            }
+            (self.driver.cuDevicePrimaryCtxRelease_v2)(self.handle);
+        }
+    }
+}
+
+fn handle(driver: &Driver, ordinal: usize) -> Result<CUdevice, CudaError> {
+    let count = Device::count()?;
+    if ordinal >= count {
+        return Err(CudaError::DeviceOrdinal { ordinal, count });
+    }
+    let mut handle = 0;
+    // SAFETY: the pointer is to a local of the right type; the ordinal is below the count, which is a c_int.
+    unsafe { call!(driver, cuDeviceGet(&mut handle, ordinal as c_int)) }?;
+    Ok(handle)
+}
+
+fn properties(driver: &Driver, handle: CUdevice) -> Result<DeviceProperties, CudaError> {
+    use CUdevice_attribute as A;
+    let attribute = |attribute: A| -> Result<u32, CudaError> {
+        let mut value = 0;
+        // SAFETY: the pointer is to a local of the right type.
+        unsafe { call!(driver, cuDeviceGetAttribute(&mut value, attribute, handle)) }?;
+        Ok(value.unsigned_abs())
+    };
+    let mut name = [0u8; 256];
+    let mut uuid = CUuuid { bytes: [0; 16] };
+    let mut memory_bytes = 0;
+    // SAFETY: the buffers are as large as said, the driver writes a terminated string.
+    unsafe {
+        call!(driver, cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), name.len() as c_int, handle))?;
+        call!(driver, cuDeviceGetUuid_v2(&mut uuid, handle))?;
+        call!(driver, cuDeviceTotalMem_v2(&mut memory_bytes, handle))?;
+    }
+    let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
+    Ok(DeviceProperties {
+        name: String::from_utf8_lossy(name).into_owned(),
+        uuid: format_uuid(uuid.bytes.map(|byte| byte as u8)),
+        capability: Capability {
+            major: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            minor: attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        },
+        sm_count: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        l2_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as usize,
+        shared_bytes_per_block: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
+        memory_bytes,
+    })
+}
+
+/// As nvidia-smi prints it.
+fn format_uuid(bytes: [u8; 16]) -> String {
+    let hex = |range: std::ops::Range<usize>| -> String {
+        bytes[range].iter().map(|byte| format!("{byte:02x}")).collect()
+    };
+    format!("GPU-{}-{}-{}-{}-{}", hex(0..4), hex(4..6), hex(6..8), hex(8..10), hex(10..16))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuid_as_nvidia_smi_prints_it() {
+        let bytes = std::array::from_fn(|index| index as u8 + 0xa0);
+        assert_eq!(format_uuid(bytes), "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf");
+    }
+}

@@ -1,0 +1,154 @@
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+/// Why something on a CUDA device, or the way to one, did not work.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The driver's library cannot be opened.
+    #[error(
+        "no NVIDIA driver: libcuda.so.1 cannot be opened ({reason}); install the driver, or in a container pass the GPU \
+         through (--gpus all)"
+    )]
+    NoDriver {
+        /// The loader's own words.
+        reason: String,
+    },
+    /// A library is there, but too old to have a function that we call.
+    #[error("{} has no function {symbol}; {remedy}", path.display())]
+    MissingSymbol {
+        /// The library.
+        path: PathBuf,
+        /// The function.
+        symbol: &'static str,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The driver is there, but no GPU.
+    #[error("the NVIDIA driver finds no GPU ({reason}); check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    NoDevice {
+        /// The driver's own words.
+        reason: String,
+    },
+    /// There are fewer GPUs than asked for.
+    #[error(
+        "there is no GPU {ordinal}: this machine has {count}, numbered from 0; check CUDA_VISIBLE_DEVICES"
+    )]
+    DeviceOrdinal {
+        /// The one asked for.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// No NVRTC was found: kernels cannot be compiled.
+    #[error(
+        "NVRTC, which compiles the kernels, was not found; run `pip install nvidia-cuda-nvrtc==13.0.88`, or name its folder \
+         in COUNTERPOINT_NVRTC_DIR. Tried: {}",
+        tried.join("; ")
+    )]
+    NoNvrtc {
+        /// Each place, with the loader's own words.
+        tried: Vec<String>,
+    },
+    /// No NCCL was found: GPUs cannot exchange data with other processes' GPUs.
+    #[error(
+        "NCCL was not found; run `pip install nvidia-nccl-cu13`, or name its folder in COUNTERPOINT_NCCL_DIR. Tried: {}",
+        tried.join("; ")
+    )]
+    NoNccl {
+        /// Each place, with the loader's own words.
+        tried: Vec<String>,
+    },
+    /// A call of the driver failed.
+    #[error("{call} failed: {name} ({code}), {text}")]
+    Driver {
+        /// The function.
+        call: &'static str,
+        /// Its result.
+        code: u32,
+        /// The result's name, such as `CUDA_ERROR_LAUNCH_FAILED`.
+        name: String,
+        /// The driver's own words.
+        text: String,
+    },
+    /// Memory of a device, or pinned memory of the host, is used up.
+    #[error("{what} of {bytes} bytes cannot be allocated: {free} of {total} bytes of the GPU are free")]
+    OutOfMemory {
+        /// What was to be allocated.
+        what: &'static str,
+        /// Its size.
+        bytes: usize,
+        /// Bytes that are free.
+        free: usize,
+        /// Bytes of the device.
+        total: usize,
+    },
+    /// A call of NVRTC failed for another reason than the source.
+    #[error("{call} failed: {text} ({code})")]
+    Nvrtc {
+        /// The function.
+        call: &'static str,
+        /// Its result.
+        code: u32,
+        /// NVRTC's own words.
+        text: String,
+    },
+    /// A kernel does not compile.
+    #[error("kernel {kernel} does not compile for {arch}:\n{log}")]
+    Compile {
+        /// Its name.
+        kernel: String,
+        /// The architecture.
+        arch: String,
+        /// The compiler's own words.
+        log: String,
+    },
+    /// A tensor map that the copy engine cannot use.
+    #[error("no tensor map for {tensor}: {reason}")]
+    TensorMap {
+        /// The tensor's name.
+        tensor: String,
+        /// Which restriction it breaks, with figures.
+        reason: String,
+    },
+    /// A launch that the kernel or the device cannot take.
+    #[error("kernel {kernel} cannot be launched: {reason}")]
+    Launch {
+        /// Its name.
+        kernel: String,
+        /// What is wrong, with figures.
+        reason: String,
+    },
+    /// A copy beyond the end of a buffer.
+    #[error("bytes {offset}..{} lie outside of a buffer of {len} bytes", offset.saturating_add(*bytes))]
+    OutOfBounds {
+        /// The first byte.
+        offset: usize,
+        /// How many.
+        bytes: usize,
+        /// The buffer's size.
+        len: usize,
+    },
+    /// A graph cannot be captured from a stream.
+    #[error("a graph cannot be captured: {reason}")]
+    Capture {
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+impl CudaError {
+    /// Whether the machine lacks something (a driver, a GPU, a library), as opposed to something going wrong.
+    pub fn is_missing(&self) -> bool {
+        matches!(
+            self,
+            Self::NoDriver { .. }
+                | Self::MissingSymbol { .. }
+                | Self::NoDevice { .. }
+                | Self::DeviceOrdinal { .. }
+                | Self::NoNvrtc { .. }
+                | Self::NoNccl { .. }
+        )
+    }
+}

@@ -1,0 +1,116 @@
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::sys::CUevent;
+
+use crate::library::call;
+use crate::{CudaError, Device, Stream};
+
+/// Marks a point of a stream. Cheap to clone: a clone is the same event.
+#[derive(Clone)]
+pub struct Event(Arc<Mark>);
+
+struct Mark {
+    device: Device,
+    raw: CUevent,
+}
+
+// SAFETY: events may be used from any thread.
+unsafe impl Send for Mark {}
+// SAFETY: as above.
+unsafe impl Sync for Mark {}
+
+impl Event {
+    /// An event to wait for. It takes no time stamps, which makes it cheaper.
+    ///
+    /// # Errors
+    /// When the driver has none left.
+    pub fn new(device: &Device) -> Result<Self, CudaError> {
+        const DISABLE_TIMING: u32 = 2;
+        Self::with_flags(device, DISABLE_TIMING)
+    }
+
+    /// An event that also takes the time when it is reached, for [`Event::time_since`].
+    ///
+    /// # Errors
+    /// When the driver has none left.
+    pub fn timing(device: &Device) -> Result<Self, CudaError> {
+        Self::with_flags(device, 0)
+    }
+
+    fn with_flags(device: &Device, flags: u32) -> Result<Self, CudaError> {
+        let driver = device.bind()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the pointer is to a local; the event is destroyed in drop.
+        unsafe { call!(driver, cuEventCreate(&mut raw, flags)) }?;
+        Ok(Self(Arc::new(Mark { device: device.clone(), raw })))
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> CUevent {
+        self.0.raw
+    }
+
+    /// Marks the end of what is enqueued on `stream` so far. An earlier mark is forgotten.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: both handles are alive.
+        unsafe { call!(driver, cuEventRecord(self.0.raw, stream.raw())) }
+    }
+
+    /// Whether the mark has been reached. True when it was never recorded.
+    ///
+    /// # Errors
+    /// When something before the mark failed.
+    pub fn is_done(&self) -> Result<bool, CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: the handle is alive.
+        driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.0.raw) })
+    }
+
+    /// Waits until the mark has been reached.
+    ///
+    /// # Errors
+    /// When something before the mark failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: the handle is alive.
+        unsafe { call!(driver, cuEventSynchronize(self.0.raw)) }
+    }
+
+    /// The device's time between two marks that have been reached. Both events take time stamps. The resolution is about
+    /// half a microsecond.
+    ///
+    /// # Errors
+    /// When either mark has not been reached, or takes no time stamps.
+    pub fn time_since(&self, start: &Self) -> Result<Duration, CudaError> {
+        let driver = self.0.device.bind()?;
+        let mut milliseconds = 0.0f32;
+        // SAFETY: the handles are alive, the pointer is to a local of the right type.
+        unsafe { call!(driver, cuEventElapsedTime(&mut milliseconds, start.0.raw, self.0.raw)) }?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) * 1e-3))
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Event({:?}, {:p})", self.0.device, self.0.raw)
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // SAFETY: made in with_flags. Waits that are enqueued keep what they need of it.
+        self.device.release(|driver| unsafe { call!(driver, cuEventDestroy_v2(self.raw)) });
+    }
+}

@@ -1,0 +1,29 @@
+use crate::KernelSource;
+
+/// One of the kernels that ship: its source with all parameters chosen, and what its machine code must be like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Specialisation {
+    /// What is compiled.
+    pub source: KernelSource,
+    /// The unit that does its matrix products.
+    pub matrix_unit: MatrixUnit,
+    /// Registers of a thread that its launch leaves it: it must not have been compiled to more.
+    pub register_limit: u32,
+}
+
+/// The unit of a multiprocessor that multiplies matrices, and so the instruction that must be found in the machine code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MatrixUnit {
+    /// The kernel multiplies none.
+    None,
+    /// mma.sync: `HMMA`.
+    Warp,
+    /// wgmma: `HGMMA`.
+    Warpgroup,
+}
+
+/// All kernels that ship, of all launchers.
+pub fn specialisations() -> Vec<Specialisation> {
+    // Each launcher's module adds its own here.
+    Vec::new()
+}

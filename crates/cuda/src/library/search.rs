@@ -1,0 +1,236 @@
+//! Where libraries are looked for: the folder that an environment variable names, the loader, toolkits, and what pip
+//! installed for `python3`.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A library to try, and those that must be open before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Candidate {
+    pub(super) before: Vec<PathBuf>,
+    pub(super) library: PathBuf,
+}
+
+/// The variable that names NVRTC's folder.
+pub(crate) const NVRTC_VARIABLE: &str = "COUNTERPOINT_NVRTC_DIR";
+
+/// The variable that names NCCL's folder.
+pub(crate) const NCCL_VARIABLE: &str = "COUNTERPOINT_NCCL_DIR";
+
+/// The variables that the search depends on, the loader's and `python3`'s own among them.
+pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
+    NVRTC_VARIABLE,
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "PATH",
+    "HOME",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHOME",
+];
+
+/// Names under which the loader may know NVRTC, the newest first.
+const NVRTC_NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+
+/// The candidates for NVRTC, in the order in which to try them. Lazy, because `python3` is to be asked only when all before it
+/// failed.
+pub(super) fn nvrtc() -> impl Iterator<Item = Candidate> {
+    // Whoever names a folder wants that one or an error.
+    let named = named_folder(NVRTC_VARIABLE);
+    let elsewhere = named.is_none();
+    let by_name = NVRTC_NAMES.map(|name| Candidate { before: Vec::new(), library: PathBuf::from(name) });
+    let by_name = by_name.into_iter().filter(move |_| elsewhere);
+    let parts = &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"];
+    let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
+    by_name.chain(in_folders.flat_map(|folder| nvrtc_in(&folder)))
+}
+
+/// The candidates for NCCL, likewise.
+pub(super) fn nccl() -> impl Iterator<Item = PathBuf> {
+    let named = named_folder(NCCL_VARIABLE);
+    let elsewhere = named.is_none();
+    let by_name = ["libnccl.so.2", "libnccl.so"].map(PathBuf::from).into_iter().filter(move |_| elsewhere);
+    let parts = &["nvidia/nccl/lib", "nvidia/cu13/lib", "torch/lib"];
+    let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
+    by_name.chain(in_folders.flat_map(|folder| files_named(&folder, "libnccl.so")))
+}
+
+/// Why a search found so little, beside what the loader said of each candidate.
+pub(super) fn notes(variable: &str, prefix: &str) -> Vec<String> {
+    let note = match named_folder(variable) {
+        Some(folder) if files_named(&folder, prefix).is_empty() => {
+            Some(format!("{variable}={}: no {prefix}.* in it", folder.display()))
+        }
+        Some(_) => None,
+        None => python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}")),
+    };
+    note.into_iter().collect()
+}
+
+fn named_folder(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).filter(|folder| !folder.is_empty()).map(PathBuf::from)
+}
+
+/// Folders of toolkits, then the `parts` of each folder of `python3`'s packages.
+fn usual_folders(wanted: bool, parts: &'static [&'static str]) -> impl Iterator<Item = PathBuf> {
+    let toolkits = std::iter::once_with(toolkit_folders).take(usize::from(wanted)).flatten();
+    let packages = std::iter::once_with(python_packages).take(usize::from(wanted)).flatten();
+    let packages = packages.flat_map(|packages| parts.iter().map(move |part| packages.join(part)));
+    toolkits.map(|root| root.join("lib64")).chain(packages)
+}
+
+/// A program of the toolkit: in a folder to prefer, on `PATH`, in a toolkit, or in `python3`'s packages.
+pub(crate) fn find_program(name: &str, beside: Option<PathBuf>) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path: Vec<_> = std::env::split_paths(&path).collect();
+    let toolkits = std::iter::once_with(toolkit_folders).flatten().map(|root| root.join("bin"));
+    let packages = std::iter::once_with(python_packages).flatten();
+    let packages =
+        packages.flat_map(|packages| ["nvidia/cu13/bin", "nvidia/cu12/bin"].map(|bin| packages.join(bin)));
+    let folders = beside.into_iter().chain(on_path).chain(toolkits).chain(packages);
+    folders.map(|folder| folder.join(name)).find(|file| file.is_file())
+}
+
+/// NVRTCs in a folder, the newest first.
+fn nvrtc_in(folder: &Path) -> Vec<Candidate> {
+    let builtins = files_named(folder, "libnvrtc-builtins.so");
+    files_named(folder, "libnvrtc.so")
+        .into_iter()
+        .map(|library| {
+            let major = major_version(&library);
+            let before =
+                builtins.iter().filter(|path| major_version(path) == major).take(1).cloned().collect();
+            Candidate { before, library }
+        })
+        .collect()
+}
+
+/// The files of a folder whose names begin so, the newest version first.
+fn files_named(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let mut files = files_in(folder);
+    files.retain(|path| file_name(path).starts_with(prefix));
+    files.sort();
+    files.reverse();
+    files
+}
+
+/// The number behind `.so.`.
+fn major_version(path: &Path) -> Option<u32> {
+    file_name(path).split_once(".so.")?.1.split('.').next()?.parse().ok()
+}
+
+fn file_name(path: &Path) -> &str {
+    path.file_name().and_then(OsStr::to_str).unwrap_or_default()
+}
+
+fn files_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten();
+    entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect()
+}
+
+/// Toolkits in their usual places, the newest first.
+fn toolkit_folders() -> Vec<PathBuf> {
+    let mut roots: Vec<PathBuf> = files_in(Path::new("/usr/local"))
+        .into_iter()
+        .filter(|path| file_name(path).starts_with("cuda"))
+        .collect();
+    roots.sort();
+    roots.reverse();
+    let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    home.chain(roots).chain([PathBuf::from("/opt/cuda")]).collect()
+}
+
+/// How long `python3` may take to name its folders.
+const PYTHON_LIMIT: Duration = Duration::from_secs(10);
+
+/// Prints `python3`'s folders of packages, which may be several and a virtual environment's.
+const PYTHON_SCRIPT: &str = "\
+import site, sys, sysconfig
+paths = [sysconfig.get_paths()['purelib'], sysconfig.get_paths()['platlib'], *sys.path]
+try:
+    paths += site.getsitepackages() + [site.getusersitepackages()]
+except AttributeError:
+    pass
+print('\\n'.join(dict.fromkeys(p for p in paths if p.endswith('-packages'))))";
+
+/// Folders of packages that pip installed for `python3`, which is asked once a process. None when it does not answer.
+fn python_packages() -> Vec<PathBuf> {
+    python_answer().clone().unwrap_or_default()
+}
+
+fn python_answer() -> &'static Result<Vec<PathBuf>, String> {
+    static ANSWER: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
+    ANSWER.get_or_init(ask_python)
+}
+
+fn ask_python() -> Result<Vec<PathBuf>, String> {
+    let mut child = Command::new("python3")
+        .args(["-c", PYTHON_SCRIPT])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    // The answer is a few lines, less than a pipe holds, so waiting before reading cannot block it.
+    loop {
+        match child.try_wait() {
+            Ok(Some(_)) => break,
+            Ok(None) if start.elapsed() < PYTHON_LIMIT => thread::sleep(Duration::from_millis(2)),
+            Ok(None) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("no answer within {} s", PYTHON_LIMIT.as_secs()));
+            }
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    let output = child.wait_with_output().map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        return Err(format!("python3 ended with {}", output.status));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).lines().map(PathBuf::from).collect())
+}
+
+/// The file behind a library that is open: the loader may have been given a bare name.
+pub(super) fn opened_file(library: &Path) -> PathBuf {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut paths = maps.lines().filter_map(|line| Some(Path::new(&line[line.find('/')?..])));
+    // The mapping names the file that a link leads to, so its version may be longer.
+    let found = paths.find(|path| !library.is_absolute() && file_name(path).starts_with(file_name(library)));
+    found.unwrap_or(library).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn builtins_of_the_same_version_come_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = [
+            "libnvrtc.so.12",
+            "libnvrtc.so.13",
+            "libnvrtc.alt.so.13",
+            "libnvrtc-builtins.so.12.9",
+            "libnvrtc-builtins.so.13.0",
+            "libnvrtc-builtins.alt.so.13.0",
+        ];
+        for name in names {
+            fs::write(folder.path().join(name), b"").unwrap();
+        }
+        let path = |name: &str| folder.path().join(name);
+        let expected = [
+            Candidate { before: vec![path("libnvrtc-builtins.so.13.0")], library: path("libnvrtc.so.13") },
+            Candidate { before: vec![path("libnvrtc-builtins.so.12.9")], library: path("libnvrtc.so.12") },
+        ];
+        assert_eq!(nvrtc_in(folder.path()), expected);
+        assert!(nvrtc_in(&path("nowhere")).is_empty());
+    }
+}

@@ -1,0 +1,284 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use cudarc::driver::sys::CUdeviceptr;
+
+use super::{PinnedBuffer, check_range, explain_allocation, guard};
+use crate::library::call;
+use crate::{CudaError, Device, Stream};
+
+/// Bytes of a device's memory. Cheap to clone: a clone, like a slice, is the same memory, which lives as long as any of them.
+///
+/// Contents belong to the streams that work on them; nothing here orders two streams. Only ever read or written through the
+/// driver, so that no Rust reference to it exists.
+#[derive(Clone, Debug)]
+pub struct DeviceBuffer {
+    allocation: Arc<Allocation>,
+    offset: usize,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Allocation {
+    device: Device,
+    address: CUdeviceptr,
+    bytes: usize,
+    kind: MemoryKind,
+}
+
+/// Where an allocation comes from, which says how it is released.
+#[derive(Debug)]
+enum MemoryKind {
+    /// `cuMemAlloc`: never from a pool, whose memory peers cannot open.
+    Plain,
+    /// Likewise, with guard bytes around it.
+    Guarded,
+    /// Someone else's.
+    Borrowed,
+}
+
+impl DeviceBuffer {
+    /// New memory, contents arbitrary, aligned to 256 bytes. `bytes` may be 0: such a buffer has the address 0.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] when it does not fit.
+    pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
+        let mut address = 0;
+        let kind = if device.guards().are_wanted() { MemoryKind::Guarded } else { MemoryKind::Plain };
+        let size = match kind {
+            MemoryKind::Guarded => guard::with_guards(bytes),
+            _ => bytes,
+        };
+        if bytes > 0 {
+            explain_allocation(device, "device memory", size, |driver| {
+                // SAFETY: the pointer is to a local; the memory is freed in drop.
+                unsafe { call!(driver, cuMemAlloc_v2(&mut address, size)) }
+            })?;
+            if let MemoryKind::Guarded = kind {
+                address = guard::inner(address);
+            }
+        }
+        let allocation = Allocation { device: device.clone(), address, bytes, kind };
+        if bytes > 0 && matches!(allocation.kind, MemoryKind::Guarded) {
+            guard::write(device.bind()?, address, bytes)?;
+        }
+        Ok(Self { allocation: Arc::new(allocation), offset: 0, bytes })
+    }
+
+    /// New memory with a copy of `values`. Waits until they have been copied.
+    ///
+    /// # Errors
+    /// As [`DeviceBuffer::new`].
+    pub fn from_slice<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
+        let buffer = Self::new(stream.device(), size_of_val(values))?;
+        buffer.upload(stream, 0, values)?;
+        Ok(buffer)
+    }
+
+    /// Someone else's memory, a tensor of PyTorch say. It is not freed when this value goes.
+    ///
+    /// # Safety
+    /// `bytes` from `address` on are memory that `device` can read and write, and outlive this value, its clones and what
+    /// is enqueued with them.
+    pub unsafe fn borrow(device: &Device, address: CUdeviceptr, bytes: usize) -> Self {
+        let allocation = Allocation { device: device.clone(), address, bytes, kind: MemoryKind::Borrowed };
+        Self { allocation: Arc::new(allocation), offset: 0, bytes }
+    }
+
+    /// The device whose memory it is.
+    pub fn device(&self) -> &Device {
+        &self.allocation.device
+    }
+
+    /// Its first byte's address on the device.
+    pub fn address(&self) -> CUdeviceptr {
+        self.allocation.address + self.offset as u64
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// A part of it, in bytes. The memory is shared.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`].
+    pub fn slice(&self, range: Range<usize>) -> Result<Self, CudaError> {
+        let bytes = range.end.saturating_sub(range.start);
+        check_range(range.start, bytes, self.bytes)?;
+        Ok(Self { allocation: self.allocation.clone(), offset: self.offset + range.start, bytes })
+    }
+
+    /// Copies `values` to byte `offset` on, after what is enqueued on `stream`, and waits for it.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`], or when something before it on the stream failed.
+    pub fn upload<T: NoUninit>(&self, stream: &Stream, offset: usize, values: &[T]) -> Result<(), CudaError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        check_range(offset, bytes.len(), self.bytes)?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: both ranges are inside their memory, and the source outlives the copy: we wait for it.
+        let copied = unsafe {
+            call!(
+                driver,
+                cuMemcpyHtoDAsync_v2(
+                    self.address() + offset as u64,
+                    bytes.as_ptr().cast(),
+                    bytes.len(),
+                    stream.raw()
+                )
+            )
+        };
+        let waited = stream.synchronize();
+        copied.and(waited)
+    }
+
+    /// `count` values from byte `offset` on, as they are after what is enqueued on `stream`. Waits for it.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`], or when something before it on the stream failed.
+    pub fn download<T: AnyBitPattern + NoUninit>(
+        &self,
+        stream: &Stream,
+        offset: usize,
+        count: usize,
+    ) -> Result<Vec<T>, CudaError> {
+        check_range(offset, count.saturating_mul(size_of::<T>()), self.bytes)?;
+        let mut values = vec![T::zeroed(); count];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+        if bytes.is_empty() {
+            return Ok(values);
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: both ranges are inside their memory, and the target outlives the copy: we wait for it.
+        let copied = unsafe {
+            call!(
+                driver,
+                cuMemcpyDtoHAsync_v2(
+                    bytes.as_mut_ptr().cast(),
+                    self.address() + offset as u64,
+                    bytes.len(),
+                    stream.raw()
+                )
+            )
+        };
+        let waited = stream.synchronize();
+        copied.and(waited)?;
+        Ok(values)
+    }
+
+    /// Enqueues a copy of all of `source`, of this or a peer device, to byte `offset` on.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`], or when the driver refuses.
+    pub fn copy_from(&self, stream: &Stream, offset: usize, source: &Self) -> Result<(), CudaError> {
+        check_range(offset, source.bytes, self.bytes)?;
+        if source.is_empty() {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        let to = self.address() + offset as u64;
+        // SAFETY: both ranges are inside their memory, which Drop frees only after what is enqueued.
+        unsafe { call!(driver, cuMemcpyAsync(to, source.address(), source.bytes, stream.raw())) }
+    }
+
+    /// Enqueues a copy from pinned memory of the host to all of this buffer. What the host writes there before the copy has
+    /// run may be copied too.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`] when the pinned memory has fewer bytes from `pinned_offset` on than this buffer.
+    pub fn copy_from_pinned(
+        &self,
+        stream: &Stream,
+        pinned: &PinnedBuffer,
+        pinned_offset: usize,
+    ) -> Result<(), CudaError> {
+        check_range(pinned_offset, self.bytes, pinned.len())?;
+        if self.is_empty() {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: both ranges are inside their memory, which their Drops free only after what is enqueued.
+        unsafe {
+            let from = pinned.address().add(pinned_offset).cast();
+            call!(driver, cuMemcpyHtoDAsync_v2(self.address(), from, self.bytes, stream.raw()))
+        }
+    }
+
+    /// Enqueues a copy of all of this buffer to pinned memory of the host. Read it after the stream has come so far.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`] when the pinned memory has fewer bytes from `pinned_offset` on than this buffer.
+    pub fn copy_to_pinned(
+        &self,
+        stream: &Stream,
+        pinned: &PinnedBuffer,
+        pinned_offset: usize,
+    ) -> Result<(), CudaError> {
+        check_range(pinned_offset, self.bytes, pinned.len())?;
+        if self.is_empty() {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: both ranges are inside their memory, which their Drops free only after what is enqueued.
+        unsafe {
+            let to = pinned.address().add(pinned_offset).cast();
+            call!(driver, cuMemcpyDtoHAsync_v2(to, self.address(), self.bytes, stream.raw()))
+        }
+    }
+
+    /// Enqueues that every byte becomes `byte`.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), CudaError> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: the range is inside its memory, which Drop frees only after what is enqueued.
+        unsafe { call!(driver, cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw())) }
+    }
+
+    /// Enqueues that every four bytes become `word`. The length is a multiple of 4; what is left of it stays as it is.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn fill_words(&self, stream: &Stream, word: u32) -> Result<(), CudaError> {
+        if self.bytes < 4 {
+            return Ok(());
+        }
+        let driver = stream.device().bind()?;
+        // SAFETY: the range is inside its memory, which Drop frees only after what is enqueued.
+        unsafe { call!(driver, cuMemsetD32Async(self.address(), word, self.bytes / 4, stream.raw())) }
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        match self.kind {
+            MemoryKind::Plain if self.bytes > 0 => self.device.release(|driver| {
+                // SAFETY: made by cuMemAlloc in new; cuMemFree waits for the work that uses it.
+                unsafe { call!(driver, cuMemFree_v2(self.address)) }
+            }),
+            MemoryKind::Guarded if self.bytes > 0 => {
+                self.device.guards().look(&self.device, self.address, self.bytes);
+                self.device.release(|driver| {
+                    // SAFETY: made by cuMemAlloc in new, which put the guard bytes in front.
+                    unsafe { call!(driver, cuMemFree_v2(guard::outer(self.address))) }
+                });
+            }
+            MemoryKind::Plain | MemoryKind::Guarded | MemoryKind::Borrowed => {}
+        }
+    }
+}

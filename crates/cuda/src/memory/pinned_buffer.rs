@@ -1,0 +1,110 @@
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+
+use super::{check_range, explain_allocation};
+use crate::library::call;
+use crate::{CudaError, Device};
+
+/// Memory of the host that a device copies from and to while the host does something else. Cheap to clone: a clone is the
+/// same memory.
+///
+/// A copy may be on its way at any time, so no Rust reference into it is ever handed out: values are copied in and out.
+#[derive(Clone, Debug)]
+pub struct PinnedBuffer(Arc<Pages>);
+
+#[derive(Debug)]
+struct Pages {
+    device: Device,
+    address: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the memory is only reached by raw copies; who orders them is the user of the streams.
+unsafe impl Send for Pages {}
+// SAFETY: as above.
+unsafe impl Sync for Pages {}
+
+impl PinnedBuffer {
+    /// New pinned memory, all zero.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] when the system does not pin so much.
+    pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
+        const PORTABLE: u32 = 1;
+        let mut address: *mut c_void = ptr::null_mut();
+        if bytes > 0 {
+            explain_allocation(device, "pinned host memory", bytes, |driver| {
+                // SAFETY: the pointer is to a local; the memory is freed in drop.
+                unsafe { call!(driver, cuMemHostAlloc(&mut address, bytes, PORTABLE)) }
+            })?;
+            // SAFETY: just allocated, with this many bytes.
+            unsafe { ptr::write_bytes(address.cast::<u8>(), 0, bytes) };
+        }
+        Ok(Self(Arc::new(Pages { device: device.clone(), address: address.cast(), bytes })))
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.0.bytes
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.bytes == 0
+    }
+
+    pub(super) fn address(&self) -> *mut u8 {
+        self.0.address
+    }
+
+    /// Copies `values` to byte `offset` on.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`].
+    pub fn write<T: NoUninit>(&self, offset: usize, values: &[T]) -> Result<(), CudaError> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        check_range(offset, bytes.len(), self.0.bytes)?;
+        if !bytes.is_empty() {
+            // SAFETY: the range is inside the memory, which no reference points into.
+            unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.address.add(offset), bytes.len()) };
+        }
+        Ok(())
+    }
+
+    /// Copies from byte `offset` on into `values`.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`].
+    pub fn read<T: AnyBitPattern + NoUninit>(
+        &self,
+        offset: usize,
+        values: &mut [T],
+    ) -> Result<(), CudaError> {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+        check_range(offset, bytes.len(), self.0.bytes)?;
+        if !bytes.is_empty() {
+            // SAFETY: the range is inside the memory, which no reference points into.
+            unsafe { ptr::copy_nonoverlapping(self.0.address.add(offset), bytes.as_mut_ptr(), bytes.len()) };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        if self.bytes == 0 {
+            return;
+        }
+        self.device.release(|driver| {
+            // A copy may still be on its way, and freeing pinned memory is not documented to wait for it.
+            // SAFETY: the context is current; the memory is that of cuMemHostAlloc in new.
+            unsafe {
+                let waited = call!(driver, cuCtxSynchronize());
+                waited.and(call!(driver, cuMemFreeHost(self.address.cast())))
+            }
+        });
+    }
+}

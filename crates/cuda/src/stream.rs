@@ -1,0 +1,121 @@
+use std::fmt;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::CUstream;
+
+use crate::library::call;
+use crate::{CudaError, Device, Event};
+
+/// A queue of a device whose operations run in order. Cheap to clone: a clone is the same queue.
+#[derive(Clone)]
+pub struct Stream(Arc<Queue>);
+
+struct Queue {
+    device: Device,
+    raw: CUstream,
+    owned: bool,
+}
+
+// SAFETY: streams may be used from any thread.
+unsafe impl Send for Queue {}
+// SAFETY: as above.
+unsafe impl Sync for Queue {}
+
+/// Whose blocks start first when several streams have some ready.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StreamPriority {
+    /// The least: computation.
+    #[default]
+    Low,
+    /// The greatest that the device has: communication, whose short kernels must not wait behind computation.
+    High,
+}
+
+impl Stream {
+    /// A new stream that does not wait for the legacy default stream.
+    ///
+    /// # Errors
+    /// When the driver has none left.
+    pub fn new(device: &Device, priority: StreamPriority) -> Result<Self, CudaError> {
+        const NON_BLOCKING: u32 = 1;
+        let driver = device.bind()?;
+        let (mut least, mut greatest) = (0, 0);
+        let mut raw = ptr::null_mut();
+        // SAFETY: the pointers are to locals; the stream is destroyed in drop.
+        unsafe {
+            call!(driver, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+            let priority = match priority {
+                StreamPriority::Low => least,
+                StreamPriority::High => greatest,
+            };
+            call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority))?;
+        }
+        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true })))
+    }
+
+    /// Someone else's stream, PyTorch's current one say. It is not destroyed when this value goes.
+    ///
+    /// # Safety
+    /// `raw` is a stream of `device`'s primary context and outlives this value and its clones.
+    pub unsafe fn borrow(device: &Device, raw: CUstream) -> Self {
+        Self(Arc::new(Queue { device: device.clone(), raw, owned: false }))
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The driver's handle.
+    pub fn raw(&self) -> CUstream {
+        self.0.raw
+    }
+
+    /// Lets what is enqueued from now on wait for the point that `event` marks now. An event that was never recorded is no
+    /// wait at all.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: both handles are alive.
+        unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) }
+    }
+
+    /// Whether everything enqueued so far has finished.
+    ///
+    /// # Errors
+    /// When some of it failed.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: the handle is alive.
+        driver.check_done("cuStreamQuery", unsafe { (driver.cuStreamQuery)(self.0.raw) })
+    }
+
+    /// Waits until everything enqueued so far has finished.
+    ///
+    /// # Errors
+    /// When some of it failed.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        let driver = self.0.device.bind()?;
+        // SAFETY: the handle is alive.
+        unsafe { call!(driver, cuStreamSynchronize(self.0.raw)) }
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Stream({:?}, {:p})", self.0.device, self.0.raw)
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if !self.owned {
+            return;
+        }
+        // SAFETY: made in new. Work that is enqueued still runs; the driver frees the stream after it.
+        self.device.release(|driver| unsafe { call!(driver, cuStreamDestroy_v2(self.raw)) });
+    }
+}

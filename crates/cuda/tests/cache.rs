@@ -1,0 +1,180 @@
+//! The cache of compiled kernels survives whatever happens to its folder. Needs NVRTC, no GPU.
+#![allow(unsafe_code)]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use counterpoint_cuda::{Arch, CACHE_VARIABLE, CacheWarning, CubinCache, CubinOrigin, KernelSource, compile};
+
+mod support;
+
+fn source(name: &str) -> KernelSource {
+    KernelSource::new(name, Arch::SM_90A)
+        .line("#include \"types.cuh\"")
+        .line(format_args!("extern \"C\" __global__ void {name}(float* x) {{ x[0] = counterpoint::kLn2; }}"))
+}
+
+fn origins(cache: &CubinCache, names: &[&str]) -> Vec<(CubinOrigin, Option<CacheWarning>)> {
+    let sources: Vec<_> = names.iter().map(|name| source(name)).collect();
+    let fresh: Vec<_> = sources.iter().map(|source| compile(source).unwrap()).collect();
+    let found = cache.cubins(&sources.iter().collect::<Vec<_>>());
+    let found = found.into_iter().zip(fresh).map(|(found, fresh)| {
+        let found = found.unwrap();
+        assert!(found.cubin.image == fresh.image, "what the cache gives is what the compiler gives");
+        assert!(found.cubin.log.contains("registers"), "{}", found.cubin.log);
+        (found.origin, found.warning)
+    });
+    found.collect()
+}
+
+/// The entries' paths.
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "cubin"));
+    paths.sort();
+    paths
+}
+
+const COMPILED: (CubinOrigin, Option<CacheWarning>) = (CubinOrigin::Compiled, None);
+const CACHED: (CubinOrigin, Option<CacheWarning>) = (CubinOrigin::Cache, None);
+
+#[test]
+fn compiled_once() {
+    if support::no_compiler() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let cache = CubinCache::at(folder.path().join("made").join("when needed"));
+    assert_eq!(cache.usage().entries, 0);
+    assert_eq!(origins(&cache, &["a", "b", "a"]), [COMPILED, COMPILED, COMPILED]);
+    assert_eq!(cache.usage().entries, 2);
+    assert_eq!(origins(&cache, &["b", "c"]), [CACHED, COMPILED]);
+    assert!(cache.cubins(&[]).is_empty());
+    let broken = KernelSource::new("d", Arch::SM_90A).line("nonsense");
+    assert!(cache.cubins(&[&broken])[0].is_err());
+    assert_eq!(cache.usage().entries, 3, "errors are not kept");
+}
+
+#[test]
+fn damage_is_repaired() {
+    if support::no_compiler() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let cache = CubinCache::at(folder.path());
+    origins(&cache, &["a"]);
+    let path = entries(folder.path()).remove(0);
+    let whole = fs::read(&path).unwrap();
+    let middle = whole.len() / 2;
+    let mut flipped = whole.clone();
+    flipped[middle] ^= 1;
+    for damaged in [&whole[..middle], &whole[..10], &[], &flipped, &[whole.clone(), vec![0]].concat()] {
+        fs::write(&path, damaged).unwrap();
+        let found = origins(&cache, &["a"]).remove(0);
+        let named = matches!(&found.1, Some(CacheWarning::Damaged { path: named, .. }) if *named == path);
+        assert!(found.0 == CubinOrigin::Compiled && named, "{found:?}");
+        assert_eq!(origins(&cache, &["a"]), [CACHED]);
+        assert!(fs::read(&path).unwrap() == whole, "the entry is whole again");
+    }
+    // Something else in its place can neither be read nor replaced.
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let found = origins(&cache, &["a"]).remove(0);
+    assert!(matches!(found.1, Some(CacheWarning::Unwritable { .. })), "{found:?}");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_costs_only_time() {
+    if support::no_compiler() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, b"").unwrap();
+    // A path through a file, a device, and a folder without permission: each refuses even a superuser, but the last.
+    for place in [file.join("cache"), PathBuf::from("/dev/null"), PathBuf::from("/proc/cache")] {
+        let found = origins(&CubinCache::at(&place), &["a"]).remove(0);
+        let Some(CacheWarning::Unwritable { folder, reason }) = found.1 else { panic!("{:?}", found.1) };
+        assert_eq!((found.0, folder), (CubinOrigin::Compiled, place));
+        assert!(!reason.is_empty());
+    }
+    let closed = folder.path().join("closed");
+    fs::create_dir(&closed).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o555)).unwrap();
+    assert_eq!(origins(&CubinCache::at(&closed), &["a"])[0].0, CubinOrigin::Compiled);
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// Not a test by itself: what the processes of the tests below run.
+#[test]
+fn child() {
+    let Ok(names) = std::env::var("CACHE_TEST_CHILD") else { return };
+    let names: Vec<_> = names.split(',').collect();
+    let start = Instant::now();
+    for name in names {
+        let found = CubinCache::from_environment().cubins(&[&source(name)]).remove(0).unwrap();
+        let warning = found.warning.map_or(String::new(), |warning| warning.to_string());
+        println!("\nchild: {name} {:?} {} bytes {warning}", found.origin, found.cubin.image.len());
+    }
+    println!("\nseconds: {}", start.elapsed().as_secs_f64());
+}
+
+/// A process that looks for kernels in a cache, under a shell that may set limits first.
+fn spawn(folder: &Path, names: &str, limits: &str) -> std::process::Child {
+    let program = std::env::current_exe().unwrap();
+    Command::new("bash")
+        .args(["-c", &format!("{limits} exec \"$0\" child --exact --nocapture"), program.to_str().unwrap()])
+        .env("CACHE_TEST_CHILD", names)
+        .env(CACHE_VARIABLE, folder)
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+fn lines(child: std::process::Child) -> (Vec<String>, f64) {
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    let text = String::from_utf8(output.stdout).unwrap();
+    let seconds = text.lines().find_map(|line| line.strip_prefix("seconds: ")).unwrap().parse().unwrap();
+    (text.lines().filter_map(|line| line.strip_prefix("child: ")).map(str::to_owned).collect(), seconds)
+}
+
+#[test]
+fn processes_at_once() {
+    if support::no_compiler() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let names = "a,b,c,d,e,f,g,h";
+    let children: Vec<_> = (0..4).map(|_| spawn(folder.path(), names, "")).collect();
+    for child in children {
+        let (lines, _) = lines(child);
+        assert_eq!(lines.len(), 8);
+        assert!(lines.iter().all(|line| line.trim_end().ends_with("bytes")), "no warnings: {lines:?}");
+    }
+    assert_eq!(entries(folder.path()).len(), 8);
+    let (lines, seconds) = lines(spawn(folder.path(), names, ""));
+    assert!(lines.iter().all(|line| line.contains("Cache")), "{lines:?}");
+    println!("8 cached kernels in a new process: {seconds:.4} s");
+    let left = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+    let parts: Vec<_> = left.filter(|name| name.to_string_lossy().ends_with(".part")).collect();
+    assert!(parts.is_empty(), "{parts:?}");
+}
+
+#[test]
+fn a_full_disk_costs_only_time() {
+    if support::no_compiler() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // Files end after 1 KB, and going beyond is an error and no signal, as on a full disk.
+    let (full, _) = lines(spawn(folder.path(), "a", "trap '' XFSZ; ulimit -f 1;"));
+    assert!(full[0].contains("Compiled") && full[0].contains("cannot be kept"), "{full:?}");
+    let left = entries(folder.path());
+    assert!(left.is_empty(), "nothing half written: {left:?}");
+    let (again, _) = lines(spawn(folder.path(), "a", ""));
+    assert!(again[0].contains("Compiled") && !again[0].contains("cannot be kept"), "{again:?}");
+}

@@ -1,0 +1,229 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use counterpoint_mask::Range;
+
+use super::contract::Collective;
+use crate::monitor::Monitor;
+use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
+use crate::{ExecError, OpPlace};
+
+/// Where ranks publish their parts in collectives and find those of others, each with a transport's own payload (where its
+/// inputs are, say). A post stays until no rank can ask for it.
+pub struct Board<P> {
+    slots: Vec<Arc<Monitor<Slot<P>>>>,
+    /// Per rank: every collective with a smaller number has finished there.
+    finished_below: Vec<AtomicU64>,
+}
+
+struct Slot<P> {
+    posts: BTreeMap<u64, Entry<P>>,
+    /// Finished out of order, on another stream.
+    finished: BTreeSet<u64>,
+    last_finished: Option<(u64, OpPlace)>,
+    /// Number of posts at which old ones are looked for.
+    prune_at: usize,
+}
+
+struct Entry<P> {
+    post: Arc<Post<P>>,
+    /// Ranks that have not copied yet, ascending.
+    outstanding: Vec<usize>,
+}
+
+/// One rank's part in one collective, as others see it.
+pub struct Post<P> {
+    /// Its place in the rank's Program.
+    pub place: OpPlace,
+    /// Its part.
+    pub collective: Arc<Collective>,
+    /// When it was published.
+    pub at: Instant,
+    /// What the transport needs of it. `None` once everyone has copied, so that a post kept for late comers keeps no memory
+    /// alive.
+    pub payload: Option<P>,
+}
+
+impl<P> Post<P> {
+    /// Whether the part of `peer` fits this one of `rank` in collective `sequence`.
+    ///
+    /// # Errors
+    /// [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
+    /// do not fit.
+    pub fn meet(&self, rank: usize, sequence: u64, peer: usize, other: &Self) -> Result<(), ExecError> {
+        let (own_contract, other_contract) = (&self.collective.contract, &other.collective.contract);
+        if own_contract.kind != other_contract.kind || self.place.label != other.place.label {
+            return Err(ExecError::CollectiveOrder {
+                rank,
+                peer,
+                sequence,
+                own: format!("{} {}", own_contract.kind, self.place),
+                other: format!("{} {}", other_contract.kind, other.place),
+            });
+        }
+        let mismatch = |reason: String| ExecError::CollectiveMismatch {
+            rank,
+            peer,
+            sequence,
+            collective: self.place.to_string(),
+            reason,
+        };
+        if own_contract.tensors != other_contract.tensors {
+            let reason = format!(
+                "tensors are {:?} on rank {rank} and {:?} on rank {peer}",
+                own_contract.tensors, other_contract.tensors
+            );
+            return Err(mismatch(reason));
+        }
+        let (own, other) = (&self.collective.pattern, &other.collective.pattern);
+        for (sender, receiver, sent, expected) in
+            [(peer, rank, other.to(rank), own.from(peer)), (rank, peer, own.to(peer), other.from(rank))]
+        {
+            if !sent.iter().map(Range::len).eq(expected.iter().map(Range::len)) {
+                let lengths = |rows: &[Range]| rows.iter().map(Range::len).collect::<Vec<_>>();
+                return Err(mismatch(format!(
+                    "rank {sender} sends splits of {:?} rows and rank {receiver} expects {:?}",
+                    lengths(sent),
+                    lengths(expected)
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<P: Send + Sync + 'static> Board<P> {
+    /// A board for the ranks of `world`.
+    pub fn new(world: &World) -> Self {
+        let slot =
+            || Slot { posts: BTreeMap::new(), finished: BTreeSet::new(), last_finished: None, prune_at: 0 };
+        Self {
+            slots: (0..world.size()).map(|_| world.monitor(slot())).collect(),
+            finished_below: (0..world.size()).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// Publishes the part of `rank` in collective `sequence`.
+    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>) -> Arc<Post<P>> {
+        let outstanding = post.collective.pattern.outgoing.iter().map(|peer| peer.rank).collect();
+        let post = Arc::new(post);
+        self.slots[rank].update(|slot| {
+            slot.posts.insert(sequence, Entry { post: post.clone(), outstanding });
+        });
+        post
+    }
+
+    /// Waits until `peer` has published its part in collective `sequence`.
+    ///
+    /// # Errors
+    /// The world's error; [`ExecError::Stalled`] at the limit.
+    pub fn post_of(
+        &self,
+        world: &World,
+        waiter: &Waiter<'_>,
+        peer: usize,
+        sequence: u64,
+    ) -> Result<Arc<Post<P>>, ExecError> {
+        let look = |slot: &Slot<P>| slot.posts.get(&sequence).map(|entry| entry.post.clone());
+        if let Some(post) = self.slots[peer].peek(look) {
+            return Ok(post);
+        }
+        let began = Instant::now();
+        waiter.status.block(Some(Blocker::Rank(peer)));
+        let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
+        let result = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began));
+        waiter.status.block(None);
+        result
+    }
+
+    /// `reader` has copied what `rank` published for it.
+    pub fn acknowledge(&self, rank: usize, sequence: u64, reader: usize) {
+        self.slots[rank].update(|slot| {
+            if let Some(entry) = slot.posts.get_mut(&sequence) {
+                entry.outstanding.retain(|outstanding| *outstanding != reader);
+            }
+        });
+    }
+
+    /// Waits until everyone has copied what this rank published.
+    ///
+    /// # Errors
+    /// As [`Board::post_of`].
+    pub fn all_copied(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
+        let slot = &self.slots[waiter.rank];
+        let first =
+            |slot: &Slot<P>| slot.posts.get(&sequence).and_then(|entry| entry.outstanding.first().copied());
+        while let Some(peer) = slot.peek(first) {
+            let began = Instant::now();
+            waiter.status.block(Some(Blocker::Rank(peer)));
+            let end = world.wait(slot, world.deadline(), |slot| (first(slot) != Some(peer)).then_some(()));
+            let result = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began));
+            waiter.status.block(None);
+            result?;
+        }
+        Ok(())
+    }
+
+    /// This rank is through with collective `sequence`.
+    pub fn finish(&self, rank: usize, sequence: u64, place: &OpPlace) {
+        self.slots[rank].update(|slot| {
+            if let Some(entry) = slot.posts.get_mut(&sequence) {
+                let Post { place, collective, at, .. } = &*entry.post;
+                let (place, collective) = (place.clone(), collective.clone());
+                entry.post = Arc::new(Post { place, collective, at: *at, payload: None });
+            }
+            slot.last_finished = Some((sequence, place.clone()));
+            slot.finished.insert(sequence);
+            let mut below = self.finished_below[rank].load(Ordering::Relaxed);
+            while slot.finished.remove(&below) {
+                below += 1;
+            }
+            self.finished_below[rank].store(below, Ordering::Relaxed);
+            if slot.posts.len() > slot.prune_at {
+                let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
+                slot.posts = slot.posts.split_off(&low.unwrap_or(0));
+                // Looked for again when twice as many have gathered: constant work a collective, whatever the world's size.
+                slot.prune_at = (2 * slot.posts.len()).max(2 * self.slots.len());
+            }
+        });
+    }
+
+    /// Number of posts that `rank` still keeps.
+    #[cfg(test)]
+    pub(crate) fn kept(&self, rank: usize) -> usize {
+        self.slots[rank].peek(|slot| slot.posts.len())
+    }
+
+    fn end_of_wait(
+        &self,
+        end: WaitEnd,
+        world: &World,
+        waiter: &Waiter<'_>,
+        peer: usize,
+        sequence: u64,
+        began: Instant,
+    ) -> ExecError {
+        if let WaitEnd::Failed(error) = end {
+            return error;
+        }
+        let evidence = self.slots[peer].peek(|slot| match &slot.last_finished {
+            Some((sequence, place)) => format!("rank {peer} last finished collective {sequence} {place}"),
+            None => format!("rank {peer} has finished no collective"),
+        });
+        let place = format!("collective {sequence} {}", waiter.place);
+        let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };
+        world.stalled(waiter.rank, place, began, awaited)
+    }
+}
+
+/// Who waits, for errors and for those who ask what it is doing.
+pub struct Waiter<'a> {
+    /// The rank.
+    pub rank: usize,
+    /// The collective's place in its Program.
+    pub place: &'a OpPlace,
+    /// What the rank's stream is doing.
+    pub status: &'a StreamStatus,
+}

@@ -1,0 +1,61 @@
+use std::sync::Arc;
+
+use rayon::ThreadPool;
+
+use crate::memory::check_memory;
+use crate::{Backend, CpuBackend, ExecError, LocalTransport, SlowLink, Transport, World};
+
+/// Backend and transport of one rank of a machine.
+pub type Ends<M> = (<M as Machine>::Backend, <M as Machine>::Transport);
+
+/// Where the ranks of a run live: what makes their backends and transports.
+pub trait Machine: Sized {
+    /// Backend of a rank.
+    type Backend: Backend;
+    /// Transport of a rank.
+    type Transport: Transport<Self::Backend>;
+
+    /// Backend and transport of every rank of `world`, in the order of ranks.
+    ///
+    /// # Errors
+    /// When the machine has too little of something.
+    fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError>;
+
+    /// Refuses what cannot fit, before anything is allocated: `ranks` bytes of all ranks' buffers, and `host` bytes of tensors
+    /// in global order beside them.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] with both figures.
+    fn check_memory(&self, ranks: u64, host: u64) -> Result<(), ExecError>;
+}
+
+/// This process: ranks are threads that share the machine's cores and its memory.
+pub struct CpuMachine {
+    workers: Arc<ThreadPool>,
+    slow_link: Option<SlowLink>,
+}
+
+impl CpuMachine {
+    /// Leaves `sm_margin` cores free; the transport imitates `slow_link`.
+    ///
+    /// # Errors
+    /// [`ExecError::Thread`] when the system gives no threads.
+    pub fn new(sm_margin: usize, slow_link: Option<SlowLink>) -> Result<Self, ExecError> {
+        Ok(Self { workers: CpuBackend::workers(sm_margin)?, slow_link })
+    }
+}
+
+impl Machine for CpuMachine {
+    type Backend = CpuBackend;
+    type Transport = LocalTransport;
+
+    fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
+        let transports = LocalTransport::connect(world, self.slow_link);
+        let backend = |rank| CpuBackend::new(world, rank, self.workers.clone());
+        Ok(transports.into_iter().map(|transport| (backend(transport.rank()), transport)).collect())
+    }
+
+    fn check_memory(&self, ranks: u64, host: u64) -> Result<(), ExecError> {
+        check_memory(ranks.saturating_add(host))
+    }
+}

@@ -1,0 +1,310 @@
+use std::fmt::Write;
+use std::time::Duration;
+
+use counterpoint_mask::{Mask, MaskType};
+use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, StageCount};
+use counterpoint_schedule::{OverlapPolicy, StartOrder};
+
+use super::random_mask;
+use crate::draw::Draw;
+use crate::{AttentionInputs, RunConfig, random_inputs};
+
+/// How much a selftest examines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// Everything, hundreds of masks.
+    Full,
+    /// A small set that ends soon even under a sanitizer.
+    Quick,
+}
+
+/// One attention problem and how it is run.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Says what is special about it.
+    pub name: String,
+    /// Of the inputs and, where the case is random, of everything.
+    pub seed: u64,
+    /// Who sees whom.
+    pub mask: Mask,
+    /// Heads, sizes, type, options.
+    pub spec: AttentionSpec,
+    /// Ranks, chunks, stages.
+    pub plan: PlanConfig,
+    /// Policy and determinism.
+    pub run: RunConfig,
+    /// With gradients or without.
+    pub pass: Pass,
+}
+
+/// What is run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// The forward alone.
+    Forward,
+    /// Both.
+    ForwardBackward,
+}
+
+/// Head sizes that kernels are made for, and some that must be padded to one.
+const HEAD_DIMS: [usize; 8] = [64, 128, 96, 192, 256, 40, 72, 8];
+const HEADS: [(usize, usize); 7] = [(1, 1), (2, 2), (4, 1), (4, 2), (6, 2), (8, 1), (8, 8)];
+/// Unmasked pairs times heads times `head_dim` of a random case: what the dense reference does in a second or so.
+const WORK: usize = 24 << 20;
+
+impl Case {
+    /// All cases of an extent, for a device that takes these types. The same on every machine.
+    pub fn all(extent: Extent, dtypes: &[DType]) -> Vec<Case> {
+        let mut cases = Vec::new();
+        sizes(extent, dtypes, &mut cases);
+        corners(extent, dtypes, &mut cases);
+        if extent == Extent::Full {
+            many_tiles(dtypes, &mut cases);
+        }
+        let count = match extent {
+            Extent::Full => 240,
+            Extent::Quick => 6,
+        };
+        cases.extend((0..count).map(|seed| Case::random(1000 + seed, dtypes)));
+        cases
+    }
+
+    /// A case with everything drawn from the seed.
+    pub fn random(seed: u64, dtypes: &[DType]) -> Self {
+        let mut draw = Draw::new(seed);
+        let dtype = draw.pick(dtypes);
+        let (heads_q, heads_kv) = draw.pick(&HEADS);
+        // The sizes that most models have are drawn most often.
+        let head_dim = if draw.chance(60) { draw.pick(&[64, 128]) } else { draw.pick(&HEAD_DIMS) };
+        let softcap = if draw.chance(20) { draw.pick(&[1.5, 30.0]) } else { 0.0 };
+        let seqlen_sink = if draw.chance(20) { draw.within(1, 3) } else { 0 };
+        let longest = ((WORK / (heads_q * head_dim)) as f64).sqrt() as usize;
+        let longest = longest.clamp(64, 1400);
+        let seqlen_q = draw.sized(1, longest);
+        let kind = draw.below(10);
+        let mask = match kind {
+            0 => random_mask::documents(seqlen_q, draw.within(1, 12), &mut draw),
+            1 => {
+                let width = draw.sized(1, seqlen_q);
+                random_mask::window(seqlen_q, width)
+            }
+            2..=5 => random_mask::grid(seqlen_q, seqlen_q, 8, &mut draw),
+            _ => {
+                let seqlen_k = draw.sized(1, longest);
+                let pieces = draw.pick(&[2, 8, 20]);
+                random_mask::grid(seqlen_q, seqlen_k, pieces, &mut draw)
+            }
+        };
+        let scale = match draw.below(12) {
+            0 => -1.0,
+            1 => 12.0,
+            _ => 1.0,
+        } / (head_dim as f64).sqrt();
+        let spec = AttentionSpec { scale, softcap, seqlen_sink, ..spec(heads_q, heads_kv, head_dim, dtype) };
+        let cp_size = if draw.chance(50) { 1 } else { draw.within(2, 4) };
+        let dispatch = draw.pick(&[
+            DispatchAlgorithm::Affinity,
+            DispatchAlgorithm::MinHeap,
+            DispatchAlgorithm::Sequential,
+            DispatchAlgorithm::Zigzag,
+        ]);
+        let stages = if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(1, 3)) };
+        let chunk_size = Some(draw.sized(8, 128));
+        let start = draw.pick(&StartOrder::ALL);
+        let sm_margin = if draw.chance(20) { draw.within(1, 4) } else { 0 };
+        let deterministic = draw.chance(30);
+        Case {
+            name: "random".to_owned(),
+            seed,
+            mask,
+            spec,
+            plan: PlanConfig { chunk_size, dispatch, stages, ..PlanConfig::new(cp_size) },
+            run: RunConfig { policy: OverlapPolicy { start, sm_margin }, deterministic, ..run_config() },
+            pass: if draw.chance(80) { Pass::ForwardBackward } else { Pass::Forward },
+        }
+    }
+
+    fn single_rank(name: &str, seed: u64, mask: Mask, spec: AttentionSpec) -> Self {
+        Case {
+            name: name.to_owned(),
+            seed,
+            mask,
+            spec,
+            plan: PlanConfig::new(1),
+            run: run_config(),
+            pass: Pass::ForwardBackward,
+        }
+    }
+
+    /// Random normal inputs.
+    pub fn inputs(&self) -> AttentionInputs {
+        random_inputs(&self.mask, &self.spec, self.seed, self.pass == Pass::ForwardBackward)
+    }
+
+    /// What it is, for people: name, sizes and whatever is not the default.
+    pub fn describe(&self) -> String {
+        let spec = &self.spec;
+        let dtype = format!("{:?}", spec.dtype).to_lowercase();
+        let dims = match (spec.head_dim, spec.head_dim_v) {
+            (dim, dim_v) if dim == dim_v => format!("hd{dim}"),
+            (dim, dim_v) => format!("hd{dim}/{dim_v}"),
+        };
+        let mut text = format!(
+            "{} {dtype} {dims} {}:{} {}x{}",
+            self.name,
+            spec.heads_q,
+            spec.heads_kv,
+            self.mask.seqlen_q(),
+            self.mask.seqlen_k()
+        );
+        let mut add = |words: std::fmt::Arguments<'_>| {
+            let _ = write!(text, " {words}");
+        };
+        if spec.softcap > 0.0 {
+            add(format_args!("softcap={}", spec.softcap));
+        }
+        if spec.seqlen_sink > 0 {
+            add(format_args!("sink={}", spec.seqlen_sink));
+        }
+        let usual = 1.0 / (spec.head_dim as f64).sqrt();
+        if spec.scale != usual {
+            add(format_args!("scale={:.3}", spec.scale));
+        }
+        let ranks = self.plan.topology.world_size;
+        if ranks > 1 {
+            add(format_args!("ranks={ranks}"));
+            if let StageCount::Fixed(stages) = self.plan.stages {
+                add(format_args!("stages={stages}"));
+            }
+            add(format_args!("{}", self.run.policy));
+        }
+        if self.run.deterministic {
+            add(format_args!("deterministic"));
+        }
+        if self.pass == Pass::Forward {
+            add(format_args!("forward"));
+        }
+        text
+    }
+}
+
+/// A run with its outputs poisoned. No case takes long, so neither does the wait for one that hangs.
+fn run_config() -> RunConfig {
+    RunConfig { poison: true, limit: Duration::from_secs(30), ..RunConfig::default() }
+}
+
+fn spec(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> AttentionSpec {
+    AttentionSpec {
+        heads_q,
+        heads_kv,
+        head_dim,
+        head_dim_v: head_dim,
+        dtype,
+        scale: 1.0 / (head_dim as f64).sqrt(),
+        softcap: 0.0,
+        seqlen_sink: 0,
+    }
+}
+
+/// Every type with every head size: each is a kernel of its own.
+fn sizes(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
+    let (rows, columns, dims) = match extent {
+        Extent::Full => (290, 330, &HEAD_DIMS[..]),
+        Extent::Quick => (150, 170, &[64, 128, 40][..]),
+    };
+    for &dtype in dtypes {
+        for (at, &head_dim) in dims.iter().enumerate() {
+            let seed = cases.len() as u64;
+            let (heads_q, heads_kv) = [(2, 2), (4, 2), (4, 1)][at % 3];
+            let mask = random_mask::grid(rows, columns, 5, &mut Draw::new(seed));
+            cases.push(Case::single_rank("size", seed, mask, spec(heads_q, heads_kv, head_dim, dtype)));
+            if extent == Extent::Full {
+                let causal = random_mask::single(rows, rows, MaskType::Causal);
+                let mut causal =
+                    Case::single_rank("size", seed, causal, spec(heads_q, heads_kv, head_dim, dtype));
+                causal.run.deterministic = true;
+                cases.push(causal);
+            }
+        }
+        if extent == Extent::Full {
+            let seed = cases.len() as u64;
+            for (head_dim, head_dim_v) in [(192, 128), (64, 128), (128, 64)] {
+                let mask = random_mask::grid(rows, columns, 5, &mut Draw::new(seed));
+                let spec = AttentionSpec { head_dim_v, ..spec(4, 2, head_dim, dtype) };
+                cases.push(Case::single_rank("value size", seed, mask, spec));
+            }
+        }
+    }
+}
+
+/// What kernels get wrong at their edges.
+fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
+    let Some(&dtype) = dtypes.first() else { return };
+    let base = 500;
+    let mut add = |name: &str, mask: Mask, spec: AttentionSpec| {
+        let seed = base + cases.len() as u64;
+        cases.push(Case::single_rank(name, seed, mask, spec));
+    };
+    let usual = spec(2, 1, 64, dtype);
+    let wide = spec(4, 2, 128, dtype);
+    for (name, mask_type) in [
+        ("full", MaskType::Full),
+        ("causal", MaskType::Causal),
+        ("inv_causal", MaskType::InvCausal),
+        ("bi_causal", MaskType::BiCausal),
+    ] {
+        add(name, random_mask::single(200, 333, mask_type), usual);
+        // Taller than wide: early rows of a causal slice see nothing, a band is empty.
+        add(name, random_mask::single(333, 200, mask_type), usual);
+    }
+    add("nothing to see", random_mask::nothing(150, 140), usual);
+    let sink = AttentionSpec { seqlen_sink: 2, ..usual };
+    add("nothing but a sink", random_mask::nothing(150, 140), sink);
+    add("sink", random_mask::grid(150, 160, 6, &mut Draw::new(1)), sink);
+    add(
+        "softcap",
+        random_mask::grid(150, 160, 6, &mut Draw::new(2)),
+        AttentionSpec { softcap: 2.0, ..usual },
+    );
+    add("one pair", random_mask::single(1, 1, MaskType::Full), usual);
+    add("one row", random_mask::single(1, 700, MaskType::Full), wide);
+    add("one column", random_mask::single(300, 1, MaskType::Full), wide);
+    if extent == Extent::Quick {
+        return;
+    }
+    add("scale 0", random_mask::single(150, 160, MaskType::Causal), AttentionSpec { scale: 0.0, ..usual });
+    add("one row", random_mask::single(1, 4099, MaskType::Causal), spec(8, 1, 128, dtype));
+    add("many slices", random_mask::grid(300, 300, 60, &mut Draw::new(3)), wide);
+    add("tiny documents", random_mask::documents(400, 90, &mut Draw::new(4)), wide);
+    add("exact tiles", random_mask::single(256, 256, MaskType::Causal), wide);
+    add("one past a tile", random_mask::single(257, 129, MaskType::Full), wide);
+    add("one before a tile", random_mask::single(127, 255, MaskType::Full), wide);
+    add(
+        "three query heads a key head",
+        random_mask::grid(200, 210, 4, &mut Draw::new(5)),
+        spec(6, 2, 128, dtype),
+    );
+    add(
+        "sixteen query heads a key head",
+        random_mask::documents(150, 5, &mut Draw::new(6)),
+        spec(16, 1, 64, dtype),
+    );
+    add("window of one", random_mask::window(500, 1), usual);
+    add("window past a tile", random_mask::window(700, 130), wide);
+}
+
+/// More tiles than a large GPU has multiprocessors, so that persistent kernels take a second one and a third.
+fn many_tiles(dtypes: &[DType], cases: &mut Vec<Case>) {
+    let Some(&dtype) = dtypes.first() else { return };
+    let long = [
+        ("many tiles", random_mask::window(6000, 40), spec(16, 2, 64, dtype)),
+        ("many tiles", random_mask::documents(5000, 120, &mut Draw::new(7)), spec(16, 4, 128, dtype)),
+        ("few tiles, many keys", random_mask::single(70, 9000, MaskType::Full), spec(4, 1, 128, dtype)),
+    ];
+    for (at, (name, mask, spec)) in long.into_iter().enumerate() {
+        let mut case = Case::single_rank(name, 900 + at as u64, mask, spec);
+        cases.push(case.clone());
+        case.run.deterministic = true;
+        cases.push(case);
+    }
+}

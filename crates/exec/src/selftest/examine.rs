@@ -1,0 +1,342 @@
+use std::sync::mpsc::sync_channel;
+
+use counterpoint_plan::{DType, Plan};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use super::{Case, Extent, Subject};
+use crate::{
+    AttentionInputs, AttentionOutputs, CheckReport, HostData, HostTensor, Reference, compare_with_reference,
+    plain_attention, reference_attention,
+};
+
+/// What one check found.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SelfCheck {
+    /// What was checked, with what is special about it.
+    pub name: String,
+    /// Repeats it.
+    pub seed: u64,
+    /// Whether it held.
+    pub passed: bool,
+    /// The error that is nearest to its bound, or furthest past it; for bits, how many elements differ.
+    pub error: f64,
+    /// The largest error allowed.
+    pub bound: f64,
+    /// Why it failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+impl SelfCheck {
+    /// A check that holds when `error` is at most `bound`. Not a number is not.
+    pub fn of(name: String, seed: u64, error: f64, bound: f64) -> Self {
+        Self { name, seed, passed: error <= bound, error, bound, reason: None }
+    }
+
+    /// A check that could not be made.
+    pub fn failed(name: String, seed: u64, reason: String) -> Self {
+        Self { name, seed, passed: false, error: f64::INFINITY, bound: 0.0, reason: Some(reason) }
+    }
+
+    fn because(mut self, reason: impl FnOnce() -> String) -> Self {
+        if !self.passed {
+            self.reason = Some(reason());
+        }
+        self
+    }
+}
+
+/// References waiting for the device; each holds a few megabytes.
+const WAITING: usize = 32;
+/// Of the cases that are not deterministic, one in so many runs twice: the bits of its forward must be the same.
+const REPEATED: usize = 4;
+
+/// Runs all cases of an extent on a device and compares each with the f64 reference; repeats some and compares bits.
+/// `on_check` hears of every check as it is made, with how many cases there are.
+pub fn selftest_attention(
+    subject: &dyn Subject,
+    extent: Extent,
+    mut on_check: impl FnMut(&SelfCheck, usize),
+) -> Vec<SelfCheck> {
+    let cases = Case::all(extent, subject.dtypes());
+    let count = cases.len();
+    let mut checks: Vec<(usize, Vec<SelfCheck>)> = Vec::with_capacity(count);
+    std::thread::scope(|scope| {
+        // The device is driven from this thread alone: workers that block on a full channel hold nothing that it needs.
+        let (sender, receiver) = sync_channel(WAITING);
+        scope.spawn(move || {
+            cases.into_par_iter().enumerate().for_each(|(index, case)| {
+                // Nobody receives once the caller has panicked; its panic says why.
+                let _ = sender.send((index, Expected::of(case)));
+            });
+        });
+        for (index, expected) in receiver {
+            let found = examine(subject, &expected, index);
+            found.iter().for_each(|check| on_check(check, count));
+            checks.push((index, found));
+        }
+    });
+    checks.sort_by_key(|(index, _)| *index);
+    checks.into_iter().flat_map(|(_, found)| found).collect()
+}
+
+/// A case with what must come out of it.
+struct Expected {
+    case: Case,
+    inputs: AttentionInputs,
+    reference: Reference,
+    plain: Option<Reference>,
+}
+
+impl Expected {
+    fn of(case: Case) -> Self {
+        let inputs = case.inputs();
+        let reference = reference_attention(&case.mask, &case.spec, &inputs);
+        let narrow = matches!(case.spec.dtype, DType::Bf16 | DType::F16);
+        let plain = narrow.then(|| plain_attention(&case.mask, &case.spec, &inputs));
+        Self { case, inputs, reference, plain }
+    }
+}
+
+fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> Vec<SelfCheck> {
+    let Expected { case, inputs, reference, plain } = expected;
+    let name = case.describe();
+    let plan = match Plan::new(&case.mask, &case.spec, &case.plan) {
+        Ok(plan) => plan,
+        Err(error) => return vec![SelfCheck::failed(name, case.seed, error.to_string())],
+    };
+    let run = || subject.run(&plan, &case.spec, inputs, &case.run);
+    let outputs = match run() {
+        Ok(outputs) => outputs,
+        Err(error) => return vec![SelfCheck::failed(name, case.seed, error.to_string())],
+    };
+    let report = compare_with_reference(case.spec.dtype, reference, plain.as_ref(), &outputs);
+    let mut checks = vec![judged(name.clone(), case.seed, &report)];
+    if case.run.deterministic || index.is_multiple_of(REPEATED) {
+        let name = format!("same bits twice: {name}");
+        checks.push(match run() {
+            Ok(again) => repeated(name, case, &outputs, &again),
+            Err(error) => SelfCheck::failed(name, case.seed, error.to_string()),
+        });
+    }
+    checks
+}
+
+/// The figure of a report that is nearest to its bound, or furthest past it.
+fn judged(name: String, seed: u64, report: &CheckReport) -> SelfCheck {
+    let figures = report.tensors.iter().flat_map(|tensor| {
+        let largest = tensor.max_abs_bound.map(|bound| (tensor.max_abs_error, bound));
+        [Some((tensor.relative_error, tensor.relative_bound)), largest].into_iter().flatten()
+    });
+    // A bound of 0 is met by an error of 0 only.
+    let share = |&(error, bound): &(f64, f64)| {
+        if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::max(1.0, error / bound) }
+    };
+    let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
+    let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
+    let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
+    check.because(|| {
+        let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
+        let words = wrong.map(|tensor| {
+            let largest = match tensor.max_abs_bound {
+                Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
+                None => String::new(),
+            };
+            format!(
+                "{}: {:.2e} of {:.2e}{largest}",
+                tensor.name, tensor.relative_error, tensor.relative_bound
+            )
+        });
+        words.collect::<Vec<_>>().join("; ")
+    })
+}
+
+/// Whether two runs gave the same bits: every tensor in deterministic mode, those of the forward always.
+fn repeated(name: String, case: &Case, first: &AttentionOutputs, again: &AttentionOutputs) -> SelfCheck {
+    let tensors = |of: &AttentionOutputs| {
+        let forward = vec![("out", Some(of.out.clone())), ("lse", Some(of.lse.clone()))];
+        let backward = [("dq", &of.dq), ("dk", &of.dk), ("dv", &of.dv), ("dsink", &of.dsink)];
+        let backward = backward.into_iter().filter(|_| case.run.deterministic);
+        forward.into_iter().chain(backward.map(|(name, tensor)| (name, tensor.clone()))).collect::<Vec<_>>()
+    };
+    let mut different = Vec::new();
+    let mut count = 0;
+    for ((tensor, first), (_, again)) in tensors(first).iter().zip(&tensors(again)) {
+        let unlike = match (first, again) {
+            (Some(first), Some(again)) => unlike_elements(first, again),
+            (None, None) => 0,
+            _ => 1,
+        };
+        count += unlike;
+        if unlike > 0 {
+            different.push(format!("{unlike} elements of {tensor} differ"));
+        }
+    }
+    SelfCheck::of(name, case.seed, count as f64, 0.0).because(|| different.join("; "))
+}
+
+/// Elements whose bits are not the same.
+pub(super) fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
+    fn bytes(tensor: &HostTensor) -> &[u8] {
+        match tensor.data() {
+            HostData::F64(values) => bytemuck::cast_slice(values),
+            HostData::F32(values) => bytemuck::cast_slice(values),
+            HostData::Bf16(values) => bytemuck::cast_slice(values),
+            HostData::F16(values) => bytemuck::cast_slice(values),
+        }
+    }
+    if a.shape() != b.shape() || a.dtype() != b.dtype() {
+        return a.len().max(b.len()).max(1);
+    }
+    let size = a.dtype().size();
+    let elements = bytes(a).chunks_exact(size).zip(bytes(b).chunks_exact(size));
+    elements.filter(|(a, b)| a != b).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use counterpoint_plan::AttentionSpec;
+
+    use super::*;
+    use crate::selftest::CpuSubject;
+    use crate::{ExecError, RunConfig};
+
+    /// A device that spoils what the CPU computes.
+    struct Spoiled<F>(F, AtomicUsize);
+
+    impl<F: Fn(&mut AttentionOutputs, usize)> Subject for Spoiled<F> {
+        fn device(&self) -> String {
+            "spoiled".to_owned()
+        }
+
+        fn dtypes(&self) -> &[DType] {
+            &[DType::Bf16, DType::F32]
+        }
+
+        fn run(
+            &self,
+            plan: &Plan,
+            spec: &AttentionSpec,
+            inputs: &AttentionInputs,
+            config: &RunConfig,
+        ) -> Result<AttentionOutputs, ExecError> {
+            let mut outputs = CpuSubject.run(plan, spec, inputs, config)?;
+            (self.0)(&mut outputs, self.1.fetch_add(1, Ordering::Relaxed));
+            Ok(outputs)
+        }
+    }
+
+    fn failures(spoil: impl Fn(&mut AttentionOutputs, usize)) -> Vec<SelfCheck> {
+        let checks = selftest_attention(&Spoiled(spoil, AtomicUsize::new(0)), Extent::Quick, |_, _| ());
+        assert!(checks.len() > 25, "{}", checks.len());
+        checks.into_iter().filter(|check| !check.passed).collect()
+    }
+
+    /// Adds to the middle element of a tensor, where there is one.
+    fn shift(tensor: &mut HostTensor, by: f64) {
+        let middle = tensor.len() / 2;
+        match tensor.data_mut() {
+            HostData::F32(values) => values[middle] += by as f32,
+            HostData::Bf16(values) => values[middle] += half::bf16::from_f64(by),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_cpu_passes_every_check() {
+        let mut heard = 0;
+        let checks = selftest_attention(&CpuSubject, Extent::Quick, |_, _| heard += 1);
+        let wrong: Vec<_> = checks.iter().filter(|check| !check.passed).collect();
+        assert!(wrong.is_empty(), "{wrong:#?}");
+        assert_eq!(heard, checks.len());
+        assert!(checks.iter().any(|check| check.name.starts_with("same bits twice")));
+    }
+
+    #[test]
+    fn one_wrong_element_of_any_tensor_is_found() {
+        let right = failures(|_, _| ());
+        assert!(right.is_empty(), "{right:#?}");
+        for spoil in [
+            (|outputs, _| shift(&mut outputs.out, 0.5)) as fn(&mut AttentionOutputs, usize),
+            |outputs, _| shift(&mut outputs.lse, 0.5),
+            |outputs, _| outputs.dq.iter_mut().for_each(|tensor| shift(tensor, 0.5)),
+            |outputs, _| outputs.dk.iter_mut().for_each(|tensor| shift(tensor, 1.0)),
+            |outputs, _| outputs.dv.iter_mut().for_each(|tensor| shift(tensor, 1.0)),
+            |outputs, _| outputs.out = HostTensor::zeros(outputs.out.shape().to_vec(), outputs.out.dtype()),
+            |outputs, _| shift(&mut outputs.out, f64::NAN),
+        ] {
+            let found = failures(spoil);
+            assert!(found.len() > 10, "{}", found.len());
+            assert!(found.iter().all(|check| check.reason.is_some()));
+        }
+    }
+
+    #[test]
+    fn bits_that_change_between_runs_are_found() {
+        // Too little to be out of bounds.
+        let found = failures(|outputs, run| {
+            if run % 2 == 1 {
+                shift(&mut outputs.lse, 1e-7);
+            }
+        });
+        assert!(!found.is_empty());
+        assert!(found.iter().all(|check| check.name.starts_with("same bits twice")), "{found:#?}");
+    }
+
+    /// Another way round, the same problems: a seed stands for its case.
+    #[test]
+    fn cases_are_the_same_every_time() {
+        let describe = || {
+            let cases = Case::all(Extent::Full, &[DType::Bf16, DType::F16]);
+            cases.iter().map(|case| (case.describe(), case.mask.clone())).collect::<Vec<_>>()
+        };
+        let cases = describe();
+        assert!(cases.len() > 280, "{}", cases.len());
+        assert!(cases == describe());
+        // What the issue of every kernel is: the draw must not miss it.
+        let empty_rows = cases.iter().filter(|(_, mask)| has_empty_row(mask)).count();
+        assert!(empty_rows > 80, "{empty_rows}");
+        for feature in
+            ["softcap", "sink", "ranks=", "stages=", "deterministic", "scale=-", "hd40", "8:1", " 1x"]
+        {
+            let count = cases.iter().filter(|(name, _)| name.contains(feature)).count();
+            assert!(count >= 2, "{feature}: {count}");
+        }
+    }
+
+    fn has_empty_row(mask: &counterpoint_mask::Mask) -> bool {
+        let bands: Vec<_> = mask.bands().collect();
+        (0..mask.seqlen_q()).any(|row| {
+            bands.iter().all(|band| {
+                row < band.q_range.start || row >= band.q_range.end || band.columns(row).is_empty()
+            })
+        })
+    }
+
+    #[test]
+    fn a_run_that_fails_is_a_failed_check() {
+        struct Broken;
+        impl Subject for Broken {
+            fn device(&self) -> String {
+                "broken".to_owned()
+            }
+            fn dtypes(&self) -> &[DType] {
+                &[DType::F32]
+            }
+            fn run(
+                &self,
+                _: &Plan,
+                _: &AttentionSpec,
+                _: &AttentionInputs,
+                _: &RunConfig,
+            ) -> Result<AttentionOutputs, ExecError> {
+                Err(ExecError::OutOfMemory { needed: 2, available: 1 })
+            }
+        }
+        let checks = selftest_attention(&Broken, Extent::Quick, |_, _| ());
+        assert!(checks.iter().all(|check| !check.passed && check.reason.is_some()));
+    }
+}

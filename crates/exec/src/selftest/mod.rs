@@ -1,0 +1,16 @@
+//! A selftest: random attention problems on a device, against the f64 reference.
+//!
+//! A device is a [`Subject`]; the problems are the same for every one, so the CPU's proof and the GPU's are one code. The
+//! references, which cost far more than the runs, are computed on all cores while the device works.
+
+mod case;
+mod collectives;
+mod examine;
+mod pattern;
+mod random_mask;
+mod subject;
+
+pub use case::{Case, Extent, Pass};
+pub use collectives::selftest_collectives;
+pub use examine::{SelfCheck, selftest_attention};
+pub use subject::{CpuSubject, Subject};

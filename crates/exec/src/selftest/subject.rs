@@ -1,0 +1,49 @@
+use counterpoint_plan::{AttentionSpec, DType, Plan};
+
+use crate::{AttentionInputs, AttentionOutputs, ExecError, RunConfig, run_attention};
+
+/// What a selftest examines: a device that runs distributed attention.
+pub trait Subject {
+    /// Its name, such as a processor's.
+    fn device(&self) -> String;
+
+    /// Element types that it takes.
+    fn dtypes(&self) -> &[DType];
+
+    /// Runs attention as `config` says, with guard bytes behind every buffer that are looked at after, where the device can
+    /// write beyond one.
+    ///
+    /// # Errors
+    /// Whatever ends the run, a guard that was written over included.
+    fn run(
+        &self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<AttentionOutputs, ExecError>;
+}
+
+/// Ranks that are threads of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuSubject;
+
+impl Subject for CpuSubject {
+    fn device(&self) -> String {
+        "cpu".to_owned()
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        &[DType::F32, DType::F64, DType::Bf16, DType::F16]
+    }
+
+    fn run(
+        &self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<AttentionOutputs, ExecError> {
+        run_attention(plan, spec, inputs, config).map(|run| run.outputs)
+    }
+}
