@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod arch;
+mod backend;
 mod compile;
 mod device;
 mod error;
@@ -18,8 +19,12 @@ mod library;
 mod memory;
 mod stream;
 mod tensor_map;
+mod transport;
 
 pub use arch::{Arch, Capability};
+pub use backend::{
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
+};
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompilerVersion, Cubin, CubinCache, CubinOrigin,
     KernelSource, compile, compiler_version,
@@ -33,3 +38,4 @@ pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use memory::{DeviceBuffer, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
+pub use transport::{CudaCollective, CudaTransport};

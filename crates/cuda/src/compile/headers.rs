@@ -13,11 +13,30 @@ macro_rules! headers {
 
 /// Every file below `kernels/`, sorted by name.
 pub(super) const HEADERS: &[Header] = headers![
+    "attention/attention_forward.cuh",
+    "attention/attention_forward_work.cuh",
+    "attention/attention_mask.cuh",
+    "attention/attention_softmax.cuh",
+    "attention/portable_backward.cuh",
+    "attention/portable_forward.cuh",
+    "attention/portable_tile.cuh",
     "attention/tile_schedule.cuh",
+    "cast.cuh",
+    "head_resize.cuh",
     "ptx/barrier.cuh",
+    "ptx/bits.cuh",
+    "ptx/convert.cuh",
+    "ptx/cp_async.cuh",
     "ptx/mbarrier.cuh",
+    "ptx/mma.cuh",
+    "ptx/reduce.cuh",
+    "ptx/stmatrix.cuh",
     "ptx/tma.cuh",
     "ptx/wgmma.cuh",
+    "row_copy.cuh",
+    "row_merge.cuh",
+    "row_reduce.cuh",
+    "scalar.cuh",
     "types.cuh",
 ];
 
