@@ -132,8 +132,8 @@ struct PortableForward {
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
     clear(scores);
     multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
-        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, 0, lane),
-        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, 0, lane));
+        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane));
   }
 
   __device__ __forceinline__ void mask_scores(float (&scores)[C::kRowTiles][C::kBlock / 2],
@@ -197,44 +197,39 @@ struct PortableForward {
     }
   }
 
-  // The weights of one pair of a step's scores, as operand A has them.
-  __device__ __forceinline__ u32 weigh(const float (&scores)[C::kRowTiles][C::kBlock / 2],
-                                       const float (&offset)[C::kRowTiles][2], u32 kk, u32 m, u32 j) {
-    const float* pair = &scores[m][8 * kk + 2 * j];
-    const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
-    const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
-    state[m].sum[j % 2] += low + high;
-    u32 weights = pack(low, high);
-    pin(weights);
-    return weights;
-  }
-
-  // acc += weights v. The next step's weights are made, and its values fetched, between this step's products.
+  // acc += weights v.
   __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2],
                                              const float (&offset)[C::kRowTiles][2]) {
-    constexpr u32 kSteps = C::kBlock / 16, kPairs = C::kHeadDimV / 16, kWeights = 4 * C::kRowTiles;
-    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, 0, lane);
-    u32 a[2][C::kRowTiles][4], b[2][4];
-#pragma unroll
-    for (u32 w = 0; w < kWeights; ++w) a[0][w / 4][w % 4] = weigh(scores, offset, 0, w / 4, w % 4);
-    operand.load(b[0], 0, 0);
+    constexpr u32 kSteps = C::kBlock / 16, kPairs = C::kHeadDimV / 16;
+    u32 weights[kSteps][C::kRowTiles][4];
 #pragma unroll
     for (u32 kk = 0; kk < kSteps; ++kk) {
 #pragma unroll
-      for (u32 n = 0; n < kPairs; ++n) {
-        const u32 now = (kk * kPairs + n) % 2, next = (n + 1) % kPairs, next_step = kk + (n + 1) / kPairs;
-        if (next_step < kSteps) operand.load(b[1 - now], next, next_step);
+      for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (u32 m = 0; m < C::kRowTiles; ++m) {
-          float* to = &acc[m][8 * n];
-          mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], b[now][0], b[now][1]);
-          mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], b[now][2], b[now][3]);
+        for (u32 j = 0; j < 4; ++j) {
+          const float* pair = &scores[m][8 * kk + 2 * j];
+          const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
+          const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
+          state[m].sum[j % 2] += low + high;
+          weights[kk][m][j] = pack(low, high);
         }
-        if (kk + 1 == kSteps) continue;
+      }
+    }
+    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, lane);
+    u32 b[3][4];
+    operand.load(b[0], 0, 0);
+    operand.load(b[1], 1 % kPairs, 1 / kPairs);
 #pragma unroll
-        for (u32 w = n * kWeights / kPairs; w < (n + 1) * kWeights / kPairs; ++w) {
-          a[(kk + 1) % 2][w / 4][w % 4] = weigh(scores, offset, kk + 1, w / 4, w % 4);
-        }
+    for (u32 index = 0; index < kSteps * kPairs; ++index) {
+      // Two fragments ahead, more would not find room beside the accumulators.
+      const u32 kk = index / kPairs, n = index % kPairs, now = index % 3, ahead = index + 2;
+      if (ahead < kSteps * kPairs) operand.load(b[ahead % 3], ahead % kPairs, ahead / kPairs);
+#pragma unroll
+      for (u32 m = 0; m < C::kRowTiles; ++m) {
+        float* to = &acc[m][8 * n];
+        mma_m16n8k16(to[0], to[1], to[2], to[3], weights[kk][m], b[now][0], b[now][1]);
+        mma_m16n8k16(to[4], to[5], to[6], to[7], weights[kk][m], b[now][2], b[now][3]);
       }
     }
   }
@@ -344,7 +339,7 @@ struct PortableForward {
 
   // Writes the accumulators as elements, through this warp's own query rows so that a thread writes 16 bytes at once.
   __device__ __forceinline__ void write_elements() const {
-    u8* const rows = shared + C::Results::offset(warp * C::kWarpRows, 0);
+    u8* const rows = shared + C::Results::kPitch * warp * C::kWarpRows;
     // The pitches of queries and results may differ: a warp may not write over rows that another still multiplies.
     if (C::kHeadDimV != C::kHeadDim) __syncthreads();
 #pragma unroll
