@@ -53,8 +53,8 @@ struct PortableForwardArguments {
   float* acc;          // state: [rows_q, heads_q, head_dim_v], not divided by the sum
   float* row_max;      // state: [rows_q, heads_q], in the unit of the scores before the scale
   float* row_sum;      // state: [rows_q, heads_q]
-  float* partial_out;  // [slots, heads_q, tile rows, head_dim_v]
-  float* partial_lse;  // [slots, heads_q, tile rows]
+  float* partial_out;  // [slots, tile rows, heads_q, head_dim_v]
+  float* partial_lse;  // [slots, tile rows, heads_q]
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
@@ -309,7 +309,6 @@ struct PortableForward {
   // Divides the accumulators by the rows' sums and writes them with the rows' log-sum-exp.
   __device__ __forceinline__ void write_result() {
     const bool partial = tile.partial >= 0;
-    const u64 slot = (u64(u32(tile.partial)) * arguments.heads_q + head) * C::kTileRows;
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -327,11 +326,12 @@ struct PortableForward {
         }
         const i32 token = tile.start + i32(row(m, i));
         if (token >= tile.end) continue;
+        const u64 slot = (u64(u32(tile.partial)) * C::kTileRows + row(m, i)) * arguments.heads_q + head;
         if (lane % 4 == 0) {
           const float lse = sum > 0.0f ? (max_log2 + __log2f(sum)) * kLn2 : minus_infinity();
-          (partial ? arguments.partial_lse[slot + row(m, i)] : arguments.lse[place(token)]) = lse;
+          (partial ? arguments.partial_lse[slot] : arguments.lse[place(token)]) = lse;
         }
-        if (partial) write_row(m, i, arguments.partial_out + (slot + row(m, i)) * arguments.head_dim_v);
+        if (partial) write_row(m, i, arguments.partial_out + slot * arguments.head_dim_v);
       }
     }
     if (!partial) write_elements();
