@@ -127,44 +127,148 @@ struct AttentionForwardConsumer {
     }
   }
 
-  __device__ __forceinline__ RowScaling take_scores() {
-    if (step.flags & kStepBounded) mask.apply(scores);
-    return update_maximum(scores, state, arguments.scale_log2);
-  }
-  template <u32 kFrom, u32 kTo>
-  __device__ __forceinline__ void take_weights(const RowScaling& scaling) {
-    exponentiate<kFrom, kTo>(scores, state, arguments.scale_log2, scaling);
+  // What turns a score into a power of two.
+  __device__ __forceinline__ float score_scale() const {
+    return C::kScores == Scores::kScaled ? arguments.scale_log2 : 1.0f;
   }
 
-  // Writes the results of the item that `last` completes. No other tile owns its rows, and rows beyond its end are theirs.
-  __device__ __forceinline__ void write_result(const Stage& last) {
-    const AttentionForwardItem& done = last.item;
-    u32 packed[2][C::kHeadDimV / 4];
-    Element* rows[2];
-    bool owned[2];
+  // The new block's scores, complete: transforms and masks them, and takes their maxima.
+  __device__ __forceinline__ RowScaling take_scores() {
+    if constexpr (C::kScores == Scores::kSoftcap) cap(scores, arguments.softcap_scale, arguments.softcap_log2);
+    if constexpr (C::kScores == Scores::kAnyScale) {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const float sum = quad_sum(last.state.sum[i]);
-      const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-      const i32 token = done.start + i32(row(i) / C::kPack);
-      const u64 place = u64(token) * arguments.heads_q + done.head * C::kPack + row(i) % C::kPack;
-      owned[i] = token < done.end;
-      rows[i] = arguments.out + place * arguments.head_dim_v + 8 * (lane % 4);
-      if (owned[i] && lane % 4 == 0) {
-        const float log2_sum = last.state.max[i] * arguments.scale_log2 + log2_fast(sum);
-        arguments.lse[place] = sum > 0.0f ? log2_sum * kLn2 : minus_infinity();
-      }
+      for (u32 i = 0; i < C::kBlock / 2; ++i) scores[i] *= arguments.scale_log2;
+    }
+    if (step.flags & kStepBounded) mask.apply(scores);
+    return update_maximum(scores, state, score_scale());
+  }
+  template <u32 kFrom, u32 kTo>
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
+    exponentiate<kFrom, kTo>(scores, share, score_scale(), scaling);
+  }
+  // Sums are made whole in each step, so that they do not depend on where a row's keys were cut into stages.
+  __device__ __forceinline__ void add_sums(const float (&share)[2]) {
 #pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
-        packed[i][j] = pack(acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor);
+    for (u32 i = 0; i < 2; ++i) state.sum[i] += quad_sum(share[i]);
+  }
+
+  __device__ __forceinline__ void rescale_output(const RowScaling& scaling) {
+    if (!scaling.grew) return;
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+  }
+
+  // Where row `i` of `of` lies in tensors of [rows_q, heads_q].
+  struct Place {
+    i32 token;
+    u64 index;
+    bool owned;  // rows beyond the tile's end belong to another tile
+  };
+  __device__ __forceinline__ Place place(const AttentionForwardItem& of, u32 i) const {
+    const i32 token = of.start + i32(row(i) / C::kPack);
+    const u64 index = u64(token) * arguments.heads_q + of.head * C::kPack + row(i) % C::kPack;
+    return Place{token, index, token < of.end};
+  }
+
+  // Maxima and sums with which the item just taken begins.
+  __device__ __forceinline__ void begin_state() {
+    state.clear();
+    if constexpr (C::kBegin == Begin::kContinue) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(item, i);
+        if (!at.owned) continue;
+        state.max[i] = arguments.state_max[at.index];
+        state.sum[i] = arguments.state_sum[at.index];
       }
     }
+  }
+
+  // Likewise the accumulators, once those of the item before are written.
+  __device__ __forceinline__ void begin_output(const AttentionForwardItem& of, const RowScaling& scaling) {
+    if constexpr (C::kBegin == Begin::kContinue) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(of, i);
+        const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
+#pragma unroll
+        for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+          float2 pair = {0.0f, 0.0f};
+          if (at.owned && 8 * j < arguments.head_dim_v) pair = *reinterpret_cast<const float2*>(from + 8 * j);
+          acc[4 * j + 2 * i] = pair.x;
+          acc[4 * j + 2 * i + 1] = pair.y;
+        }
+      }
+      rescale_output(scaling);
+    }
+  }
+
+  // Writes what `last` completes.
+  __device__ __forceinline__ void write(const Stage& last) {
+    if constexpr (C::kEnd == End::kState) {
+      write_state(last);
+    } else if constexpr (C::kEnd == End::kPartial) {
+      last.item.partial >= 0 ? write_partial(last) : write_result(last);
+    } else {
+      write_result(last);
+    }
+  }
+
+  // Accumulators of row `i`, times `factor`, to f32.
+  __device__ __forceinline__ void write_floats(float* to, u32 i, float factor) {
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+      if (8 * j >= arguments.head_dim_v) break;
+      *reinterpret_cast<float2*>(to + 8 * j + 2 * (lane % 4)) =
+          float2{acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor};
+    }
+  }
+
+  __device__ __forceinline__ void write_state(const Stage& last) {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      write_floats(arguments.state_acc + at.index * arguments.head_dim_v, i, 1.0f);
+      if (lane % 4 == 0) {
+        arguments.state_max[at.index] = last.state.max[i];
+        arguments.state_sum[at.index] = last.state.sum[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_partial(const Stage& last) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
+      const u64 index = (u64(u32(last.item.partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
+                        last.item.head * C::kPack + row(i) % C::kPack;
+      write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
+      if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
+    }
+  }
+
+  __device__ __forceinline__ void write_result(const Stage& last) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      const u32 head = last.item.head * C::kPack + row(i) % C::kPack;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
+                                 arguments.sink_rows, arguments.heads_q);
+      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
+      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 4);
 #pragma unroll
       for (u32 j = 0; j < C::kHeadDimV / 8; j += 4) {
-        const uint4 bits = quad_transpose(packed[i][j], packed[i][j + 1], packed[i][j + 2], packed[i][j + 3], lane);
-        if (owned[i] && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(rows[i] + 8 * j) = bits;
+        u32 pairs[4];
+#pragma unroll
+        for (u32 g = 0; g < 4; ++g) {
+          const u32 place = 4 * (j + g) + 2 * i;
+          pairs[g] = pack(acc[place] * end.factor, acc[place + 1] * end.factor);
+        }
+        const uint4 bits = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3], lane);
+        if (at.owned && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = bits;
       }
     }
   }
@@ -177,20 +281,26 @@ struct AttentionForwardConsumer {
     // The last of the ring lets the first one begin.
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
     if (!take_step()) return;
-    state.clear();
+    begin_state();
     wait_query();
     start_scores();
     build_mask();
     wgmma_wait<0>();
     pin(scores);
     release_scored();
-    take_weights<0, kGroups>(take_scores());
-    pack_weights();
-    bool accumulate = false;
+    {
+      const RowScaling scaling = take_scores();
+      float share[2] = {0.0f, 0.0f};
+      take_weights<0, kGroups>(scaling, share);
+      add_sums(share);
+      pack_weights();
+      begin_output(item, scaling);
+    }
+    bool accumulate = C::kBegin == Begin::kContinue;
     Stage current = stage();
     bool more = take_step();
     while (more) {
-      if (current.last) state.clear();
+      if (current.last) begin_state();
       wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
@@ -202,7 +312,8 @@ struct AttentionForwardConsumer {
       pin(scores);
       release_scored();
       const RowScaling scaling = take_scores();
-      take_weights<0, kEarly>(scaling);
+      float share[2] = {0.0f, 0.0f};
+      take_weights<0, kEarly>(scaling, share);
       pin(scores);
       Stage next = stage();
       // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
@@ -211,23 +322,24 @@ struct AttentionForwardConsumer {
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[current.number % C::kStages]);
-      take_weights<kEarly, kGroups>(scaling);
-      next.state = state;
+      take_weights<kEarly, kGroups>(scaling, share);
+      add_sums(share);
       pack_weights();
       if (current.last) {
-        write_result(current);
-      } else if (scaling.grew) {
-#pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+        write(current);
+        begin_output(next.item, scaling);
+      } else {
+        rescale_output(scaling);
       }
-      accumulate = !current.last;
+      accumulate = C::kBegin == Begin::kContinue || !current.last;
+      next.state = state;
       current = next;
     }
     wait_values(current.number);
     start_output(current.number, accumulate);
     wgmma_wait<0>();
     pin(acc);
-    write_result(current);
+    write(current);
   }
 
   __device__ __forceinline__ Stage stage() const {

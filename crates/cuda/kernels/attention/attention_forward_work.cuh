@@ -9,15 +9,39 @@ namespace counterpoint {
 // A row of 64 elements, as the copy engine swizzles it.
 constexpr u32 kRowBytes = 128;
 
+// Where an item's state comes from.
+enum class Begin : u32 {
+  kStart,     // nothing: no key has been seen
+  kContinue,  // what an earlier stage wrote
+};
+
+// Where an item's state goes.
+enum class End : u32 {
+  kResult,   // out and lse
+  kPartial,  // the same, but parts of split tiles go to slots, to be merged later
+  kState,    // as it is, for a later stage
+};
+
+// What becomes of a product q k^T before it is a score in powers of two.
+enum class Scores : u32 {
+  kScaled,   // nothing here: the scale, which must be positive, is a part of the exponent
+  kAnyScale,  // it is multiplied by the scale, whatever its sign
+  kSoftcap,  // softcap * tanh(scale * product / softcap)
+};
+
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
 // query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Begin kBeginOf,
+          End kEndOf, Scores kScoresOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kTileRows = kTileRowsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr u32 kPack = kPackOf;
+  static constexpr Begin kBegin = kBeginOf;
+  static constexpr End kEnd = kEndOf;
+  static constexpr Scores kScores = kScoresOf;
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
@@ -30,7 +54,7 @@ struct AttentionForwardConfig {
   static_assert(64 % kPack == 0, "a warpgroup's rows are whole tokens");
 };
 
-// The kernel's parameter. Rows are tokens; pointers may be null where the specialisation does not use them.
+// The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the host.
 struct AttentionForwardArguments {
   TensorMap q_map;  // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
   TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
@@ -38,17 +62,27 @@ struct AttentionForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  Element* out;  // [rows_q, heads_q, head_dim_v]
-  float* lse;    // [rows_q, heads_q]
-  u32* queue;    // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
+  Element* out;         // [rows_q, heads_q, head_dim_v]
+  float* lse;           // [rows_q, heads_q]
+  const float* sink;    // [sink_rows, heads_q]
+  float* state_acc;     // [rows_q, heads_q, head_dim_v]: not divided by the sum
+  float* state_max;     // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  float* state_sum;     // [rows_q, heads_q]
+  float* partial_out;   // [slots, kTileRows / kPack, heads_q, head_dim_v]
+  float* partial_lse;   // [slots, kTileRows / kPack, heads_q]
+  u32* queue;           // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
-  u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
+  u32 heads_per_group;  // heads that are worked on together
   u32 heads_per_key;    // heads that read one key head: heads / heads_kv
   u32 heads_q;
   u32 head_dim_v;
+  u32 sink_rows;
   i32 rows_k;
-  float scale_log2;  // scale * log2(e)
+  float scale_log2;     // scale * log2(e)
+  float softcap_scale;  // 2 * scale * log2(e) / softcap
+  float softcap_log2;   // softcap * log2(e)
+  u32 reserved;
 };
 
 // A tile of one head, as consumers see it.
