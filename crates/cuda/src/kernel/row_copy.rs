@@ -233,12 +233,12 @@ fn source(arch: Arch, mode: Mode) -> KernelSource {
     match mode {
         Mode::Plain => start
             .line("    u32 count, u32 alignment) {")
-            .line("  row_copy(tensors, pieces, count, alignment);")
+            .line("  counterpoint::row_copy(tensors, pieces, count, alignment);")
             .line("}"),
         Mode::Rounded(scalar, wire) => start
             .line("    u32 count) {")
             .line(format_args!(
-                "  row_copy_rounded<{}, {}>(tensors, pieces, count);",
+                "  counterpoint::row_copy_rounded<{}, {}>(tensors, pieces, count);",
                 scalar.cpp(),
                 wire.cpp()
             ))

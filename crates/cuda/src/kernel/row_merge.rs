@@ -168,7 +168,7 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         ))
         .line("    u32 heads, u32 dim, u32 accumulate, u32 packed) {")
         .line(format_args!(
-            "  row_merge<{}>(sources, pieces, operands, result, result_lse, count, heads, dim,",
+            "  counterpoint::row_merge<{}>(sources, pieces, operands, result, result_lse, count, heads, dim,",
             types.cpp()
         ))
         .line("      accumulate, packed);")

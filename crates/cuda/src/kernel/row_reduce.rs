@@ -232,7 +232,7 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         ))
         .line("    u32 packed) {")
         .line(format_args!(
-            "  row_reduce<{}>(sources, pieces, operands, result, count, accumulate, packed);",
+            "  counterpoint::row_reduce<{}>(sources, pieces, operands, result, count, accumulate, packed);",
             types.cpp()
         ))
         .line("}")
