@@ -186,6 +186,12 @@ pub(crate) enum CliError {
         /// What is missing.
         reason: String,
     },
+    /// The machine lacks a GPU or what it takes to use one, or the GPU failed.
+    #[error("{source}")]
+    Cuda {
+        /// Why.
+        source: counterpoint_cuda::CudaError,
+    },
     /// A plan cannot be made.
     #[error("{source}")]
     Plan {
@@ -230,6 +236,8 @@ impl CliError {
             | Self::Unstorable { .. }
             | Self::Stdout { .. } => 1,
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
+            Self::Cuda { source } if source.is_missing() => 3,
+            Self::Cuda { .. } => 1,
             Self::NoCuda
             | Self::NoPeers { .. }
             | Self::Threads { .. }
