@@ -84,7 +84,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    schedule.into_iter().chain([TensorMap::layout()]).collect()
+    let kernels = [super::attention_forward::layouts(), super::attention_merge::layouts()];
+    schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
 }
 
 #[cfg(test)]
