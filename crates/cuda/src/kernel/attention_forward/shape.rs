@@ -88,7 +88,7 @@ impl ForwardShape {
     /// are fitted to an H200's times for the masks of the benchmark.
     fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32) -> f64 {
         /// What a block costs beside its keys, a bounded block on top of that, and a tile.
-        const BLOCK: f64 = 6.0;
+        const BLOCK: f64 = 24.0;
         const BOUNDED: f64 = 12.0;
         const TILE: f64 = 60.0;
         let statistics = schedule.statistics();
