@@ -26,10 +26,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError as error:
+    print(f"{sys.executable} has no PyTorch ({error}); pip install torch", file=sys.stderr)
+    sys.exit(3)
 
-HERE = Path(__file__).resolve().parent
 PASSES = ["forward", "backward"]
 MASKS = ["full", "causal", "varlen_full", "varlen_causal", "sw_causal", "block_causal", "varlen_block_causal"]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -45,13 +48,32 @@ REFERENCE_ROWS = 2048
 CALLS = 40
 
 
+class Data:
+    """What lies beside this script: lengths of documents by the length of the sequence, and published figures."""
+
+    documents, published = {}, []
+
+    @classmethod
+    def load(cls, text):
+        """From one JSON document, or from the files."""
+        if text:
+            data = json.loads(text)
+            cls.documents = {int(seqlen): lengths for seqlen, lengths in data["documents"].items()}
+            cls.published = data["published"]["rows"]
+            return
+        folder = Path(__file__).resolve().parent
+        for kilo in (8, 16, 32):
+            lines = (folder.parent / "data" / f"documents_{kilo}k.txt").read_text().split()
+            cls.documents[kilo * 1024] = [int(line) for line in lines]
+        cls.published = json.loads((folder / "published.json").read_text())["rows"]
+
+
 def documents(seqlen):
-    """Lengths of the packed documents: from the list of that length, or the shortest list scaled."""
-    path = HERE.parent / "data" / f"documents_{seqlen // 1024}k.txt"
-    if path.exists():
-        return [int(line) for line in path.read_text().split()]
-    lengths = [int(line) for line in (HERE.parent / "data" / "documents_8k.txt").read_text().split()]
-    scaled = [max(1, n * seqlen // 8192) for n in lengths]
+    """The list of that length; for others the shortest list scaled, what is left over going to the longest document."""
+    if seqlen in Data.documents:
+        return Data.documents[seqlen]
+    listed = min(Data.documents)
+    scaled = [max(1, n * seqlen // listed) for n in Data.documents[listed]]
     scaled[scaled.index(max(scaled))] += seqlen - sum(scaled)
     return scaled
 
@@ -433,7 +455,7 @@ class Published:
     """FFA's figures of another day, scaled by cuDNN's of today over cuDNN's of that day."""
 
     def __init__(self, rows):
-        self.rows = json.loads((HERE / "published.json").read_text())["rows"]
+        self.rows = Data.published
         self.now = of(rows, by="cudnn")
 
     def ffa(self, which, name, shape):
@@ -555,6 +577,7 @@ def arguments():
     parser.add_argument("--ours", type=Path, help="path of the counterpoint binary, to run it in between")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run of it may take")
     parser.add_argument("--quick", action="store_true", help="8k, 16:16, few repeats")
+    parser.add_argument("--data", default="", help="JSON with documents and published figures instead of the files here")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of tables")
     options = parser.parse_args()
     small = options.clock == "wall"
@@ -566,8 +589,10 @@ def arguments():
 
 def main():
     options = arguments()
+    Data.load(options.data)
     if not torch.cuda.is_available():
-        raise SystemExit("PyTorch sees no CUDA device")
+        note("PyTorch sees no CUDA device")
+        sys.exit(3)
     timer = Timer(options.clock)
     shapes = [
         Shape(seqlen, q, kv, options.head_dim, options.dtype) for q, kv in options.heads for seqlen in options.seqlens

@@ -51,6 +51,15 @@ pub enum CudaError {
         /// Each place, with the loader's own words.
         tried: Vec<String>,
     },
+    /// No NCCL was found: GPUs cannot exchange data with other processes' GPUs.
+    #[error(
+        "NCCL was not found; run `pip install nvidia-nccl-cu13`, or name its folder in COUNTERPOINT_NCCL_DIR. Tried: {}",
+        tried.join("; ")
+    )]
+    NoNccl {
+        /// Each place, with the loader's own words.
+        tried: Vec<String>,
+    },
     /// A call of the driver failed.
     #[error("{call} failed: {name} ({code}), {text}")]
     Driver {
@@ -139,6 +148,7 @@ impl CudaError {
                 | Self::NoDevice { .. }
                 | Self::DeviceOrdinal { .. }
                 | Self::NoNvrtc { .. }
+                | Self::NoNccl { .. }
         )
     }
 }

@@ -9,6 +9,7 @@ mod arch;
 mod backend;
 mod compile;
 mod device;
+mod environment;
 mod error;
 mod event;
 mod function;
@@ -26,16 +27,18 @@ pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
 };
 pub use compile::{
-    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompilerVersion, Cubin, CubinCache, CubinOrigin,
-    KernelSource, compile, compiler_version,
+    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
+    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
+pub use environment::{ENVIRONMENT, EnvironmentVariable};
 pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
-pub use memory::{DeviceBuffer, PinnedBuffer};
+pub use library::{LibraryVersion, nccl_version};
+pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
 pub use transport::{CudaCollective, CudaTransport};

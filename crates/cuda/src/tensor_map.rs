@@ -8,6 +8,7 @@ use cudarc::driver::sys::{
 };
 
 use crate::CudaError;
+use crate::kernel::{SharedLayout, shared_layout};
 use crate::library::{Driver, call};
 
 /// What the bulk copy engine knows about a tensor; an argument of kernels, by value, as a `__grid_constant__` of the type
@@ -16,6 +17,13 @@ use crate::library::{Driver, call};
 #[repr(C, align(64))]
 pub struct TensorMap {
     opaque: [u64; 16],
+}
+
+impl TensorMap {
+    /// As kernels must have it.
+    pub(crate) fn layout() -> SharedLayout {
+        shared_layout!("ptx/tma.cuh", TensorMap { opaque })
+    }
 }
 
 /// The type of a tensor's elements. It says what a reduction adds and what "not a number" would be; loads and stores only

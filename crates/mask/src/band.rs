@@ -161,8 +161,27 @@ impl Band {
             diag_min: a_min.min(b_min),
             diag_max: a_max.max(b_max),
         };
+        if a.leaves_gap(&b, &around) {
+            return None;
+        }
         let shared = a.intersect(&b).area();
         (around.area() == a.area() - shared + b.area()).then(|| around.trim()).flatten()
+    }
+
+    /// Whether the two share neither rows nor columns, and `around`, which holds both, has a pair beside their common
+    /// corner. It is so for documents one after another, which are many; this spares them the areas.
+    fn leaves_gap(&self, other: &Band, around: &Band) -> bool {
+        if self.q_range.overlaps(&other.q_range) || self.k_range.overlaps(&other.k_range) {
+            return false;
+        }
+        let (above, below) =
+            if self.q_range.start < other.q_range.start { (self, other) } else { (other, self) };
+        let (last_row, first_row) = (above.q_range.end - 1, below.q_range.start);
+        let (across, back) = match above.k_range.start < below.k_range.start {
+            true => (below.k_range.start, above.k_range.end - 1),
+            false => (below.k_range.end - 1, above.k_range.start),
+        };
+        around.contains(last_row, across) || around.contains(first_row, back)
     }
 
     /// The same pairs in fewer bands: fuses neighbours whose union is a band, until no two that follow each other by

@@ -329,10 +329,10 @@ proptest! {
         let aligned = TileScheduleConfig { tiles: TilePlacement::Aligned, ..tight };
         let cost = |config: &TileScheduleConfig| {
             let statistics = schedule(&mask, config).statistics();
-            4 * statistics.blocks + 5 * statistics.tiles as u64
+            block as u64 * statistics.blocks + 160 * statistics.tiles as u64
         };
         let (tight, aligned) = (cost(&tight), cost(&aligned));
-        prop_assert!(tight <= aligned + aligned / 16 + 4, "{tight} {aligned}");
+        prop_assert!(tight <= aligned + aligned / 16, "{tight} {aligned}");
     }
 }
 
@@ -417,6 +417,17 @@ fn documents_are_not_straddled_for_nothing() {
 }
 
 #[test]
+fn workers_take_the_next_tile() {
+    // Four tiles of 1 to 4 blocks, for two heads.
+    let mask = Mask::causal(4 * 128).unwrap();
+    let schedule = schedule(&mask, &TileScheduleConfig::new(TileDirection::Forward, 128, 128));
+    assert_eq!(schedule.makespan(1, 2), 20 * 128 + 8 * 160);
+    // 4 + 1, 4 + 1, 3 + 2, 3 + 2.
+    assert_eq!(schedule.makespan(4, 2), 5 * 128 + 2 * 160);
+    assert_eq!(schedule.makespan(100, 2), 4 * 128 + 160);
+}
+
+#[test]
 fn what_no_kernel_can_do_is_said() {
     let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
     let new =
@@ -438,8 +449,31 @@ fn what_no_kernel_can_do_is_said() {
     // No rows and no work are fine.
     assert_eq!(new(&[], 0, &config).unwrap().tiles(), []);
     let idle = new(&[], 200, &config).unwrap();
-    assert_eq!(
-        idle.tiles().iter().map(|tile| (tile.start, tile.end, tile.blocks)).collect::<Vec<_>>(),
-        [(0, 128, 0), (128, 200, 0)]
-    );
+    assert_eq!(idle.tiles().len(), 2);
+    assert!(idle.tiles().iter().all(|tile| tile.blocks == 0 && tile.run_begin == tile.run_end));
+    assert_eq!(idle.statistics().idle_tiles, 2);
+}
+
+/// Release builds take 0.5 to 1 ms (docs/tile-schedules.md); the limit is for busy machines and builds with checks.
+#[test]
+fn a_million_tokens_take_milliseconds() {
+    for name in ["lognormal", "pareto"] {
+        let path =
+            format!("{}/../../benches/data/packed_documents_{name}_1m.txt", env!("CARGO_MANIFEST_DIR"));
+        let lengths = std::fs::read_to_string(path).unwrap();
+        let documents =
+            Documents::from_lengths(lengths.lines().map(|length| length.parse().unwrap())).unwrap();
+        for mask in [Mask::full(documents.clone()).unwrap(), Mask::causal(documents).unwrap()] {
+            for (direction, tile_rows) in [(TileDirection::Forward, 16), (TileDirection::Backward, 128)] {
+                let config = TileScheduleConfig::new(direction, tile_rows, 128);
+                let started = std::time::Instant::now();
+                let schedule = schedule(&mask, &config);
+                let seconds = started.elapsed().as_secs_f64();
+                assert!(seconds < 0.3, "{seconds} s");
+                let statistics = schedule.statistics();
+                assert_eq!(statistics.area, mask.area());
+                assert!(statistics.bytes < 128 * statistics.tiles, "{statistics:?}");
+            }
+        }
+    }
 }

@@ -1,6 +1,6 @@
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 
-use super::value;
+use super::{Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -42,17 +42,31 @@ pub(crate) struct BenchPlanArguments {
     pub(crate) json: bool,
 }
 
-/// Time CPU attention against the matmul rate of the same library, and show what overlap hides
+/// Time attention kernels: on the CPU against its matmul rate, on a GPU beside cuDNN and PyTorch's flash backend
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Every row is checked against the f64 reference; a row out of bounds is not
-printed, and the exit status is 1.
+Every row is checked against the f64 reference (on a GPU on a sample of rows
+and keys); a row out of bounds is not printed, and the exit status is 1.
+
+--device cuda takes the flags from --masks on. Its masks are seven, on packed
+documents of realistic lengths: full, causal, varlen_full, varlen_causal,
+sw_causal (window of 1024), block_causal (blocks of 2048) and
+varlen_block_causal. --peers wants a python3 with PyTorch and prints the ratios
+over what it has, measured in the same run.
 
 Examples:
   counterpoint bench attention
   counterpoint bench attention --quick
-  counterpoint bench attention --json > rows.jsonl")]
+  counterpoint bench attention --json > rows.jsonl
+  counterpoint bench attention --device cuda
+  counterpoint bench attention --device cuda --masks causal,varlen_causal \\
+      --seqlens 8k,32k --heads 64:8 --peers
+  counterpoint bench attention --device cuda --seqlens 1k,2k,4k --clock wall")]
 pub(crate) struct BenchAttentionArguments {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
     /// Small shapes and few repeats, to see that everything works
     #[arg(long)]
     pub(crate) quick: bool,
@@ -60,4 +74,103 @@ pub(crate) struct BenchAttentionArguments {
     /// Print one JSON object a row and nothing else
     #[arg(long)]
     pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) cuda: CudaBenchArguments,
+}
+
+/// What only a GPU is asked.
+#[derive(Debug, Args)]
+pub(crate) struct CudaBenchArguments {
+    /// Masks [default: all seven]
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
+    pub(crate) masks: Vec<BenchMask>,
+
+    /// Sequence lengths [default: 8k,16k,32k; --quick 8k]
+    #[arg(long, value_name = "SIZES", value_parser = value::size, value_delimiter = ',')]
+    pub(crate) seqlens: Vec<usize>,
+
+    /// Query and key heads [default: 16:16,64:8; --quick 16:16]
+    #[arg(long, value_name = "Q:KV", value_parser = value::heads, value_delimiter = ',')]
+    pub(crate) heads: Vec<(usize, usize)>,
+
+    /// Elements of a row of one head [default: 128]
+    #[arg(long, value_name = "N", value_parser = value::size)]
+    pub(crate) head_dim: Option<usize>,
+
+    /// Element type [default: bf16]
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<BenchDType>,
+
+    /// Passes [default: all]
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
+    pub(crate) passes: Vec<BenchPass>,
+
+    /// Timed runs of each row, at least 3 [default: 12; --quick 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: Option<u32>,
+
+    /// Which clock: the device's around the kernels with the L2 flushed, or the host's over many calls, launches included
+    /// [default: device]
+    #[arg(long, value_enum)]
+    pub(crate) clock: Option<BenchClock>,
+
+    /// Time these of PyTorch's attentions too: cudnn, flash, flex (slow to compile) [given without names: cudnn,flash]
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash")]
+    pub(crate) peers: Option<String>,
+}
+
+impl CudaBenchArguments {
+    /// The first flag that was given.
+    pub(crate) fn given(&self) -> Option<&'static str> {
+        [
+            (!self.masks.is_empty(), "--masks"),
+            (!self.seqlens.is_empty(), "--seqlens"),
+            (!self.heads.is_empty(), "--heads"),
+            (self.head_dim.is_some(), "--head-dim"),
+            (self.dtype.is_some(), "--dtype"),
+            (!self.passes.is_empty(), "--passes"),
+            (self.iterations.is_some(), "--iterations"),
+            (self.clock.is_some(), "--clock"),
+            (self.peers.is_some(), "--peers"),
+        ]
+        .into_iter()
+        .find_map(|(given, flag)| given.then_some(flag))
+    }
+}
+
+/// A mask of the comparison with others, by the name that it has there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum BenchMask {
+    Full,
+    Causal,
+    VarlenFull,
+    VarlenCausal,
+    SwCausal,
+    BlockCausal,
+    VarlenBlockCausal,
+}
+
+/// An element type of the GPU kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchDType {
+    Bf16,
+    F16,
+}
+
+/// What is timed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchPass {
+    Forward,
+    Backward,
+    /// The backward in deterministic mode
+    Deterministic,
+}
+
+/// What time is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchClock {
+    Device,
+    Wall,
 }

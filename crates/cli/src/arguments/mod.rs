@@ -5,6 +5,7 @@
 
 mod attention;
 mod bench;
+mod doctor;
 mod mask;
 mod plan;
 mod planning;
@@ -15,7 +16,11 @@ mod value;
 use clap::{Parser, Subcommand};
 
 pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
-pub(crate) use bench::{BenchAttentionArguments, BenchCommand, BenchPlanArguments};
+pub(crate) use bench::{
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchMask, BenchPass, BenchPlanArguments,
+    CudaBenchArguments,
+};
+pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
@@ -75,6 +80,7 @@ Examples:
     #[command(subcommand)]
     Bench(BenchCommand),
     Selftest(SelftestArguments),
+    Doctor(DoctorArguments),
 }
 
 #[cfg(test)]

@@ -11,7 +11,6 @@
 #include "attention/attention_mask.cuh"
 #include "attention/attention_softmax.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -19,9 +18,6 @@ namespace counterpoint {
 
 // Barriers that name their users: 0 is __syncthreads.
 constexpr u32 kTurnBarrier = 1;
-constexpr u32 kStoreBarrier = 5;
-
-constexpr u32 kNoSlot = 0xffffffffu;
 
 // One consumer warpgroup.
 template <typename C>
@@ -38,7 +34,6 @@ struct AttentionForwardConsumer {
     AttentionForwardItem item;
     RowState state;
     u32 number;
-    u32 slot;
     bool last;
   };
 
@@ -51,34 +46,42 @@ struct AttentionForwardConsumer {
   AttentionForwardItem item;  // whose scores are in flight
   AttentionForwardStep step;  // likewise
   u32 items = 0;              // taken so far, `item` included
-  u32 steps = 0;              // whose keys were waited for, `step` included
-  u32 stored = kNoSlot;       // the query slot whose results are on their way to global memory
+  u32 steps = 0;              // taken so far, `step` included
 
   // The tile's row of this thread's row `i`.
   __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
   __device__ __forceinline__ u32 slot() const { return (items - 1) % C::kQuerySlots; }
 
-  // Waits for the next item and its query rows; false when there is none.
-  __device__ __forceinline__ bool take_item() {
-    const u32 next = items % C::kQuerySlots;
-    mbarrier_wait(&shared.query_full[next], (items / C::kQuerySlots) & 1);
-    item = shared.items[next];
-    item.head = uniform(item.head);
-    ++items;
-    return item.head != kNoItem;
-  }
-
-  // Waits for the keys of the next step.
-  __device__ __forceinline__ void take_step() {
+  // Waits for the keys of the next step; false when there is no more work.
+  __device__ __forceinline__ bool take_step() {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_full[stage], (steps / C::kStages) & 1);
     step = shared.steps[stage];
     step.flags = uniform(step.flags);
     ++steps;
+    if (step.flags & kStepFirst) {
+      item = shared.items[stage];
+      ++items;
+    }
+    return !(step.flags & kStepNone);
+  }
+
+  __device__ __forceinline__ void wait_query() {
+    if (step.flags & kStepFirst) {
+      mbarrier_wait(&shared.query_full[slot()], ((items - 1) / C::kQuerySlots) & 1);
+    }
+  }
+  __device__ __forceinline__ void wait_values(u32 number) {
+    mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
   }
 
   __device__ __forceinline__ void release(u64* barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
+  }
+  // Once the scores of the step just taken are complete: its keys, and after an item's last step its query rows, may go.
+  __device__ __forceinline__ void release_scored() {
+    release(&shared.key_empty[(steps - 1) % C::kStages]);
+    if (step.flags & kStepLast) release(&shared.query_empty[slot()]);
   }
 
   // Starts scores = q k^T of the step just taken.
@@ -124,160 +127,223 @@ struct AttentionForwardConsumer {
     }
   }
 
+  // What turns a score into a power of two.
+  __device__ __forceinline__ float score_scale() const {
+    return C::kScores == Scores::kScaled ? arguments.scale_log2 : 1.0f;
+  }
+
+  // The new block's scores, complete: transforms and masks them, and takes their maxima.
   __device__ __forceinline__ RowScaling take_scores() {
+    if constexpr (C::kScores == Scores::kSoftcap) cap(scores, arguments.softcap_scale, arguments.softcap_log2);
+    if constexpr (C::kScores == Scores::kAnyScale) {
+#pragma unroll
+      for (u32 i = 0; i < C::kBlock / 2; ++i) scores[i] *= arguments.scale_log2;
+    }
     if (step.flags & kStepBounded) mask.apply(scores);
-    return update_maximum(scores, state, arguments.scale_log2);
+    return update_maximum(scores, state, score_scale());
   }
   template <u32 kFrom, u32 kTo>
-  __device__ __forceinline__ void take_weights(const RowScaling& scaling) {
-    exponentiate<kFrom, kTo>(scores, state, arguments.scale_log2, scaling);
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
+    exponentiate<kFrom, kTo>(scores, share, score_scale(), scaling);
+  }
+  // Sums are made whole in each step, so that they do not depend on where a row's keys were cut into stages.
+  __device__ __forceinline__ void add_sums(const float (&share)[2]) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) state.sum[i] += quad_sum(share[i]);
   }
 
-  // Lets the producer overwrite the item whose results left shared memory.
-  __device__ __forceinline__ void finish_store() {
-    if (stored == kNoSlot) return;
-    if (thread == 0) {
-      tma_store_wait_read<0>();
-      mbarrier_arrive(&shared.query_empty[stored]);
+  __device__ __forceinline__ void rescale_output(const RowScaling& scaling) {
+    if (!scaling.grew) return;
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+  }
+
+  // Where row `i` of `of` lies in tensors of [rows_q, heads_q].
+  struct Place {
+    i32 token;
+    u64 index;
+    bool owned;  // rows beyond the tile's end belong to another tile
+  };
+  __device__ __forceinline__ Place place(const AttentionForwardItem& of, u32 i) const {
+    const i32 token = of.start + i32(row(i) / C::kPack);
+    const u64 index = u64(token) * arguments.heads_q + of.head * C::kPack + row(i) % C::kPack;
+    return Place{token, index, token < of.end};
+  }
+
+  // Maxima and sums with which the item just taken begins.
+  __device__ __forceinline__ void begin_state() {
+    state.clear();
+    if constexpr (C::kBegin == Begin::kContinue) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(item, i);
+        if (!at.owned) continue;
+        state.max[i] = arguments.state_max[at.index];
+        state.sum[i] = arguments.state_sum[at.index];
+      }
     }
-    stored = kNoSlot;
   }
 
-  // Writes the results of the item that `last` completes. They pass through this warpgroup's part of its query slot.
-  __device__ __forceinline__ void write_result(const Stage& last) {
-    const AttentionForwardItem& done = last.item;
-    const RowState& rows = last.state;
-    u8* const slot = shared.queries[last.slot];
-    float factor[2];
+  // Likewise the accumulators, once those of the item before are written.
+  __device__ __forceinline__ void begin_output(const AttentionForwardItem& of, const RowScaling& scaling) {
+    if constexpr (C::kBegin == Begin::kContinue) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(of, i);
+        const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
+#pragma unroll
+        for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+          float2 pair = {0.0f, 0.0f};
+          if (at.owned && 8 * j < arguments.head_dim_v) pair = *reinterpret_cast<const float2*>(from + 8 * j);
+          acc[4 * j + 2 * i] = pair.x;
+          acc[4 * j + 2 * i + 1] = pair.y;
+        }
+      }
+      rescale_output(scaling);
+    }
+  }
+
+  // Writes what `last` completes.
+  __device__ __forceinline__ void write(const Stage& last) {
+    if constexpr (C::kEnd == End::kState) {
+      write_state(last);
+    } else if constexpr (C::kEnd == End::kPartial) {
+      last.item.partial >= 0 ? write_partial(last) : write_result(last);
+    } else {
+      write_result(last);
+    }
+  }
+
+  // Accumulators of row `i`, times `factor`, to f32.
+  __device__ __forceinline__ void write_floats(float* to, u32 i, float factor) {
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+      if (8 * j >= arguments.head_dim_v) break;
+      *reinterpret_cast<float2*>(to + 8 * j + 2 * (lane % 4)) =
+          float2{acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor};
+    }
+  }
+
+  __device__ __forceinline__ void write_state(const Stage& last) {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-      const float sum = quad_sum(rows.sum[i]);
-      factor[i] = sum > 0.0f ? 1.0f / sum : 0.0f;
-      const i32 token = done.start + i32(row(i) / C::kPack);
-      if (lane % 4 == 0 && token < done.end) {
-        const float lse = sum > 0.0f ? (rows.max[i] * arguments.scale_log2 + log2_fast(sum)) * kLn2 : minus_infinity();
-        arguments.lse[u64(token) * arguments.heads_q + done.head * C::kPack + row(i) % C::kPack] = lse;
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      write_floats(arguments.state_acc + at.index * arguments.head_dim_v, i, 1.0f);
+      if (lane % 4 == 0) {
+        arguments.state_max[at.index] = last.state.max[i];
+        arguments.state_sum[at.index] = last.state.sum[i];
       }
     }
-    const u32 base = shared_address(slot) + group * 64 * kRowBytes;
-    const u32 store_row = 16 * warp + lane % 16;
+  }
+
+  __device__ __forceinline__ void write_partial(const Stage& last) {
 #pragma unroll
-    for (u32 j = 0; j < C::kHeadDimV / 16; ++j) {
-      const u32 piece = 2 * j + lane / 16;
-      const u32 address = base + (piece / 8) * C::kTileRows * kRowBytes + store_row * kRowBytes +
-                          (((piece % 8) ^ (lane % 8)) << 4);
-      const float* values = &acc[8 * j];
-      stmatrix_x4(address, pack(values[0] * factor[0], values[1] * factor[0]),
-                  pack(values[2] * factor[1], values[3] * factor[1]), pack(values[4] * factor[0], values[5] * factor[0]),
-                  pack(values[6] * factor[1], values[7] * factor[1]));
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
+      const u64 index = (u64(u32(last.item.partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
+                        last.item.head * C::kPack + row(i) % C::kPack;
+      write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
+      if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
     }
-    const i32 first = done.start + i32(64 * group / C::kPack);
-    const bool whole = first + i32(64 / C::kPack) <= done.end;
-    if (whole) fence_async_proxy();
-    barrier_sync(kStoreBarrier + group, 128);
-    if (whole) {
-      if (thread == 0) {
+  }
+
+  __device__ __forceinline__ void write_result(const Stage& last) {
 #pragma unroll
-        for (u32 chunk = 0; chunk < (C::kHeadDimV + 63) / 64; ++chunk) {
-          tma_store_3d(&arguments.out_map, slot + (chunk * C::kTileRows + group * 64) * kRowBytes, i32(64 * chunk),
-                       i32(done.head * C::kPack), first);
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      const u32 head = last.item.head * C::kPack + row(i) % C::kPack;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
+                                 arguments.sink_rows, arguments.heads_q);
+      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
+      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 4);
+#pragma unroll
+      for (u32 j = 0; j < C::kHeadDimV / 8; j += 4) {
+        u32 pairs[4];
+#pragma unroll
+        for (u32 g = 0; g < 4; ++g) {
+          const u32 place = 4 * (j + g) + 2 * i;
+          pairs[g] = pack(acc[place] * end.factor, acc[place + 1] * end.factor);
         }
-        tma_store_commit();
+        const uint4 bits = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3], lane);
+        if (at.owned && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = bits;
       }
-    } else {
-      // The tile ends inside these rows: what follows belongs to another tile.
-      constexpr u32 kPieces = C::kHeadDimV / 8;
-      for (u32 index = thread; index < 64 * kPieces; index += 128) {
-        const u32 r = index / kPieces, piece = index % kPieces;
-        const i32 token = first + i32(r / C::kPack);
-        if (token >= done.end || piece * 8 >= arguments.head_dim_v) continue;
-        const uint4 bits = *reinterpret_cast<const uint4*>(
-            slot + ((piece / 8) * C::kTileRows + group * 64 + r) * kRowBytes + (((piece % 8) ^ (r % 8)) << 4));
-        const u64 place = u64(token) * arguments.heads_q + done.head * C::kPack + r % C::kPack;
-        *reinterpret_cast<uint4*>(arguments.out + place * arguments.head_dim_v + piece * 8) = bits;
-      }
-      barrier_sync(kStoreBarrier + group, 128);
     }
-    stored = last.slot;
-  }
-
-  __device__ __forceinline__ void wait_values(u32 number) {
-    mbarrier_wait(&shared.value_full[number % C::kStages], (number / C::kStages) & 1);
-  }
-
-  __device__ __forceinline__ Stage stage() const {
-    return Stage{item, state, steps - 1, slot(), (step.flags & kStepLast) != 0};
   }
 
   // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
   static constexpr u32 kGroups = C::kBlock / 8;
   static constexpr u32 kEarly = kGroups / 2;
 
-  // Waits for what follows `step`: the next item first when `step` is the last of its own. False when there is no more work.
-  __device__ __forceinline__ bool take_next() {
-    if (step.flags & kStepLast) {
-      if (!take_item()) return false;
-    }
-    take_step();
-    return true;
-  }
-
   __device__ __forceinline__ void run() {
     // The last of the ring lets the first one begin.
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
-    if (!take_item()) return;
-    state.clear();
-    take_step();
+    if (!take_step()) return;
+    begin_state();
+    wait_query();
     start_scores();
     build_mask();
     wgmma_wait<0>();
     pin(scores);
-    release(&shared.key_empty[(steps - 1) % C::kStages]);
-    take_weights<0, kGroups>(take_scores());
-    pack_weights();
-    bool accumulate = false;
+    release_scored();
+    {
+      const RowScaling scaling = take_scores();
+      float share[2] = {0.0f, 0.0f};
+      take_weights<0, kGroups>(scaling, share);
+      add_sums(share);
+      pack_weights();
+      begin_output(item, scaling);
+    }
+    bool accumulate = C::kBegin == Begin::kContinue;
     Stage current = stage();
-    bool more = take_next();
+    bool more = take_step();
     while (more) {
-      if (current.last) state.clear();
+      if (current.last) begin_state();
+      wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
       wait_values(current.number);
       start_output(current.number, accumulate);
       barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
-      finish_store();
       build_mask();
       wgmma_wait<1>();
       pin(scores);
-      release(&shared.key_empty[(steps - 1) % C::kStages]);
+      release_scored();
       const RowScaling scaling = take_scores();
-      take_weights<0, kEarly>(scaling);
+      float share[2] = {0.0f, 0.0f};
+      take_weights<0, kEarly>(scaling, share);
       pin(scores);
       Stage next = stage();
       // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
       // others are packed as they come: that needs the registers which the product reads.
-      more = take_next();
+      more = take_step();
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[current.number % C::kStages]);
-      take_weights<kEarly, kGroups>(scaling);
-      next.state = state;
+      take_weights<kEarly, kGroups>(scaling, share);
+      add_sums(share);
       pack_weights();
       if (current.last) {
-        write_result(current);
-      } else if (scaling.grew) {
-#pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+        write(current);
+        begin_output(next.item, scaling);
+      } else {
+        rescale_output(scaling);
       }
-      accumulate = !current.last;
+      accumulate = C::kBegin == Begin::kContinue || !current.last;
+      next.state = state;
       current = next;
     }
     wait_values(current.number);
     start_output(current.number, accumulate);
     wgmma_wait<0>();
     pin(acc);
-    write_result(current);
-    if (thread == 0) tma_store_wait<0>();
+    write(current);
+  }
+
+  __device__ __forceinline__ Stage stage() const {
+    return Stage{item, state, steps - 1, (step.flags & kStepLast) != 0};
   }
 };
 
@@ -290,7 +356,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < C::kQuerySlots; ++i) {
       mbarrier_init(&shared.query_full[i], 1);
-      mbarrier_init(&shared.query_empty[i], C::kConsumers);
+      mbarrier_init(&shared.query_empty[i], 4 * C::kConsumers);
     }
     for (u32 i = 0; i < C::kStages; ++i) {
       mbarrier_init(&shared.key_full[i], 1);

@@ -9,62 +9,94 @@ namespace counterpoint {
 // A row of 64 elements, as the copy engine swizzles it.
 constexpr u32 kRowBytes = 128;
 
+// Where an item's state comes from.
+enum class Begin : u32 {
+  kStart,     // nothing: no key has been seen
+  kContinue,  // what an earlier stage wrote
+};
+
+// Where an item's state goes.
+enum class End : u32 {
+  kResult,   // out and lse
+  kPartial,  // the same, but parts of split tiles go to slots, to be merged later
+  kState,    // as it is, for a later stage
+};
+
+// What becomes of a product q k^T before it is a score in powers of two.
+enum class Scores : u32 {
+  kScaled,   // nothing here: the scale, which must be positive, is a part of the exponent
+  kAnyScale,  // it is multiplied by the scale, whatever its sign
+  kSoftcap,  // softcap * tanh(scale * product / softcap)
+};
+
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
 // query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Begin kBeginOf,
+          End kEndOf, Scores kScoresOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kTileRows = kTileRowsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr u32 kPack = kPackOf;
+  static constexpr Begin kBegin = kBeginOf;
+  static constexpr End kEnd = kEndOf;
+  static constexpr Scores kScores = kScoresOf;
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
-  // At least two: an item's results leave through its slot while the next item's query rows are at work in another.
+  // With two the next item's query rows arrive early; with one, blocks may be larger.
   static constexpr u32 kQuerySlots = kQuerySlotsOf;
   static constexpr u32 kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr u32 kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr u32 kKeyChunks = (kHeadDim + 63) / 64;
   static constexpr u32 kValueChunks = (kHeadDimV + 63) / 64;
-  static constexpr u32 kSlotChunks = kKeyChunks > kValueChunks ? kKeyChunks : kValueChunks;
   static_assert(64 % kPack == 0, "a warpgroup's rows are whole tokens");
 };
 
-// The kernel's parameter. Rows are tokens; pointers may be null where the specialisation does not use them.
+// The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the host.
 struct AttentionForwardArguments {
-  TensorMap q_map;    // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
-  TensorMap k_map;    // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
-  TensorMap v_map;    // [rows_k, heads_kv, head_dim_v], box [kBlock, 1, 64]
-  TensorMap out_map;  // [rows_q, heads_q, head_dim_v], box [64 / kPack, kPack, 64]
+  TensorMap q_map;  // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
+  TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
+  TensorMap v_map;  // [rows_k, heads_kv, head_dim_v], box [kBlock, 1, 64]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  Element* out;  // [rows_q, heads_q, head_dim_v]
-  float* lse;    // [rows_q, heads_q]
-  u32* queue;    // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
+  Element* out;         // [rows_q, heads_q, head_dim_v]
+  float* lse;           // [rows_q, heads_q]
+  const float* sink;    // [sink_rows, heads_q]
+  float* state_acc;     // [rows_q, heads_q, head_dim_v]: not divided by the sum
+  float* state_max;     // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  float* state_sum;     // [rows_q, heads_q]
+  float* partial_out;   // [slots, kTileRows / kPack, heads_q, head_dim_v]
+  float* partial_lse;   // [slots, kTileRows / kPack, heads_q]
+  u32* queue;           // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
-  u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
+  u32 heads_per_group;  // heads that are worked on together
   u32 heads_per_key;    // heads that read one key head: heads / heads_kv
   u32 heads_q;
   u32 head_dim_v;
+  u32 sink_rows;
   i32 rows_k;
-  float scale_log2;  // scale * log2(e)
+  float scale_log2;     // scale * log2(e)
+  float softcap_scale;  // 2 * scale * log2(e) / softcap
+  float softcap_log2;   // softcap * log2(e)
+  u32 reserved;
 };
-
-constexpr u32 kNoItem = 0xffffffffu;
 
 // A tile of one head, as consumers see it.
 struct AttentionForwardItem {
   i32 start;
   i32 end;
-  u32 head;  // kNoItem: no more work
+  u32 head;
   i32 partial;
 };
 
-constexpr u32 kStepLast = 1;     // of its item
-constexpr u32 kStepBounded = 2;  // not all pairs are unmasked
+constexpr u32 kStepFirst = 1;    // of its item
+constexpr u32 kStepLast = 2;     // of its item
+constexpr u32 kStepBounded = 4;  // not all pairs are unmasked
+constexpr u32 kStepNone = 8;     // no step: the work is done
 
 // A block of keys.
 struct AttentionForwardStep {
@@ -76,11 +108,11 @@ struct AttentionForwardStep {
 
 template <typename C>
 struct alignas(1024) AttentionForwardShared {
-  u8 queries[C::kQuerySlots][C::kSlotChunks * C::kTileRows * kRowBytes];
+  u8 queries[C::kQuerySlots][C::kKeyChunks * C::kTileRows * kRowBytes];
   u8 keys[C::kStages][C::kKeyChunks * C::kBlock * kRowBytes];
   u8 values[C::kStages][C::kValueChunks * C::kBlock * kRowBytes];
-  AttentionForwardItem items[C::kQuerySlots];
   AttentionForwardStep steps[C::kStages];
+  AttentionForwardItem items[C::kStages];  // of first steps
   u64 query_full[C::kQuerySlots];
   u64 query_empty[C::kQuerySlots];
   u64 key_full[C::kStages];
@@ -96,7 +128,6 @@ struct AttentionForwardProducer {
   AttentionForwardShared<C>& shared;
   u32 items = 0;
   u32 steps = 0;
-  bool value_pending = false;
   i32 value_start = 0;
   i32 value_head = 0;
 
@@ -113,44 +144,41 @@ struct AttentionForwardProducer {
     head = first + within % width;
   }
 
+  // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.
+  __device__ __forceinline__ void load_step(const AttentionForwardStep& step, const AttentionForwardItem& item,
+                                            i32 key_head) {
+    const u32 stage = steps % C::kStages;
+    mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
+    shared.steps[stage] = step;
+    if (step.flags & kStepFirst) shared.items[stage] = item;
+    mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
+#pragma unroll
+    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
+      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, &arguments.k_map, &shared.key_full[stage],
+                  i32(64 * chunk), key_head, step.start);
+    }
+    load_value();
+    if (step.flags & kStepFirst) load_query(item);
+    value_start = step.start;
+    value_head = key_head;
+    ++steps;
+  }
+
   __device__ __forceinline__ void load_query(const AttentionForwardItem& item) {
     const u32 slot = items % C::kQuerySlots;
     mbarrier_wait(&shared.query_empty[slot], ((items / C::kQuerySlots) & 1) ^ 1);
-    shared.items[slot] = item;
-    ++items;
-    if (item.head == kNoItem) {
-      mbarrier_arrive(&shared.query_full[slot]);
-      return;
-    }
     mbarrier_arrive_expect(&shared.query_full[slot], C::kKeyChunks * C::kTileRows * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
       tma_load_3d(shared.queries[slot] + chunk * C::kTileRows * kRowBytes, &arguments.q_map, &shared.query_full[slot],
                   i32(64 * chunk), i32(item.head * C::kPack), item.start);
     }
+    ++items;
   }
 
-  // Keys of a step, then values of the one before: consumers want them in this order.
-  __device__ __forceinline__ void load_step(const AttentionForwardStep& step, i32 head) {
-    const u32 stage = steps % C::kStages;
-    mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
-    shared.steps[stage] = step;
-    mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
-      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, &arguments.k_map, &shared.key_full[stage],
-                  i32(64 * chunk), head, step.start);
-    }
-    load_value();
-    value_pending = true;
-    value_start = step.start;
-    value_head = head;
-    ++steps;
-  }
-
+  // Values of the step before.
   __device__ __forceinline__ void load_value() {
-    if (!value_pending) return;
-    value_pending = false;
+    if (steps == 0) return;
     const u32 number = steps - 1;
     const u32 stage = number % C::kStages;
     mbarrier_wait(&shared.value_empty[stage], ((number / C::kStages) & 1) ^ 1);
@@ -162,19 +190,17 @@ struct AttentionForwardProducer {
     }
   }
 
-  // A step that sees nothing: its keys lie beyond the tensor, where the copy engine reads zeros.
-  __device__ __forceinline__ void load_empty_step(i32 key_head, u32 last) {
-    load_step(AttentionForwardStep{arguments.rows_k, 0, 0, last | kStepBounded}, key_head);
-  }
-
   __device__ __forceinline__ void walk(const Tile& tile, u32 head) {
+    const AttentionForwardItem item{tile.start, tile.end, head, tile.partial};
     const i32 key_head = i32(head / arguments.heads_per_key);
-    load_query(AttentionForwardItem{tile.start, tile.end, head, tile.partial});
-    // Consumers wait for a step while the one before it is at work and the results of the one before that are unwritten.
-    // With two slots these must not be three items, so a lone step gets an empty one for company.
-    const bool alone = C::kQuerySlots == 2 && tile.blocks <= 1;
-    TileRun next = {};
-    if (tile.run_begin < tile.run_end) next = arguments.runs[tile.run_begin];
+    u32 first = kStepFirst;
+    if (tile.run_begin == tile.run_end) {
+      // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros.
+      load_step(AttentionForwardStep{arguments.rows_k, 0, 0, kStepFirst | kStepLast | kStepBounded}, item,
+                key_head);
+      return;
+    }
+    TileRun next = arguments.runs[tile.run_begin];
     for (u32 r = tile.run_begin; r < tile.run_end; ++r) {
       const TileRun run = next;
       const bool last = r + 1 == tile.run_end;
@@ -182,12 +208,19 @@ struct AttentionForwardProducer {
       const u32 bounded = run.bound_begin != run.bound_end ? kStepBounded : 0;
 #pragma unroll 1
       for (i32 start = run.start; start < run.end; start += i32(C::kBlock)) {
-        const u32 flags = bounded | (last && !alone && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
-        load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, key_head);
+        const u32 flags = first | bounded | (last && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
+        load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, item, key_head);
+        first = 0;
       }
     }
-    if (C::kQuerySlots == 2 && tile.blocks == 0) load_empty_step(key_head, 0);
-    if (alone || tile.blocks == 0) load_empty_step(key_head, kStepLast);
+  }
+
+  __device__ __forceinline__ void finish() {
+    const u32 stage = steps % C::kStages;
+    mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
+    shared.steps[stage] = AttentionForwardStep{0, 0, 0, kStepNone};
+    mbarrier_arrive(&shared.key_full[stage]);
+    load_value();
   }
 
   __device__ __forceinline__ void run() {
@@ -195,23 +228,15 @@ struct AttentionForwardProducer {
     tma_prefetch_map(&arguments.k_map);
     tma_prefetch_map(&arguments.v_map);
     u32 index = blockIdx.x;
-    u32 tile_index, head;
-    locate(index, tile_index, head);
-    Tile tile = arguments.tiles[tile_index];
-    while (true) {
-      // The next item is fetched while this one's copies wait for room.
-      const u32 next_index = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
-      const Tile current = tile;
-      const u32 current_head = head;
-      if (next_index < item_count()) {
-        locate(next_index, tile_index, head);
-        tile = arguments.tiles[tile_index];
-      }
-      walk(current, current_head);
-      if (next_index >= item_count()) break;
+    while (index < item_count()) {
+      // The next item is asked for while this one's copies wait for room.
+      const u32 next = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
+      u32 tile, head;
+      locate(index, tile, head);
+      walk(arguments.tiles[tile], head);
+      index = next;
     }
-    load_value();
-    load_query(AttentionForwardItem{0, 0, kNoItem, -1});
+    finish();
     // The last CTA leaves the queue as it was found.
     if (atomicInc(&arguments.queue[1], gridDim.x - 1) == gridDim.x - 1) arguments.queue[0] = 0;
   }

@@ -20,7 +20,20 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// The maximum in use and this thread's share of the sum, for two rows. Both in the unit of the scores.
+// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the whole
+// group lane % 4: 16 bytes to store at once.
+__device__ __forceinline__ uint4 quad_transpose(u32 g0, u32 g1, u32 g2, u32 g3, u32 lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 from_even = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
+  const u32 from_odd = __shfl_xor_sync(0xffffffffu, odd ? g2 : g3, 1);
+  const u32 low0 = odd ? from_even : g0, low1 = odd ? g1 : from_even;
+  const u32 high0 = odd ? from_odd : g2, high1 = odd ? g3 : from_odd;
+  const u32 other0 = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
+  const u32 other1 = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
+  return upper ? uint4{other0, other1, high0, high1} : uint4{low0, low1, other0, other1};
+}
+
+// The maximum in use and the sum of two rows, the same in all threads of a quad.
 struct RowState {
   float max[2];
   float sum[2];
@@ -68,9 +81,10 @@ __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCoun
   return scaling;
 }
 
-// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to the sums.
+// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to this thread's shares of
+// the block's sums.
 template <u32 kFrom, u32 kTo, u32 kCount>
-__device__ __forceinline__ void exponentiate(float (&scores)[kCount], RowState& state, float scale,
+__device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&share)[2], float scale,
                                              const RowScaling& scaling) {
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
@@ -84,7 +98,39 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kCount], RowState& 
         chain[e] += score;
       }
     }
-    state.sum[i] += chain[0] + chain[1];
+    share[i] += chain[0] + chain[1];
+  }
+}
+
+// What a row's accumulators are multiplied by in the end, and its logarithm of the sum.
+struct RowEnd {
+  float factor;
+  float lse;
+};
+
+// Ends a row whose weights were taken relative to 2^maximum and add up to `sum`. `sinks` scores, `stride` apart, join the sum
+// without a value. A row that has seen nothing: factor 0, and lse that of the sinks alone.
+__device__ __forceinline__ RowEnd row_end(float maximum, float sum, const float* sink, u32 sinks, u32 stride) {
+  float top = sum > 0.0f ? maximum : minus_infinity();
+  const float own = top;
+#pragma unroll 1
+  for (u32 t = 0; t < sinks; ++t) top = fmaxf(top, sink[u64(t) * stride] * kLog2E);
+  if (top == minus_infinity()) return RowEnd{0.0f, minus_infinity()};
+  const float weight = exp2_fast(own - top);
+  float total = sum * weight;
+#pragma unroll 1
+  for (u32 t = 0; t < sinks; ++t) total += exp2_fast(sink[u64(t) * stride] * kLog2E - top);
+  return RowEnd{weight / total, (top + log2_fast(total)) * kLn2};
+}
+
+// softcap * tanh(scale * product / softcap) in powers of two, for all products. tanh(x) = 1 - 2 / (1 + e^2x): the unit's own
+// tanh is good to 11 bits only.
+template <u32 kCount>
+__device__ __forceinline__ void cap(float (&scores)[kCount], float softcap_scale, float softcap_log2) {
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) {
+    const float tanh = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(scores[i] * softcap_scale)), 1.0f);
+    scores[i] = softcap_log2 * tanh;
   }
 }
 

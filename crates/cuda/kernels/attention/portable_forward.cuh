@@ -132,8 +132,8 @@ struct PortableForward {
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
     clear(scores);
     multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
-        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, 0, lane),
-        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, 0, lane));
+        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane));
   }
 
   __device__ __forceinline__ void mask_scores(float (&scores)[C::kRowTiles][C::kBlock / 2],
@@ -197,13 +197,13 @@ struct PortableForward {
     }
   }
 
-  // acc += weights v. A step's weights are made just before its product, so that they hide under the product before.
+  // acc += weights v.
   __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2],
                                              const float (&offset)[C::kRowTiles][2]) {
-    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, 0, lane);
+    constexpr u32 kSteps = C::kBlock / 16, kPairs = C::kHeadDimV / 16;
+    u32 weights[kSteps][C::kRowTiles][4];
 #pragma unroll
-    for (u32 kk = 0; kk < C::kBlock / 16; ++kk) {
-      u32 a[C::kRowTiles][4];
+    for (u32 kk = 0; kk < kSteps; ++kk) {
 #pragma unroll
       for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -212,10 +212,25 @@ struct PortableForward {
           const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
           const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
           state[m].sum[j % 2] += low + high;
-          a[m][j] = pack(low, high);
+          weights[kk][m][j] = pack(low, high);
         }
       }
-      multiply_step<C::kRowTiles, C::kHeadDimV>(acc, a, operand, kk);
+    }
+    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, lane);
+    u32 b[3][4];
+    operand.load(b[0], 0, 0);
+    operand.load(b[1], 1 % kPairs, 1 / kPairs);
+#pragma unroll
+    for (u32 index = 0; index < kSteps * kPairs; ++index) {
+      // Two fragments ahead, more would not find room beside the accumulators.
+      const u32 kk = index / kPairs, n = index % kPairs, now = index % 3, ahead = index + 2;
+      if (ahead < kSteps * kPairs) operand.load(b[ahead % 3], ahead % kPairs, ahead / kPairs);
+#pragma unroll
+      for (u32 m = 0; m < C::kRowTiles; ++m) {
+        float* to = &acc[m][8 * n];
+        mma_m16n8k16(to[0], to[1], to[2], to[3], weights[kk][m], b[now][0], b[now][1]);
+        mma_m16n8k16(to[4], to[5], to[6], to[7], weights[kk][m], b[now][2], b[now][3]);
+      }
     }
   }
 
@@ -324,7 +339,7 @@ struct PortableForward {
 
   // Writes the accumulators as elements, through this warp's own query rows so that a thread writes 16 bytes at once.
   __device__ __forceinline__ void write_elements() const {
-    u8* const rows = shared + C::Results::offset(warp * C::kWarpRows, 0);
+    u8* const rows = shared + C::Results::kPitch * warp * C::kWarpRows;
     // The pitches of queries and results may differ: a warp may not write over rows that another still multiplies.
     if (C::kHeadDimV != C::kHeadDim) __syncthreads();
 #pragma unroll

@@ -49,6 +49,25 @@ mod tests {
     use super::*;
 
     #[test]
+    fn arguments_are_counted() {
+        for arch in [crate::Arch::SM_80, crate::Arch::SM_90A] {
+            for (count, arguments) in [(0, ""), (1, "int a"), (4, "float* a, char b, double c, int d")] {
+                let text = format!("extern \"C\" __global__ void f({arguments}) {{}}");
+                match crate::compile(&crate::KernelSource::new("f", arch).line(text)) {
+                    Ok(cubin) => {
+                        assert_eq!(count_arguments(&cubin.image, "f"), Some(count));
+                        assert_eq!(count_arguments(&cubin.image, "g"), None);
+                    }
+                    Err(error) => {
+                        assert!(error.is_missing() && std::env::var_os("CI").is_none(), "{error}");
+                        eprintln!("SKIPPED, which CI would not accept: {error}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn garbage_is_not_found() {
         assert_eq!(count_arguments(b"", "f"), None);
         let mut file = b"\x7fELF\x02\x01".to_vec();

@@ -5,40 +5,8 @@ pub(super) struct Header {
     pub(super) text: &'static str,
 }
 
-macro_rules! headers {
-    ($($name:literal),* $(,)?) => {
-        &[$(Header { name: $name, text: include_str!(concat!("../../kernels/", $name)) }),*]
-    };
-}
-
-/// Every file below `kernels/`, sorted by name.
-pub(super) const HEADERS: &[Header] = headers![
-    "attention/attention_forward.cuh",
-    "attention/attention_forward_work.cuh",
-    "attention/attention_mask.cuh",
-    "attention/attention_softmax.cuh",
-    "attention/portable_backward.cuh",
-    "attention/portable_forward.cuh",
-    "attention/portable_tile.cuh",
-    "attention/tile_schedule.cuh",
-    "cast.cuh",
-    "head_resize.cuh",
-    "ptx/barrier.cuh",
-    "ptx/bits.cuh",
-    "ptx/convert.cuh",
-    "ptx/cp_async.cuh",
-    "ptx/mbarrier.cuh",
-    "ptx/mma.cuh",
-    "ptx/reduce.cuh",
-    "ptx/stmatrix.cuh",
-    "ptx/tma.cuh",
-    "ptx/wgmma.cuh",
-    "row_copy.cuh",
-    "row_merge.cuh",
-    "row_reduce.cuh",
-    "scalar.cuh",
-    "types.cuh",
-];
+/// Every header below `kernels/`, sorted by name; the build script lists them.
+pub(super) const HEADERS: &[Header] = include!(concat!(env!("OUT_DIR"), "/headers.rs"));
 
 #[cfg(test)]
 mod tests {
@@ -47,22 +15,29 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn all_of_the_folder_and_nothing_else() {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-        let (mut names, mut folders) = (Vec::new(), vec![root.clone()]);
-        while let Some(folder) = folders.pop() {
-            for entry in fs::read_dir(folder).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_dir() {
-                    folders.push(path);
-                } else {
-                    names.push(path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned());
-                }
-            }
+    /// `name` and every header that it includes, directly or not; all must be ours.
+    fn reach<'a>(name: &'a str, reached: &mut Vec<&'a str>) {
+        if reached.contains(&name) {
+            return;
         }
-        names.sort();
-        let listed: Vec<_> = HEADERS.iter().map(|header| header.name).collect();
-        assert_eq!(listed, names, "list every file below crates/cuda/kernels in {}", file!());
+        reached.push(name);
+        let header = HEADERS.iter().find(|header| header.name == name);
+        let header = header.unwrap_or_else(|| panic!("{name} is included and is no file of ours"));
+        for line in header.text.lines().filter_map(|line| line.trim().strip_prefix("#include ")) {
+            reach(line.trim_matches('"'), reached);
+        }
+    }
+
+    #[test]
+    fn they_are_those_of_the_folder_and_include_nothing_else() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        assert!(HEADERS.is_sorted_by_key(|header| header.name));
+        for header in HEADERS {
+            assert_eq!(fs::read_to_string(root.join(header.name)).unwrap(), header.text, "{}", header.name);
+            reach(header.name, &mut Vec::new());
+        }
+        let mut reached = Vec::new();
+        reach("ptx/tma.cuh", &mut reached);
+        assert_eq!(reached, ["ptx/tma.cuh", "ptx/mbarrier.cuh", "types.cuh"]);
     }
 }

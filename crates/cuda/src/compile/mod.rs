@@ -2,8 +2,10 @@
 
 mod cache;
 mod compiler;
+mod disassembler;
 mod elf;
 mod entry;
+mod examine;
 mod headers;
 mod parallel;
 mod source;
@@ -11,6 +13,8 @@ mod translate;
 
 pub use cache::{CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin};
 pub use compiler::{CompilerVersion, compiler_version};
+pub use disassembler::disassembler;
 pub(crate) use elf::count_arguments;
+pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use source::KernelSource;
 pub use translate::{Cubin, compile};

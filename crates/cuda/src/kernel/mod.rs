@@ -4,6 +4,7 @@ mod attention;
 mod attention_tensors;
 mod cast;
 mod head_resize;
+mod layout;
 mod operand_rows;
 mod row_copy;
 mod row_merge;
@@ -18,6 +19,8 @@ pub use attention_tensors::{
 };
 pub use cast::Cast;
 pub use head_resize::HeadResize;
+pub(crate) use layout::shared_layout;
+pub use layout::{SharedLayout, shared_layouts};
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};

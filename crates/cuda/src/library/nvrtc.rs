@@ -63,12 +63,13 @@ impl Nvrtc {
 
     fn open() -> Result<Self, CudaError> {
         let mut tried = Vec::new();
-        for candidate in search::nvrtc(&mut tried) {
+        for candidate in search::nvrtc() {
             match Self::open_candidate(&candidate) {
                 Ok(nvrtc) => return Ok(nvrtc),
-                Err(reason) => tried.push(format!("{}: {reason}", candidate.library.display())),
+                Err(reason) => tried.push(super::tell(&candidate.library, &reason)),
             }
         }
+        tried.extend(search::notes(search::NVRTC_VARIABLE, "libnvrtc.so"));
         Err(CudaError::NoNvrtc { tried })
     }
 
@@ -78,7 +79,7 @@ impl Nvrtc {
         // when they are open already.
         for path in candidate.before.iter().chain([&candidate.library]) {
             // SAFETY: initialisers of NVIDIA's libraries do not depend on us.
-            libraries.push(unsafe { Library::new(path) }.map_err(|error| error.to_string())?);
+            libraries.push(unsafe { super::open(path) }?);
         }
         let library = libraries.last().ok_or("nothing to open")?;
         let missing = |symbol: &str| format!("it has no function {symbol}; NVRTC 12.0 or newer is needed");
@@ -94,7 +95,7 @@ impl Nvrtc {
             return Err(format!("it is version {major}.{minor}; NVRTC 12.0 or newer is needed"));
         }
         let version = (major.unsigned_abs(), minor.unsigned_abs());
-        let path = mapped_file(&candidate.library).unwrap_or_else(|| candidate.library.clone());
+        let path = search::opened_file(&candidate.library);
         Ok(Self { functions, error_text, version, path, _libraries: libraries })
     }
 
@@ -107,20 +108,4 @@ impl Nvrtc {
         let text = unsafe { CStr::from_ptr((self.error_text)(code)) }.to_string_lossy().into_owned();
         Err(CudaError::Nvrtc { call, code, text })
     }
-}
-
-/// The file behind a library that is open: the loader may have been given a bare name.
-fn mapped_file(library: &Path) -> Option<PathBuf> {
-    if library.is_absolute() {
-        return Some(library.to_owned());
-    }
-    let name = library.file_name()?.to_str()?;
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let mut paths = maps.lines().filter_map(|line| Some(Path::new(&line[line.find('/')?..])));
-    // The mapping names the file that a link of this name leads to, so its version may be longer.
-    paths
-        .find(|path| {
-            path.file_name().and_then(|file| file.to_str()).is_some_and(|file| file.starts_with(name))
-        })
-        .map(Path::to_owned)
 }

@@ -17,7 +17,10 @@ pub(super) struct Candidate {
 }
 
 /// The variable that names NVRTC's folder.
-const NVRTC_VARIABLE: &str = "COUNTERPOINT_NVRTC_DIR";
+pub(crate) const NVRTC_VARIABLE: &str = "COUNTERPOINT_NVRTC_DIR";
+
+/// The variable that names NCCL's folder.
+pub(crate) const NCCL_VARIABLE: &str = "COUNTERPOINT_NCCL_DIR";
 
 /// The variables that the search depends on, the loader's and `python3`'s own among them.
 pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
@@ -35,36 +38,69 @@ pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
 /// Names under which the loader may know NVRTC, the newest first.
 const NVRTC_NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
 
-/// The candidates for NVRTC, in the order in which to try them. Lazy: `python3` is only asked when all before it failed.
-/// Folders that hold none are noted in `tried`, except those that are merely usual places.
-pub(super) fn nvrtc(tried: &mut Vec<String>) -> Vec<Candidate> {
-    if let Some(folder) = std::env::var_os(NVRTC_VARIABLE).filter(|folder| !folder.is_empty()) {
-        // Whoever names a folder wants that one or an error.
-        let found = nvrtc_in(Path::new(&folder));
-        if found.is_empty() {
-            tried.push(format!("{NVRTC_VARIABLE}={}: no libnvrtc.so.* in it", folder.to_string_lossy()));
-        }
-        return found;
-    }
+/// The candidates for NVRTC, in the order in which to try them. Lazy, because `python3` is to be asked only when all before it
+/// failed.
+pub(super) fn nvrtc() -> impl Iterator<Item = Candidate> {
+    // Whoever names a folder wants that one or an error.
+    let named = named_folder(NVRTC_VARIABLE);
+    let elsewhere = named.is_none();
     let by_name = NVRTC_NAMES.map(|name| Candidate { before: Vec::new(), library: PathBuf::from(name) });
-    let mut candidates = by_name.to_vec();
-    candidates.extend(toolkit_folders().iter().flat_map(|folder| nvrtc_in(folder)));
-    candidates.extend(python_folders(tried).iter().flat_map(|folder| nvrtc_in(folder)));
-    candidates
+    let by_name = by_name.into_iter().filter(move |_| elsewhere);
+    let parts = &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"];
+    let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
+    by_name.chain(in_folders.flat_map(|folder| nvrtc_in(&folder)))
+}
+
+/// The candidates for NCCL, likewise.
+pub(super) fn nccl() -> impl Iterator<Item = PathBuf> {
+    let named = named_folder(NCCL_VARIABLE);
+    let elsewhere = named.is_none();
+    let by_name = ["libnccl.so.2", "libnccl.so"].map(PathBuf::from).into_iter().filter(move |_| elsewhere);
+    let parts = &["nvidia/nccl/lib", "nvidia/cu13/lib", "torch/lib"];
+    let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
+    by_name.chain(in_folders.flat_map(|folder| files_named(&folder, "libnccl.so")))
+}
+
+/// Why a search found so little, beside what the loader said of each candidate.
+pub(super) fn notes(variable: &str, prefix: &str) -> Vec<String> {
+    let note = match named_folder(variable) {
+        Some(folder) if files_named(&folder, prefix).is_empty() => {
+            Some(format!("{variable}={}: no {prefix}.* in it", folder.display()))
+        }
+        Some(_) => None,
+        None => python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}")),
+    };
+    note.into_iter().collect()
+}
+
+fn named_folder(variable: &str) -> Option<PathBuf> {
+    std::env::var_os(variable).filter(|folder| !folder.is_empty()).map(PathBuf::from)
+}
+
+/// Folders of toolkits, then the `parts` of each folder of `python3`'s packages.
+fn usual_folders(wanted: bool, parts: &'static [&'static str]) -> impl Iterator<Item = PathBuf> {
+    let toolkits = std::iter::once_with(toolkit_folders).take(usize::from(wanted)).flatten();
+    let packages = std::iter::once_with(python_packages).take(usize::from(wanted)).flatten();
+    let packages = packages.flat_map(|packages| parts.iter().map(move |part| packages.join(part)));
+    toolkits.map(|root| root.join("lib64")).chain(packages)
+}
+
+/// A program of the toolkit: in a folder to prefer, on `PATH`, in a toolkit, or in `python3`'s packages.
+pub(crate) fn find_program(name: &str, beside: Option<PathBuf>) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path: Vec<_> = std::env::split_paths(&path).collect();
+    let toolkits = std::iter::once_with(toolkit_folders).flatten().map(|root| root.join("bin"));
+    let packages = std::iter::once_with(python_packages).flatten();
+    let packages =
+        packages.flat_map(|packages| ["nvidia/cu13/bin", "nvidia/cu12/bin"].map(|bin| packages.join(bin)));
+    let folders = beside.into_iter().chain(on_path).chain(toolkits).chain(packages);
+    folders.map(|folder| folder.join(name)).find(|file| file.is_file())
 }
 
 /// NVRTCs in a folder, the newest first.
 fn nvrtc_in(folder: &Path) -> Vec<Candidate> {
-    let files = files_in(folder);
-    let named = |prefix: &str| -> Vec<PathBuf> {
-        let mut found: Vec<_> =
-            files.iter().filter(|path| file_name(path).starts_with(prefix)).cloned().collect();
-        found.sort();
-        found.reverse();
-        found
-    };
-    let builtins = named("libnvrtc-builtins.so");
-    named("libnvrtc.so")
+    let builtins = files_named(folder, "libnvrtc-builtins.so");
+    files_named(folder, "libnvrtc.so")
         .into_iter()
         .map(|library| {
             let major = major_version(&library);
@@ -73,6 +109,15 @@ fn nvrtc_in(folder: &Path) -> Vec<Candidate> {
             Candidate { before, library }
         })
         .collect()
+}
+
+/// The files of a folder whose names begin so, the newest version first.
+fn files_named(folder: &Path, prefix: &str) -> Vec<PathBuf> {
+    let mut files = files_in(folder);
+    files.retain(|path| file_name(path).starts_with(prefix));
+    files.sort();
+    files.reverse();
+    files
 }
 
 /// The number behind `.so.`.
@@ -89,7 +134,7 @@ fn files_in(folder: &Path) -> Vec<PathBuf> {
     entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect()
 }
 
-/// Library folders of toolkits in their usual places, the newest first.
+/// Toolkits in their usual places, the newest first.
 fn toolkit_folders() -> Vec<PathBuf> {
     let mut roots: Vec<PathBuf> = files_in(Path::new("/usr/local"))
         .into_iter()
@@ -98,7 +143,7 @@ fn toolkit_folders() -> Vec<PathBuf> {
     roots.sort();
     roots.reverse();
     let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
-    home.chain(roots).chain([PathBuf::from("/opt/cuda")]).map(|root| root.join("lib64")).collect()
+    home.chain(roots).chain([PathBuf::from("/opt/cuda")]).collect()
 }
 
 /// How long `python3` may take to name its folders.
@@ -114,23 +159,14 @@ except AttributeError:
     pass
 print('\\n'.join(dict.fromkeys(p for p in paths if p.endswith('-packages'))))";
 
-/// Library folders of packages that pip installed for `python3`: NVIDIA's own wheels, and what PyTorch brings along.
-/// `python3` is asked once a process.
-fn python_folders(tried: &mut Vec<String>) -> Vec<PathBuf> {
+/// Folders of packages that pip installed for `python3`, which is asked once a process. None when it does not answer.
+fn python_packages() -> Vec<PathBuf> {
+    python_answer().clone().unwrap_or_default()
+}
+
+fn python_answer() -> &'static Result<Vec<PathBuf>, String> {
     static ANSWER: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
-    match ANSWER.get_or_init(ask_python) {
-        Ok(packages) => packages
-            .iter()
-            .flat_map(|packages| {
-                ["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"]
-                    .map(|folder| packages.join(folder))
-            })
-            .collect(),
-        Err(reason) => {
-            tried.push(format!("site-packages of python3: {reason}"));
-            Vec::new()
-        }
-    }
+    ANSWER.get_or_init(ask_python)
 }
 
 fn ask_python() -> Result<Vec<PathBuf>, String> {
@@ -160,6 +196,15 @@ fn ask_python() -> Result<Vec<PathBuf>, String> {
         return Err(format!("python3 ended with {}", output.status));
     }
     Ok(String::from_utf8_lossy(&output.stdout).lines().map(PathBuf::from).collect())
+}
+
+/// The file behind a library that is open: the loader may have been given a bare name.
+pub(super) fn opened_file(library: &Path) -> PathBuf {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut paths = maps.lines().filter_map(|line| Some(Path::new(&line[line.find('/')?..])));
+    // The mapping names the file that a link leads to, so its version may be longer.
+    let found = paths.find(|path| !library.is_absolute() && file_name(path).starts_with(file_name(library)));
+    found.unwrap_or(library).to_owned()
 }
 
 #[cfg(test)]

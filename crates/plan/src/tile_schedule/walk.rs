@@ -23,13 +23,20 @@ pub(super) struct Walk {
 }
 
 impl Walk {
-    pub(super) fn new(direction: TileDirection, block: usize, placement: TilePlacement) -> Self {
+    /// Expects about so many `tiles`.
+    pub(super) fn new(
+        direction: TileDirection,
+        block: usize,
+        placement: TilePlacement,
+        tiles: usize,
+    ) -> Self {
         Self {
             direction,
             block,
             placement,
-            runs: Vec::new(),
-            bounds: Vec::new(),
+            // Most tiles have a full run and one across a diagonal or the end of a document.
+            runs: Vec::with_capacity(2 * tiles),
+            bounds: Vec::with_capacity(tiles),
             pieces: Vec::new(),
             coverage: Coverage::default(),
             live: Vec::new(),
@@ -105,7 +112,8 @@ impl Walk {
             let end = start + count * block;
             let rows = Range::new(start, end.min(last_end));
             match &mut open {
-                Some(open) if open.end == start && self.listed == self.live => open.end = rows.end,
+                // A piece is one stretch of columns, so blocks that touch the same ones follow each other.
+                Some(open) if self.listed == self.live => open.end = rows.end,
                 _ => {
                     self.close(open.replace(rows));
                     self.listed.clone_from(&self.live);

@@ -1,0 +1,81 @@
+use clap::ValueEnum;
+use counterpoint_mask::{Documents, Mask, MaskError, Window};
+
+use crate::arguments::BenchMask;
+
+/// Lengths of packed documents, one a line, by the length of the sequence. `benches/peers/attention.py` reads the same.
+pub(super) const DOCUMENTS: [(usize, &str); 3] = [
+    (8 << 10, include_str!("../../../../../../benches/data/documents_8k.txt")),
+    (16 << 10, include_str!("../../../../../../benches/data/documents_16k.txt")),
+    (32 << 10, include_str!("../../../../../../benches/data/documents_32k.txt")),
+];
+/// Rows that a row of the window sees, itself included.
+const WINDOW: usize = 1024;
+/// Rows of a block.
+const BLOCK: usize = 2048;
+
+/// The name on the command line and in tables.
+pub(super) fn name(mask: BenchMask) -> String {
+    mask.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// A mask of the comparison.
+pub(super) fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
+    match mask {
+        BenchMask::Full => Mask::full(seqlen),
+        BenchMask::Causal => Mask::causal(seqlen),
+        BenchMask::VarlenFull => Mask::full(documents(seqlen)?),
+        BenchMask::VarlenCausal => Mask::causal(documents(seqlen)?),
+        BenchMask::SwCausal => {
+            Mask::sliding_window(seqlen, Window { left: Some(WINDOW - 1), right: Some(0), global: 0 })
+        }
+        BenchMask::BlockCausal => Mask::block_causal(seqlen, BLOCK),
+        BenchMask::VarlenBlockCausal => Mask::block_causal(documents(seqlen)?, BLOCK),
+    }
+}
+
+/// The numbers of a list, one a line.
+pub(super) fn lengths(text: &str) -> Vec<usize> {
+    text.lines().filter_map(|line| line.trim().parse().ok()).collect()
+}
+
+/// The list of that length; for others the shortest list scaled, what is left over going to the longest document.
+fn documents(seqlen: usize) -> Result<Documents, MaskError> {
+    if let Some((_, text)) = DOCUMENTS.iter().find(|(listed, _)| *listed == seqlen) {
+        return Documents::from_lengths(lengths(text));
+    }
+    let (listed, text) = DOCUMENTS[0];
+    let mut scaled: Vec<usize> = lengths(text).iter().map(|length| (length * seqlen / listed).max(1)).collect();
+    let longest = (0..scaled.len()).max_by_key(|&at| (scaled[at], usize::MAX - at)).unwrap_or(0);
+    let others: usize = scaled.iter().sum::<usize>() - scaled[longest];
+    scaled[longest] = seqlen.saturating_sub(others);
+    Documents::from_lengths(scaled)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_mask_is_as_long_as_it_says() {
+        for seqlen in [1024, 2048, 4096, 8192, 16384, 32768] {
+            for mask in BenchMask::value_variants() {
+                let built = build(*mask, seqlen).unwrap();
+                assert_eq!((built.seqlen_q(), built.seqlen_k()), (seqlen, seqlen), "{mask:?}");
+            }
+        }
+    }
+
+    /// As the script that times the peers has counted them.
+    #[test]
+    fn areas_are_those_of_the_comparison() {
+        let area = |mask, seqlen| build(mask, seqlen).unwrap().area();
+        assert_eq!(area(BenchMask::Full, 8192), 67_108_864);
+        assert_eq!(area(BenchMask::Causal, 8192), 33_558_528);
+        assert_eq!(area(BenchMask::VarlenCausal, 8192), 5_308_482);
+        assert_eq!(area(BenchMask::SwCausal, 8192), 8192 * 1024 - 1024 * 1023 / 2);
+        assert_eq!(area(BenchMask::BlockCausal, 8192), 2048 * 2048 * 10);
+        // One document there is longer than a block.
+        assert!(area(BenchMask::VarlenBlockCausal, 32768) < area(BenchMask::VarlenFull, 32768));
+    }
+}

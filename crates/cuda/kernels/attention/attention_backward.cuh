@@ -1,0 +1,636 @@
+// Attention backward for Hopper: dk, dv of the keys that a CTA owns, and its share of dq.
+//
+// A CTA takes items (a tile of 128 keys, a key head) from a queue. It holds K and V in shared memory and walks the blocks of
+// query rows that see the tile, for every query head of the key head, so dk and dv stay in registers until the item ends.
+//
+// Three warpgroups:
+//  - two "key" warpgroups own 64 keys each. All their products have keys as rows: S^T = K Q^T, dP^T = V dO^T, and then P^T
+//    and dS^T are in registers just as operand A of dV += P^T dO and dK += dS^T Q wants them.
+//  - one "query" warpgroup fetches what the others read (its first thread), and computes dQ^T = K^T dS^T of each block from
+//    the dS^T that the key warpgroups leave in shared memory, and adds it to dq by the copy engine. So the key warpgroups
+//    wait for nobody's dq, and are free to drift apart: one's exponentials run under the other's products.
+//
+// The order in a key warpgroup, block after block: S and dP are issued together; P is computed under dP; then dS; then dV, dK
+// and the next block's S are issued in one go, so that the tensor cores always have something of this warpgroup queued but
+// for the time in which dS is computed.
+#pragma once
+
+#include "attention/tile_schedule.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bits.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace counterpoint {
+
+// What the launcher chooses when it compiles.
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef OUTPUT_F32
+#define OUTPUT_F32 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+
+namespace backward {
+
+constexpr u32 kHeadDim = HEAD_DIM;             // of the tile; the tensors' may be smaller, the rest reads as zeros
+constexpr u32 kKeys = 128;                     // keys of a tile
+constexpr u32 kRows = HEAD_DIM <= 64 ? 128 : 64;  // query rows of a block
+constexpr u32 kStages = 2;
+constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
+constexpr u32 kThreads = 384;
+constexpr u32 kKeyRegisters = 208;
+constexpr u32 kQueryRegisters = 88;
+constexpr bool kSoftcap = SOFTCAP != 0;
+constexpr bool kOutputF32 = OUTPUT_F32 != 0;
+static_assert(kHeadDim == 64 || kHeadDim == 128, "head sizes that the accumulators of two warpgroups hold");
+
+// A block of query rows, as the query warpgroup announces it to the key warpgroups.
+struct Step {
+  i32 row, row_end;            // its rows, in the tensor of queries; those from row_end on belong to others
+  u32 bound_begin, bound_end;  // equal: nothing of it is masked, but for keys beyond the tile's end
+  i32 key, key_end;            // the tile
+  u32 head_kv;
+  u32 flags;
+  u32 head_q;
+};
+constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
+constexpr u32 kOdd = 32;  // the parity of the item among those that are not empty, for the barriers of K and V
+constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
+
+constexpr u32 kKeyBytes = kChunks * kKeys * 128;
+constexpr u32 kRowBytes = kChunks * kRows * 128;
+constexpr u32 kDsBytes = kKeys * kRows * 2;
+constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
+constexpr u32 kParts = kChunks * kRows / 64;
+
+}  // namespace backward
+
+// The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
+struct AttentionBackwardParams {
+  TensorMap q, dout;     // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
+  TensorMap k, v;        // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
+  TensorMap lse, delta;  // f32 [heads_q, rows_q], box kRows x 1: lse in units of log2, and -delta (attention_delta.cuh)
+  TensorMap dq;          // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
+  void* dk;              // [rows_k, heads_kv, head_dim], f32 or elements
+  void* dv;
+  const Tile* tiles;
+  const TileRun* runs;
+  const TileBound* bounds;
+  u32* queue;       // two words, zero before the first launch; each launch leaves them zero
+  u32 num_tiles;
+  u32 heads_kv;
+  u32 group;        // query heads of a key head
+  u32 heads_together;  // key heads whose items are mixed in the queue: as many as the L2 holds
+  u32 head_dim;     // of q, k and v: what is stored of a row
+  float scale;
+  float scale_log2;  // scale * log2(e); with softcap: scale / softcap
+  float cap_log2;    // softcap * log2(e)
+};
+
+namespace backward {
+
+// The low word of wgmma_descriptor; the high word is the same for all operands. Words are half the registers.
+__device__ __forceinline__ u32 operand(u32 address, u32 chunk_bytes = 16) {
+  return (address >> 4) | ((chunk_bytes >> 4) << 16);
+}
+__device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) { return (u64(0x40000040u) << 32) | (operand + (bytes >> 4)); }
+
+// Which of two buffers step `count` uses, and the parity of the round in which it does.
+__device__ __forceinline__ u32 slot_of(u32 count) { return count % 2; }
+__device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
+
+// The walk over items and blocks. Only the loading thread uses it; it lies in shared memory because that thread's warpgroup
+// has few registers.
+struct Walk {
+  Step next;               // what the next call of advance() announces
+  u32 ticket;              // the item after this one, asked for early because the queue is far away
+  u32 run, run_begin, run_end;
+  i32 rows_end;            // of the run
+  u32 head, head_end;      // query heads of the item
+  u32 count;               // steps announced
+  u32 items;               // items opened that have something to see
+
+  __device__ __forceinline__ void begin(const AttentionBackwardParams& params) {
+    count = items = 0;
+    ticket = atomicAdd(params.queue, 1u);
+    open_item(params);
+  }
+
+  __device__ __forceinline__ void open_run(const AttentionBackwardParams& params) {
+    const int4 words = __ldg(reinterpret_cast<const int4*>(params.runs + run));
+    next.row = words.x;
+    rows_end = words.y;
+    next.bound_begin = u32(words.z);
+    next.bound_end = u32(words.w);
+    open_block();
+  }
+
+  __device__ __forceinline__ void open_block() {
+    next.row_end = min(rows_end, next.row + i32(kRows));
+    const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
+    next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
+    if (next.row + i32(kRows) >= rows_end && run + 1 == run_end && head + 1 == head_end) next.flags |= kLast;
+    next.head_q = head;
+  }
+
+  __device__ __forceinline__ void open_item(const AttentionBackwardParams& params) {
+    if (ticket >= params.num_tiles * params.heads_kv) {
+      next.flags = kExit;
+      return;
+    }
+    const u32 per_group = params.num_tiles * params.heads_together;
+    const u32 head_group = ticket / per_group;
+    const u32 rest = ticket - head_group * per_group;
+    const u32 first_head = head_group * params.heads_together;
+    const u32 heads = min(params.heads_together, params.heads_kv - first_head);
+    const int4 tile = __ldg(reinterpret_cast<const int4*>(params.tiles + rest / heads));
+    ticket = atomicAdd(params.queue, 1u);
+    next.key = tile.x;
+    next.key_end = tile.y;
+    next.head_kv = first_head + rest % heads;
+    head = next.head_kv * params.group;
+    head_end = head + params.group;
+    run = run_begin = u32(tile.z);
+    run_end = u32(tile.w);
+    if (run == run_end) {
+      next.flags = kFirst | kLast | kEmpty;
+      return;
+    }
+    ++items;
+    open_run(params);
+    next.flags |= kFirst;
+  }
+
+  // Goes on from the step in `next`.
+  __device__ __forceinline__ void advance(const AttentionBackwardParams& params) {
+    if (next.flags & kLast) {
+      open_item(params);
+    } else if (next.row + i32(kRows) < rows_end) {
+      next.row += kRows;
+      open_block();
+    } else {
+      if (++run == run_end) {
+        run = run_begin;
+        ++head;
+      }
+      open_run(params);
+    }
+  }
+};
+
+struct Storage {
+  u8 k[kKeyBytes];
+  u8 v[kKeyBytes];
+  u8 q[kStages][kRowBytes];
+  u8 dout[kStages][kRowBytes];
+  u8 ds[2][kDsBytes];
+  u8 dq[2][kPartBytes];
+  float lse[kStages][kRows];
+  float delta[kStages][kRows];
+  Step steps[kSteps];
+  Walk walk;
+  u64 full_k, full_v;
+  u64 full_q[kStages], full_dout[kStages], empty[kStages];
+  u64 full_ds[2], empty_ds[2];
+};
+// The launcher asks for this much dynamic shared memory.
+constexpr u32 kSharedBytes = sizeof(Storage);
+static_assert(kSharedBytes <= 232448, "shared memory of a CTA");
+
+// Aligned by declaration, so that every address in it is a constant: the key warpgroups have no register for a base.
+extern __shared__ __align__(1024) u8 dynamic_shared[];
+__device__ __forceinline__ Storage& storage() { return *reinterpret_cast<Storage*>(dynamic_shared); }
+
+// The flags of an announcement. They decide the way of all lanes: the shuffle tells the compiler that the lanes agree.
+__device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
+  return __shfl_sync(0xffffffffu, shared.steps[count % kSteps].flags, 0);
+}
+
+// The bits of a key's unmasked rows among the kRows rows from step.row on, 32 a word.
+__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 key,
+                                         u32 (&words)[kRows / 32]) {
+  const i32 limit = step.row_end - step.row;
+#pragma unroll
+  for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
+  if (key >= step.key_end) return;
+  if (step.bound_begin == step.bound_end) {
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0xffffffffu;
+    return;
+  }
+  for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
+    const int4* bound = reinterpret_cast<const int4*>(params.bounds + b);
+    const int4 box = __ldg(bound);
+    const int2 diagonals = __ldg(reinterpret_cast<const int2*>(bound + 1));
+    const bool seen = key >= box.z && key < box.w;
+    const i32 low = max(box.x, key - diagonals.y) - step.row;
+    const i32 high = seen ? min(min(box.y, key - diagonals.x + 1) - step.row, limit) : 0;
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) {
+      const i32 first = min(max(low - i32(32 * w), 0), 32);
+      const i32 end = min(max(high - i32(32 * w), 0), 32);
+      words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
+    }
+  }
+}
+
+// Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
+__device__ __forceinline__ void store_gradient(void* out, const AttentionBackwardParams& params, const Step& step,
+                                               const float (&d)[kHeadDim / 2], float factor, i32 key, u32 lane) {
+  const u32 c = lane % 4;
+  const u64 row_stride = u64(params.heads_kv) * params.head_dim;
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    const bool owned = row < step.key_end;
+    const u64 base = u64(u32(row)) * row_stride + u64(step.head_kv) * params.head_dim;
+    if (kOutputF32) {
+      float* to = static_cast<float*>(out) + base;
+#pragma unroll
+      for (u32 j = 0; j < kHeadDim / 8; ++j) {
+        const u32 column = 8 * j + 2 * c;
+        if (owned && column < params.head_dim) {
+          *reinterpret_cast<float2*>(to + column) =
+              make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        }
+      }
+    } else {
+      // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
+      Element* to = static_cast<Element*>(out) + base;
+      const bool odd = c & 1;
+#pragma unroll
+      for (u32 j = 0; j < kHeadDim / 8; j += 2) {
+        const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
+        const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
+        const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
+        if (owned && column < params.head_dim) {
+          *reinterpret_cast<uint2*>(to + column) =
+              make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+        }
+      }
+    }
+  }
+}
+
+// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
+// main loop has no register to keep it.
+__device__ __forceinline__ i32 own_key() {
+  const u32 thread = threadIdx.x - 128;  // the key warpgroups come after the query warpgroup
+  return i32(16 * (thread / 32) + thread % 32 / 4);
+}
+
+// Zeros for keys that nobody sees.
+__device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardParams& params, const Step& step, i32 key,
+                                            u32 lane) {
+  constexpr u32 kSize = kOutputF32 ? 4 : 2;
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    if (row >= step.key_end) continue;
+    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + step.head_kv) * params.head_dim * kSize;
+    for (u32 x = 16 * (lane % 4); x < params.head_dim * kSize; x += 64) {
+      *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// S^T or dP^T of 64 keys: keys [64, head_dim] times rows [kRows, head_dim].
+__device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
+#pragma unroll
+  for (u32 k = 0; k < kHeadDim / 16; ++k) {
+    Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kKeys * 128) + (k % 4) * 32),
+                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32),
+                                                    1);
+  }
+}
+
+// Accumulators begin at a value, always: one that the first product overwrites would count as live all the way round the
+// loop, in registers that nobody has.
+template <u32 kCount>
+__device__ __forceinline__ void set_zero(float (&d)[kCount]) {
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) d[i] = 0.0f;
+}
+
+// Accumulators whose columns (rows of queries) begin at what is subtracted from all products of a row: the logarithm of the
+// softmax's denominator for S, delta for dP. So that costs no instruction later, and no register in between.
+__device__ __forceinline__ void set_columns(float (&d)[kRows / 2], const float* columns) {
+  const float* own = columns + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (u32 j = 0; j < kRows / 8; ++j) {
+    const float2 value = *reinterpret_cast<const float2*>(own + 8 * j);
+    d[4 * j] = d[4 * j + 2] = value.x;
+    d[4 * j + 1] = d[4 * j + 3] = value.y;
+  }
+}
+
+// Lets masked pairs begin, and so remain, at minus infinity.
+__device__ __forceinline__ void hide_masked(const AttentionBackwardParams& params, const Step& step,
+                                            float (&s)[kRows / 2]) {
+  const float hidden = params.scale < 0.0f ? -minus_infinity() : minus_infinity();
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    u32 rows[kRows / 32];
+    key_rows(params, step, step.key + own_key() + i32(8 * i), rows);
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) rows[w] >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (u32 j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (u32 e = 0; e < 2; ++e) {
+        if (!(rows[j / 4] & (1u << (8 * (j % 4) + e)))) s[4 * j + 2 * i + e] = hidden;
+      }
+    }
+  }
+  __syncwarp();  // lanes may have gone different ways, and wgmma wants them together
+}
+
+// The two warpgroups that own keys.
+__device__ __forceinline__ void key_role(const AttentionBackwardParams& params, Storage& shared, u32 warpgroup) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = threadIdx.x / 32 % 4;
+  // Where this lane's row of a stored dS^T matrix lies: 128 bytes a key, 16-byte pieces swizzled by the key.
+  const u32 ds_key = 64 * warpgroup + 16 * warp + lane % 16;
+  const u32 ds_row = shared_address(shared.ds[0]) + ds_key * 128 + (((lane / 16) ^ (ds_key % 8)) << 4);
+  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
+  const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
+
+  u32 count = 0;
+  while (true) {
+    mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
+    u32 flags = step_flags(shared, count);
+    if (flags & kExit) break;
+    if (flags & kEmpty) {
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive(&shared.full_ds[slot_of(count)]);
+        mbarrier_arrive(&shared.empty[slot_of(count)]);
+      }
+      const Step& step = shared.steps[count % kSteps];
+      store_zeros(params.dk, params, step, step.key + own_key(), lane);
+      store_zeros(params.dv, params, step, step.key + own_key(), lane);
+      __syncwarp();
+      ++count;
+      continue;
+    }
+    float dk[kHeadDim / 2], dv[kHeadDim / 2];
+    set_zero(dk);
+    set_zero(dv);
+    mbarrier_wait(&shared.full_k, flags & kOdd ? 1 : 0);
+    while (true) {
+      u32 p[kRows / 16][4], ds[kRows / 16][4];
+      {
+        float s[kRows / 2];
+        set_columns(s, shared.lse[slot_of(count)]);
+        if (flags & kBounded) hide_masked(params, shared.steps[count % kSteps], s);
+        wgmma_fence();
+        multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
+        wgmma_commit();
+        if (flags & kFirst) {
+          mbarrier_wait(&shared.full_v, flags & kOdd ? 1 : 0);
+        } else if (elect_one()) {
+          mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+        }
+        wgmma_wait<0>();
+        pin(s);
+#pragma unroll
+        for (u32 k = 0; k < kRows / 16; ++k) {
+#pragma unroll
+          for (u32 m = 0; m < 4; ++m) {
+            p[k][m] = pack(exp2_fast(s[8 * k + 2 * m] * params.scale_log2),
+                           exp2_fast(s[8 * k + 2 * m + 1] * params.scale_log2));
+          }
+        }
+      }
+      {
+        float dp[kRows / 2];
+        mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
+        set_columns(dp, shared.delta[slot_of(count)]);
+        wgmma_fence();
+        multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
+        wgmma_commit();
+        const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+#pragma unroll
+        for (u32 k = 0; k < kRows / 16; ++k) {
+          Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048),
+                                                   1);
+        }
+        wgmma_commit();
+        mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+        wgmma_wait<1>();
+        pin(dp);
+        const u32 ds_buffer = ds_row + slot_of(count) * kDsBytes;
+#pragma unroll
+        for (u32 k = 0; k < kRows / 16; ++k) {
+#pragma unroll
+          for (u32 m = 0; m < 4; ++m) {
+            ds[k][m] = pack(low_float(p[k][m]) * dp[8 * k + 2 * m], high_float(p[k][m]) * dp[8 * k + 2 * m + 1]);
+          }
+          store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(&shared.full_ds[slot_of(count)]);
+      wgmma_fence();
+      const u32 q_rows = operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes, kRows * 128);
+#pragma unroll
+      for (u32 k = 0; k < kRows / 16; ++k) {
+        Wgmma<kHeadDim>::template rs<Major::kMN>(dk, ds[k], descriptor(q_rows, k * 2048),
+                                                 1);
+      }
+      wgmma_commit();
+      ++count;
+      if (flags & kLast) break;
+      wgmma_wait<0>();
+      mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
+      flags = step_flags(shared, count);
+    }
+    wgmma_wait<0>();
+    if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+    pin(dk);
+    pin(dv);
+    const Step& step = shared.steps[(count - 1) % kSteps];
+    store_gradient(params.dv, params, step, dv, 1.0f, step.key + own_key(), lane);
+    store_gradient(params.dk, params, step, dk, params.scale, step.key + own_key(), lane);
+    __syncwarp();
+  }
+}
+
+// Announces the walk's next step and fetches its rows, when the stage is free.
+__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared) {
+  Walk& walk = shared.walk;
+  const u32 slot = slot_of(walk.count);
+  u64* full_q = &shared.full_q[slot];
+  u64* full_dout = &shared.full_dout[slot];
+  const u32 flags = walk.next.flags;
+  if (flags & kExit && walk.count > 0 && shared.steps[(walk.count - 1) % kSteps].flags & kExit) return;
+  mbarrier_wait(&shared.empty[slot], parity_of(walk.count) ^ 1);
+  shared.steps[walk.count % kSteps] = walk.next;
+  ++walk.count;
+  if (flags & (kExit | kEmpty)) {
+    mbarrier_arrive(full_q);
+    mbarrier_arrive(full_dout);
+  } else {
+    const i32 row = walk.next.row;
+    const u32 head = walk.next.head_q;
+    mbarrier_arrive_expect(full_q, kRowBytes + kRows * 4);
+    tma_load_2d(shared.lse[slot], &params.lse, full_q, row, head);
+#pragma unroll
+    for (u32 c = 0; c < kChunks; ++c) {
+      tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
+    }
+    mbarrier_arrive_expect(full_dout, kRowBytes + kRows * 4);
+    tma_load_2d(shared.delta[slot], &params.delta, full_dout, row, head);
+#pragma unroll
+    for (u32 c = 0; c < kChunks; ++c) {
+      tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+    }
+  }
+  if (!(flags & kExit)) walk.advance(params);
+}
+
+__device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
+  if (step.flags & (kExit | kEmpty)) return;
+  mbarrier_arrive_expect(full, kKeyBytes);
+#pragma unroll
+  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
+}
+
+// The warpgroup that owns query rows: loads, and dq.
+__device__ __forceinline__ void query_role(const AttentionBackwardParams& params, Storage& shared) {
+  const u32 thread = threadIdx.x % 128;
+  const u32 lane = thread % 32;
+  const u32 warp = thread / 32;
+  constexpr u32 kBarrier = 1;
+  // Element (column lane / 4 + 8 i of 16 warp .., row 8 j + 2 (lane % 4) + e) of a part goes to box column / 32, swizzled.
+  const u32 column = 16 * warp + lane / 4;
+  const u32 row0 = 2 * (lane % 4);
+  u32 offsets[2][2];
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+#pragma unroll
+    for (u32 e = 0; e < 2; ++e) {
+      const u32 x = column + 8 * i;
+      const u32 r = row0 + e;
+      offsets[i][e] = (x / 32) * (64 * 128) + r * 128 + ((((x % 32) / 4) ^ r) << 4) + (x % 4) * 4;
+    }
+  }
+
+  if (thread == 0) {
+    shared.walk.begin(params);
+    load_rows(params, shared);
+    load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
+    load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
+  }
+  for (u32 count = 0;; ++count) {
+    // The other slot is free when the key warpgroups are through with the step before this one.
+    if (thread == 0) load_rows(params, shared);
+    __syncwarp();
+    const u32 slot = slot_of(count);
+    mbarrier_wait(&shared.full_q[slot], parity_of(count));
+    const Step& step = shared.steps[count % kSteps];
+    if (step.flags & kExit) break;
+    if (step.flags & kFirst && !(step.flags & kEmpty)) mbarrier_wait(&shared.full_k, step.flags & kOdd ? 1 : 0);
+    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
+    const bool last = step.flags & kLast;
+    // Whoever has computed dS of the last block reads V no more.
+    if (thread == 0 && last) load_keys(&params.v, shared.v, &shared.full_v, shared.steps[(count + 1) % kSteps]);
+    __syncwarp();
+    if (step.flags & kEmpty) {
+      if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+      barrier_sync(kBarrier, 128);
+    } else {
+#pragma unroll
+      for (u32 part = 0; part < kParts; ++part) {
+        const u32 chunk = part % kChunks;
+        const u32 half = part / kChunks;
+        float dq[32];
+        set_zero(dq);
+        const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
+        const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
+        wgmma_fence();
+#pragma unroll
+        for (u32 k = 0; k < kKeys / 16; ++k) {
+          Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(dq);
+        if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+        if (thread == 0) tma_store_wait_read<1>();
+        barrier_sync(kBarrier, 128);
+        u8* to = shared.dq[part % 2];
+#pragma unroll
+        for (u32 j = 0; j < 8; ++j) {
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+#pragma unroll
+            for (u32 e = 0; e < 2; ++e) {
+              *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = dq[4 * j + 2 * i + e] * params.scale;
+            }
+          }
+        }
+        fence_async_proxy();
+        barrier_sync(kBarrier, 128);
+        if (thread == 0) {
+#pragma unroll
+          for (u32 box = 0; box < 2; ++box) {
+            tma_reduce_add_3d(&params.dq, to + box * (64 * 128), 64 * chunk + 32 * box, step.head_q,
+                              step.row + i32(64 * half));
+          }
+          tma_store_commit();
+        }
+        __syncwarp();
+      }
+    }
+    if (thread == 0 && last) load_keys(&params.k, shared.k, &shared.full_k, shared.steps[(count + 1) % kSteps]);
+    __syncwarp();
+  }
+  if (thread == 0) tma_store_wait<0>();
+}
+
+}  // namespace backward
+
+extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
+    attention_backward(const __grid_constant__ AttentionBackwardParams params) {
+  using namespace backward;
+  Storage& shared = storage();
+  if (threadIdx.x == 0) {
+    mbarrier_init(&shared.full_k, 1);
+    mbarrier_init(&shared.full_v, 1);
+    for (u32 i = 0; i < kStages; ++i) {
+      mbarrier_init(&shared.full_q[i], 1);
+      mbarrier_init(&shared.full_dout[i], 1);
+      mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
+    }
+    for (u32 i = 0; i < 2; ++i) {
+      mbarrier_init(&shared.full_ds[i], 8);
+      mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
+    }
+    fence_mbarrier_init();
+    fence_async_proxy();
+  }
+  __syncthreads();
+  const u32 warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    registers_decrease<kQueryRegisters>();
+    query_role(params, shared);
+    // The last CTA to finish leaves the queue as it found it.
+    if (threadIdx.x == 0 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
+      params.queue[0] = 0;
+      params.queue[1] = 0;
+    }
+  } else {
+    registers_increase<kKeyRegisters>();
+    key_role(params, shared, warpgroup - 1);
+  }
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,47 @@
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::library::{Nvrtc, find_program};
+
+/// `nvdisasm`, which prints a cubin's machine code. Only tests of kernels want it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Disassembler {
+    program: PathBuf,
+}
+
+impl Disassembler {
+    /// The one beside NVRTC, on `PATH`, in a toolkit or in `python3`'s packages; `None` when there is none.
+    pub(crate) fn find() -> Option<Self> {
+        // A wheel or a toolkit has lib and bin side by side.
+        let lib = Nvrtc::get().ok().and_then(|nvrtc| nvrtc.path().parent());
+        let beside = lib.and_then(Path::parent).map(|root| root.join("bin"));
+        find_program("nvdisasm", beside).map(|program| Self { program })
+    }
+
+    /// Where it is.
+    pub(crate) fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// The machine code as text.
+    pub(super) fn disassemble(&self, image: &[u8]) -> Result<String, String> {
+        let file = tempfile::Builder::new().suffix(".cubin").tempfile().map_err(|error| error.to_string())?;
+        fs::write(file.path(), image).map_err(|error| error.to_string())?;
+        let output = Command::new(&self.program)
+            .arg(file.path())
+            .stdin(Stdio::null())
+            .output()
+            .map_err(|error| format!("{}: {error}", self.program.display()))?;
+        if !output.status.success() {
+            let words = String::from_utf8_lossy(&output.stderr);
+            return Err(format!("{} ended with {}: {}", self.program.display(), output.status, words.trim()));
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+/// The disassembler that [`crate::examine`] uses, where there is one.
+pub fn disassembler() -> Option<PathBuf> {
+    Disassembler::find().map(|disassembler| disassembler.program().to_owned())
+}
