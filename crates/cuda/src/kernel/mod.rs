@@ -1,6 +1,7 @@
 //! Launchers: each has the stem of its kernel below `kernels/`, chooses what of it is compiled, and launches it.
 
 mod attention;
+mod attention_tensors;
 mod cast;
 mod head_resize;
 mod layout;
@@ -12,6 +13,10 @@ mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
+pub use attention_tensors::{
+    BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
+    ResultTensors, StateTensors,
+};
 pub use cast::Cast;
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
