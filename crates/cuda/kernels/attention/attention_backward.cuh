@@ -18,6 +18,7 @@
 #include "attention/tile_schedule.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -73,17 +74,19 @@ constexpr u32 kParts = kChunks * kRows / 64;
 
 // The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
 struct AttentionBackwardParams {
-  TensorMap q, dout;     // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
-  TensorMap k, v;        // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
-  TensorMap lse, delta;  // f32 [heads_q, rows_q], box kRows x 1: lse in units of log2, and -delta (attention_delta.cuh)
-  TensorMap dq;          // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
+  TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
+  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
+  TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   void* dk;              // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;
+  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_delta.cuh)
+  const float* row_delta;  // [heads_q, rows_q]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
   u32* queue;       // two words, zero before the first launch; each launch leaves them zero
   u32 num_tiles;
+  u32 rows_q;
   u32 heads_kv;
   u32 group;        // query heads of a key head
   u32 heads_together;  // key heads whose items are mixed in the queue: as many as the L2 holds
@@ -212,9 +215,17 @@ __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
   return __shfl_sync(0xffffffffu, shared.steps[count % kSteps].flags, 0);
 }
 
-// The bits of a key's unmasked rows among the kRows rows from step.row on, 32 a word.
-__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 key,
+// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
+// main loop has no register to keep it.
+__device__ __forceinline__ i32 own_key() {
+  const u32 thread = threadIdx.x - 128;  // the key warpgroups come after the query warpgroup
+  return i32(16 * (thread / 32) + thread % 32 / 4);
+}
+
+// Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane % 4) + e.
+__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 offset,
                                          u32 (&words)[kRows / 32]) {
+  const i32 key = step.key + own_key() + offset;
   const i32 limit = step.row_end - step.row;
 #pragma unroll
   for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
@@ -238,6 +249,8 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, 
       words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
     }
   }
+#pragma unroll
+  for (u32 w = 0; w < kRows / 32; ++w) words[w] >>= 2 * (threadIdx.x % 4);
 }
 
 // Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
@@ -279,13 +292,6 @@ __device__ __forceinline__ void store_gradient(void* out, const AttentionBackwar
   }
 }
 
-// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
-// main loop has no register to keep it.
-__device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x - 128;  // the key warpgroups come after the query warpgroup
-  return i32(16 * (thread / 32) + thread % 32 / 4);
-}
-
 // Zeros for keys that nobody sees.
 __device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardParams& params, const Step& step, i32 key,
                                             u32 lane) {
@@ -302,53 +308,23 @@ __device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardPa
 
 // S^T or dP^T of 64 keys: keys [64, head_dim] times rows [kRows, head_dim].
 __device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
+  Wgmma<kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-  for (u32 k = 0; k < kHeadDim / 16; ++k) {
+  for (u32 k = 1; k < kHeadDim / 16; ++k) {
     Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kKeys * 128) + (k % 4) * 32),
-                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32),
-                                                    1);
+                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32), 1);
   }
 }
 
-// Accumulators begin at a value, always: one that the first product overwrites would count as live all the way round the
-// loop, in registers that nobody has.
 template <u32 kCount>
 __device__ __forceinline__ void set_zero(float (&d)[kCount]) {
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) d[i] = 0.0f;
 }
 
-// Accumulators whose columns (rows of queries) begin at what is subtracted from all products of a row: the logarithm of the
-// softmax's denominator for S, delta for dP. So that costs no instruction later, and no register in between.
-__device__ __forceinline__ void set_columns(float (&d)[kRows / 2], const float* columns) {
-  const float* own = columns + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (u32 j = 0; j < kRows / 8; ++j) {
-    const float2 value = *reinterpret_cast<const float2*>(own + 8 * j);
-    d[4 * j] = d[4 * j + 2] = value.x;
-    d[4 * j + 1] = d[4 * j + 3] = value.y;
-  }
-}
-
-// Lets masked pairs begin, and so remain, at minus infinity.
-__device__ __forceinline__ void hide_masked(const AttentionBackwardParams& params, const Step& step,
-                                            float (&s)[kRows / 2]) {
-  const float hidden = params.scale < 0.0f ? -minus_infinity() : minus_infinity();
-#pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    u32 rows[kRows / 32];
-    key_rows(params, step, step.key + own_key() + i32(8 * i), rows);
-#pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) rows[w] >>= 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (u32 j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-      for (u32 e = 0; e < 2; ++e) {
-        if (!(rows[j / 4] & (1u << (8 * (j % 4) + e)))) s[4 * j + 2 * i + e] = hidden;
-      }
-    }
-  }
-  __syncwarp();  // lanes may have gone different ways, and wgmma wants them together
+// What a row of queries has: the value of the columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator.
+__device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
+  return *reinterpret_cast<const float2*>(columns + 2 * (threadIdx.x % 4) + 8 * j);
 }
 
 // The two warpgroups that own keys.
@@ -387,11 +363,20 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
       u32 p[kRows / 16][4], ds[kRows / 16][4];
       {
         float s[kRows / 2];
-        set_columns(s, shared.lse[slot_of(count)]);
-        if (flags & kBounded) hide_masked(params, shared.steps[count % kSteps], s);
         wgmma_fence();
         multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
+        const bool bounded = flags & kBounded;
+        u32 rows[2][kRows / 32];
+        if (bounded) {
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            key_rows(params, shared.steps[count % kSteps], i32(8 * i), rows[i]);
+          }
+        }
+        __syncwarp();
+        // dK of the block before is done: its rows may go.
+        wgmma_wait<1>();
         if (flags & kFirst) {
           mbarrier_wait(&shared.full_v, flags & kOdd ? 1 : 0);
         } else if (elect_one()) {
@@ -400,18 +385,29 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
         wgmma_wait<0>();
         pin(s);
 #pragma unroll
+        for (u32 j = 0; j < kRows / 8; ++j) {
+          const float2 lse = column_values(shared.lse[slot_of(count)], j);
+#pragma unroll
+          for (u32 m = 0; m < 4; ++m) s[4 * j + m] = fmaf(s[4 * j + m], params.scale_log2, m % 2 ? lse.y : lse.x);
+        }
+        if (bounded) {
+#pragma unroll
+          for (u32 j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+            for (u32 m = 0; m < 4; ++m) {
+              if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
+            }
+          }
+        }
+#pragma unroll
         for (u32 k = 0; k < kRows / 16; ++k) {
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) {
-            p[k][m] = pack(exp2_fast(s[8 * k + 2 * m] * params.scale_log2),
-                           exp2_fast(s[8 * k + 2 * m + 1] * params.scale_log2));
-          }
+          for (u32 m = 0; m < 4; ++m) p[k][m] = pack(exp2_fast(s[8 * k + 2 * m]), exp2_fast(s[8 * k + 2 * m + 1]));
         }
       }
       {
         float dp[kRows / 2];
         mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
-        set_columns(dp, shared.delta[slot_of(count)]);
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
@@ -429,8 +425,14 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
 #pragma unroll
         for (u32 k = 0; k < kRows / 16; ++k) {
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) {
-            ds[k][m] = pack(low_float(p[k][m]) * dp[8 * k + 2 * m], high_float(p[k][m]) * dp[8 * k + 2 * m + 1]);
+          for (u32 n = 0; n < 2; ++n) {
+            const float2 delta = column_values(shared.delta[slot_of(count)], 2 * k + n);
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+              const float* pair = dp + 8 * k + 4 * n + 2 * i;
+              const u32 weights = p[k][2 * n + i];
+              ds[k][2 * n + i] = pack(low_float(weights) * (pair[0] - delta.x), high_float(weights) * (pair[1] - delta.y));
+            }
           }
           store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
         }
@@ -463,37 +465,57 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
   }
 }
 
-// Announces the walk's next step and fetches its rows, when the stage is free.
-__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared) {
+// Announces the walk's next step and fetches its rows, when the slot is free. One warp; its first lane walks.
+__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared, u32 lane) {
   Walk& walk = shared.walk;
-  const u32 slot = slot_of(walk.count);
+  __syncwarp();
+  const u32 count = walk.count;
+  const u32 flags = walk.next.flags;
+  if (flags & kExit && count > 0 && shared.steps[(count - 1) % kSteps].flags & kExit) return;
+  const u32 slot = slot_of(count);
+  const i32 row = walk.next.row;
+  const u32 head = walk.next.head_q;
   u64* full_q = &shared.full_q[slot];
   u64* full_dout = &shared.full_dout[slot];
-  const u32 flags = walk.next.flags;
-  if (flags & kExit && walk.count > 0 && shared.steps[(walk.count - 1) % kSteps].flags & kExit) return;
-  mbarrier_wait(&shared.empty[slot], parity_of(walk.count) ^ 1);
-  shared.steps[walk.count % kSteps] = walk.next;
-  ++walk.count;
-  if (flags & (kExit | kEmpty)) {
-    mbarrier_arrive(full_q);
-    mbarrier_arrive(full_dout);
-  } else {
-    const i32 row = walk.next.row;
-    const u32 head = walk.next.head_q;
-    mbarrier_arrive_expect(full_q, kRowBytes + kRows * 4);
-    tma_load_2d(shared.lse[slot], &params.lse, full_q, row, head);
+  mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
+  __syncwarp();
+  const bool rows = !(flags & (kExit | kEmpty));
+  if (lane == 0) {
+    shared.steps[count % kSteps] = walk.next;
+    walk.count = count + 1;
+    mbarrier_arrive_expect(full_q, rows ? kRowBytes : 0);
+    mbarrier_arrive_expect(full_dout, rows ? kRowBytes : 0);
+    if (rows) {
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
-    }
-    mbarrier_arrive_expect(full_dout, kRowBytes + kRows * 4);
-    tma_load_2d(shared.delta[slot], &params.delta, full_dout, row, head);
+      for (u32 c = 0; c < kChunks; ++c) {
+        tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
+      }
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+      for (u32 c = 0; c < kChunks; ++c) {
+        tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+      }
     }
   }
-  if (!(flags & kExit)) walk.advance(params);
+  // The copy engine wants places that are multiples of 16 bytes; a block may begin at any row.
+  const u64 first = u64(head) * params.rows_q;
+  if (rows) {
+#pragma unroll
+    for (u32 i = 0; i < kRows; i += 32) {
+      const u32 own = u32(row) + i + lane;
+      cp_async_4(shared_address(&shared.lse[slot][i + lane]), params.row_lse + first + own, own < params.rows_q);
+    }
+  }
+  cp_async_arrive(full_q);
+  if (rows) {
+#pragma unroll
+    for (u32 i = 0; i < kRows; i += 32) {
+      const u32 own = u32(row) + i + lane;
+      cp_async_4(shared_address(&shared.delta[slot][i + lane]), params.row_delta + first + own, own < params.rows_q);
+    }
+  }
+  cp_async_arrive(full_dout);
+  if (lane == 0 && !(flags & kExit)) walk.advance(params);
+  __syncwarp();
 }
 
 __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
@@ -523,16 +545,15 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
     }
   }
 
+  if (thread == 0) shared.walk.begin(params);
+  if (warp == 0) load_rows(params, shared, lane);
   if (thread == 0) {
-    shared.walk.begin(params);
-    load_rows(params, shared);
     load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
     load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
   }
   for (u32 count = 0;; ++count) {
     // The other slot is free when the key warpgroups are through with the step before this one.
-    if (thread == 0) load_rows(params, shared);
-    __syncwarp();
+    if (warp == 0) load_rows(params, shared, lane);
     const u32 slot = slot_of(count);
     mbarrier_wait(&shared.full_q[slot], parity_of(count));
     const Step& step = shared.steps[count % kSteps];
@@ -552,12 +573,12 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
         const u32 chunk = part % kChunks;
         const u32 half = part / kChunks;
         float dq[32];
-        set_zero(dq);
         const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
         const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
         wgmma_fence();
+        Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-        for (u32 k = 0; k < kKeys / 16; ++k) {
+        for (u32 k = 1; k < kKeys / 16; ++k) {
           Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
         }
         wgmma_commit();
@@ -606,8 +627,8 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     mbarrier_init(&shared.full_k, 1);
     mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full_q[i], 1);
-      mbarrier_init(&shared.full_dout[i], 1);
+      mbarrier_init(&shared.full_q[i], 1 + 32);  // the copy engine's, and the loading warp's copies of lse and delta
+      mbarrier_init(&shared.full_dout[i], 1 + 32);
       mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
     }
     for (u32 i = 0; i < 2; ++i) {

@@ -101,7 +101,7 @@ struct HeadBlockCursor {
       : blocks(runs, tile), head(first), last_head(first + heads) {}
   __device__ __forceinline__ bool done() const { return blocks.done(); }
   __device__ __forceinline__ void advance(i32 block, const TileRun* runs, const Tile& tile) {
-    blocks.advance(block);
+    blocks.advance(block, runs);
     if (blocks.done() && ++head < last_head) blocks = BlockCursor(runs, tile);
   }
 };
@@ -133,7 +133,7 @@ struct PortableBackward {
 
   // The end of the rows that a block may read and add to.
   __device__ __forceinline__ i32 block_end(const HeadBlockCursor& cursor) const {
-    return min(cursor.blocks.current.end, arguments.rows_q);
+    return min(cursor.blocks.end, arguments.rows_q);
   }
 
   __device__ __forceinline__ void load_block(const HeadBlockCursor& cursor, u32 stage) const {
@@ -155,12 +155,12 @@ struct PortableBackward {
   __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
     if (!block.bounded()) return Cover::kAll;
     const i32 q_start = block.start + i32(C::ScoreWarps::down(warp) * C::kScoreRows);
-    const i32 q_end = min(q_start + i32(C::kScoreRows), block.current.end);
+    const i32 q_end = min(q_start + i32(C::kScoreRows), block.end);
     const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
     const i32 k_end = min(k_start + i32(C::kScoreColumns), tile.end);
     if (q_start >= q_end || k_start >= k_end) return Cover::kNone;
     Cover seen = Cover::kNone;
-    for (u32 b = block.current.bound_begin; b < block.current.bound_end && seen != Cover::kAll; ++b) {
+    for (u32 b = block.bound_begin; b < block.bound_end && seen != Cover::kAll; ++b) {
       const Cover one = cover(load_bound(arguments.bounds + b), q_start, q_end, k_start, k_end);
       if (one != Cover::kNone) seen = one;
     }
@@ -174,7 +174,7 @@ struct PortableBackward {
     for (u32 m = 0; m < kRowTiles; ++m) {
       ColumnMask<C::kScoreColumns> mask;
       mask.clear();
-      for (u32 b = block.current.bound_begin; b < block.current.bound_end; ++b) {
+      for (u32 b = block.bound_begin; b < block.bound_end; ++b) {
         const TileBound bound = load_bound(arguments.bounds + b);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
@@ -366,8 +366,9 @@ struct PortableBackward {
       }
       differentiate(current.blocks, stage);
       __syncthreads();
-      accumulate(stage);
+      // First what goes to global memory, so that it is on its way while the rest is multiplied.
       add_query_gradient(current);
+      accumulate(stage);
       if constexpr (C::kStages == 1) {
         __syncthreads();
         if (!cursor.done()) load_block(cursor, next);

@@ -115,45 +115,40 @@ struct OperandB {
   }
 };
 
-// The fragments of operand B that one step needs.
-template <u32 kColumns, typename B>
-__device__ __forceinline__ void load_step(u32 (&b)[kColumns / 16][4], const B& operand, u32 kk) {
+// D += A * B over kSteps steps of 16: kRowTiles tiles of 16 rows, kColumns columns. `load_a` fills one step's operand A.
+// A is asked for one step ahead, B two fragments ahead: just enough to hide shared memory, with few registers beside D.
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename LoadA, typename B>
+__device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2], const LoadA& load_a, const B& right) {
+  constexpr u32 kPairs = kColumns / 16, kCount = kSteps * kPairs;
+  u32 a[2][kRowTiles][4], b[3][4];
+  load_a(a[0], 0);
+  right.load(b[0], 0, 0);
+  if constexpr (kCount > 1) right.load(b[1], 1 % kPairs, 1 / kPairs);
 #pragma unroll
-  for (u32 n = 0; n < kColumns / 16; ++n) operand.load(b[n], n, kk);
-}
-
-// One step of D += A * B: kRowTiles tiles of 16 rows, kColumns columns.
-template <u32 kRowTiles, u32 kColumns>
-__device__ __forceinline__ void multiply_step(float (&d)[kRowTiles][kColumns / 2], const u32 (&a)[kRowTiles][4],
-                                              const u32 (&b)[kColumns / 16][4]) {
-#pragma unroll
-  for (u32 n = 0; n < kColumns / 16; ++n) {
+  for (u32 index = 0; index < kCount; ++index) {
+    const u32 kk = index / kPairs, n = index % kPairs, ahead = index + 2;
+    if (n == 0 && kk + 1 < kSteps) load_a(a[(kk + 1) % 2], kk + 1);
+    if (ahead < kCount) right.load(b[ahead % 3], ahead % kPairs, ahead / kPairs);
+    const u32(&pair)[4] = b[index % 3];
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
       float* to = &d[m][8 * n];
-      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[n][0], b[n][1]);
-      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[n][2], b[n][3]);
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], pair[0], pair[1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], pair[2], pair[3]);
     }
   }
 }
 
-// D += A * B over kSteps steps of 16. The next step's fragments are asked for before this step's products.
+// The same, both operands in shared memory.
 template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
-  u32 a[2][kRowTiles][4], b[2][kColumns / 16][4];
+  multiply_by<kSteps, kRowTiles, kColumns>(
+      d,
+      [&](u32(&a)[kRowTiles][4], u32 kk) {
 #pragma unroll
-  for (u32 m = 0; m < kRowTiles; ++m) left.load(a[0][m], m, 0);
-  load_step<kColumns>(b[0], right, 0);
-#pragma unroll
-  for (u32 kk = 0; kk < kSteps; ++kk) {
-    const u32 now = kk % 2, next = 1 - now;
-    if (kk + 1 < kSteps) {
-#pragma unroll
-      for (u32 m = 0; m < kRowTiles; ++m) left.load(a[next][m], m, kk + 1);
-      load_step<kColumns>(b[next], right, kk + 1);
-    }
-    multiply_step<kRowTiles, kColumns>(d, a[now], b[now]);
-  }
+        for (u32 m = 0; m < kRowTiles; ++m) left.load(a[m], m, kk);
+      },
+      right);
 }
 
 template <u32 kRowTiles, u32 kCount>
@@ -167,28 +162,32 @@ __device__ __forceinline__ void clear(float (&d)[kRowTiles][kCount]) {
 
 // The blocks of a tile's runs, one after another.
 struct BlockCursor {
-  const TileRun* run;
-  const TileRun* last;  // one past the tile's runs
-  TileRun current;
-  i32 start;
+  u32 run;
+  u32 last;   // one past the tile's runs
+  i32 start;  // of the block
+  i32 end;    // of the run
+  u32 bound_begin;
+  u32 bound_end;
 
-  __device__ __forceinline__ void enter() {
+  __device__ __forceinline__ void enter(const TileRun* runs) {
     if (run == last) return;
-    const int4 bits = __ldg(reinterpret_cast<const int4*>(run));
-    current = TileRun{bits.x, bits.y, u32(bits.z), u32(bits.w)};
-    start = current.start;
+    const int4 bits = __ldg(reinterpret_cast<const int4*>(runs + run));
+    start = bits.x;
+    end = bits.y;
+    bound_begin = bits.z;
+    bound_end = bits.w;
   }
   __device__ __forceinline__ BlockCursor(const TileRun* runs, const Tile& tile)
-      : run(runs + tile.run_begin), last(runs + tile.run_end) {
-    enter();
+      : run(tile.run_begin), last(tile.run_end) {
+    enter(runs);
   }
   __device__ __forceinline__ bool done() const { return run == last; }
-  __device__ __forceinline__ bool bounded() const { return current.bound_begin != current.bound_end; }
-  __device__ __forceinline__ void advance(i32 block) {
+  __device__ __forceinline__ bool bounded() const { return bound_begin != bound_end; }
+  __device__ __forceinline__ void advance(i32 block, const TileRun* runs) {
     start += block;
-    if (start >= current.end) {
+    if (start >= end) {
       ++run;
-      enter();
+      enter(runs);
     }
   }
 };
