@@ -1,15 +1,39 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: format, lints, tests, examples, documentation.
-# Runs on a bare Debian machine with Rust; installs the headless browser that the report's tests look through.
+# Runs on a bare Debian machine with Rust; installs the headless browser that the report's tests look through, and below
+# target/ the compiler of the CUDA kernels. No GPU is needed.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-if ! command -v chromium >/dev/null; then
-    echo "== installing chromium (the report's tests open it headless)"
+install() {
+    echo "== installing $1 ($2)"
     if [ "$(id -u)" = 0 ]; then as_root=(); else as_root=(sudo); fi
     "${as_root[@]}" apt-get update -qq
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null
+}
+command -v chromium >/dev/null || install chromium "the report's tests open it headless"
+
+# NVRTC compiles every kernel in the tests; nvdisasm counts the instructions that came out. A folder that is named already
+# is taken as it is.
+if [ -z "${COUNTERPOINT_NVRTC_DIR:-}" ]; then
+    wheels=(nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.5.37)
+    folder=$PWD/target/nvidia
+    if [ "$(cat "$folder/wheels.txt" 2>/dev/null)" != "${wheels[*]}" ]; then
+        python3 -m pip --version >/dev/null 2>&1 || install python3-pip "it fetches the compiler of the kernels"
+        echo "== fetching ${wheels[*]}"
+        rm -rf "$folder"
+        if python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-deps \
+            --target "$folder" "${wheels[@]}"; then
+            echo "${wheels[*]}" >"$folder/wheels.txt"
+        elif [ -n "${CI:-}" ]; then
+            exit 1
+        else
+            echo "== SKIPPING all tests that compile kernels: the compiler could not be fetched"
+        fi
+    fi
+    if [ -e "$folder/wheels.txt" ]; then export COUNTERPOINT_NVRTC_DIR=$folder/nvidia/cu13/lib; fi
 fi
+export COUNTERPOINT_CACHE_DIR=${COUNTERPOINT_CACHE_DIR:-$PWD/target/cubins}
 
 step() { echo "== $*"; "$@"; }
 step cargo fmt --all --check

@@ -179,10 +179,18 @@ pub(crate) enum CliError {
     )]
     NoCuda,
     /// What a measurement is to be compared with is not here.
-    #[error("--peers: {reason}; leave --peers away, or give this machine a python3 with PyTorch (pip install torch)")]
+    #[error(
+        "--peers: {reason}; leave --peers away, or give this machine a python3 with PyTorch (pip install torch)"
+    )]
     NoPeers {
         /// What is missing.
         reason: String,
+    },
+    /// The machine lacks a GPU or what it takes to use one, or the GPU failed.
+    #[error("{source}")]
+    Cuda {
+        /// Why.
+        source: counterpoint_cuda::CudaError,
     },
     /// A plan cannot be made.
     #[error("{source}")]
@@ -228,7 +236,12 @@ impl CliError {
             | Self::Unstorable { .. }
             | Self::Stdout { .. } => 1,
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
-            Self::NoCuda | Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
+            Self::Cuda { source } if source.is_missing() => 3,
+            Self::Cuda { .. } => 1,
+            Self::NoCuda
+            | Self::NoPeers { .. }
+            | Self::Threads { .. }
+            | Self::Run { source: ExecError::Thread { .. } } => 3,
             Self::Run { .. } => 1,
             _ => 2,
         }

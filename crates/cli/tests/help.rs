@@ -4,8 +4,8 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 8] =
-    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "selftest"];
+const LEVELS: [&str; 9] =
+    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "selftest", "doctor"];
 
 #[test]
 fn every_level_has_examples() {

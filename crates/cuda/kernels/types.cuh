@@ -77,4 +77,11 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
+// 1 / x by the special function unit.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace counterpoint

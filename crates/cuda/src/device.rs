@@ -9,6 +9,7 @@ use crate::CudaError;
 use crate::arch::{Arch, Capability};
 use crate::function::LoadedKernels;
 use crate::library::{Driver, call};
+use crate::memory::Guards;
 
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too. Cheap to clone.
 #[derive(Clone)]
@@ -21,6 +22,7 @@ struct Primary {
     context: CUcontext,
     properties: DeviceProperties,
     kernels: LoadedKernels,
+    guards: Guards,
     // The first error of releasing something, for which Drop has no result to put it in.
     release_error: Mutex<Option<CudaError>>,
 }
@@ -125,6 +127,7 @@ impl Device {
             context,
             properties,
             kernels: LoadedKernels::default(),
+            guards: Guards::default(),
             release_error: Mutex::new(None),
         };
         Ok(Self(Arc::new(primary)))
@@ -221,6 +224,11 @@ impl Device {
         if let Err(error) = self.bind().and_then(release) {
             self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
+    }
+
+    /// Who watches the memory around its buffers.
+    pub(crate) fn guards(&self) -> &Guards {
+        &self.0.guards
     }
 
     /// The kernels that are loaded on it.

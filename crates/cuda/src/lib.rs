@@ -6,6 +6,8 @@
 #![allow(unsafe_code)]
 
 mod arch;
+mod backend;
+pub mod bench;
 mod compile;
 mod device;
 mod environment;
@@ -17,10 +19,15 @@ pub mod kernel;
 mod launch;
 mod library;
 mod memory;
+pub mod selftest;
 mod stream;
 mod tensor_map;
+mod transport;
 
 pub use arch::{Arch, Capability};
+pub use backend::{
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
+};
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
@@ -33,6 +40,7 @@ pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use library::{LibraryVersion, nccl_version};
-pub use memory::{DeviceBuffer, PinnedBuffer};
+pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
+pub use transport::{CudaCollective, CudaTransport};

@@ -24,7 +24,8 @@ pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: boo
     }
 }
 
-fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
+/// Standard-normal numbers of one stream of the generator.
+pub(crate) fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
     with_host_element!(dtype, T => {
         let mut elements = vec![T::from_f32(0.0); shape.iter().product()];
         // A tensor of a long sequence has hundreds of millions; the generator can begin anywhere in its stream.

@@ -17,6 +17,9 @@ const DOCUMENTS: [&[usize]; 3] = [
     &[2150, 6102, 419, 2404, 2178, 895, 108, 3766, 1139, 8192, 2701, 1393, 440, 344, 389, 88, 51, 7, 1, 1],
 ];
 
+/// CTAs of an H200, one on each multiprocessor.
+const WORKERS: usize = 132;
+
 /// The masks that kernels are measured with.
 fn masks(seqlen: usize, lengths: &[usize]) -> Result<Vec<(&'static str, Mask)>, Box<dyn Error>> {
     let documents = || Documents::from_lengths(lengths.iter().copied());
@@ -32,27 +35,48 @@ fn masks(seqlen: usize, lengths: &[usize]) -> Result<Vec<(&'static str, Mask)>, 
     ])
 }
 
-fn statistics(mask: &Mask, config: &TileScheduleConfig) -> Result<TileStatistics, Box<dyn Error>> {
+fn schedule(mask: &Mask, config: &TileScheduleConfig) -> Result<TileSchedule, Box<dyn Error>> {
     let bands: Vec<Band> = mask.bands().collect();
-    Ok(TileSchedule::new(&bands, mask.seqlen_q(), mask.seqlen_k(), config)?.statistics())
+    Ok(TileSchedule::new(&bands, mask.seqlen_q(), mask.seqlen_k(), config)?)
 }
 
-fn table(direction: TileDirection, shapes: &[(usize, usize)]) -> Result<(), Box<dyn Error>> {
+fn statistics(mask: &Mask, config: &TileScheduleConfig) -> Result<TileStatistics, Box<dyn Error>> {
+    Ok(schedule(mask, config)?.statistics())
+}
+
+/// Of each shape: efficiency, share of bounded blocks, and the share of an H200's time that goes into unmasked pairs when
+/// `heads` walk the schedule. All in percent.
+fn table(direction: TileDirection, heads: usize, shapes: &[(usize, usize)]) -> Result<(), Box<dyn Error>> {
     print!("| seqlen | mask |");
     shapes.iter().for_each(|(tile_rows, block)| print!(" {tile_rows} x {block} |"));
     print!("\n|---|---|{}\n", "---|".repeat(shapes.len()));
+    let mut logarithms = vec![0.0; shapes.len()];
+    let mut rows = 0;
     for (index, lengths) in DOCUMENTS.into_iter().enumerate() {
         let seqlen = 8192 << index;
         for (name, mask) in masks(seqlen, lengths)? {
             print!("| {}k | {name} |", seqlen >> 10);
-            for &(tile_rows, block) in shapes {
-                let found = statistics(&mask, &TileScheduleConfig::new(direction, tile_rows, block))?;
+            for (&(tile_rows, block), logarithm) in shapes.iter().zip(&mut logarithms) {
+                let schedule = schedule(&mask, &TileScheduleConfig::new(direction, tile_rows, block))?;
+                let found = schedule.statistics();
                 let bounded = found.bounded_blocks as f64 / found.blocks as f64;
-                print!(" {:.0} ({:.0}) |", 100.0 * found.efficiency, 100.0 * bounded);
+                let pairs = schedule.makespan(WORKERS, heads) as f64 * (WORKERS * tile_rows) as f64;
+                let useful = (found.area * heads as u64) as f64 / pairs;
+                *logarithm += useful.ln();
+                print!(
+                    " {:.0} ({:.0}) **{:.0}** |",
+                    100.0 * found.efficiency,
+                    100.0 * bounded,
+                    100.0 * useful
+                );
             }
             println!();
+            rows += 1;
         }
     }
+    print!("| | geometric mean |");
+    logarithms.iter().for_each(|sum| print!(" **{:.1}** |", 100.0 * (sum / f64::from(rows)).exp()));
+    println!();
     Ok(())
 }
 
@@ -141,35 +165,39 @@ fn times() -> Result<(), Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    println!("\nForward, heads not packed\n");
+    println!("\n### Forward, 16 heads, not packed\n");
+    let shapes = [
+        (64, 128),
+        (64, 176),
+        (128, 64),
+        (128, 80),
+        (128, 112),
+        (128, 128),
+        (128, 176),
+        (192, 80),
+        (192, 112),
+        (192, 128),
+    ];
+    table(TileDirection::Forward, 16, &shapes)?;
+    println!("\n### Forward, 64 heads, not packed\n");
     table(
         TileDirection::Forward,
-        &[
-            (128, 64),
-            (128, 80),
-            (128, 112),
-            (128, 128),
-            (128, 176),
-            (192, 80),
-            (192, 112),
-            (192, 128),
-            (64, 128),
-        ],
+        64,
+        &[(128, 80), (128, 112), (128, 128), (128, 176), (192, 112), (192, 128)],
     )?;
-    println!("\nForward, 8 query heads of a key head packed\n");
-    table(
-        TileDirection::Forward,
-        &[(16, 64), (16, 80), (16, 112), (16, 128), (16, 176), (24, 80), (24, 112), (24, 128)],
-    )?;
-    println!("\nBackward\n");
-    table(
-        TileDirection::Backward,
-        &[(64, 64), (64, 128), (80, 64), (96, 64), (128, 64), (128, 80), (128, 128)],
-    )?;
-    println!("\nWhat ending tiles early saves: forward\n");
+    println!("\n### Forward, 64 query heads of 8 key heads, packed\n");
+    let shapes =
+        [(8, 128), (16, 64), (16, 80), (16, 112), (16, 128), (16, 176), (24, 80), (24, 112), (24, 128)];
+    table(TileDirection::Forward, 8, &shapes)?;
+    println!("\n### Backward, 16 key heads\n");
+    let shapes = [(64, 64), (64, 128), (80, 64), (96, 64), (128, 64), (128, 80), (128, 128)];
+    table(TileDirection::Backward, 16, &shapes)?;
+    println!("\n### Backward, 8 key heads\n");
+    table(TileDirection::Backward, 8, &shapes)?;
+    println!("\n### What ending tiles early saves: forward\n");
     gain(TileDirection::Forward, &[(128, 128), (128, 176), (16, 128), (16, 176)])?;
-    println!("\nWhat ending tiles early saves: backward\n");
+    println!("\n### What ending tiles early saves: backward\n");
     gain(TileDirection::Backward, &[(128, 64), (128, 128)])?;
-    println!("\nTime\n");
+    println!("\n### Time and size\n");
     times()
 }

@@ -5,6 +5,7 @@
 
 mod attention;
 mod bench;
+mod doctor;
 mod mask;
 mod plan;
 mod planning;
@@ -19,6 +20,7 @@ pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchMask, BenchPass, BenchPlanArguments,
     CudaBenchArguments,
 };
+pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
@@ -78,6 +80,7 @@ Examples:
     #[command(subcommand)]
     Bench(BenchCommand),
     Selftest(SelftestArguments),
+    Doctor(DoctorArguments),
 }
 
 #[cfg(test)]

@@ -32,7 +32,9 @@ pub(crate) fn size(text: &str) -> Result<usize, String> {
 /// Query and key heads, such as `64:8`.
 pub(crate) fn heads(text: &str) -> Result<(usize, usize), String> {
     let wrong = || {
-        format!("`{text}` is no pair of heads; give query and key heads, the first a multiple of the second, such as 64:8")
+        format!(
+            "`{text}` is no pair of heads; give query and key heads, the first a multiple of the second, such as 64:8"
+        )
     };
     let (q, kv) = text.split_once(':').ok_or_else(wrong)?;
     let (q, kv) = (size(q).map_err(|_| wrong())?, size(kv).map_err(|_| wrong())?);

@@ -4,6 +4,7 @@ mod attention;
 mod bench_attention;
 mod bench_plan;
 mod comparison;
+mod doctor;
 mod mask;
 mod plan;
 mod prediction;
@@ -22,5 +23,6 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
         Command::Selftest(arguments) => selftest::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
     }
 }

@@ -31,9 +31,9 @@ struct AttentionForwardConsumer {
 
   // What of the step just taken must outlive the next one's.
   struct Stage {
-    AttentionForwardItem item;
+    u32 item;  // its number
     RowState state;
-    u32 number;
+    float share[2];  // of the step's sums, not in `state` yet
     bool last;
   };
 
@@ -43,10 +43,9 @@ struct AttentionForwardConsumer {
   RowState state;
   ColumnMask<C::kBlock> mask;
 
-  AttentionForwardItem item;  // whose scores are in flight
-  AttentionForwardStep step;  // likewise
-  u32 items = 0;              // taken so far, `item` included
-  u32 steps = 0;              // taken so far, `step` included
+  AttentionForwardStep step;  // the last one taken
+  u32 items = 0;              // taken so far, that of `step` included
+  u32 steps = 0;              // taken so far, `step` included, so that the one before is number steps - 2
 
   // The tile's row of this thread's row `i`.
   __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
@@ -59,10 +58,7 @@ struct AttentionForwardConsumer {
     step = shared.steps[stage];
     step.flags = uniform(step.flags);
     ++steps;
-    if (step.flags & kStepFirst) {
-      item = shared.items[stage];
-      ++items;
-    }
+    if (step.flags & kStepFirst) ++items;
     return !(step.flags & kStepNone);
   }
 
@@ -120,51 +116,164 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ void build_mask() {
     if (!(step.flags & kStepBounded)) return;
     mask.clear();
+    const i32 first = item(items - 1).start;
     for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
       const TileBound bound = load_bound(arguments.bounds + b);
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, item.start + i32(row(i) / C::kPack), step.start, lane);
+      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(row(i) / C::kPack), step.start, lane);
     }
   }
 
+  // What turns a score into a power of two.
+  __device__ __forceinline__ float score_scale() const {
+    return C::kScores == Scores::kScaled ? arguments.scale_log2 : 1.0f;
+  }
+
+  // The new block's scores, complete: transforms and masks them, and takes their maxima.
   __device__ __forceinline__ RowScaling take_scores() {
+    if constexpr (C::kScores == Scores::kTransformed) {
+      if (arguments.softcap_log2 != 0.0f) {
+        cap(scores, arguments.softcap_scale, arguments.softcap_log2);
+      } else {
+#pragma unroll
+        for (u32 i = 0; i < C::kBlock / 2; ++i) scores[i] *= arguments.scale_log2;
+      }
+    }
     if (step.flags & kStepBounded) mask.apply(scores);
-    return update_maximum(scores, state, arguments.scale_log2);
+    return update_maximum(scores, state, score_scale());
   }
   template <u32 kFrom, u32 kTo>
-  __device__ __forceinline__ void take_weights(const RowScaling& scaling) {
-    exponentiate<kFrom, kTo>(scores, state, arguments.scale_log2, scaling);
+  __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
+    exponentiate<kFrom, kTo>(scores, share, score_scale(), scaling);
+  }
+  // Sums are made whole for each step, so that they do not depend on where a row's keys were cut into stages.
+  __device__ __forceinline__ static void add_sums(Stage& stage) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) stage.state.sum[i] += quad_sum(stage.share[i]);
   }
 
-  // Writes the results of the item that `last` completes. No other tile owns its rows, and rows beyond its end are theirs.
-  __device__ __forceinline__ void write_result(const Stage& last) {
-    const AttentionForwardItem& done = last.item;
-    u32 packed[2][C::kHeadDimV / 4];
-    Element* rows[2];
-    bool owned[2];
+  __device__ __forceinline__ void rescale_output(const RowScaling& scaling) {
+    if (!scaling.grew) return;
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const float sum = quad_sum(last.state.sum[i]);
-      const float factor = sum > 0.0f ? 1.0f / sum : 0.0f;
-      const i32 token = done.start + i32(row(i) / C::kPack);
-      const u64 place = u64(token) * arguments.heads_q + done.head * C::kPack + row(i) % C::kPack;
-      owned[i] = token < done.end;
-      rows[i] = arguments.out + place * arguments.head_dim_v + 8 * (lane % 4);
-      if (owned[i] && lane % 4 == 0) {
-        const float log2_sum = last.state.max[i] * arguments.scale_log2 + log2_fast(sum);
-        arguments.lse[place] = sum > 0.0f ? log2_sum * kLn2 : minus_infinity();
-      }
+    for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+  }
+
+  __device__ __forceinline__ const AttentionForwardItem& item(u32 number) const {
+    return shared.items[number % kItems];
+  }
+
+  // Where row `i` of an item lies in tensors of [rows_q, heads_q].
+  struct Place {
+    i32 token;
+    u64 index;
+    bool owned;  // rows beyond the tile's end belong to another tile
+  };
+  __device__ __forceinline__ Place place(u32 number, u32 i) const {
+    const AttentionForwardItem& of = item(number);
+    const i32 token = of.start + i32(row(i) / C::kPack);
+    const u64 index = u64(token) * arguments.heads_q + of.head * C::kPack + row(i) % C::kPack;
+    return Place{token, index, token < of.end};
+  }
+
+  // Maxima and sums with which the item just taken begins.
+  __device__ __forceinline__ void begin_state() {
+    state.clear();
+    if constexpr (C::kBegin == Begin::kContinue) {
 #pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
-        packed[i][j] = pack(acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor);
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(items - 1, i);
+        if (!at.owned) continue;
+        state.max[i] = arguments.state_max[at.index];
+        state.sum[i] = arguments.state_sum[at.index];
       }
     }
+  }
+
+  // Likewise the accumulators, once those of the item before are written.
+  __device__ __forceinline__ void begin_output(u32 number, const RowScaling& scaling) {
+    if constexpr (C::kBegin == Begin::kContinue) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const Place at = place(number, i);
+        const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
+#pragma unroll
+        for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+          float2 pair = {0.0f, 0.0f};
+          if (at.owned && 8 * j < arguments.head_dim_v) pair = *reinterpret_cast<const float2*>(from + 8 * j);
+          acc[4 * j + 2 * i] = pair.x;
+          acc[4 * j + 2 * i + 1] = pair.y;
+        }
+      }
+      rescale_output(scaling);
+    }
+  }
+
+  // Writes what `last` completes.
+  __device__ __forceinline__ void write(const Stage& last) {
+    if constexpr (C::kEnd == End::kState) {
+      write_state(last);
+    } else if constexpr (C::kEnd == End::kPartial) {
+      item(last.item).partial >= 0 ? write_partial(last) : write_result(last);
+    } else {
+      write_result(last);
+    }
+  }
+
+  // Accumulators of row `i`, times `factor`, to f32.
+  __device__ __forceinline__ void write_floats(float* to, u32 i, float factor) {
+#pragma unroll
+    for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
+      if (8 * j >= arguments.head_dim_v) break;
+      *reinterpret_cast<float2*>(to + 8 * j + 2 * (lane % 4)) =
+          float2{acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor};
+    }
+  }
+
+  __device__ __forceinline__ void write_state(const Stage& last) {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      write_floats(arguments.state_acc + at.index * arguments.head_dim_v, i, 1.0f);
+      if (lane % 4 == 0) {
+        arguments.state_max[at.index] = last.state.max[i];
+        arguments.state_sum[at.index] = last.state.sum[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_partial(const Stage& last) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      if (!at.owned) continue;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
+      const u64 index = (u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
+                        item(last.item).head * C::kPack + row(i) % C::kPack;
+      write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
+      if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
+    }
+  }
+
+  __device__ __forceinline__ void write_result(const Stage& last) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const Place at = place(last.item, i);
+      const u32 head = item(last.item).head * C::kPack + row(i) % C::kPack;
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
+                                 arguments.sink_rows, arguments.heads_q);
+      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
+      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 4);
 #pragma unroll
       for (u32 j = 0; j < C::kHeadDimV / 8; j += 4) {
-        const uint4 bits = quad_transpose(packed[i][j], packed[i][j + 1], packed[i][j + 2], packed[i][j + 3], lane);
-        if (owned[i] && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(rows[i] + 8 * j) = bits;
+        u32 pairs[4];
+#pragma unroll
+        for (u32 g = 0; g < 4; ++g) {
+          const u32 place = 4 * (j + g) + 2 * i;
+          pairs[g] = pack(acc[place] * end.factor, acc[place + 1] * end.factor);
+        }
+        const uint4 bits = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3], lane);
+        if (at.owned && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = bits;
       }
     }
   }
@@ -177,61 +286,68 @@ struct AttentionForwardConsumer {
     // The last of the ring lets the first one begin.
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
     if (!take_step()) return;
-    state.clear();
+    begin_state();
     wait_query();
     start_scores();
     build_mask();
     wgmma_wait<0>();
     pin(scores);
     release_scored();
-    take_weights<0, kGroups>(take_scores());
-    pack_weights();
-    bool accumulate = false;
-    Stage current = stage();
+    Stage current = {};
+    {
+      const RowScaling scaling = take_scores();
+      take_weights<0, kGroups>(scaling, current.share);
+      pack_weights();
+      begin_output(items - 1, scaling);
+      current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
+    }
+    bool accumulate = C::kBegin == Begin::kContinue;
     bool more = take_step();
     while (more) {
-      if (current.last) state.clear();
       wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
-      wait_values(current.number);
-      start_output(current.number, accumulate);
+      const u32 number = steps - 2;
+      wait_values(number);
+      start_output(number, accumulate);
       barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
       build_mask();
+      add_sums(current);
+      if (current.last) {
+        begin_state();
+      } else {
+        state = current.state;
+      }
       wgmma_wait<1>();
       pin(scores);
       release_scored();
       const RowScaling scaling = take_scores();
-      take_weights<0, kEarly>(scaling);
+      Stage next{items - 1, state, {0.0f, 0.0f}, (step.flags & kStepLast) != 0};
+      take_weights<0, kEarly>(scaling, next.share);
       pin(scores);
-      Stage next = stage();
       // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
       // others are packed as they come: that needs the registers which the product reads.
       more = take_step();
       wgmma_wait<0>();
       pin(acc);
-      release(&shared.value_empty[current.number % C::kStages]);
-      take_weights<kEarly, kGroups>(scaling);
-      next.state = state;
+      release(&shared.value_empty[number % C::kStages]);
+      take_weights<kEarly, kGroups>(scaling, next.share);
       pack_weights();
       if (current.last) {
-        write_result(current);
-      } else if (scaling.grew) {
-#pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
+        write(current);
+        begin_output(next.item, scaling);
+      } else {
+        rescale_output(scaling);
       }
-      accumulate = !current.last;
+      accumulate = C::kBegin == Begin::kContinue || !current.last;
       current = next;
     }
-    wait_values(current.number);
-    start_output(current.number, accumulate);
+    wait_values(steps - 2);
+    start_output(steps - 2, accumulate);
     wgmma_wait<0>();
     pin(acc);
-    write_result(current);
-  }
-
-  __device__ __forceinline__ Stage stage() const {
-    return Stage{item, state, steps - 1, (step.flags & kStepLast) != 0};
+    add_sums(current);
+    write(current);
   }
 };
 

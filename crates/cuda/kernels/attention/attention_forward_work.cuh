@@ -9,15 +9,38 @@ namespace counterpoint {
 // A row of 64 elements, as the copy engine swizzles it.
 constexpr u32 kRowBytes = 128;
 
+// Where an item's state comes from.
+enum class Begin : u32 {
+  kStart,     // nothing: no key has been seen
+  kContinue,  // what an earlier stage wrote
+};
+
+// Where an item's state goes.
+enum class End : u32 {
+  kResult,   // out and lse
+  kPartial,  // the same, but parts of split tiles go to slots, to be merged later
+  kState,    // as it is, for a later stage
+};
+
+// What becomes of a product q k^T before it is a score.
+enum class Scores : u32 {
+  kScaled,       // nothing here: the scale, which must be positive, is a part of the exponent
+  kTransformed,  // softcap * tanh(scale * product / softcap); without a softcap, scale * product, whatever the scale's sign
+};
+
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
 // query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Begin kBeginOf,
+          End kEndOf, Scores kScoresOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kTileRows = kTileRowsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr u32 kPack = kPackOf;
+  static constexpr Begin kBegin = kBeginOf;
+  static constexpr End kEnd = kEndOf;
+  static constexpr Scores kScores = kScoresOf;
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
   static constexpr u32 kStages = 2;
@@ -30,7 +53,7 @@ struct AttentionForwardConfig {
   static_assert(64 % kPack == 0, "a warpgroup's rows are whole tokens");
 };
 
-// The kernel's parameter. Rows are tokens; pointers may be null where the specialisation does not use them.
+// The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the host.
 struct AttentionForwardArguments {
   TensorMap q_map;  // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
   TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
@@ -38,17 +61,27 @@ struct AttentionForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  Element* out;  // [rows_q, heads_q, head_dim_v]
-  float* lse;    // [rows_q, heads_q]
-  u32* queue;    // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
+  Element* out;         // [rows_q, heads_q, head_dim_v]
+  float* lse;           // [rows_q, heads_q]
+  const float* sink;    // [sink_rows, heads_q]
+  float* state_acc;     // [rows_q, heads_q, head_dim_v]: not divided by the sum
+  float* state_max;     // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  float* state_sum;     // [rows_q, heads_q]
+  float* partial_out;   // [slots, kTileRows / kPack, heads_q, head_dim_v]
+  float* partial_lse;   // [slots, kTileRows / kPack, heads_q]
+  u32* queue;           // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
-  u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
+  u32 heads_per_group;  // heads that are worked on together
   u32 heads_per_key;    // heads that read one key head: heads / heads_kv
   u32 heads_q;
   u32 head_dim_v;
+  u32 sink_rows;
   i32 rows_k;
-  float scale_log2;  // scale * log2(e)
+  float scale_log2;     // scale * log2(e)
+  float softcap_scale;  // 2 * scale * log2(e) / softcap
+  float softcap_log2;   // softcap * log2(e), 0 for none
+  u32 reserved;
 };
 
 // A tile of one head, as consumers see it.
@@ -72,13 +105,17 @@ struct AttentionForwardStep {
   u32 flags;
 };
 
+// Items that are known at a time: one whose results are being written, one whose scores are in work, one whose first keys
+// were waited for, and one whose first keys are on their way into the stage that is left.
+constexpr u32 kItems = 4;
+
 template <typename C>
 struct alignas(1024) AttentionForwardShared {
   u8 queries[C::kQuerySlots][C::kKeyChunks * C::kTileRows * kRowBytes];
   u8 keys[C::kStages][C::kKeyChunks * C::kBlock * kRowBytes];
   u8 values[C::kStages][C::kValueChunks * C::kBlock * kRowBytes];
   AttentionForwardStep steps[C::kStages];
-  AttentionForwardItem items[C::kStages];  // of first steps
+  AttentionForwardItem items[kItems];  // item number n is in n % kItems
   u64 query_full[C::kQuerySlots];
   u64 query_empty[C::kQuerySlots];
   u64 key_full[C::kStages];
@@ -116,7 +153,7 @@ struct AttentionForwardProducer {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
     shared.steps[stage] = step;
-    if (step.flags & kStepFirst) shared.items[stage] = item;
+    if (step.flags & kStepFirst) shared.items[items % kItems] = item;
     mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {

@@ -101,7 +101,7 @@ struct HeadBlockCursor {
       : blocks(runs, tile), head(first), last_head(first + heads) {}
   __device__ __forceinline__ bool done() const { return blocks.done(); }
   __device__ __forceinline__ void advance(i32 block, const TileRun* runs, const Tile& tile) {
-    blocks.advance(block);
+    blocks.advance(block, runs);
     if (blocks.done() && ++head < last_head) blocks = BlockCursor(runs, tile);
   }
 };
@@ -133,7 +133,7 @@ struct PortableBackward {
 
   // The end of the rows that a block may read and add to.
   __device__ __forceinline__ i32 block_end(const HeadBlockCursor& cursor) const {
-    return min(cursor.blocks.current.end, arguments.rows_q);
+    return min(cursor.blocks.end, arguments.rows_q);
   }
 
   __device__ __forceinline__ void load_block(const HeadBlockCursor& cursor, u32 stage) const {
@@ -155,12 +155,12 @@ struct PortableBackward {
   __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
     if (!block.bounded()) return Cover::kAll;
     const i32 q_start = block.start + i32(C::ScoreWarps::down(warp) * C::kScoreRows);
-    const i32 q_end = min(q_start + i32(C::kScoreRows), block.current.end);
+    const i32 q_end = min(q_start + i32(C::kScoreRows), block.end);
     const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
     const i32 k_end = min(k_start + i32(C::kScoreColumns), tile.end);
     if (q_start >= q_end || k_start >= k_end) return Cover::kNone;
     Cover seen = Cover::kNone;
-    for (u32 b = block.current.bound_begin; b < block.current.bound_end && seen != Cover::kAll; ++b) {
+    for (u32 b = block.bound_begin; b < block.bound_end && seen != Cover::kAll; ++b) {
       const Cover one = cover(load_bound(arguments.bounds + b), q_start, q_end, k_start, k_end);
       if (one != Cover::kNone) seen = one;
     }
@@ -174,7 +174,7 @@ struct PortableBackward {
     for (u32 m = 0; m < kRowTiles; ++m) {
       ColumnMask<C::kScoreColumns> mask;
       mask.clear();
-      for (u32 b = block.current.bound_begin; b < block.current.bound_end; ++b) {
+      for (u32 b = block.bound_begin; b < block.bound_end; ++b) {
         const TileBound bound = load_bound(arguments.bounds + b);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
@@ -198,7 +198,7 @@ struct PortableBackward {
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
-        *reinterpret_cast<u32*>(shared + base + C::Scores::offset(16 * m + j % 2 * 8, j / 2 * 8)) =
+        *reinterpret_cast<u32*>(shared + C::Scores::move(base, 16 * m + j % 2 * 8, j / 2)) =
             pack(patch[m][2 * j], patch[m][2 * j + 1]);
       }
     }
@@ -224,11 +224,11 @@ struct PortableBackward {
       return;
     }
     multiply<C::kHeadDim / 16, kRowTiles, C::kScoreColumns>(
-        p, OperandA<typename C::Queries, Lie::kAlong>(stage_queries(stage), q_row, 0, lane),
-        OperandB<typename C::Keys, Lie::kAlong>(keys, k_row, 0, lane));
+        p, OperandA<typename C::Queries, Lie::kAlong>(stage_queries(stage), q_row, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, k_row, lane));
     multiply<C::kHeadDimV / 16, kRowTiles, C::kScoreColumns>(
-        ds, OperandA<typename C::Outputs, Lie::kAlong>(stage_outputs(stage), q_row, 0, lane),
-        OperandB<typename C::Values, Lie::kAlong>(values, k_row, 0, lane));
+        ds, OperandA<typename C::Outputs, Lie::kAlong>(stage_outputs(stage), q_row, lane),
+        OperandB<typename C::Values, Lie::kAlong>(values, k_row, lane));
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -262,39 +262,49 @@ struct PortableBackward {
 
   // dv += p^T dout, dk += ds^T q.
   __device__ __forceinline__ void accumulate(u32 stage) {
-    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows;
+    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
     multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
-        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, 0, lane),
-        OperandB<typename C::Outputs, Lie::kAcross>(stage_outputs(stage),
-                                                    C::KeyWarps::across(warp) * C::kValuePatchColumns, 0, lane));
+        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
+        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane));
     multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
-        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, 0, lane),
-        OperandB<typename C::Queries, Lie::kAcross>(stage_queries(stage),
-                                                    C::KeyWarps::across(warp) * C::kKeyPatchColumns, 0, lane));
+        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
+        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane));
   }
 
   // dq += scale ds k, in global memory.
   __device__ __forceinline__ void add_query_gradient(const HeadBlockCursor& cursor) const {
     float dq[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2];
     clear(dq);
-    const u32 row = C::QueryWarps::down(warp) * C::kQueryPatchRows;
-    const u32 column = C::QueryWarps::across(warp) * C::kQueryPatchColumns;
+    const u32 row = C::QueryWarps::down(warp) * C::kQueryPatchRows, share = C::QueryWarps::across(warp);
     multiply<C::kTileRows / 16, C::kQueryPatchRows / 16, C::kQueryPatchColumns>(
-        dq, OperandA<typename C::Scores, Lie::kAlong>(slopes, row, 0, lane),
-        OperandB<typename C::Keys, Lie::kAcross>(keys, column, 0, lane));
+        dq, OperandA<typename C::Scores, Lie::kAlong>(slopes, row, lane),
+        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, share, lane));
+    const u32 token = cursor.blocks.start + row + lane / 4, column = 16 * share + 2 * (lane % 4);
+    const u64 pitch = u64(arguments.heads_q) * arguments.head_dim;
+    float* const to = arguments.dq + (token * pitch + cursor.head * arguments.head_dim + column);
     const i32 end = block_end(cursor);
+    if (cursor.blocks.start + i32(C::kBlock) <= end && arguments.head_dim == C::kHeadDim) {
+      add_patch(dq, to, pitch, C::kBlock, C::kHeadDim);
+    } else {
+      add_patch(dq, to, pitch, end - i32(token), i32(arguments.head_dim) - i32(column));
+    }
+  }
+
+  // Adds a patch to global memory, as far as there are rows and columns left.
+  __device__ __forceinline__ void add_patch(
+      const float (&patch)[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2], float* to, u64 pitch, i32 rows,
+      i32 columns) const {
 #pragma unroll
     for (u32 m = 0; m < C::kQueryPatchRows / 16; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const i32 token = cursor.blocks.start + i32(row + 16 * m + 8 * i + lane / 4);
-        if (token >= end) continue;
-        float* const to = arguments.dq + (u64(token) * arguments.heads_q + cursor.head) * arguments.head_dim;
+        if (i32(16 * m + 8 * i) >= rows) continue;
 #pragma unroll
         for (u32 n = 0; n < C::kQueryPatchColumns / 8; ++n) {
-          const u32 at = column + 8 * n + 2 * (lane % 4);
-          if (at >= arguments.head_dim) break;
-          reduce_add(to + at, arguments.scale * dq[m][4 * n + 2 * i], arguments.scale * dq[m][4 * n + 2 * i + 1]);
+          const u32 column = 16 * (n / 2 * C::QueryWarps::kAcross) + 8 * (n % 2);
+          if (i32(column) >= columns) continue;
+          reduce_add(to + (16 * m + 8 * i) * pitch + column, arguments.scale * patch[m][4 * n + 2 * i],
+                     arguments.scale * patch[m][4 * n + 2 * i + 1]);
         }
       }
     }
@@ -313,7 +323,8 @@ struct PortableBackward {
         const u64 place = (u64(token) * arguments.heads_kv + key_head) * head_dim;
 #pragma unroll
         for (u32 n = 0; n < kColumns / 8; ++n) {
-          const u32 column = C::KeyWarps::across(warp) * kColumns + 8 * n + 2 * (lane % 4);
+          const u32 share = n / 2 * C::KeyWarps::kAcross + C::KeyWarps::across(warp);
+          const u32 column = 16 * share + 8 * (n % 2) + 2 * (lane % 4);
           if (column >= head_dim) break;
           const float low = factor * patch[m][4 * n + 2 * i], high = factor * patch[m][4 * n + 2 * i + 1];
           if constexpr (C::kGradient == Gradient::kFloat) {
@@ -355,8 +366,9 @@ struct PortableBackward {
       }
       differentiate(current.blocks, stage);
       __syncthreads();
-      accumulate(stage);
+      // First what goes to global memory, so that it is on its way while the rest is multiplied.
       add_query_gradient(current);
+      accumulate(stage);
       if constexpr (C::kStages == 1) {
         __syncthreads();
         if (!cursor.done()) load_block(cursor, next);

@@ -12,6 +12,9 @@
 
 namespace counterpoint {
 
+// The offset of a row that has seen nothing: finite, so that no infinity meets another, and larger than any score.
+constexpr float kUnseen = 1e30f;
+
 // Where a row's state comes from, and what becomes of it.
 enum class StateBegin : u32 { kStart, kContinue };
 enum class StateEnd : u32 { kState, kResult };
@@ -51,10 +54,10 @@ struct PortableForwardArguments {
   Element* out;        // [rows_q, heads_q, head_dim_v]
   float* lse;          // [rows_q, heads_q]
   float* acc;          // state: [rows_q, heads_q, head_dim_v], not divided by the sum
-  float* row_max;      // state: [rows_q, heads_q], in the unit of the scores before the scale
+  float* row_max;      // state: [rows_q, heads_q], base 2
   float* row_sum;      // state: [rows_q, heads_q]
-  float* partial_out;  // [slots, heads_q, tile rows, head_dim_v]
-  float* partial_lse;  // [slots, heads_q, tile rows]
+  float* partial_out;  // [slots, tile rows, heads_q, head_dim_v]
+  float* partial_lse;  // [slots, tile rows, heads_q]
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
@@ -83,7 +86,9 @@ struct PortableForward {
   u32 head;
   u32 key_head;
   float acc[C::kRowTiles][C::kHeadDimV / 2];
-  RowState state[C::kRowTiles];
+  // Of each row what makes its scores exponents: minus the maximum in use, base 2; and this thread's share of the sum.
+  float offset[C::kRowTiles][2];
+  float sum[C::kRowTiles][2];
 
   // The tile's row of this thread's row `i` of row tile `m`.
   __device__ __forceinline__ u32 row(u32 m, u32 i) const { return warp * C::kWarpRows + 16 * m + 8 * i + lane / 4; }
@@ -99,12 +104,12 @@ struct PortableForward {
   __device__ __forceinline__ void load_keys(const BlockCursor& cursor) const {
     C::Keys::template load<C::kThreads>(keys, arguments.k + key_head * arguments.head_dim,
                                         u64(arguments.heads_kv) * arguments.head_dim, cursor.start,
-                                        min(cursor.current.end, arguments.rows_k), arguments.head_dim);
+                                        min(cursor.end, arguments.rows_k), arguments.head_dim);
   }
   __device__ __forceinline__ void load_values(const BlockCursor& cursor) const {
     C::Values::template load<C::kThreads>(values, arguments.v + key_head * arguments.head_dim_v,
                                           u64(arguments.heads_kv) * arguments.head_dim_v, cursor.start,
-                                          min(cursor.current.end, arguments.rows_k), arguments.head_dim_v);
+                                          min(cursor.end, arguments.rows_k), arguments.head_dim_v);
   }
 
   // A scale below zero is its opposite times the opposite of the queries, which is exact: maxima stay maxima.
@@ -121,7 +126,7 @@ struct PortableForward {
     const i32 first = tile.start + i32(warp * C::kWarpRows), last = min(first + i32(C::kWarpRows), tile.end);
     if (first >= last) return Cover::kNone;
     Cover seen = Cover::kNone;
-    for (u32 b = cursor.current.bound_begin; b < cursor.current.bound_end && seen != Cover::kAll; ++b) {
+    for (u32 b = cursor.bound_begin; b < cursor.bound_end && seen != Cover::kAll; ++b) {
       const Cover one =
           cover(load_bound(arguments.bounds + b), first, last, cursor.start, cursor.start + i32(C::kBlock));
       if (one != Cover::kNone) seen = one;
@@ -132,8 +137,8 @@ struct PortableForward {
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
     clear(scores);
     multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
-        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, 0, lane),
-        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, 0, lane));
+        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, lane),
+        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane));
   }
 
   __device__ __forceinline__ void mask_scores(float (&scores)[C::kRowTiles][C::kBlock / 2],
@@ -142,7 +147,7 @@ struct PortableForward {
     for (u32 m = 0; m < C::kRowTiles; ++m) {
       ColumnMask<C::kBlock> mask;
       mask.clear();
-      for (u32 b = block.current.bound_begin; b < block.current.bound_end; ++b) {
+      for (u32 b = block.bound_begin; b < block.bound_end; ++b) {
         const TileBound bound = load_bound(arguments.bounds + b);
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, tile.start + i32(row(m, i)), block.start, lane);
@@ -163,9 +168,8 @@ struct PortableForward {
     }
   }
 
-  // Follows the maxima of a block's scores: `offset` is what a score times the scale needs to become a weight's exponent.
-  __device__ __forceinline__ void follow_maxima(const float (&scores)[C::kRowTiles][C::kBlock / 2],
-                                                float (&offset)[C::kRowTiles][2]) {
+  // Follows the maxima of a block's scores; the accumulators follow where one moved.
+  __device__ __forceinline__ void follow_maxima(const float (&scores)[C::kRowTiles][C::kBlock / 2]) {
     float rescale[C::kRowTiles][2];
     bool grew = false;
 #pragma unroll
@@ -178,71 +182,59 @@ struct PortableForward {
           chain[0] = fmaxf(chain[0], scores[m][4 * j + 2 * i]);
           chain[1] = fmaxf(chain[1], scores[m][4 * j + 2 * i + 1]);
         }
-        const float seen = quad_max(fmaxf(chain[0], chain[1])), previous = state[m].max[i];
-        // False for a row that has seen nothing but minus infinities, true for the first finite score.
-        const bool take = (seen - previous) * arguments.scale_log2 > kMaxGrowth;
-        state[m].max[i] = take ? seen : previous;
-        rescale[m][i] = take ? exp2_fast((previous - seen) * arguments.scale_log2) : 1.0f;
+        const float seen = quad_max(fmaxf(chain[0], chain[1])) * arguments.scale_log2;
+        // False for minus infinity, true for the first finite score.
+        const bool take = seen + offset[m][i] > kMaxGrowth;
+        rescale[m][i] = take ? exp2_fast(-offset[m][i] - seen) : 1.0f;
+        offset[m][i] = take ? -seen : offset[m][i];
         grew |= take;
-        offset[m][i] = state[m].max[i] == minus_infinity() ? 0.0f : -state[m].max[i] * arguments.scale_log2;
       }
     }
     if (!__any_sync(0xffffffffu, grew)) return;
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
-      state[m].sum[0] *= rescale[m][0];
-      state[m].sum[1] *= rescale[m][1];
+      sum[m][0] *= rescale[m][0];
+      sum[m][1] *= rescale[m][1];
 #pragma unroll
       for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] *= rescale[m][j / 2 % 2];
     }
   }
 
-  // The weights of one pair of a step's scores, as operand A has them.
-  __device__ __forceinline__ u32 weigh(const float (&scores)[C::kRowTiles][C::kBlock / 2],
-                                       const float (&offset)[C::kRowTiles][2], u32 kk, u32 m, u32 j) {
-    const float* pair = &scores[m][8 * kk + 2 * j];
-    const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
-    const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
-    state[m].sum[j % 2] += low + high;
-    u32 weights = pack(low, high);
-    pin(weights);
-    return weights;
-  }
-
-  // acc += weights v. The next step's weights are made, and its values fetched, between this step's products.
-  __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2],
-                                             const float (&offset)[C::kRowTiles][2]) {
-    constexpr u32 kSteps = C::kBlock / 16, kPairs = C::kHeadDimV / 16, kWeights = 4 * C::kRowTiles;
-    const OperandB<typename C::Values, Lie::kAcross> operand(values, 0, 0, lane);
-    u32 a[2][C::kRowTiles][4], b[2][4];
-#pragma unroll
-    for (u32 w = 0; w < kWeights; ++w) a[0][w / 4][w % 4] = weigh(scores, offset, 0, w / 4, w % 4);
-    operand.load(b[0], 0, 0);
+  // acc += weights v.
+  __device__ __forceinline__ void accumulate(const float (&scores)[C::kRowTiles][C::kBlock / 2]) {
+    constexpr u32 kSteps = C::kBlock / 16;
+    u32 weights[kSteps][C::kRowTiles][4];
 #pragma unroll
     for (u32 kk = 0; kk < kSteps; ++kk) {
 #pragma unroll
-      for (u32 n = 0; n < kPairs; ++n) {
-        const u32 now = (kk * kPairs + n) % 2, next = (n + 1) % kPairs, next_step = kk + (n + 1) / kPairs;
-        if (next_step < kSteps) operand.load(b[1 - now], next, next_step);
+      for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (u32 m = 0; m < C::kRowTiles; ++m) {
-          float* to = &acc[m][8 * n];
-          mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], b[now][0], b[now][1]);
-          mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], b[now][2], b[now][3]);
-        }
-        if (kk + 1 == kSteps) continue;
-#pragma unroll
-        for (u32 w = n * kWeights / kPairs; w < (n + 1) * kWeights / kPairs; ++w) {
-          a[(kk + 1) % 2][w / 4][w % 4] = weigh(scores, offset, kk + 1, w / 4, w % 4);
+        for (u32 j = 0; j < 4; ++j) {
+          const float* pair = &scores[m][8 * kk + 2 * j];
+          const float low = exp2_fast(fmaf(pair[0], arguments.scale_log2, offset[m][j % 2]));
+          const float high = exp2_fast(fmaf(pair[1], arguments.scale_log2, offset[m][j % 2]));
+          sum[m][j % 2] += low + high;
+          weights[kk][m][j] = pack(low, high);
         }
       }
     }
+    multiply_by<kSteps, C::kRowTiles, C::kHeadDimV>(
+        acc,
+        [&](u32(&a)[C::kRowTiles][4], u32 kk) {
+#pragma unroll
+          for (u32 w = 0; w < 4 * C::kRowTiles; ++w) a[w / 4][w % 4] = weights[kk][w / 4][w % 4];
+        },
+        OperandB<typename C::Values, Lie::kAcross>(values, 0, lane));
   }
 
   __device__ __forceinline__ void begin_state() {
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
-      state[m].clear();
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        offset[m][i] = kUnseen;
+        sum[m][i] = 0.0f;
+      }
 #pragma unroll
       for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] = 0.0f;
       if constexpr (C::kBegin == StateBegin::kContinue) read_state(m);
@@ -254,9 +246,9 @@ struct PortableForward {
     for (u32 i = 0; i < 2; ++i) {
       const i32 token = tile.start + i32(row(m, i));
       if (token >= tile.end) continue;
-      state[m].max[i] = arguments.row_max[place(token)];
+      offset[m][i] = -arguments.row_max[place(token)];
       // Threads of a quad hold shares of the sum.
-      if (lane % 4 == 0) state[m].sum[i] = arguments.row_sum[place(token)];
+      if (lane % 4 == 0) sum[m][i] = arguments.row_sum[place(token)];
       const float* from = arguments.acc + place(token) * arguments.head_dim_v;
 #pragma unroll
       for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
@@ -283,12 +275,12 @@ struct PortableForward {
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const float sum = quad_sum(state[m].sum[i]);
+        const float total = quad_sum(sum[m][i]);
         const i32 token = tile.start + i32(row(m, i));
         if (token >= tile.end) continue;
         if (lane % 4 == 0) {
-          arguments.row_max[place(token)] = state[m].max[i];
-          arguments.row_sum[place(token)] = sum;
+          arguments.row_max[place(token)] = -offset[m][i];
+          arguments.row_sum[place(token)] = total;
         }
         write_row(m, i, arguments.acc + place(token) * arguments.head_dim_v);
       }
@@ -301,7 +293,6 @@ struct PortableForward {
     for (u32 t = 0; t < arguments.seqlen_sink; ++t) {
       joined = fmaxf(joined, arguments.sink[u64(t) * arguments.heads_q + head] * kLog2E);
     }
-    if (joined == minus_infinity()) return 1.0f;
     const float factor = exp2_fast(max_log2 - joined);
     sum *= factor;
     for (u32 t = 0; t < arguments.seqlen_sink; ++t) {
@@ -314,17 +305,16 @@ struct PortableForward {
   // Divides the accumulators by the rows' sums and writes them with the rows' log-sum-exp.
   __device__ __forceinline__ void write_result() {
     const bool partial = tile.partial >= 0;
-    const u64 slot = (u64(u32(tile.partial)) * arguments.heads_q + head) * C::kTileRows;
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        float sum = quad_sum(state[m].sum[i]);
-        float max_log2 = state[m].max[i] * arguments.scale_log2;
+        float total = quad_sum(sum[m][i]);
+        float max_log2 = -offset[m][i];
         float factor = 1.0f;
         // A part of a row has no sink; whoever merges the parts adds it.
-        if (arguments.seqlen_sink != 0 && !partial) factor = join_sinks(max_log2, sum);
-        factor = sum > 0.0f ? factor / sum : 0.0f;
+        if (arguments.seqlen_sink != 0 && !partial) factor = join_sinks(max_log2, total);
+        factor = total > 0.0f ? factor / total : 0.0f;
 #pragma unroll
         for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
           acc[m][4 * n + 2 * i] *= factor;
@@ -332,11 +322,12 @@ struct PortableForward {
         }
         const i32 token = tile.start + i32(row(m, i));
         if (token >= tile.end) continue;
+        const u64 slot = (u64(u32(tile.partial)) * C::kTileRows + row(m, i)) * arguments.heads_q + head;
         if (lane % 4 == 0) {
-          const float lse = sum > 0.0f ? (max_log2 + __log2f(sum)) * kLn2 : minus_infinity();
-          (partial ? arguments.partial_lse[slot + row(m, i)] : arguments.lse[place(token)]) = lse;
+          const float lse = total > 0.0f ? (max_log2 + __log2f(total)) * kLn2 : minus_infinity();
+          (partial ? arguments.partial_lse[slot] : arguments.lse[place(token)]) = lse;
         }
-        if (partial) write_row(m, i, arguments.partial_out + (slot + row(m, i)) * arguments.head_dim_v);
+        if (partial) write_row(m, i, arguments.partial_out + slot * arguments.head_dim_v);
       }
     }
     if (!partial) write_elements();
@@ -344,7 +335,7 @@ struct PortableForward {
 
   // Writes the accumulators as elements, through this warp's own query rows so that a thread writes 16 bytes at once.
   __device__ __forceinline__ void write_elements() const {
-    u8* const rows = shared + C::Results::offset(warp * C::kWarpRows, 0);
+    u8* const rows = shared + C::Results::kPitch * warp * C::kWarpRows;
     // The pitches of queries and results may differ: a warp may not write over rows that another still multiplies.
     if (C::kHeadDimV != C::kHeadDim) __syncthreads();
 #pragma unroll
@@ -396,15 +387,14 @@ struct PortableForward {
       // Values are here, and nobody reads these keys any more.
       cp_async_wait<0>();
       __syncthreads();
-      cursor.advance(i32(C::kBlock));
+      cursor.advance(i32(C::kBlock), arguments.runs);
       if (!cursor.done()) load_keys(cursor);
       cp_async_commit();
       if (seen == Cover::kNone) continue;
       if constexpr (C::kSoftcap) cap_scores(scores);
       if (seen == Cover::kSome) mask_scores(scores, block);
-      float offset[C::kRowTiles][2];
-      follow_maxima(scores, offset);
-      accumulate(scores, offset);
+      follow_maxima(scores);
+      accumulate(scores);
     }
     cp_async_wait<0>();
     if constexpr (C::kEnd == StateEnd::kState) {

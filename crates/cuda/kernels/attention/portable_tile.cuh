@@ -8,26 +8,40 @@
 
 namespace counterpoint {
 
-// kRows rows of kColumns elements. A row is 16 bytes longer than its elements: with an odd number of 16-byte pieces a row,
-// the 8 rows that ldmatrix reads at once lie in 8 different groups of banks, and every address is a base and a constant.
+// kRows rows of kColumns elements, in pieces of 16 bytes. The place of a piece in its group is exchanged by its row, so that
+// the 8 rows that ldmatrix reads at once lie in 8 different groups of banks, and a copy of 128 bytes stays in one line.
 template <u32 kRowsOf, u32 kColumnsOf>
 struct SharedRows {
   static constexpr u32 kRows = kRowsOf;
   static constexpr u32 kColumns = kColumnsOf;
-  static constexpr u32 kPitch = 2 * kColumns + 16;  // bytes
+  static constexpr u32 kPitch = 2 * kColumns;  // bytes
   static constexpr u32 kBytes = kRows * kPitch;
-  static_assert(kColumns % 16 == 0 && kPitch / 16 % 2 == 1, "an odd number of pieces");
+  // Rows of whole 128-byte lines exchange 8 pieces by row; others, of which two fill whole lines, 4 pieces by pair of rows.
+  static constexpr u32 kGroup = kColumns % 64 == 0 ? 8 : 4;
+  static_assert(kColumns % 32 == 0 && kBytes % 128 == 0, "whole groups, and arrays that keep their alignment");
+
+  static __device__ __forceinline__ u32 exchange(u32 row) { return kGroup == 8 ? row % 8 : row / 2 % 4; }
 
   // The byte offset of an element.
-  static __device__ __forceinline__ u32 offset(u32 row, u32 column) { return row * kPitch + 2 * column; }
+  static __device__ __forceinline__ u32 offset(u32 row, u32 column) {
+    return row * kPitch + 16 * (column / 8 ^ exchange(row)) + column % 8 * 2;
+  }
 
-  // Offsets that a lane gives to ldmatrix, to which `offset` of a corner is added:
+  // The address `rows` rows and `pieces` pieces from `address`: the first a multiple of 8, the second one whose bits are zero in
+  // the number of the piece that `address` stands at.
+  static __device__ __forceinline__ u32 move(u32 address, u32 rows, u32 pieces) {
+    return (address ^ 16 * (pieces % kGroup)) + rows * kPitch + 16 * (pieces / kGroup * kGroup);
+  }
+
+  // Offsets that a lane gives to ldmatrix for the matrices at a corner:
   //  - `lane_by_rows`: matrices 0, 1 below each other, 2, 3 to their right. As A, or transposed as two B whose rows run along k.
   //  - `lane_by_columns`: matrices 0, 1 beside each other, 2, 3 below them. As two B whose rows are columns of the product,
   //    or transposed as A.
-  static __device__ __forceinline__ u32 lane_by_rows(u32 lane) { return offset(lane % 16, lane / 16 * 8); }
-  static __device__ __forceinline__ u32 lane_by_columns(u32 lane) {
-    return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+  static __device__ __forceinline__ u32 lane_by_rows(u32 row, u32 column, u32 lane) {
+    return offset(row + lane % 16, column + lane / 16 * 8);
+  }
+  static __device__ __forceinline__ u32 lane_by_columns(u32 row, u32 column, u32 lane) {
+    return offset(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8);
   }
 
   // Starts the copy of rows [start, start + kRows) of one head of a tensor [.., pitch] by all kThreads threads. Rows from
@@ -36,19 +50,19 @@ struct SharedRows {
   static __device__ __forceinline__ void load(u32 shared, const Element* head, u64 pitch, i32 start, i32 end,
                                               u32 columns) {
     constexpr u32 kPieces = kColumns / 8;
-    if constexpr (kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0) {
-      // A thread keeps its column and steps down: one pointer is all that it needs.
+    if constexpr (kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0 && kThreads / kPieces % 8 == 0) {
+      // A thread keeps its column and steps down by a multiple of 8 rows: its addresses differ by constants.
       constexpr u32 kStep = kThreads / kPieces;
       const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
-      const Element* from = head + (u64(u32(start) + row) * pitch + column);
+      const Element* const from = head + (u64(u32(start) + row) * pitch + column);
+      const u32 to = shared + offset(row, column);
       const i32 left = column < columns ? end - start - i32(row) : 0;
 #pragma unroll
       for (u32 i = 0; i < kRows / kStep; ++i) {
-        cp_async_16(shared + offset(row + i * kStep, column), from, i32(i * kStep) < left);
-        from += kStep * pitch;
+        cp_async_16(to + i * kStep * kPitch, from + i * kStep * pitch, i32(i * kStep) < left);
       }
     } else {
-      const Element* const first = head + u64(start) * pitch;
+      const Element* const first = head + u64(u32(start)) * pitch;
 #pragma unroll
       for (u32 i = 0; i < (kRows * kPieces + kThreads - 1) / kThreads; ++i) {
         const u32 index = threadIdx.x + i * kThreads;
@@ -65,79 +79,76 @@ struct SharedRows {
 // them), or its rows are the steps of the product.
 enum class Lie : u32 { kAlong, kAcross };
 
-// Operand A of products of one warp: rows from `row` on, steps from `step` on.
+// Operand A of products of one warp, whose rows begin at `row`.
 template <typename Rows, Lie kLie>
 struct OperandA {
   u32 base;
-  __device__ __forceinline__ OperandA(u32 shared, u32 row, u32 step, u32 lane)
-      : base(shared + (kLie == Lie::kAlong ? Rows::offset(row, step) + Rows::lane_by_rows(lane)
-                                           : Rows::offset(step, row) + Rows::lane_by_columns(lane))) {}
+  __device__ __forceinline__ OperandA(u32 shared, u32 row, u32 lane)
+      : base(shared + (kLie == Lie::kAlong ? Rows::lane_by_rows(row, 0, lane) : Rows::lane_by_columns(0, row, lane))) {}
   // Row tile `m`, step `kk`, both of 16.
   __device__ __forceinline__ void load(u32 (&a)[4], u32 m, u32 kk) const {
     if constexpr (kLie == Lie::kAlong) {
-      ldmatrix_x4(a, base + Rows::offset(16 * m, 16 * kk));
+      ldmatrix_x4(a, Rows::move(base, 16 * m, 2 * kk));
     } else {
-      ldmatrix_x4_transposed(a, base + Rows::offset(16 * kk, 16 * m));
+      ldmatrix_x4_transposed(a, Rows::move(base, 16 * kk, 2 * m));
     }
   }
 };
 
-// Operand B likewise: columns from `column` on, steps from `step` on.
-template <typename Rows, Lie kLie>
+// Operand B likewise. Its columns, by 16, are dealt to kShares warps in turn where rows of the operand lie across.
+template <typename Rows, Lie kLie, u32 kShares = 1>
 struct OperandB {
   u32 base;
-  __device__ __forceinline__ OperandB(u32 shared, u32 column, u32 step, u32 lane)
-      : base(shared + (kLie == Lie::kAlong ? Rows::offset(column, step) + Rows::lane_by_columns(lane)
-                                           : Rows::offset(step, column) + Rows::lane_by_rows(lane))) {}
-  // Two neighbouring fragments: columns from 16 * n on, step `kk` of 16.
+  // `first` is the first column (kAlong), or the number of the share (kAcross).
+  __device__ __forceinline__ OperandB(u32 shared, u32 first, u32 lane)
+      : base(shared +
+             (kLie == Lie::kAlong ? Rows::lane_by_columns(first, 0, lane) : Rows::lane_by_rows(0, 16 * first, lane))) {
+    static_assert(kLie == Lie::kAcross || kShares == 1, "columns in one piece");
+  }
+  // Two neighbouring fragments: the warp's columns from 16 * n on, step `kk` of 16.
   __device__ __forceinline__ void load(u32 (&b)[4], u32 n, u32 kk) const {
     if constexpr (kLie == Lie::kAlong) {
-      ldmatrix_x4(b, base + Rows::offset(16 * n, 16 * kk));
+      ldmatrix_x4(b, Rows::move(base, 16 * n, 2 * kk));
     } else {
-      ldmatrix_x4_transposed(b, base + Rows::offset(16 * kk, 16 * n));
+      ldmatrix_x4_transposed(b, Rows::move(base, 16 * kk, 2 * kShares * n));
     }
   }
 };
 
-// The fragments of operand B that one step needs.
-template <u32 kColumns, typename B>
-__device__ __forceinline__ void load_step(u32 (&b)[kColumns / 16][4], const B& operand, u32 kk) {
+// D += A * B over kSteps steps of 16: kRowTiles tiles of 16 rows, kColumns columns. `load_a` fills one step's operand A.
+// A is asked for one step ahead, B two fragments ahead: just enough to hide shared memory, with few registers beside D.
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename LoadA, typename B>
+__device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2], const LoadA& load_a, const B& right) {
+  constexpr u32 kPairs = kColumns / 16, kCount = kSteps * kPairs;
+  u32 a[2][kRowTiles][4], b[3][4];
+  load_a(a[0], 0);
+  right.load(b[0], 0, 0);
+  if constexpr (kCount > 1) right.load(b[1], 1 % kPairs, 1 / kPairs);
 #pragma unroll
-  for (u32 n = 0; n < kColumns / 16; ++n) operand.load(b[n], n, kk);
-}
-
-// One step of D += A * B: kRowTiles tiles of 16 rows, kColumns columns.
-template <u32 kRowTiles, u32 kColumns>
-__device__ __forceinline__ void multiply_step(float (&d)[kRowTiles][kColumns / 2], const u32 (&a)[kRowTiles][4],
-                                              const u32 (&b)[kColumns / 16][4]) {
-#pragma unroll
-  for (u32 n = 0; n < kColumns / 16; ++n) {
+  for (u32 index = 0; index < kCount; ++index) {
+    const u32 kk = index / kPairs, n = index % kPairs, ahead = index + 2;
+    if (n == 0 && kk + 1 < kSteps) load_a(a[(kk + 1) % 2], kk + 1);
+    if (ahead < kCount) right.load(b[ahead % 3], ahead % kPairs, ahead / kPairs);
+    const u32(&pair)[4] = b[index % 3];
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
       float* to = &d[m][8 * n];
-      mma_m16n8k16(to[0], to[1], to[2], to[3], a[m], b[n][0], b[n][1]);
-      mma_m16n8k16(to[4], to[5], to[6], to[7], a[m], b[n][2], b[n][3]);
+      mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], pair[0], pair[1]);
+      mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], pair[2], pair[3]);
     }
   }
 }
 
-// D += A * B over kSteps steps of 16. The next step's fragments are asked for before this step's products.
+// The same, both operands in shared memory.
 template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
-  u32 a[2][kRowTiles][4], b[2][kColumns / 16][4];
+  multiply_by<kSteps, kRowTiles, kColumns>(
+      d,
+      [&](u32(&a)[kRowTiles][4], u32 kk) {
 #pragma unroll
-  for (u32 m = 0; m < kRowTiles; ++m) left.load(a[0][m], m, 0);
-  load_step<kColumns>(b[0], right, 0);
-#pragma unroll
-  for (u32 kk = 0; kk < kSteps; ++kk) {
-    const u32 now = kk % 2, next = 1 - now;
-    if (kk + 1 < kSteps) {
-#pragma unroll
-      for (u32 m = 0; m < kRowTiles; ++m) left.load(a[next][m], m, kk + 1);
-      load_step<kColumns>(b[next], right, kk + 1);
-    }
-    multiply_step<kRowTiles, kColumns>(d, a[now], b[now]);
-  }
+        for (u32 m = 0; m < kRowTiles; ++m) left.load(a[m], m, kk);
+      },
+      right);
 }
 
 template <u32 kRowTiles, u32 kCount>
@@ -151,28 +162,32 @@ __device__ __forceinline__ void clear(float (&d)[kRowTiles][kCount]) {
 
 // The blocks of a tile's runs, one after another.
 struct BlockCursor {
-  const TileRun* run;
-  const TileRun* last;  // one past the tile's runs
-  TileRun current;
-  i32 start;
+  u32 run;
+  u32 last;   // one past the tile's runs
+  i32 start;  // of the block
+  i32 end;    // of the run
+  u32 bound_begin;
+  u32 bound_end;
 
-  __device__ __forceinline__ void enter() {
+  __device__ __forceinline__ void enter(const TileRun* runs) {
     if (run == last) return;
-    const int4 bits = __ldg(reinterpret_cast<const int4*>(run));
-    current = TileRun{bits.x, bits.y, u32(bits.z), u32(bits.w)};
-    start = current.start;
+    const int4 bits = __ldg(reinterpret_cast<const int4*>(runs + run));
+    start = bits.x;
+    end = bits.y;
+    bound_begin = bits.z;
+    bound_end = bits.w;
   }
   __device__ __forceinline__ BlockCursor(const TileRun* runs, const Tile& tile)
-      : run(runs + tile.run_begin), last(runs + tile.run_end) {
-    enter();
+      : run(tile.run_begin), last(tile.run_end) {
+    enter(runs);
   }
   __device__ __forceinline__ bool done() const { return run == last; }
-  __device__ __forceinline__ bool bounded() const { return current.bound_begin != current.bound_end; }
-  __device__ __forceinline__ void advance(i32 block) {
+  __device__ __forceinline__ bool bounded() const { return bound_begin != bound_end; }
+  __device__ __forceinline__ void advance(i32 block, const TileRun* runs) {
     start += block;
-    if (start >= current.end) {
+    if (start >= end) {
       ++run;
-      enter();
+      enter(runs);
     }
   }
 };

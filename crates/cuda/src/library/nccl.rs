@@ -1,8 +1,6 @@
 use std::ffi::c_int;
 use std::path::PathBuf;
 
-use libloading::Library;
-
 use super::search;
 use crate::CudaError;
 
@@ -24,7 +22,7 @@ pub fn nccl_version() -> Result<LibraryVersion, CudaError> {
     for path in search::nccl() {
         match open(&path) {
             Ok(version) => return Ok(LibraryVersion { version, path: search::opened_file(&path) }),
-            Err(reason) => tried.push(format!("{}: {reason}", path.display())),
+            Err(reason) => tried.push(super::tell(&path, &reason)),
         }
     }
     tried.extend(search::notes(search::NCCL_VARIABLE, "libnccl.so"));
@@ -33,8 +31,7 @@ pub fn nccl_version() -> Result<LibraryVersion, CudaError> {
 
 fn open(path: &PathBuf) -> Result<String, String> {
     // SAFETY: initialisers of NCCL do not depend on us. The library stays open: it may have started threads.
-    let library =
-        std::mem::ManuallyDrop::new(unsafe { Library::new(path) }.map_err(|error| error.to_string())?);
+    let library = std::mem::ManuallyDrop::new(unsafe { super::open(path) }?);
     let mut version: c_int = 0;
     // SAFETY: the signature is that of nccl.h, the pointer is to a local.
     let code = unsafe {

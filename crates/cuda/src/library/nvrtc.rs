@@ -66,7 +66,7 @@ impl Nvrtc {
         for candidate in search::nvrtc() {
             match Self::open_candidate(&candidate) {
                 Ok(nvrtc) => return Ok(nvrtc),
-                Err(reason) => tried.push(format!("{}: {reason}", candidate.library.display())),
+                Err(reason) => tried.push(super::tell(&candidate.library, &reason)),
             }
         }
         tried.extend(search::notes(search::NVRTC_VARIABLE, "libnvrtc.so"));
@@ -79,7 +79,7 @@ impl Nvrtc {
         // when they are open already.
         for path in candidate.before.iter().chain([&candidate.library]) {
             // SAFETY: initialisers of NVIDIA's libraries do not depend on us.
-            libraries.push(unsafe { Library::new(path) }.map_err(|error| error.to_string())?);
+            libraries.push(unsafe { super::open(path) }?);
         }
         let library = libraries.last().ok_or("nothing to open")?;
         let missing = |symbol: &str| format!("it has no function {symbol}; NVRTC 12.0 or newer is needed");

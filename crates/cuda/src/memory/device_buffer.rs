@@ -4,7 +4,7 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::{PinnedBuffer, check_range, explain_allocation};
+use super::{PinnedBuffer, check_range, explain_allocation, guard};
 use crate::library::call;
 use crate::{CudaError, Device, Stream};
 
@@ -32,6 +32,8 @@ struct Allocation {
 enum MemoryKind {
     /// `cuMemAlloc`: never from a pool, whose memory peers cannot open.
     Plain,
+    /// Likewise, with guard bytes around it.
+    Guarded,
     /// Someone else's.
     Borrowed,
 }
@@ -43,13 +45,24 @@ impl DeviceBuffer {
     /// [`CudaError::OutOfMemory`] when it does not fit.
     pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
         let mut address = 0;
+        let kind = if device.guards().are_wanted() { MemoryKind::Guarded } else { MemoryKind::Plain };
+        let size = match kind {
+            MemoryKind::Guarded => guard::with_guards(bytes),
+            _ => bytes,
+        };
         if bytes > 0 {
-            explain_allocation(device, "device memory", bytes, |driver| {
+            explain_allocation(device, "device memory", size, |driver| {
                 // SAFETY: the pointer is to a local; the memory is freed in drop.
-                unsafe { call!(driver, cuMemAlloc_v2(&mut address, bytes)) }
+                unsafe { call!(driver, cuMemAlloc_v2(&mut address, size)) }
             })?;
+            if let MemoryKind::Guarded = kind {
+                address = guard::inner(address);
+            }
         }
-        let allocation = Allocation { device: device.clone(), address, bytes, kind: MemoryKind::Plain };
+        let allocation = Allocation { device: device.clone(), address, bytes, kind };
+        if bytes > 0 && matches!(allocation.kind, MemoryKind::Guarded) {
+            guard::write(device.bind()?, address, bytes)?;
+        }
         Ok(Self { allocation: Arc::new(allocation), offset: 0, bytes })
     }
 
@@ -258,7 +271,14 @@ impl Drop for Allocation {
                 // SAFETY: made by cuMemAlloc in new; cuMemFree waits for the work that uses it.
                 unsafe { call!(driver, cuMemFree_v2(self.address)) }
             }),
-            MemoryKind::Plain | MemoryKind::Borrowed => {}
+            MemoryKind::Guarded if self.bytes > 0 => {
+                self.device.guards().look(&self.device, self.address, self.bytes);
+                self.device.release(|driver| {
+                    // SAFETY: made by cuMemAlloc in new, which put the guard bytes in front.
+                    unsafe { call!(driver, cuMemFree_v2(guard::outer(self.address))) }
+                });
+            }
+            MemoryKind::Plain | MemoryKind::Guarded | MemoryKind::Borrowed => {}
         }
     }
 }

@@ -1,9 +1,12 @@
 //! Memory of devices, pinned memory of the host, and copies between them.
 
 mod device_buffer;
+mod guard;
 mod pinned_buffer;
 
 pub use device_buffer::DeviceBuffer;
+pub(crate) use guard::Guards;
+pub use guard::{GuardReport, MemoryGuard, Overwrite};
 pub use pinned_buffer::PinnedBuffer;
 
 use crate::library::Driver;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp, SpanKind};
 
-use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, WireTensor};
+use crate::collective::{Board, Collective, Payload, PeerRows, Post, Reduction, Waiter, WireTensor};
 use crate::cpu::{CpuBackend, CpuBuffer, CpuStream, KernelBarrier, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::{World, after};
@@ -22,6 +22,12 @@ use crate::{ExecError, HostTensor, OpPlace, SlowLink, Transport};
 
 /// What a rank publishes: its inputs.
 type Inputs = Vec<CpuBuffer>;
+
+impl Payload for Inputs {
+    fn spent(&self) -> Self {
+        Vec::new()
+    }
+}
 
 /// One rank of the local transport.
 pub struct LocalTransport {
@@ -183,7 +189,7 @@ impl Call {
                 place: self.place.clone(),
                 collective: self.collective.clone(),
                 at: began,
-                payload: Some(self.inputs.clone()),
+                payload: self.inputs.clone(),
             },
         );
         match &self.collective.reduction {
@@ -225,7 +231,6 @@ impl Call {
             let inputs: Vec<ReadGuard<'_>> = post
                 .payload
                 .iter()
-                .flatten()
                 .map(|input| input.read(self.rank, &self.place))
                 .collect::<Result<_, _>>()?;
             for (&from, &to) in post.collective.pattern.to(self.rank).iter().zip(&peer.rows) {
@@ -284,9 +289,14 @@ impl Call {
                 sums.iter_mut().for_each(|sum| reduce::divide_rows(sum, &reduction.operands));
             }
         }
+        // Rows that nobody sends are the own ones still, not those rounded on the way through the workspace.
+        let own = u32::from(reduction.accumulate == Accumulate::Continue);
         for (output, workspace) in outputs.iter_mut().zip(workspaces.iter()) {
-            if let Some(workspace) = workspace {
-                convert::convert_all(workspace, output);
+            let Some(workspace) = workspace else { continue };
+            for (row, &operands) in reduction.operands.iter().enumerate().take(output.rows()) {
+                if operands > own || own == 0 {
+                    convert::convert_row(workspace, row, output);
+                }
             }
         }
         Ok(())

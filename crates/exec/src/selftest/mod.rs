@@ -4,10 +4,13 @@
 //! references, which cost far more than the runs, are computed on all cores while the device works.
 
 mod case;
+mod collectives;
 mod examine;
+mod pattern;
 mod random_mask;
 mod subject;
 
-pub use case::{Case, Extent, Pass};
-pub use examine::{SelfCheck, selftest_attention};
-pub use subject::{CpuSubject, Subject};
+pub use case::{Case, Extent};
+pub use collectives::selftest_collectives;
+pub use examine::{SelfCheck, selftest_attention, unlike_elements};
+pub use subject::{CpuSubject, Subject, SubjectError};

@@ -105,3 +105,59 @@ fn extend(ranges: &mut Vec<Range>, range: Range) {
         _ => ranges.push(range),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ROWS: usize = 5;
+    const COLUMNS: usize = 9;
+
+    /// Small bands of all sorts that share no pair.
+    fn pieces() -> impl Strategy<Value = Vec<Band>> {
+        let band = (0..ROWS, 1..=ROWS, 0..COLUMNS, 1..=COLUMNS, -5..9_i64, 0..9_i64, 0..4_u8);
+        proptest::collection::vec(band, 0..8).prop_map(|drawn| {
+            let mut pieces: Vec<Band> = Vec::new();
+            for (q, height, k, width, min, between, limits) in drawn {
+                let diag_min = if limits & 1 == 0 { min } else { Band::NO_MIN };
+                let diag_max = if limits & 2 == 0 { min + between } else { Band::NO_MAX };
+                let (q_range, k_range) =
+                    (Range::new(q, (q + height).min(ROWS)), Range::new(k, (k + width).min(COLUMNS)));
+                let band = Band { q_range, k_range, diag_min, diag_max };
+                if let Some(band) = band.trim()
+                    && pieces.iter().all(|piece| piece.intersect(&band).is_empty())
+                {
+                    pieces.push(band);
+                }
+            }
+            pieces.sort_unstable_by_key(|piece| piece.k_range.start);
+            pieces
+        })
+    }
+
+    /// The columns of `ranges`, which must have gaps between.
+    fn columns(ranges: &[Range]) -> Vec<usize> {
+        assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
+        ranges.iter().flat_map(|range| range.start..range.end).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(20_000))]
+
+        #[test]
+        fn columns_are_counted(pieces in pieces(), start in 0..ROWS, len in 1..=ROWS) {
+            let rows = Range::new(start, (start + len).min(ROWS));
+            let mut pieces: Vec<Band> = pieces.iter().filter_map(|piece| piece.clip(&rows, &piece.k_range).trim()).collect();
+            pieces.sort_unstable_by_key(|piece| piece.k_range.start);
+            let mut coverage = Coverage::default();
+            coverage.measure(&rows, &pieces);
+            let sees = |row: usize, column: usize| pieces.iter().any(|piece| piece.contains(row, column));
+            let seen: Vec<usize> = (0..COLUMNS).filter(|&column| (rows.start..rows.end).any(|row| sees(row, column))).collect();
+            let full: Vec<usize> = (0..COLUMNS).filter(|&column| (rows.start..rows.end).all(|row| sees(row, column))).collect();
+            prop_assert_eq!(columns(&coverage.seen), seen);
+            prop_assert_eq!(columns(&coverage.full), full);
+        }
+    }
+}

@@ -4,12 +4,7 @@ use counterpoint_mask::{Band, Range};
 
 use super::sweep::{Sweep, piece};
 use super::walk::first_block;
-use super::{TilePlacement, TileScheduleConfig};
-
-/// The cost of a tile besides its blocks, and of a block, in quarters of a block: loading the owned rows, filling and
-/// draining the pipeline and storing the results take about as long as 1.25 blocks.
-const TILE_COST: u64 = 5;
-const BLOCK_COST: u64 = 4;
+use super::{TILE_COST, TilePlacement, TileScheduleConfig};
 
 /// Stretches of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
 /// looking at all of them takes time in the square of their number.
@@ -17,13 +12,13 @@ const SHORT_STRETCH: usize = 8;
 
 /// Row boundaries of tiles of at most `config.tile_rows` rows: 0, …, `rows`. `bands` are trimmed and ascending by row.
 ///
-/// Minimises the number of blocks and 1.25 for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
+/// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
 /// A tiling is a path along the rows. Paths that end at a cut are all followed, others only as long as no path has overtaken
 /// them in rows at no more cost: whoever starts later needs no more tiles for the rest, and hardly ever more blocks. Between
 /// two stops a path is a row of full tiles, and where a single band covers them their blocks are summed in closed form; so
 /// the time depends on the number of bands, not on that of tiles.
 pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> Vec<usize> {
-    let tile_rows = config.tile_rows;
+    let (tile_rows, block) = (config.tile_rows, config.block as u64);
     let (stops, cuts) = stops(bands, rows, tile_rows);
     let (mut stop, mut cut) = (0, 0);
     let mut sweep = Sweep::new(bands);
@@ -50,7 +45,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             && let Some(blocks) = Blocks::of(touching, config)
         {
             let tiles = (stops[stop] - row) / tile_rows;
-            let cost = BLOCK_COST * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
+            let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
             let row = row + tiles * tile_rows;
             let at_cut = cuts.binary_search(&row).is_ok();
             add(&mut paths, Path { row, cost: path.cost + cost, before, at_cut });
@@ -63,7 +58,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             let inside = touching.iter().filter(|band| band.q_range.start < end);
             columns.extend(inside.filter_map(|band| piece(band, &tile)).map(|piece| piece.k_range));
             columns.sort_unstable();
-            let cost = BLOCK_COST * blocks(&columns, config) + TILE_COST;
+            let cost = block * blocks(&columns, config) + TILE_COST;
             let at_cut = end < limit || cuts.binary_search(&end).is_ok();
             add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
         }
@@ -280,7 +275,7 @@ mod tests {
 
     fn cost(bands: &[Band], starts: &[usize], config: &TileScheduleConfig) -> u64 {
         let tiles = starts.windows(2).map(|pair| Range::new(pair[0], pair[1]));
-        tiles.map(|rows| BLOCK_COST * blocks_of_tile(bands, rows, config) + TILE_COST).sum()
+        tiles.map(|rows| config.block as u64 * blocks_of_tile(bands, rows, config) + TILE_COST).sum()
     }
 
     /// The cheapest tiling of all whose tiles are full or end where they may, by trying every row.
@@ -373,7 +368,7 @@ mod tests {
             let (_, cuts) = stops(&bands, 120, tile_rows);
             let found = cost(&bands, &starts, &config);
             let least = cheapest(&bands, 120, &config, |row| cuts.binary_search(&row).is_ok());
-            prop_assert!(found <= least + least / 8 + 2 * BLOCK_COST, "{found}, but {least} is possible");
+            prop_assert!(found <= least + least / 8, "{found}, but {least} is possible");
         }
     }
 

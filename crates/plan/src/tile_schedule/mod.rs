@@ -29,6 +29,10 @@ pub const MAX_TILE_SCHEDULE_ROWS: usize = 1 << 29;
 /// Most rows of a tile or a block.
 pub const MAX_TILE_SIZE: usize = 1 << 16;
 
+/// What a tile costs besides its blocks, in columns of a block: loading the owned rows, filling and draining the pipeline
+/// and storing the results take about as long as 1.25 blocks of 128.
+const TILE_COST: u64 = 160;
+
 /// A mask as attention kernels walk it: every *tile* owns rows of one axis and lists, for the other axis, the blocks in
 /// which its rows see anything, from all bands that touch it.
 ///
@@ -123,7 +127,9 @@ impl TileSchedule {
         let area = turned.iter().map(Band::area).sum();
         let (config, merges) = (*config, Vec::new());
         let mut schedule = Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0 };
-        if let Some(part) = config.split.and_then(|split| split::part_blocks(&schedule.tiles, &split)) {
+        if let Some(part) =
+            config.split.and_then(|split| split::part_blocks(&schedule.tiles, config.block, &split))
+        {
             schedule.split(part);
         }
         if config.order == TileOrder::Work {

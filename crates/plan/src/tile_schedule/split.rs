@@ -1,58 +1,56 @@
 //! Splitting tiles along the walked axis.
 
-use super::{Tile, TileBound, TileMerge, TileRun, TileSplit};
+use super::{TILE_COST, Tile, TileBound, TileMerge, TileRun, TileSplit};
 
 /// A part of fewer blocks would wait for its first block longer than it computes.
 const LEAST_PART: usize = 4;
 
-/// What a part costs besides its blocks, in blocks: that of a tile, and writing and merging an f32 result.
-const PART_COST: usize = 2;
+/// What a part costs besides its blocks, in columns: what a tile costs, and writing and merging an f32 result.
+const PART_COST: u64 = 2 * TILE_COST;
 
-/// What merging costs in all, in blocks: the launch of one more kernel.
-const MERGE_COST: usize = 3;
+/// What merging costs in all, in columns: the launch of one more kernel.
+const MERGE_COST: u64 = 400;
 
-/// The most blocks of a part when splitting pays, from the blocks of every tile. `None` when it does not.
-pub(super) fn part_blocks(tiles: &[Tile], split: &TileSplit) -> Option<usize> {
+/// The most blocks of a part when splitting pays. `None` when it does not.
+pub(super) fn part_blocks(tiles: &[Tile], block: usize, split: &TileSplit) -> Option<usize> {
     let mut blocks: Vec<usize> =
         tiles.iter().map(|tile| tile.blocks as usize).filter(|&blocks| blocks > 0).collect();
     blocks.sort_unstable_by(|a, b| b.cmp(a));
     let longest = *blocks.first()?;
-    let items: usize = blocks.iter().sum::<usize>() + blocks.len();
     // What every worker has to do when all finish together.
-    let share = (items * split.heads).div_ceil(split.workers);
+    let share = (blocks.iter().sum::<usize>() * split.heads).div_ceil(split.workers);
     if longest < 2 * LEAST_PART || longest <= share {
         return None;
     }
-    let whole = makespan(&blocks, split, longest);
-    let most = (longest / LEAST_PART).min(2 * longest.div_ceil(share.max(1)) + 2);
-    let choices: Vec<(usize, usize)> = (2..=most)
-        .map(|parts| longest.div_ceil(parts))
-        .map(|part| (makespan(&blocks, split, part), part))
-        .collect();
+    let makespan = |part: usize| makespan(&blocks, block, split, part);
+    let most = (longest / LEAST_PART).min(2 * longest.div_ceil(share) + 2);
+    let choices: Vec<(u64, usize)> =
+        (2..=most).map(|parts| longest.div_ceil(parts)).map(|part| (makespan(part), part)).collect();
     let (least, _) = *choices.iter().min()?;
     // Partial results take memory and merging, so a little time is no reason for more parts.
-    let (makespan, part) = *choices.iter().find(|&&(makespan, _)| makespan <= least + least / 16)?;
-    (makespan + MERGE_COST < whole).then_some(part)
+    let (found, part) = *choices.iter().find(|&&(found, _)| found <= least + least / 16)?;
+    (found + MERGE_COST < makespan(longest)).then_some(part)
 }
 
-/// A lower bound, in blocks, of the time until all workers have finished, which handing out the longest first comes close
-/// to. `blocks` are those of every tile, descending; tiles of more than `part` blocks are split into equal parts.
-fn makespan(blocks: &[usize], split: &TileSplit, part: usize) -> usize {
-    let mut costs: Vec<(usize, usize)> = blocks
+/// A lower bound, in columns, of the time until all workers have finished, which handing out the longest first comes close
+/// to. `blocks` are those of every tile; tiles of more than `part` blocks are split into equal parts.
+fn makespan(blocks: &[usize], block: usize, split: &TileSplit, part: usize) -> u64 {
+    let columns = |blocks: usize| (blocks * block) as u64;
+    let mut costs: Vec<(u64, usize)> = blocks
         .iter()
         .map(|&blocks| match blocks.div_ceil(part) {
-            1 => (blocks + 1, split.heads),
-            parts => (blocks.div_ceil(parts) + PART_COST, parts * split.heads),
+            1 => (columns(blocks) + TILE_COST, split.heads),
+            parts => (columns(blocks.div_ceil(parts)) + PART_COST, parts * split.heads),
         })
         .collect();
     costs.sort_unstable_by(|a, b| b.cmp(a));
-    let work: usize = costs.iter().map(|&(cost, items)| cost * items).sum();
-    let mut bound = work.div_ceil(split.workers);
+    let work: u64 = costs.iter().map(|&(cost, items)| cost * items as u64).sum();
+    let mut bound = work.div_ceil(split.workers as u64);
     // Of the `waves * workers + 1` longest items some worker gets `waves + 1`.
     let (mut before, mut waves) = (0, 0);
     for (cost, items) in costs {
         while waves * split.workers < before + items {
-            bound = bound.max((waves + 1) * cost);
+            bound = bound.max((waves as u64 + 1) * cost);
             waves += 1;
         }
         before += items;

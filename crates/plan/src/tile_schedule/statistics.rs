@@ -1,6 +1,9 @@
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
 use serde::{Deserialize, Serialize};
 
-use super::TileSchedule;
+use super::{TILE_COST, TileSchedule};
 
 /// Figures of a [`TileSchedule`], for reports and for choosing sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -40,5 +43,31 @@ impl TileSchedule {
             efficiency: if blocks == 0 { 1.0 } else { self.area as f64 / computed },
             bytes: self.bytes(),
         }
+    }
+
+    /// Time until all of `workers` CTAs have finished when each takes the next tile and head as soon as it is free. The unit
+    /// is the time of one column of a block; a tile costs as much as 160 columns besides its blocks. Tiles are handed out in
+    /// the schedule's order, each for all of `heads` before the next. `O(tiles * heads * log workers)`: to choose sizes by,
+    /// not for every call.
+    ///
+    /// `area * heads / (makespan * workers * tile_rows)` is the share of the device's time that goes into unmasked pairs, if
+    /// blocks run without a stop.
+    ///
+    /// # Panics
+    /// When there is no worker.
+    pub fn makespan(&self, workers: usize, heads: usize) -> u64 {
+        assert!(workers > 0, "no worker never finishes");
+        let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();
+        let mut end = 0;
+        for tile in &self.tiles {
+            let cost = u64::from(tile.blocks) * self.config.block as u64 + TILE_COST;
+            for _ in 0..heads {
+                if let Some(mut first) = free.peek_mut() {
+                    first.0 += cost;
+                    end = end.max(first.0);
+                }
+            }
+        }
+        end
     }
 }

@@ -112,7 +112,8 @@ impl Walk {
             let end = start + count * block;
             let rows = Range::new(start, end.min(last_end));
             match &mut open {
-                Some(open) if open.end == start && self.listed == self.live => open.end = rows.end,
+                // A piece is one stretch of columns, so blocks that touch the same ones follow each other.
+                Some(open) if self.listed == self.live => open.end = rows.end,
                 _ => {
                     self.close(open.replace(rows));
                     self.listed.clone_from(&self.live);

@@ -1,0 +1,95 @@
+//! `counterpoint doctor`, and `selftest --compile-only`.
+
+use serde_json::Value;
+
+mod support;
+
+use support::Folder;
+
+/// A cache of its own: the user's is none of a test's business.
+const CACHE: (&str, &str) = ("COUNTERPOINT_CACHE_DIR", "cache");
+
+#[test]
+fn what_is_missing_is_no_error() {
+    let folder = Folder::new();
+    let nowhere = ("COUNTERPOINT_NVRTC_DIR", "nowhere");
+    let ran = folder.run_with("doctor --json", &[CACHE, nowhere, ("COUNTERPOINT_NCCL_DIR", "nowhere")]);
+    assert_eq!(ran.status, 0, "{}", ran.stderr);
+    let document: Value = serde_json::from_str(&ran.stdout).unwrap();
+    for library in ["nvrtc", "nccl"] {
+        assert!(document[library].is_null(), "{document}");
+    }
+    let missing = document["missing"].as_array().unwrap();
+    let remedy = |what: &str| {
+        let found =
+            missing.iter().find(|missing| missing["what"] == what).unwrap_or_else(|| panic!("{document}"));
+        assert!(!found["costs"].as_str().unwrap().is_empty());
+        found["remedy"].as_str().unwrap().to_owned()
+    };
+    assert!(remedy("NVRTC").contains("pip install nvidia-cuda-nvrtc==13.0.88"));
+    assert!(remedy("NVRTC").contains("COUNTERPOINT_NVRTC_DIR=nowhere: no libnvrtc.so.* in it"));
+    assert!(remedy("NCCL").contains("pip install nvidia-nccl-cu13"));
+    assert_eq!(document["cache"]["entries"], 0);
+    assert!(folder.names().is_empty(), "looking changes nothing: {:?}", folder.names());
+}
+
+#[test]
+fn every_variable_is_listed() {
+    let folder = Folder::new();
+    let ran = folder.run_with("doctor", &[CACHE, ("COUNTERPOINT_CASH_DIR", "x")]);
+    assert_eq!(ran.status, 0);
+    for words in [
+        "COUNTERPOINT_CACHE_DIR = cache (the folder of compiled kernels)",
+        "COUNTERPOINT_NCCL_DIR",
+        "COUNTERPOINT_NVRTC_DIR",
+        "COUNTERPOINT_CASH_DIR = x (nothing reads it; is it misspelt?)",
+    ] {
+        assert!(ran.stdout.contains(words), "{words}: {}", ran.stdout);
+    }
+}
+
+#[test]
+fn a_gpu_is_described_or_missing() {
+    let document: Value =
+        serde_json::from_str(&Folder::new().run_with("doctor --json", &[CACHE]).stdout).unwrap();
+    let gpus = document["gpus"].as_array().unwrap();
+    let missing = document["missing"].as_array().unwrap().iter().any(|missing| missing["what"] == "GPU");
+    assert_eq!(gpus.is_empty(), missing, "{document}");
+    for gpu in gpus {
+        for field in ["name", "uuid", "capability", "arch", "kernels"] {
+            assert!(!gpu[field].as_str().unwrap().is_empty(), "{field} of {gpu}");
+        }
+    }
+}
+
+#[test]
+fn kernels_cannot_be_compiled_without_a_compiler() {
+    let ran =
+        Folder::new().run_with("selftest --compile-only", &[CACHE, ("COUNTERPOINT_NVRTC_DIR", "nowhere")]);
+    assert_eq!(ran.status, 3);
+    assert!(ran.stderr.contains("pip install nvidia-cuda-nvrtc==13.0.88"), "{}", ran.stderr);
+    assert_eq!(ran.stdout, "");
+}
+
+#[test]
+fn kernels_compile() {
+    let ran = Folder::new().run_with("selftest --compile-only --json", &[]);
+    if ran.status == 3 {
+        assert!(std::env::var_os("CI").is_none(), "{}", ran.stderr);
+        eprintln!("SKIPPED, which CI would not accept: {}", ran.stderr);
+        return;
+    }
+    let document: Value = serde_json::from_str(&ran.stdout).unwrap();
+    assert!(document["nvrtc"].as_str().is_some_and(|version| version.starts_with("1")), "{document}");
+    assert_eq!(document["failed"], serde_json::json!([]));
+    let kernels = document["kernels"].as_array().unwrap();
+    let shipped = counterpoint_cuda::kernel::specialisations().len();
+    assert_eq!(kernels.len(), shipped);
+    // A build without kernels has proved nothing.
+    assert_eq!(ran.status, if shipped > 0 { 0 } else { 1 }, "{}", ran.stderr);
+    for kernel in kernels {
+        assert!(kernel["registers"].as_u64().is_some_and(|registers| registers > 0), "{kernel}");
+        assert_eq!((&kernel["local_bytes"], &kernel["spill_bytes"]), (&Value::from(0), &Value::from(0)));
+        assert!(kernel["hgmma"].is_null() || kernel["hgmma"].is_u64());
+    }
+}

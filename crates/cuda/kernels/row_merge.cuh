@@ -1,0 +1,137 @@
+// Partial results of attention, (out, lse) pairs over disjoint columns, merged into their owner's rows: the receiving end of
+// a group-reduce of logarithms.
+//
+// The operands of a row are merged one after the other in the order of the list, which is that of their ranks.
+#pragma once
+
+#include "scalar.cuh"
+
+namespace counterpoint {
+
+constexpr u32 kRowMergeThreads = 256;
+constexpr u32 kRowMergeSources = 128;
+// Elements of one row and head that a lane holds at once.
+constexpr u32 kRowMergeHeld = 8;
+
+// Where every rank's partial results begin.
+struct RowMergeSources {
+  u64 out[kRowMergeSources];
+  u64 lse[kRowMergeSources];
+};
+
+// Rows with the same operands; a warp merges them, head by head.
+struct RowMergePiece {
+  u32 to;  // first row
+  u32 rows;
+  u32 operand_begin;
+  u32 operand_end;
+};
+
+struct RowMergeOperand {
+  u32 from;  // first row
+  u32 source;
+};
+static_assert(sizeof(RowMergePiece) == 16 && sizeof(RowMergeOperand) == 8, "layouts shared with the host");
+
+struct MergeWeights {
+  float lse;
+  float own;
+  float other;
+};
+
+// logaddexp(a, b) and the weights of the two sides. As `max + ln(1 + exp(min - max))` nothing overflows, and a side with -inf
+// leaves the other's bits alone. Both -inf: -inf, and both weights 0 instead of NaN.
+__device__ __forceinline__ MergeWeights merge_weights(float a, float b) {
+  const float high = a > b ? a : b;
+  const float low = a > b ? b : a;
+  if (high == minus_infinity()) return {high, 0.0f, 0.0f};
+  const float lse = high + log1pf(expf(low - high));
+  return {lse, expf(a - lse), expf(b - lse)};
+}
+
+// A side of weight 0 counts for nothing, whatever it holds.
+__device__ __forceinline__ float weigh(float weight, float value) { return weight == 0.0f ? 0.0f : weight * value; }
+
+// One row and head. `kPack` neighbouring elements a lane, as often as `kHeld` says; longer heads take several turns.
+template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack>
+__device__ __forceinline__ void merge_head(const RowMergeSources& sources, const RowMergePiece& piece,
+                                           const RowMergeOperand* __restrict__ operands, Result* result,
+                                           float* result_lse, u64 at, u32 heads, u32 dim, bool accumulate, u32 lane) {
+  constexpr u32 kHeld = kRowMergeHeld / kPack;
+  const u64 to = u64(piece.to) * heads + at;
+  const float own_lse = accumulate ? through<Sum>(result_lse[to]) : minus_infinity();
+  float lse = own_lse;
+  for (u32 begin = 0; begin < dim; begin += 32 * kRowMergeHeld) {
+    lse = own_lse;
+    float sums[kHeld][kPack] = {};
+    if (accumulate) {
+#pragma unroll
+      for (u32 h = 0; h < kHeld; ++h) {
+        const u32 column = begin + (32 * h + lane) * kPack;
+        if (column < dim) {
+          const Pack<Result, kPack> own = load_pack<Result, kPack>(result + to * dim + column);
+#pragma unroll
+          for (u32 e = 0; e < kPack; ++e) sums[h][e] = through<Sum>(widen(own.at[e]));
+        }
+      }
+    }
+    for (u32 o = piece.operand_begin; o < piece.operand_end; ++o) {
+      const RowMergeOperand operand = operands[o];
+      const u64 from = u64(operand.from) * heads + at;
+      const float other = reinterpret_cast<const float*>(sources.lse[operand.source])[from];
+      const Partial* out = reinterpret_cast<const Partial*>(sources.out[operand.source]) + from * dim;
+      const MergeWeights weights = merge_weights(lse, through<Sum>(other));
+      lse = through<Sum>(weights.lse);
+#pragma unroll
+      for (u32 h = 0; h < kHeld; ++h) {
+        const u32 column = begin + (32 * h + lane) * kPack;
+        if (column < dim) {
+          const Pack<Partial, kPack> terms = load_pack<Partial, kPack>(out + column);
+#pragma unroll
+          for (u32 e = 0; e < kPack; ++e) {
+            const float term = through<Sum>(through<Wire>(widen(terms.at[e])));
+            sums[h][e] = through<Sum>(weigh(weights.own, sums[h][e]) + weigh(weights.other, term));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (u32 h = 0; h < kHeld; ++h) {
+      const u32 column = begin + (32 * h + lane) * kPack;
+      if (column < dim) {
+        Pack<Result, kPack> merged;
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) merged.at[e] = narrow<Result>(sums[h][e]);
+        store_pack(result + to * dim + column, merged);
+      }
+    }
+  }
+  // Every lane has read the row's own logarithm.
+  __syncwarp();
+  if (lane == 0) result_lse[to] = lse;
+}
+
+// Any number of blocks. `result_lse` and the operands' are [rows, heads], the others [rows, heads, dim]. `packed`: every
+// address is aligned to 16 bytes, `dim` is a multiple of 4.
+template <typename Partial, typename Wire, typename Sum, typename Result>
+__device__ __forceinline__ void row_merge(const RowMergeSources& sources, const RowMergePiece* __restrict__ pieces,
+                                          const RowMergeOperand* __restrict__ operands, Result* result,
+                                          float* result_lse, u32 count, u32 heads, u32 dim, u32 accumulate,
+                                          u32 packed) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 warps = gridDim.x * (kRowMergeThreads / 32);
+  for (u32 i = blockIdx.x * (kRowMergeThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
+    const RowMergePiece piece = pieces[i];
+    for (u64 at = 0; at < u64(piece.rows) * heads; ++at) {
+      if (packed) {
+        merge_head<Partial, Wire, Sum, Result, 4>(sources, piece, operands, result, result_lse, at, heads, dim,
+                                                  accumulate, lane);
+      } else {
+        merge_head<Partial, Wire, Sum, Result, 1>(sources, piece, operands, result, result_lse, at, heads, dim,
+                                                  accumulate, lane);
+      }
+    }
+  }
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,122 @@
+//! What the launchers of attention are given, the same for every architecture.
+//!
+//! A launcher is made once for a problem and launched many times: `new(setup, problem, mode)` compiles its kernels, builds
+//! the tile schedule and puts it, and whatever else it needs, into device memory by the stream `setup`, which it waits for.
+//! `launch(stream, tensors)` then allocates nothing and waits for nothing.
+//!
+//! Tensors are dense and row-major; addresses are those of their first elements, aligned to 16 bytes. Rows of a head have a
+//! multiple of 8 elements (others are padded before they come here).
+
+/// What a stage of the forward goes on from and what it leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ForwardMode {
+    /// Whether it goes on from the state of an earlier stage.
+    pub continues: bool,
+    /// What it leaves.
+    pub end: ForwardModeEnd,
+}
+
+/// What a stage of the forward leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ForwardModeEnd {
+    /// The state, for a later stage.
+    State,
+    /// The results.
+    Result {
+        /// Rows of the sink; 0 without one.
+        seqlen_sink: usize,
+    },
+}
+
+/// Addresses of the state between stages; `row_max` is of scores times `log2 e`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateTensors {
+    /// `[rows_q, heads_q, head_dim_v]`, f32.
+    pub acc: u64,
+    /// `[rows_q, heads_q]`, f32.
+    pub row_max: u64,
+    /// `[rows_q, heads_q]`, f32.
+    pub row_sum: u64,
+}
+
+/// Addresses of the results of a forward. Every element is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResultTensors {
+    /// `[seqlen_sink, heads_q]`, f32; 0 without one.
+    pub sink: u64,
+    /// `[rows_q, heads_q, head_dim_v]`.
+    pub out: u64,
+    /// `[rows_q, heads_q]`, f32, natural logarithm.
+    pub lse: u64,
+}
+
+/// Addresses of the tensors of a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ForwardTensors {
+    /// `[rows_q, heads_q, head_dim]`.
+    pub q: u64,
+    /// `[rows_k, heads_kv, head_dim]`.
+    pub k: u64,
+    /// `[rows_k, heads_kv, head_dim_v]`.
+    pub v: u64,
+    /// Of the stage before, where the mode continues it.
+    pub begin: Option<StateTensors>,
+    /// What is left, as the mode says.
+    pub end: ForwardTarget,
+}
+
+/// Where a forward leaves what it leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ForwardTarget {
+    /// With [`ForwardModeEnd::State`]. It may be the state that the stage began from.
+    State(StateTensors),
+    /// With [`ForwardModeEnd::Result`].
+    Result(ResultTensors),
+}
+
+/// Addresses of the tensors of the row statistic of a backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaTensors {
+    /// `[rows_q, heads_q, head_dim_v]`.
+    pub out: u64,
+    /// As `out`.
+    pub dout: u64,
+    /// `[rows_q, heads_q]`, f32.
+    pub lse: u64,
+    /// `[rows_q, heads_q]`, f32; written.
+    pub delta: u64,
+    /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`, f32; the second is written.
+    pub sink: Option<(u64, u64)>,
+}
+
+/// What a stage of the backward does beside its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardMode {
+    /// Whether `dq` goes on from what is there; otherwise it begins at zero.
+    pub continues_dq: bool,
+    /// Whether `dk` and `dv` are results in the elements' type; otherwise they are f32 shares.
+    pub rounds_keys: bool,
+}
+
+/// Addresses of the tensors of a backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardTensors {
+    /// `[rows_q, heads_q, head_dim]`.
+    pub q: u64,
+    /// `[rows_k, heads_kv, head_dim]`.
+    pub k: u64,
+    /// `[rows_k, heads_kv, head_dim_v]`.
+    pub v: u64,
+    /// `[rows_q, heads_q, head_dim_v]`.
+    pub dout: u64,
+    /// `[rows_q, heads_q]`, f32, of the whole row, natural logarithm.
+    pub lse: u64,
+    /// `[rows_q, heads_q]`, f32, of the whole row.
+    pub delta: u64,
+    /// `[rows_q, heads_q, head_dim]`, f32.
+    pub dq: u64,
+    /// `[rows_k, heads_kv, head_dim]`, of the type that the mode says; every element is written.
+    pub dk: u64,
+    /// `[rows_k, heads_kv, head_dim_v]`, likewise.
+    pub dv: u64,
+}

@@ -1,0 +1,262 @@
+use bytemuck::NoUninit;
+use counterpoint_schedule::{Accumulate, ReduceOp};
+
+use super::operand_rows::operand_rows;
+use super::scalar::Scalar;
+use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
+use crate::arch::Arch;
+use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+const THREADS: u32 = 256;
+const WARPS: u64 = 8;
+/// Pointers of one launch (`kRowReduceSources`).
+const SOURCES: usize = 256;
+/// Elements that a warp sums at most before it looks for more, and at least unless there are no more. A multiple of what
+/// the kernel packs.
+const MOST_ELEMENTS: u64 = 4 << 10;
+const LEAST_ELEMENTS: u64 = 512;
+/// Elements that the kernel loads at once where it can.
+const PACK: u64 = 4;
+
+/// The element types of a reduction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ReduceTypes {
+    /// Of the partial results.
+    pub partial: Scalar,
+    /// On the wire.
+    pub wire: Scalar,
+    /// In which operands are combined.
+    pub sum: Scalar,
+    /// Of the result.
+    pub result: Scalar,
+}
+
+impl ReduceTypes {
+    /// A wire that keeps every value is as good as none.
+    pub(super) fn normalised(mut self) -> Self {
+        if self.partial.survives(self.wire) {
+            self.wire = self.partial;
+        }
+        self
+    }
+
+    pub(super) fn name(&self) -> String {
+        [self.partial, self.wire, self.sum, self.result].map(Scalar::name).join("_")
+    }
+
+    pub(super) fn cpp(&self) -> String {
+        [self.partial, self.wire, self.sum, self.result].map(Scalar::cpp).join(", ")
+    }
+
+    /// Those that attention and its collectives use: everything in one type, or summed in f32.
+    pub(super) fn shipped() -> Vec<Self> {
+        use Scalar::{Bf16, F16, F32};
+        let one = |scalar| Self { partial: scalar, wire: scalar, sum: F32, result: scalar };
+        let mut all = vec![one(F32)];
+        for narrow in [Bf16, F16] {
+            all.push(one(narrow));
+            all.push(Self { partial: F32, wire: narrow, sum: F32, result: F32 });
+            all.push(Self { partial: narrow, wire: narrow, sum: F32, result: F32 });
+        }
+        all
+    }
+}
+
+/// Partial results of rows summed (or averaged) into their owner's rows, prepared to run many times. The operands of a row
+/// are combined in the order of their peers, so a result has the same bits every time.
+#[derive(Debug)]
+pub struct RowReduce {
+    function: Function,
+    pieces: DeviceBuffer,
+    operands: DeviceBuffer,
+    count: u32,
+    peers: usize,
+    accumulate: bool,
+    /// Whether rows are multiples of what the kernel packs.
+    packs: bool,
+    sm_count: u32,
+}
+
+/// `RowReduceSources` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RowReduceSources {
+    at: [u64; SOURCES],
+}
+
+/// `RowReducePiece` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct RowReducePiece {
+    to: u64,
+    count: u32,
+    operand_begin: u32,
+    operand_end: u32,
+    divisor: u32,
+}
+
+/// `RowReduceOperand` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct RowReduceOperand {
+    from: u64,
+    source: u32,
+    reserved: u32,
+}
+
+/// What a reduction of one tensor is, apart from its moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowReduceSpec {
+    /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
+    pub op: ReduceOp,
+    /// Whether the result's own contents are the first operand.
+    pub accumulate: Accumulate,
+    /// Types.
+    pub types: ReduceTypes,
+    /// Rows of the result.
+    pub rows: usize,
+    /// Elements of one row.
+    pub row_elements: u64,
+}
+
+impl RowReduce {
+    /// Makes the reduction of `moves` ready. Peers are below 256. The lists are uploaded by `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// When the kernel cannot be compiled, or the lists do not fit into memory.
+    pub fn new(stream: &Stream, spec: &RowReduceSpec, moves: &[RowMove]) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let function = device.function(&source(device.arch(), spec.types.normalised()))?;
+        let peers = moves.iter().map(|step| step.peer + 1).max().unwrap_or(0);
+        if peers > SOURCES {
+            let reason = format!("{peers} ranks reduce to one, at most {SOURCES} can");
+            return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
+        }
+        let (pieces, operands) = lists(spec, moves, device.sm_count());
+        Ok(Self {
+            function,
+            count: pieces.len() as u32,
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            operands: DeviceBuffer::from_slice(stream, &operands)?,
+            peers,
+            accumulate: spec.accumulate == Accumulate::Continue,
+            packs: spec.row_elements.is_multiple_of(PACK),
+            sm_count: device.sm_count(),
+        })
+    }
+
+    /// Enqueues the reduction. `source` gives the address of a peer's partial results.
+    ///
+    /// # Safety
+    /// As [`RowCopy::launch`](super::RowCopy::launch).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        source: impl Fn(usize) -> u64,
+        result: u64,
+    ) -> Result<(), CudaError> {
+        if self.count == 0 {
+            return Ok(());
+        }
+        let mut sources = RowReduceSources { at: [0; SOURCES] };
+        let mut addresses = result;
+        for peer in 0..self.peers {
+            sources.at[peer] = source(peer);
+            addresses |= sources.at[peer];
+        }
+        let packed = self.packs && addresses.is_multiple_of(16);
+        let blocks = blocks_of(u64::from(self.count).div_ceil(WARPS), self.sm_count);
+        let arguments = (
+            sources,
+            self.pieces.address(),
+            self.operands.address(),
+            result,
+            self.count,
+            u32::from(self.accumulate),
+            u32::from(packed),
+        );
+        // SAFETY: the arguments are those of the kernel in `source`, the lists live as long as this value, whose memory is
+        // freed only after what is enqueued; the rest is the caller's promise.
+        unsafe { self.function.launch(stream, &Launch::linear(blocks, THREADS), &arguments) }
+    }
+}
+
+/// The rows of the result, cut into what a warp sums.
+fn lists(
+    spec: &RowReduceSpec,
+    moves: &[RowMove],
+    sm_count: u32,
+) -> (Vec<RowReducePiece>, Vec<RowReduceOperand>) {
+    let accumulate = spec.accumulate == Accumulate::Continue;
+    let row = spec.row_elements;
+    let rows = operand_rows(moves, spec.rows, !accumulate);
+    let total: u64 = rows.iter().map(|part| part.rows.len() as u64 * row).sum();
+    let most = (total / (u64::from(sm_count) * 64)).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
+    let most = most.next_multiple_of(LEAST_ELEMENTS);
+    let (mut pieces, mut operands) = (Vec::new(), Vec::new());
+    for part in &rows {
+        let elements = part.rows.len() as u64 * row;
+        let divisor = match spec.op {
+            ReduceOp::Avg => (part.operands.len() as u32 + u32::from(accumulate)).max(1),
+            ReduceOp::Sum | ReduceOp::Lse => 1,
+        };
+        let mut done = 0;
+        while done < elements {
+            let count = most.min(elements - done);
+            let operand_begin = operands.len() as u32;
+            operands.extend(part.operands.iter().map(|&(peer, from)| RowReduceOperand {
+                from: from as u64 * row + done,
+                source: peer as u32,
+                reserved: 0,
+            }));
+            let operand_end = operands.len() as u32;
+            let to = part.rows.start as u64 * row + done;
+            pieces.push(RowReducePiece { to, count: count as u32, operand_begin, operand_end, divisor });
+            done += count;
+        }
+    }
+    (pieces, operands)
+}
+
+fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
+    let name = format!("row_reduce_{}", types.name());
+    let result = types.result.cpp();
+    KernelSource::new(&name, arch)
+        .line("#include \"row_reduce.cuh\"")
+        .line("using namespace counterpoint;")
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!(
+            "{name}(const __grid_constant__ RowReduceSources sources, const RowReducePiece* pieces,"
+        ))
+        .line(format_args!(
+            "    const RowReduceOperand* operands, {result}* result, u32 count, u32 accumulate,"
+        ))
+        .line("    u32 packed) {")
+        .line(format_args!(
+            "  counterpoint::row_reduce<{}>(sources, pieces, operands, result, count, accumulate, packed);",
+            types.cpp()
+        ))
+        .line("}")
+}
+
+/// The types that attention uses; others are compiled when they are asked for.
+pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
+    let specialisation = |types| Specialisation {
+        source: source(arch, types),
+        matrix_unit: MatrixUnit::None,
+        register_limit: 64,
+    };
+    ReduceTypes::shipped().into_iter().map(specialisation).collect()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("row_reduce.cuh", RowReduceSources { at }),
+        shared_layout!("row_reduce.cuh", RowReducePiece { to, count, operand_begin, operand_end, divisor }),
+        shared_layout!("row_reduce.cuh", RowReduceOperand { from, source, reserved }),
+    ]
+}
