@@ -418,6 +418,28 @@ fn a_dense_causal_mask_of_four_million_rows_is_small() {
 }
 
 #[test]
+fn turns_are_as_many_as_the_mask_has_edges() {
+    for mask in [Mask::causal(1 << 20).unwrap(), Mask::full(1 << 20).unwrap()] {
+        let config = TileScheduleConfig {
+            tiles: TilePlacement::Aligned,
+            blocks: TilePlacement::Aligned,
+            order: TileOrder::Position,
+            ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
+        };
+        let turns = schedule(&mask, &config).dq_turns().unwrap();
+        assert_eq!(turns.spans().len(), (1 << 20) / 64);
+        // The last rows see every key.
+        assert_eq!(turns.adders((1 << 20) / 64 - 1), (1 << 20) / 128);
+    }
+    // Blocks of a forward, or blocks that do not meet each other, have no order.
+    let config = TileScheduleConfig::new(TileDirection::Backward, 128, 64);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_turns(), None);
+    let forward =
+        TileScheduleConfig { direction: TileDirection::Forward, blocks: TilePlacement::Aligned, ..config };
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_turns(), None);
+}
+
+#[test]
 fn documents_are_not_straddled_for_nothing() {
     // Two long documents, the first of which ends in the middle of a tile; both need as many tiles as without the other.
     let documents = Documents::from_lengths([128 * 20 + 64, 128 * 20]).unwrap();
