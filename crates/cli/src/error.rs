@@ -233,9 +233,7 @@ impl CliError {
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
             Self::Cuda { source } if source.is_missing() => 3,
             Self::Cuda { .. } => 1,
-            Self::NoPeers { .. }
-            | Self::Threads { .. }
-            | Self::Run { source: ExecError::Thread { .. } } => 3,
+            Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
             Self::Run { .. } => 1,
             _ => 2,
         }

@@ -11,7 +11,8 @@ use super::CudaBuffer;
 use super::compute::Prepare;
 use super::padding::{Padding, padded_dim};
 use crate::kernel::{
-    AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
+    AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
+    ResultTensors, StateTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -79,7 +80,11 @@ pub(super) struct Forward {
 enum End {
     /// `None` where it continues a state, which it leaves in the same buffers.
     State(Option<State>),
-    Result { sink: Option<BufferId>, out: Operand, lse: BufferId },
+    Result {
+        sink: Option<BufferId>,
+        out: Operand,
+        lse: BufferId,
+    },
 }
 
 impl Forward {
@@ -116,14 +121,17 @@ impl Forward {
 
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        for operand in [&self.q, &self.k, &self.v].into_iter().chain(self.begin.as_ref().map(|state| &state.acc)) {
+        for operand in
+            [&self.q, &self.k, &self.v].into_iter().chain(self.begin.as_ref().map(|state| &state.acc))
+        {
             operand.enter(stream, buffers)?;
         }
         let begin = self.begin.as_ref().map(|state| state.tensors(buffers));
         let (end, written) = match &self.end {
             End::State(state) => {
                 let state = state.as_ref().or(self.begin.as_ref());
-                let tensors = state.map_or(StateTensors { acc: 0, row_max: 0, row_sum: 0 }, |s| s.tensors(buffers));
+                let tensors =
+                    state.map_or(StateTensors { acc: 0, row_max: 0, row_sum: 0 }, |s| s.tensors(buffers));
                 (ForwardTarget::State(tensors), state.map(|state| &state.acc))
             }
             End::Result { sink, out, lse } => {

@@ -14,7 +14,8 @@ impl CudaMachine {
         let share = f64::from(sm_count) / H200_SM_COUNT / sharing;
         let h200 = CostModel::H200;
         // A copy reads and writes each byte.
-        let memory = Link { alpha_seconds: 20e-6, bytes_per_second: h200.memory_bytes_per_second / 2.0 * share };
+        let memory =
+            Link { alpha_seconds: 20e-6, bytes_per_second: h200.memory_bytes_per_second / 2.0 * share };
         CostModel {
             forward_flops_per_second: h200.forward_flops_per_second * share,
             backward_flops_per_second: h200.backward_flops_per_second * share,

@@ -1,8 +1,12 @@
 //! Launchers: each has the stem of its kernel below `kernels/`, chooses what of it is compiled, and launches it.
 
 mod attention;
+mod attention_forward;
+mod attention_kernel;
+mod attention_merge;
 mod attention_tensors;
 mod cast;
+mod device_schedule;
 mod head_resize;
 mod layout;
 mod operand_rows;
@@ -13,11 +17,14 @@ mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
+pub use attention_forward::AttentionForward;
+pub use attention_kernel::ForwardKernel;
 pub use attention_tensors::{
     BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
     ResultTensors, StateTensors,
 };
 pub use cast::Cast;
+pub use device_schedule::DeviceSchedule;
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};

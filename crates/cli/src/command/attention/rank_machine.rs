@@ -25,7 +25,10 @@ impl RankMachine {
             Err(CliError::Flag { flag, value, reason: reason.to_owned() })
         };
         if !matches!(dtype, DType::Bf16 | DType::F16) {
-            let reason = format!("takes bf16 and f16 tensors, not {}; use one of them, or --device cpu", dtype_name(dtype));
+            let reason = format!(
+                "takes bf16 and f16 tensors, not {}; use one of them, or --device cpu",
+                dtype_name(dtype)
+            );
             return refuse("--device", "cuda".to_owned(), &reason);
         }
         if arguments.run.slow_link.is_some() {
