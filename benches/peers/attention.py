@@ -393,7 +393,7 @@ def ours(options, shape):
         "--masks", ",".join(options.masks), "--seqlens", str(shape.seqlen),
         "--heads", f"{shape.heads_q}:{shape.heads_kv}", "--head-dim", str(shape.head_dim),
         "--dtype", shape.dtype, "--passes", ",".join(options.passes),
-        "--iterations", str(options.iterations), "--clock", options.clock,
+        "--iterations", str(options.iterations), "--clock", options.clock, "--kernels", options.kernels,
     ]  # fmt: skip
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.limit)
     if ran.returncode not in (0, 1):
@@ -575,6 +575,7 @@ def arguments():
     parser.add_argument("--clock", choices=["device", "wall", "graph"], default="device", help="graph: Counterpoint by graphs, the others as wall")
     parser.add_argument("--no-check", dest="check", action="store_false", help="times only; marked as unchecked")
     parser.add_argument("--ours", type=Path, help="path of the counterpoint binary, to run it in between")
+    parser.add_argument("--kernels", choices=["native", "portable"], default="native", help="which kernels it runs")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run of it may take")
     parser.add_argument("--quick", action="store_true", help="8k, 16:16, few repeats")
     parser.add_argument("--data", default="", help="JSON with documents and published figures instead of the files here")

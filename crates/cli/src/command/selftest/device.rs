@@ -51,6 +51,11 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     ledger.section("attention");
     let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks)?;
+    if let Some(portable) = subject.portable().map_err(failed)? {
+        ledger.section("portable attention");
+        let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
     ledger.section("collectives");
     let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
