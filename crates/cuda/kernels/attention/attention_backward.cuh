@@ -44,9 +44,10 @@ constexpr u32 kKeys = 128;                     // keys of a tile
 constexpr u32 kRows = HEAD_DIM <= 64 ? 128 : 64;  // query rows of a block
 constexpr u32 kStages = 2;
 constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
-constexpr u32 kThreads = 384;
+constexpr u32 kThreads = 512;
 constexpr u32 kKeyRegisters = 208;
-constexpr u32 kQueryRegisters = 88;
+constexpr u32 kQueryRegisters = 64;
+constexpr u32 kLoadRegisters = 32;
 constexpr bool kSoftcap = SOFTCAP != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "head sizes that the accumulators of two warpgroups hold");
@@ -218,7 +219,7 @@ __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
 // The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
 // main loop has no register to keep it.
 __device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x - 128;  // the key warpgroups come after the query warpgroup
+  const u32 thread = threadIdx.x - 256;  // the key warpgroups come last
   return i32(16 * (thread / 32) + thread % 32 / 4);
 }
 
@@ -341,13 +342,13 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
   while (true) {
     mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     u32 flags = step_flags(shared, count);
-    if (flags & kExit) break;
-    if (flags & kEmpty) {
+    if (flags & (kExit | kEmpty)) {
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
       if (elect_one()) {
         mbarrier_arrive(&shared.full_ds[slot_of(count)]);
         mbarrier_arrive(&shared.empty[slot_of(count)]);
       }
+      if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
       store_zeros(params.dk, params, step, step.key + own_key(), lane);
       store_zeros(params.dv, params, step, step.key + own_key(), lane);
@@ -525,7 +526,30 @@ __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* ful
   for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
 }
 
-// The warpgroup that owns query rows: loads, and dq.
+// The warp that loads.
+__device__ __forceinline__ void load_role(const AttentionBackwardParams& params, Storage& shared) {
+  const u32 lane = threadIdx.x;
+  if (lane == 0) shared.walk.begin(params);
+  load_rows(params, shared, lane);
+  if (lane == 0) {
+    load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
+    load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
+  }
+  for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
+    load_rows(params, shared, lane);
+    if (shared.steps[count % kSteps].flags & kLast) {
+      const Step& next = shared.steps[(count + 1) % kSteps];
+      // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
+      mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
+      if (lane == 0) load_keys(&params.v, shared.v, &shared.full_v, next);
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
+      if (lane == 0) load_keys(&params.k, shared.k, &shared.full_k, next);
+      __syncwarp();
+    }
+  }
+}
+
+// The warpgroup that owns query rows: dq.
 __device__ __forceinline__ void query_role(const AttentionBackwardParams& params, Storage& shared) {
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
@@ -545,25 +569,13 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
     }
   }
 
-  if (thread == 0) shared.walk.begin(params);
-  if (warp == 0) load_rows(params, shared, lane);
-  if (thread == 0) {
-    load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
-    load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
-  }
   for (u32 count = 0;; ++count) {
-    // The other slot is free when the key warpgroups are through with the step before this one.
-    if (warp == 0) load_rows(params, shared, lane);
     const u32 slot = slot_of(count);
-    mbarrier_wait(&shared.full_q[slot], parity_of(count));
+    // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
+    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     if (step.flags & kFirst && !(step.flags & kEmpty)) mbarrier_wait(&shared.full_k, step.flags & kOdd ? 1 : 0);
-    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
-    const bool last = step.flags & kLast;
-    // Whoever has computed dS of the last block reads V no more.
-    if (thread == 0 && last) load_keys(&params.v, shared.v, &shared.full_v, shared.steps[(count + 1) % kSteps]);
-    __syncwarp();
     if (step.flags & kEmpty) {
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       barrier_sync(kBarrier, 128);
@@ -611,8 +623,6 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
         __syncwarp();
       }
     }
-    if (thread == 0 && last) load_keys(&params.k, shared.k, &shared.full_k, shared.steps[(count + 1) % kSteps]);
-    __syncwarp();
   }
   if (thread == 0) tma_store_wait<0>();
 }
@@ -641,16 +651,19 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   __syncthreads();
   const u32 warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
+    registers_decrease<kLoadRegisters>();
+    if (threadIdx.x < 32) load_role(params, shared);
+  } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
     // The last CTA to finish leaves the queue as it found it.
-    if (threadIdx.x == 0 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
+    if (threadIdx.x == 128 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
       params.queue[0] = 0;
       params.queue[1] = 0;
     }
   } else {
     registers_increase<kKeyRegisters>();
-    key_role(params, shared, warpgroup - 1);
+    key_role(params, shared, warpgroup - 2);
   }
 }
 
