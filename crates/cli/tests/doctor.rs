@@ -133,7 +133,8 @@ fn kernels_cannot_be_compiled_without_a_compiler() {
 
 #[test]
 fn kernels_compile() {
-    let ran = Folder::new().run_with("selftest --compile-only --json", &[]);
+    // A few of them: all are compiled by a test of crate cuda.
+    let ran = Folder::new().run_with("selftest --compile-only --only cast --json", &[]);
     if ran.status == 3 {
         assert!(std::env::var_os("CI").is_none(), "{}", ran.stderr);
         eprintln!("SKIPPED, which CI would not accept: {}", ran.stderr);
@@ -143,13 +144,14 @@ fn kernels_compile() {
     assert!(document["nvrtc"].as_str().is_some_and(|version| version.starts_with("1")), "{document}");
     assert_eq!(document["failed"], serde_json::json!([]));
     let kernels = document["kernels"].as_array().unwrap();
-    let shipped = counterpoint_cuda::kernel::specialisations().len();
-    assert_eq!(kernels.len(), shipped);
-    // A build without kernels has proved nothing.
-    assert_eq!(ran.status, if shipped > 0 { 0 } else { 1 }, "{}", ran.stderr);
+    assert_eq!(ran.status, 0, "{}", ran.stderr);
+    assert!(!kernels.is_empty());
     for kernel in kernels {
+        assert!(kernel["name"].as_str().unwrap().contains("cast"));
         assert!(kernel["registers"].as_u64().is_some_and(|registers| registers > 0), "{kernel}");
         assert_eq!((&kernel["local_bytes"], &kernel["spill_bytes"]), (&Value::from(0), &Value::from(0)));
         assert!(kernel["hgmma"].is_null() || kernel["hgmma"].is_u64());
     }
+    let none = Folder::new().run_with("selftest --compile-only --only no-such-kernel", &[]);
+    assert_eq!(none.status, 1, "nothing compiled is nothing proved");
 }
