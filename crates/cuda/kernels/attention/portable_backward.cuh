@@ -73,15 +73,16 @@ struct PortableBackwardArguments {
   const Element* k;     // [rows_k, heads_kv, head_dim]
   const Element* v;     // [rows_k, heads_kv, head_dim_v]
   const Element* dout;  // [rows_q, heads_q, head_dim_v]
-  const float* lse;     // [rows_q, heads_q]
-  const float* delta;   // [rows_q, heads_q]
+  const float* lse;     // of row and head at row * row_stride + head * head_stride
+  const float* delta;   // likewise
   float* dq;            // [rows_q, heads_q, head_dim], added to
   void* dk;             // [rows_k, heads_kv, head_dim], in the type that Gradient names
   void* dv;             // [rows_k, heads_kv, head_dim_v]
+  u64 row_stride;
+  u64 head_stride;
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
-  u32 heads_per_group;  // key heads that are worked on together: what they read should stay in L2
   u32 head_dim;
   u32 head_dim_v;
   i32 rows_q;
@@ -89,6 +90,10 @@ struct PortableBackwardArguments {
   // What makes a score a power of two: scale * log2(e), or softcap * log2(e).
   float scale_log2;
   float softcap_scale;  // scale / softcap
+  // What makes `lse` minus the logarithm base 2 of a row's sum (where that is infinite, the row has no weights), and `delta`
+  // minus the delta.
+  float lse_factor;
+  float delta_factor;
 };
 
 // The query blocks of a tile, one head of its key head after another.
@@ -146,8 +151,8 @@ struct PortableBackward {
     if (threadIdx.x < 2 * C::kBlock) {
       const float* from = threadIdx.x < C::kBlock ? arguments.lse : arguments.delta;
       const i32 row = start + i32(threadIdx.x % C::kBlock);
-      cp_async_4(stage_statistics(stage) + 4 * threadIdx.x, from + u64(row) * arguments.heads_q + cursor.head,
-                 row < end);
+      cp_async_4(stage_statistics(stage) + 4 * threadIdx.x,
+                 from + (u32(row) * arguments.row_stride + cursor.head * arguments.head_stride), row < end);
     }
   }
 
@@ -233,18 +238,19 @@ struct PortableBackward {
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const float lse = statistic(stage, 0, m, i), delta = statistic(stage, 1, m, i);
-        // A row that saw nothing has no weights.
-        const float offset = lse == minus_infinity() ? minus_infinity() : -lse * kLog2E;
+        float offset = statistic(stage, 0, m, i) * arguments.lse_factor;
+        const float minus_delta = statistic(stage, 1, m, i) * arguments.delta_factor;
+        // A row that saw nothing has no weights, whichever infinity says so.
+        offset = offset == -minus_infinity() ? minus_infinity() : offset;
 #pragma unroll
         for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
           const u32 at = j / 2 * 4 + 2 * i + j % 2;
           float score = p[m][at];
           if constexpr (C::kSoftcap) {
             score = 1.0f - __fdividef(2.0f, exp2_fast(score * (2.0f * kLog2E * arguments.softcap_scale)) + 1.0f);
-            ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
+            ds[m][at] = (ds[m][at] + minus_delta) * (1.0f - score * score);
           } else {
-            ds[m][at] -= delta;
+            ds[m][at] += minus_delta;
           }
           p[m][at] = exp2_fast(fmaf(score, arguments.scale_log2, offset));
         }
@@ -380,16 +386,13 @@ struct PortableBackward {
     write_gradient<C::kValuePatchColumns>(arguments.dv, arguments.head_dim_v, 1.0f, dv);
   }
 
-  // Items are (tile, key head), in the order of the portable forward's.
+  // Items are (tile, key head), all heads for one tile after another, so that CTAs that run together read the same rows of
+  // several heads in step. A grid of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th.
   __device__ __forceinline__ void run() {
     const u32 items = arguments.tile_count * arguments.heads_kv;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-      const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-      const u32 first = item / per_group * arguments.heads_per_group;
-      const u32 within = item % per_group;
-      const u32 width = min(arguments.heads_per_group, arguments.heads_kv - first);
-      tile = arguments.tiles[within / width];
-      key_head = first + within % width;
+      tile = arguments.tiles[item / arguments.heads_kv];
+      key_head = item % arguments.heads_kv;
       walk();
       __syncthreads();
     }

@@ -61,7 +61,6 @@ struct PortableForwardArguments {
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
-  u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
   u32 head_dim;
   u32 head_dim_v;
   u32 seqlen_sink;
@@ -404,17 +403,13 @@ struct PortableForward {
     }
   }
 
-  // Items are (tile, head): heads go by groups; within a group heaviest tiles first, all its heads for one tile after
-  // another. A grid of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th item.
+  // Items are (tile, head), all heads for one tile after another, so that CTAs that run together read keys in step. A grid
+  // of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th.
   __device__ __forceinline__ void run() {
     const u32 items = arguments.tile_count * arguments.heads_q;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-      const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-      const u32 first = item / per_group * arguments.heads_per_group;
-      const u32 within = item % per_group;
-      const u32 width = min(arguments.heads_per_group, arguments.heads_q - first);
-      tile = arguments.tiles[within / width];
-      head = first + within % width;
+      tile = arguments.tiles[item / arguments.heads_q];
+      head = item % arguments.heads_q;
       key_head = head / (arguments.heads_q / arguments.heads_kv);
       walk();
       __syncthreads();
