@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 mod arch;
+mod backend;
 mod compile;
 mod device;
 mod environment;
@@ -19,8 +20,12 @@ mod library;
 mod memory;
 mod stream;
 mod tensor_map;
+mod transport;
 
 pub use arch::{Arch, Capability};
+pub use backend::{
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
+};
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
@@ -36,3 +41,4 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
+pub use transport::{CudaCollective, CudaTransport};

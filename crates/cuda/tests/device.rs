@@ -1,13 +1,16 @@
 //! What a device must do for the backend. Each test says so and passes where there is no GPU or no compiler.
 #![allow(unsafe_code)]
 
+use std::process::Command;
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{
-    CudaError, Device, DeviceBuffer, Event, Function, Graph, KernelSource, Launch, LaunchStart, PinnedBuffer,
-    Stream, StreamPriority, Swizzle, TensorMapElement, TensorMapSpec, compiler_version,
+    CACHE_VARIABLE, CudaError, Device, DeviceBuffer, Event, Function, Graph, KernelSource, Launch,
+    LaunchStart, PinnedBuffer, Stream, StreamPriority, Swizzle, TensorMapElement, TensorMapSpec,
+    compiler_version,
 };
 
 fn device() -> Option<Device> {
@@ -333,4 +336,55 @@ fn threads_share_a_device() {
     for thread in threads {
         thread.join().unwrap();
     }
+}
+
+/// Every kernel that ships for this device, and one more.
+fn shipped(device: &Device) -> Vec<KernelSource> {
+    let ship =
+        specialisations().into_iter().map(|one| one.source).filter(|source| source.arch() == device.arch());
+    let more = KernelSource::new("more", device.arch())
+        .line("extern \"C\" __global__ void more(int* x) { *x = 1; }");
+    ship.chain([more]).collect()
+}
+
+/// Not a test by itself: a process that loads every kernel and says how long each took.
+#[test]
+fn child() {
+    if std::env::var_os("DEVICE_TEST_CHILD").is_none() {
+        return;
+    }
+    let device = Device::open(0).unwrap();
+    let mut seconds: Vec<f64> = Vec::new();
+    for source in shipped(&device) {
+        let start = Instant::now();
+        device.function(&source).unwrap();
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    assert_eq!(device.take_cache_warnings(), []);
+    let worst = seconds.iter().copied().fold(0.0, f64::max);
+    println!("\nseconds: {worst} {} {}", seconds.iter().sum::<f64>(), seconds.len());
+}
+
+#[test]
+fn first_and_cached_loads() {
+    let Some(device) = device() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let run = || -> [f64; 3] {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["child", "--exact", "--nocapture"])
+            .env("DEVICE_TEST_CHILD", "1")
+            .env(CACHE_VARIABLE, folder.path())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let figures = text.lines().find_map(|line| line.strip_prefix("seconds: ")).unwrap();
+        let figures: Vec<f64> = figures.split(' ').map(|figure| figure.parse().unwrap()).collect();
+        figures.try_into().unwrap()
+    };
+    let ([worst, sum, count], [cached, cached_sum, _]) = (run(), run());
+    println!("{count} kernels: compiled in {sum:.2} s, the slowest {worst:.2} s");
+    println!("from the cache in {cached_sum:.4} s, the slowest {cached:.4} s");
+    assert_eq!(shipped(&device).len() as f64, count);
+    assert!(cached < 0.05, "a cached kernel took {cached} s");
 }

@@ -123,6 +123,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         &self.backend
     }
 
+    /// Its streams, in the Program's order.
+    pub fn streams(&self) -> &[B::Stream] {
+        &self.streams
+    }
+
     /// Makes an input or output of the Program use the caller's memory from the next run on.
     ///
     /// # Errors

@@ -27,6 +27,7 @@ mod local;
 mod machine;
 mod memory;
 mod monitor;
+mod operands;
 mod place;
 mod random;
 mod reference;
@@ -54,6 +55,7 @@ pub use layout::{dispatch, undispatch};
 pub use local::{LocalCollective, LocalTransport};
 pub use machine::{CpuMachine, Ends, Machine};
 pub use memory::{available_memory, check_memory};
+pub use operands::check_operands;
 pub use place::OpPlace;
 pub use random::random_inputs;
 pub use reference::{

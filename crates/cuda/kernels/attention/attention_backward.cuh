@@ -18,6 +18,7 @@
 #include "attention/tile_schedule.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -73,17 +74,19 @@ constexpr u32 kParts = kChunks * kRows / 64;
 
 // The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
 struct AttentionBackwardParams {
-  TensorMap q, dout;     // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
-  TensorMap k, v;        // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
-  TensorMap lse, delta;  // f32 [heads_q, rows_q], box kRows x 1: lse in units of log2, and -delta (attention_delta.cuh)
-  TensorMap dq;          // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
+  TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
+  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
+  TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   void* dk;              // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;
+  const float* row_lse;    // [heads_q, rows_q]: -lse / scale (attention_delta.cuh)
+  const float* row_delta;  // [heads_q, rows_q]: -delta
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
   u32* queue;       // two words, zero before the first launch; each launch leaves them zero
   u32 num_tiles;
+  u32 rows_q;
   u32 heads_kv;
   u32 group;        // query heads of a key head
   u32 heads_together;  // key heads whose items are mixed in the queue: as many as the L2 holds
@@ -463,37 +466,57 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
   }
 }
 
-// Announces the walk's next step and fetches its rows, when the stage is free.
-__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared) {
+// Announces the walk's next step and fetches its rows, when the slot is free. One warp; its first lane walks.
+__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared, u32 lane) {
   Walk& walk = shared.walk;
-  const u32 slot = slot_of(walk.count);
+  __syncwarp();
+  const u32 count = walk.count;
+  const u32 flags = walk.next.flags;
+  if (flags & kExit && count > 0 && shared.steps[(count - 1) % kSteps].flags & kExit) return;
+  const u32 slot = slot_of(count);
+  const i32 row = walk.next.row;
+  const u32 head = walk.next.head_q;
   u64* full_q = &shared.full_q[slot];
   u64* full_dout = &shared.full_dout[slot];
-  const u32 flags = walk.next.flags;
-  if (flags & kExit && walk.count > 0 && shared.steps[(walk.count - 1) % kSteps].flags & kExit) return;
-  mbarrier_wait(&shared.empty[slot], parity_of(walk.count) ^ 1);
-  shared.steps[walk.count % kSteps] = walk.next;
-  ++walk.count;
-  if (flags & (kExit | kEmpty)) {
-    mbarrier_arrive(full_q);
-    mbarrier_arrive(full_dout);
-  } else {
-    const i32 row = walk.next.row;
-    const u32 head = walk.next.head_q;
-    mbarrier_arrive_expect(full_q, kRowBytes + kRows * 4);
-    tma_load_2d(shared.lse[slot], &params.lse, full_q, row, head);
+  mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
+  __syncwarp();
+  const bool rows = !(flags & (kExit | kEmpty));
+  if (lane == 0) {
+    shared.steps[count % kSteps] = walk.next;
+    walk.count = count + 1;
+    mbarrier_arrive_expect(full_q, rows ? kRowBytes : 0);
+    mbarrier_arrive_expect(full_dout, rows ? kRowBytes : 0);
+    if (rows) {
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
-    }
-    mbarrier_arrive_expect(full_dout, kRowBytes + kRows * 4);
-    tma_load_2d(shared.delta[slot], &params.delta, full_dout, row, head);
+      for (u32 c = 0; c < kChunks; ++c) {
+        tma_load_3d(shared.q[slot] + c * kRows * 128, &params.q, full_q, 64 * c, head, row);
+      }
 #pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+      for (u32 c = 0; c < kChunks; ++c) {
+        tma_load_3d(shared.dout[slot] + c * kRows * 128, &params.dout, full_dout, 64 * c, head, row);
+      }
     }
   }
-  if (!(flags & kExit)) walk.advance(params);
+  // The copy engine wants places that are multiples of 16 bytes; a block may begin at any row.
+  const u64 first = u64(head) * params.rows_q;
+  if (rows) {
+#pragma unroll
+    for (u32 i = 0; i < kRows; i += 32) {
+      const u32 own = u32(row) + i + lane;
+      cp_async_4(shared_address(&shared.lse[slot][i + lane]), params.row_lse + first + own, own < params.rows_q);
+    }
+  }
+  cp_async_arrive(full_q);
+  if (rows) {
+#pragma unroll
+    for (u32 i = 0; i < kRows; i += 32) {
+      const u32 own = u32(row) + i + lane;
+      cp_async_4(shared_address(&shared.delta[slot][i + lane]), params.row_delta + first + own, own < params.rows_q);
+    }
+  }
+  cp_async_arrive(full_dout);
+  if (lane == 0 && !(flags & kExit)) walk.advance(params);
+  __syncwarp();
 }
 
 __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
@@ -523,16 +546,15 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
     }
   }
 
+  if (thread == 0) shared.walk.begin(params);
+  if (warp == 0) load_rows(params, shared, lane);
   if (thread == 0) {
-    shared.walk.begin(params);
-    load_rows(params, shared);
     load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
     load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
   }
   for (u32 count = 0;; ++count) {
     // The other slot is free when the key warpgroups are through with the step before this one.
-    if (thread == 0) load_rows(params, shared);
-    __syncwarp();
+    if (warp == 0) load_rows(params, shared, lane);
     const u32 slot = slot_of(count);
     mbarrier_wait(&shared.full_q[slot], parity_of(count));
     const Step& step = shared.steps[count % kSteps];
@@ -606,8 +628,8 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
     mbarrier_init(&shared.full_k, 1);
     mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full_q[i], 1);
-      mbarrier_init(&shared.full_dout[i], 1);
+      mbarrier_init(&shared.full_q[i], 1 + 32);  // the copy engine's, and the loading warp's copies of lse and delta
+      mbarrier_init(&shared.full_dout[i], 1 + 32);
       mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
     }
     for (u32 i = 0; i < 2; ++i) {

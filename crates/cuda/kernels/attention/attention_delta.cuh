@@ -1,5 +1,5 @@
 // What attention backward needs of every row beside q and dout: delta = rowsum(dout * out) and the logarithm of the softmax's
-// denominator, laid out row after row for each head, so that the copy engine can fetch a block of rows of one head.
+// denominator, laid out row after row for each head, so that a warp fetches a block of rows of one head at once.
 //
 // The same pass clears dq, and sums the sink's gradient: -sum over rows of exp(sink - lse) * delta, in two steps (a block of
 // rows here, then all blocks in attention_dsink), so the sum's order does not depend on the machine.
@@ -17,8 +17,8 @@ struct AttentionDeltaParams {
   const Element* out;   // [rows, heads, head_dim]
   const Element* dout;  // [rows, heads, head_dim]
   const float* lse;     // [rows, heads], natural logarithm; minus infinity where a row saw nothing
-  float* row_lse;       // [heads, row_stride]: lse_factor * lse, for rows that saw nothing lse_dead
-  float* row_delta;     // [heads, row_stride]: -delta
+  float* row_lse;       // [heads, rows]: lse_factor * lse, for rows that saw nothing lse_dead
+  float* row_delta;     // [heads, rows]: -delta
   float* dq;            // [rows, heads, head_dim], set to zero when CLEAR_DQ
   const float* sink;    // [sinks, heads], or null
   float* dsink_part;    // [heads, sinks, blocks of rows]
@@ -27,7 +27,6 @@ struct AttentionDeltaParams {
   u32 rows;
   u32 heads;
   u32 head_dim;         // a multiple of 8, at most 256
-  u32 row_stride;       // at least rows, a multiple of 4
   u32 sinks;
   float lse_factor;     // -1 / scale; with softcap: -log2(e)
   float lse_dead;       // what makes exp2 zero: -inf for a positive scale
@@ -83,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(delta::kThreads)
   float lse = minus_infinity();
   if (threadIdx.x < kRows && row < params.rows) {
     lse = __ldg(params.lse + u64(row) * params.heads + head);
-    const u64 at = u64(head) * params.row_stride + row;
+    const u64 at = u64(head) * params.rows + row;
     const bool dead = lse == minus_infinity();
     params.row_lse[at] = dead ? params.lse_dead : params.lse_factor * lse;
     // out of such a row is zero, but what if dout is not finite there: its gradients are zero all the same.

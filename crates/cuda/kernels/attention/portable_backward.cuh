@@ -73,13 +73,11 @@ struct PortableBackwardArguments {
   const Element* k;     // [rows_k, heads_kv, head_dim]
   const Element* v;     // [rows_k, heads_kv, head_dim_v]
   const Element* dout;  // [rows_q, heads_q, head_dim_v]
-  const float* lse;     // of row and head at row * row_stride + head * head_stride
-  const float* delta;   // likewise
+  const float* lse;     // [rows_q, heads_q], natural logarithm
+  const float* delta;   // [rows_q, heads_q]
   float* dq;            // [rows_q, heads_q, head_dim], added to
   void* dk;             // [rows_k, heads_kv, head_dim], in the type that Gradient names
   void* dv;             // [rows_k, heads_kv, head_dim_v]
-  u64 row_stride;
-  u64 head_stride;
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
@@ -90,10 +88,6 @@ struct PortableBackwardArguments {
   // What makes a score a power of two: scale * log2(e), or softcap * log2(e).
   float scale_log2;
   float softcap_scale;  // scale / softcap
-  // What makes `lse` minus the logarithm base 2 of a row's sum (where that is infinite, the row has no weights), and `delta`
-  // minus the delta.
-  float lse_factor;
-  float delta_factor;
 };
 
 // The query blocks of a tile, one head of its key head after another.
@@ -152,7 +146,7 @@ struct PortableBackward {
       const float* from = threadIdx.x < C::kBlock ? arguments.lse : arguments.delta;
       const i32 row = start + i32(threadIdx.x % C::kBlock);
       cp_async_4(stage_statistics(stage) + 4 * threadIdx.x,
-                 from + (u32(row) * arguments.row_stride + cursor.head * arguments.head_stride), row < end);
+                 from + (u64(u32(row)) * arguments.heads_q + cursor.head), row < end);
     }
   }
 
@@ -238,19 +232,18 @@ struct PortableBackward {
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        float offset = statistic(stage, 0, m, i) * arguments.lse_factor;
-        const float minus_delta = statistic(stage, 1, m, i) * arguments.delta_factor;
-        // A row that saw nothing has no weights, whichever infinity says so.
-        offset = offset == -minus_infinity() ? minus_infinity() : offset;
+        const float lse = statistic(stage, 0, m, i), delta = statistic(stage, 1, m, i);
+        // A row that saw nothing has no weights.
+        const float offset = lse == minus_infinity() ? minus_infinity() : -lse * kLog2E;
 #pragma unroll
         for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
           const u32 at = j / 2 * 4 + 2 * i + j % 2;
           float score = p[m][at];
           if constexpr (C::kSoftcap) {
             score = 1.0f - __fdividef(2.0f, exp2_fast(score * (2.0f * kLog2E * arguments.softcap_scale)) + 1.0f);
-            ds[m][at] = (ds[m][at] + minus_delta) * (1.0f - score * score);
+            ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
           } else {
-            ds[m][at] += minus_delta;
+            ds[m][at] -= delta;
           }
           p[m][at] = exp2_fast(fmaf(score, arguments.scale_log2, offset));
         }
@@ -266,54 +259,74 @@ struct PortableBackward {
     store_patch(slopes, ds);
   }
 
-  // dv += p^T dout, dk += ds^T q.
-  __device__ __forceinline__ void accumulate(u32 stage) {
-    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
-    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
-        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
-        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane));
-    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
-        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
-        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane));
-  }
+  static constexpr u32 kQueryRowTiles = C::kQueryPatchRows / 16;
+  using QueryPatch = float[kQueryRowTiles][C::kQueryPatchColumns / 2];
 
-  // dq += scale ds k, in global memory.
-  __device__ __forceinline__ void add_query_gradient(const HeadBlockCursor& cursor) const {
-    float dq[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2];
+  // A patch of dq = ds k.
+  __device__ __forceinline__ void compute_query_gradient(QueryPatch& dq) const {
     clear(dq);
-    const u32 row = C::QueryWarps::down(warp) * C::kQueryPatchRows, share = C::QueryWarps::across(warp);
-    multiply<C::kTileRows / 16, C::kQueryPatchRows / 16, C::kQueryPatchColumns>(
-        dq, OperandA<typename C::Scores, Lie::kAlong>(slopes, row, lane),
-        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, share, lane));
-    const u32 token = cursor.blocks.start + row + lane / 4, column = 16 * share + 2 * (lane % 4);
-    const u64 pitch = u64(arguments.heads_q) * arguments.head_dim;
-    float* const to = arguments.dq + (token * pitch + cursor.head * arguments.head_dim + column);
-    const i32 end = block_end(cursor);
-    if (cursor.blocks.start + i32(C::kBlock) <= end && arguments.head_dim == C::kHeadDim) {
-      add_patch(dq, to, pitch, C::kBlock, C::kHeadDim);
-    } else {
-      add_patch(dq, to, pitch, end - i32(token), i32(arguments.head_dim) - i32(column));
-    }
+    multiply<C::kTileRows / 16, kQueryRowTiles, C::kQueryPatchColumns>(
+        dq,
+        OperandA<typename C::Scores, Lie::kAlong>(slopes, C::QueryWarps::down(warp) * C::kQueryPatchRows, lane),
+        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, C::QueryWarps::across(warp), lane));
   }
 
-  // Adds a patch to global memory, as far as there are rows and columns left.
-  __device__ __forceinline__ void add_patch(
-      const float (&patch)[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2], float* to, u64 pitch, i32 rows,
-      i32 columns) const {
+  // Where a patch of dq goes: its rows and columns from this thread's first on, as far as there are any.
+  struct QueryPlace {
+    float* to;
+    i32 rows;
+    i32 columns;
+  };
+
+  __device__ __forceinline__ QueryPlace query_place(const HeadBlockCursor& cursor) const {
+    const u32 token = cursor.blocks.start + C::QueryWarps::down(warp) * C::kQueryPatchRows + lane / 4;
+    const u32 column = 16 * C::QueryWarps::across(warp) + 8 * (lane % 2) + 4 * (lane / 2 % 2);
+    const u64 place = u64(token) * arguments.heads_q + cursor.head;
+    return {arguments.dq + (place * arguments.head_dim + column), block_end(cursor) - i32(token),
+            i32(arguments.head_dim) - i32(column)};
+  }
+
+  // Adds one part of 8 rows and 16 columns of a patch to global memory. Threads exchange pairs first: an even one takes the four
+  // columns that it shares with its neighbour in the left half, an odd one those in the right half.
+  static constexpr u32 kParts = kQueryRowTiles * 2 * (C::kQueryPatchColumns / 16);
+  __device__ __forceinline__ void add_part(const QueryPatch& dq, const QueryPlace& place, u32 part) const {
+    const u32 m = part % kQueryRowTiles, i = part / kQueryRowTiles % 2, n = part / kQueryRowTiles / 2;
+    const bool odd = lane % 2;
+    const float* left = &dq[m][8 * n + 2 * i];
+    const float* right = left + 4;
+    const float sent[2] = {odd ? left[0] : right[0], odd ? left[1] : right[1]};
+    const float kept[2] = {odd ? right[0] : left[0], odd ? right[1] : left[1]};
+    const float first = arguments.scale * __shfl_xor_sync(0xffffffffu, sent[0], 1);
+    const float second = arguments.scale * __shfl_xor_sync(0xffffffffu, sent[1], 1);
+    const float own[2] = {arguments.scale * kept[0], arguments.scale * kept[1]};
+    const u32 row = 16 * m + 8 * i, column = 16 * n * C::QueryWarps::kAcross;
+    if (i32(row) >= place.rows || i32(column) >= place.columns) return;
+    reduce_add(place.to + (u64(row) * arguments.heads_q * arguments.head_dim + column),
+               odd ? make_float4(first, second, own[0], own[1]) : make_float4(own[0], own[1], first, second));
+  }
+
+  // dq += scale ds k in global memory, dv += p^T dout, dk += ds^T q. dq is added in parts between the other products' steps: all
+  // at once would stop the warp until memory has taken them.
+  __device__ __forceinline__ void accumulate(const HeadBlockCursor& cursor, u32 stage) {
+    QueryPatch dq;
+    compute_query_gradient(dq);
+    const QueryPlace place = query_place(cursor);
+    constexpr u32 kSteps = C::kBlock / 16;
+    const auto add_parts = [&](u32 step) {
 #pragma unroll
-    for (u32 m = 0; m < C::kQueryPatchRows / 16; ++m) {
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
-        if (i32(16 * m + 8 * i) >= rows) continue;
-#pragma unroll
-        for (u32 n = 0; n < C::kQueryPatchColumns / 8; ++n) {
-          const u32 column = 16 * (n / 2 * C::QueryWarps::kAcross) + 8 * (n % 2);
-          if (i32(column) >= columns) continue;
-          reduce_add(to + (16 * m + 8 * i) * pitch + column, arguments.scale * patch[m][4 * n + 2 * i],
-                     arguments.scale * patch[m][4 * n + 2 * i + 1]);
-        }
+      for (u32 part = step * kParts / (2 * kSteps); part < (step + 1) * kParts / (2 * kSteps); ++part) {
+        add_part(dq, place, part);
       }
-    }
+    };
+    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
+    multiply<kSteps, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
+        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
+        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane),
+        add_parts);
+    multiply<kSteps, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
+        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
+        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane),
+        [&](u32 step) { add_parts(kSteps + step); });
   }
 
   // Writes this warp's patch of dk or dv.
@@ -372,9 +385,7 @@ struct PortableBackward {
       }
       differentiate(current.blocks, stage);
       __syncthreads();
-      // First what goes to global memory, so that it is on its way while the rest is multiplied.
-      add_query_gradient(current);
-      accumulate(stage);
+      accumulate(current, stage);
       if constexpr (C::kStages == 1) {
         __syncthreads();
         if (!cursor.done()) load_block(cursor, next);

@@ -53,9 +53,13 @@ struct PortableForwardArguments {
   const float* sink;   // [seqlen_sink, heads_q], or null
   Element* out;        // [rows_q, heads_q, head_dim_v]
   float* lse;          // [rows_q, heads_q]
-  float* acc;          // state: [rows_q, heads_q, head_dim_v], not divided by the sum
-  float* row_max;      // state: [rows_q, heads_q], base 2
-  float* row_sum;      // state: [rows_q, heads_q]
+  // The state that is continued, and the one that is left; they may be the same.
+  const float* begin_acc;      // [rows_q, heads_q, head_dim_v], not divided by the sum
+  const float* begin_row_max;  // [rows_q, heads_q], base 2
+  const float* begin_row_sum;  // [rows_q, heads_q]
+  float* acc;
+  float* row_max;
+  float* row_sum;
   float* partial_out;  // [slots, tile rows, heads_q, head_dim_v]
   float* partial_lse;  // [slots, tile rows, heads_q]
   u32 tile_count;
@@ -223,10 +227,11 @@ struct PortableForward {
 #pragma unroll
           for (u32 w = 0; w < 4 * C::kRowTiles; ++w) a[w / 4][w % 4] = weights[kk][w / 4][w % 4];
         },
-        OperandB<typename C::Values, Lie::kAcross>(values, 0, lane));
+        OperandB<typename C::Values, Lie::kAcross>(values, 0, lane), [](u32) {});
   }
 
-  __device__ __forceinline__ void begin_state() {
+  __device__ __forceinline__ void begin_rows() {
+    clear(acc);
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -234,27 +239,33 @@ struct PortableForward {
         offset[m][i] = kUnseen;
         sum[m][i] = 0.0f;
       }
-#pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] = 0.0f;
-      if constexpr (C::kBegin == StateBegin::kContinue) read_state(m);
     }
   }
 
-  __device__ __forceinline__ void read_state(u32 m) {
+  // Joins the state that an earlier stage left; at the end, since it would take registers that the walk needs.
+  __device__ __forceinline__ void join_state() {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const i32 token = tile.start + i32(row(m, i));
-      if (token >= tile.end) continue;
-      offset[m][i] = -arguments.row_max[place(token)];
-      // Threads of a quad hold shares of the sum.
-      if (lane % 4 == 0) sum[m][i] = arguments.row_sum[place(token)];
-      const float* from = arguments.acc + place(token) * arguments.head_dim_v;
+    for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-      for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
-        if (8 * n >= arguments.head_dim_v) break;
-        const float2 pair = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (lane % 4));
-        acc[m][4 * n + 2 * i] = pair.x;
-        acc[m][4 * n + 2 * i + 1] = pair.y;
+      for (u32 i = 0; i < 2; ++i) {
+        const i32 token = tile.start + i32(row(m, i));
+        if (token >= tile.end) continue;
+        const float before = -arguments.begin_row_max[place(token)];
+        const float joined = fminf(before, offset[m][i]);
+        const float factor = exp2_fast(joined - offset[m][i]), factor_before = exp2_fast(joined - before);
+        offset[m][i] = joined;
+        sum[m][i] *= factor;
+        // Threads of a quad hold shares of the sum.
+        if (lane % 4 == 0) sum[m][i] += factor_before * arguments.begin_row_sum[place(token)];
+        const float* from = arguments.begin_acc + (place(token) * arguments.head_dim_v + 2 * (lane % 4));
+#pragma unroll
+        for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
+          if (8 * n >= arguments.head_dim_v) break;
+          const float2 pair = *reinterpret_cast<const float2*>(from + 8 * n);
+          float* to = &acc[m][4 * n + 2 * i];
+          to[0] = factor * to[0] + factor_before * pair.x;
+          to[1] = factor * to[1] + factor_before * pair.y;
+        }
       }
     }
   }
@@ -362,12 +373,14 @@ struct PortableForward {
 
   __device__ __forceinline__ void walk() {
     BlockCursor cursor(arguments.runs, tile);
-    // Rows that see nothing keep the state that they have.
-    if (C::kBegin == StateBegin::kContinue && C::kEnd == StateEnd::kState && cursor.done()) return;
+    if constexpr (C::kBegin == StateBegin::kContinue && C::kEnd == StateEnd::kState) {
+      // Rows that see nothing keep the state that they have.
+      if (cursor.done() && arguments.begin_acc == arguments.acc) return;
+    }
     load_queries();
     if (!cursor.done()) load_keys(cursor);
     cp_async_commit();
-    begin_state();
+    begin_rows();
     if (arguments.negate != 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -396,6 +409,7 @@ struct PortableForward {
       accumulate(scores);
     }
     cp_async_wait<0>();
+    if constexpr (C::kBegin == StateBegin::kContinue) join_state();
     if constexpr (C::kEnd == StateEnd::kState) {
       write_state();
     } else {

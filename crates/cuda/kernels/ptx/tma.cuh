@@ -24,14 +24,6 @@ __device__ __forceinline__ void tma_load_3d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, u64* barrier, i32 c0, i32 c1) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-          shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
-      : "memory");
-}
-
 // Cache policies for the two kinds of operand: read once, or read by every CTA.
 constexpr u64 kEvictFirst = 0x12F0000000000000ull;
 constexpr u64 kEvictLast = 0x14F0000000000000ull;

@@ -1,75 +1,106 @@
-/// What the rows' statistics of a forward begin with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum StateBegin {
-    /// Nothing was seen yet.
-    Start,
-    /// The state that an earlier stage left.
-    Continue,
+//! What the launchers of attention are given, the same for every architecture.
+//!
+//! A launcher is made once for a problem and launched many times: `new(setup, problem, mode)` compiles its kernels, builds
+//! the tile schedule and puts it, and whatever else it needs, into device memory by the stream `setup`, which it waits for.
+//! `launch(stream, tensors)` then allocates nothing and waits for nothing.
+//!
+//! Tensors are dense and row-major; addresses are those of their first elements, aligned to 16 bytes. Rows of a head have a
+//! multiple of 8 elements (others are padded before they come here).
+
+/// What a stage of the forward goes on from and what it leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ForwardMode {
+    /// Whether it goes on from the state of an earlier stage.
+    pub continues: bool,
+    /// What it leaves.
+    pub end: ForwardModeEnd,
 }
 
-/// What a forward leaves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum StateEnd {
-    /// A state, for a later stage to go on from.
+/// What a stage of the forward leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ForwardModeEnd {
+    /// The state, for a later stage.
     State,
-    /// out and lse.
-    Result,
+    /// The results.
+    Result {
+        /// Rows of the sink; 0 without one.
+        seqlen_sink: usize,
+    },
 }
 
-/// Addresses of a forward's tensors, which are dense and aligned to 16 bytes. Those that a forward of its kind does not use
-/// may be 0.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AttentionForwardTensors {
+/// Addresses of the state between stages; `row_max` is of scores times `log2 e`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateTensors {
+    /// `[rows_q, heads_q, head_dim_v]`, f32.
+    pub acc: u64,
+    /// `[rows_q, heads_q]`, f32.
+    pub row_max: u64,
+    /// `[rows_q, heads_q]`, f32.
+    pub row_sum: u64,
+}
+
+/// Addresses of the results of a forward. Every element is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ResultTensors {
+    /// `[seqlen_sink, heads_q]`, f32; 0 without one.
+    pub sink: u64,
+    /// `[rows_q, heads_q, head_dim_v]`.
+    pub out: u64,
+    /// `[rows_q, heads_q]`, f32, natural logarithm.
+    pub lse: u64,
+}
+
+/// Addresses of the tensors of a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ForwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,
     /// `[rows_k, heads_kv, head_dim]`.
     pub k: u64,
     /// `[rows_k, heads_kv, head_dim_v]`.
     pub v: u64,
-    /// `[seqlen_sink, heads_q]`, f32.
-    pub sink: u64,
-    /// Rows of the sink; 0 when there is none.
-    pub seqlen_sink: u32,
-    /// `[rows_q, heads_q, head_dim_v]`; every element is written.
+    /// Of the stage before, where the mode continues it.
+    pub begin: Option<StateTensors>,
+    /// What is left, as the mode says.
+    pub end: ForwardTarget,
+}
+
+/// Where a forward leaves what it leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ForwardTarget {
+    /// With [`ForwardModeEnd::State`]. It may be the state that the stage began from.
+    State(StateTensors),
+    /// With [`ForwardModeEnd::Result`].
+    Result(ResultTensors),
+}
+
+/// Addresses of the tensors of the row statistic of a backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaTensors {
+    /// `[rows_q, heads_q, head_dim_v]`.
     pub out: u64,
-    /// `[rows_q, heads_q]`, f32; every element is written.
+    /// As `out`.
+    pub dout: u64,
+    /// `[rows_q, heads_q]`, f32.
     pub lse: u64,
-    /// State: `[rows_q, heads_q, head_dim_v]`, f32.
-    pub acc: u64,
-    /// State: `[rows_q, heads_q]`, f32.
-    pub row_max: u64,
-    /// State: `[rows_q, heads_q]`, f32.
-    pub row_sum: u64,
-}
-
-/// A statistic of every row and head, f32: lse or delta, at `row * row_stride + head * head_stride`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RowStatistics {
-    /// Address of lse, multiplied by whatever makes `lse_factor` right.
-    pub lse: u64,
-    /// Address of delta, likewise.
+    /// `[rows_q, heads_q]`, f32; written.
     pub delta: u64,
-    /// Elements from row to row.
-    pub row_stride: u64,
-    /// Elements from head to head.
-    pub head_stride: u64,
-    /// What makes `lse` minus the logarithm base 2 of the rows' sums.
-    pub lse_factor: f32,
-    /// What makes `delta` minus the delta.
-    pub delta_factor: f32,
+    /// (`sink`, `dsink`), both `[seqlen_sink, heads_q]`, f32; the second is written.
+    pub sink: Option<(u64, u64)>,
 }
 
-impl RowStatistics {
-    /// lse, a natural logarithm, and delta as attention defines them, both `[rows_q, heads_q]`.
-    pub fn plain(lse: u64, delta: u64, heads_q: usize) -> Self {
-        let lse_factor = -std::f32::consts::LOG2_E;
-        Self { lse, delta, row_stride: heads_q as u64, head_stride: 1, lse_factor, delta_factor: -1.0 }
-    }
+/// What a stage of the backward does beside its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardMode {
+    /// Whether `dq` goes on from what is there; otherwise it begins at zero.
+    pub continues_dq: bool,
+    /// Whether `dk` and `dv` are results in the elements' type; otherwise they are f32 shares.
+    pub rounds_keys: bool,
 }
 
-/// Addresses of a backward's tensors, which are dense and aligned to 16 bytes.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionBackwardTensors {
+/// Addresses of the tensors of a backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,
     /// `[rows_k, heads_kv, head_dim]`.
@@ -78,21 +109,14 @@ pub struct AttentionBackwardTensors {
     pub v: u64,
     /// `[rows_q, heads_q, head_dim_v]`.
     pub dout: u64,
-    /// lse and delta of the whole rows.
-    pub statistics: RowStatistics,
-    /// `[rows_q, heads_q, head_dim]`, f32; added to.
+    /// `[rows_q, heads_q]`, f32, of the whole row, natural logarithm.
+    pub lse: u64,
+    /// `[rows_q, heads_q]`, f32, of the whole row.
+    pub delta: u64,
+    /// `[rows_q, heads_q, head_dim]`, f32.
     pub dq: u64,
-    /// `[rows_k, heads_kv, head_dim]`; every element is written.
+    /// `[rows_k, heads_kv, head_dim]`, of the type that the mode says; every element is written.
     pub dk: u64,
-    /// `[rows_k, heads_kv, head_dim_v]`; every element is written.
+    /// `[rows_k, heads_kv, head_dim_v]`, likewise.
     pub dv: u64,
-}
-
-/// The type in which dk and dv are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum GradientType {
-    /// That of the tensors: these are the results.
-    Element,
-    /// f32: these are shares of a sum.
-    Float,
 }

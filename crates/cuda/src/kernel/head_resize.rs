@@ -42,7 +42,9 @@ impl HeadResize {
         }
         let blocks = blocks_of((heads * u64::from(to)).div_ceil(u64::from(THREADS)), self.sm_count);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &Launch::linear(blocks, THREADS), &(src, dst, heads, from, to)) }
+        unsafe {
+            self.function.launch(stream, &Launch::linear(blocks, THREADS), &(src, dst, heads, from, to))
+        }
     }
 }
 
@@ -52,7 +54,9 @@ fn source(arch: Arch, bytes: u64) -> KernelSource {
     KernelSource::new(&name, arch)
         .line("#include \"head_resize.cuh\"")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const {word}* src, {word}* dst, counterpoint::u64 heads, counterpoint::u32 from,"))
+        .line(format_args!(
+            "{name}(const {word}* src, {word}* dst, counterpoint::u64 heads, counterpoint::u32 from,"
+        ))
         .line("    counterpoint::u32 to) {")
         .line("  counterpoint::head_resize(src, dst, heads, from, to);")
         .line("}")

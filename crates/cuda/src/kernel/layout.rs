@@ -2,6 +2,7 @@ use std::fmt::Write;
 
 use counterpoint_plan::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
 
+use super::{portable_backward, portable_forward};
 use crate::{Arch, KernelSource, TensorMap};
 
 /// The layout of a type that host and kernels share, as the host has it.
@@ -84,7 +85,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    schedule.into_iter().chain([TensorMap::layout()]).collect()
+    let arguments = [portable_forward::layouts(), portable_backward::layouts()];
+    schedule.into_iter().chain([TensorMap::layout()]).chain(arguments.into_iter().flatten()).collect()
 }
 
 #[cfg(test)]

@@ -1,10 +1,41 @@
 //! Launchers: each has the stem of its kernel below `kernels/`, chooses what of it is compiled, and launches it.
 
 mod attention;
+mod attention_tensors;
+mod cast;
+mod device_schedule;
+mod head_resize;
 mod layout;
+mod operand_rows;
+mod portable_backward;
+mod portable_forward;
+mod portable_shape;
+mod row_copy;
+mod row_merge;
+mod row_reduce;
+mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
+pub use attention_tensors::{
+    BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
+    ResultTensors, StateTensors,
+};
+pub use cast::Cast;
+pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
+pub use portable_backward::PortableBackward;
+pub use portable_forward::PortableForward;
+pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
+pub use row_merge::{RowMerge, RowMergeSpec};
+pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
+pub use scalar::Scalar;
 pub use specialisation::{MatrixUnit, Specialisation, specialisations};
+
+/// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
+/// multiprocessor, in blocks of 256).
+fn blocks_of(work: u64, sm_count: u32) -> u32 {
+    // Bounded by a u32, so that the cast keeps it.
+    work.clamp(1, u64::from(sm_count.max(1)) * 8) as u32
+}

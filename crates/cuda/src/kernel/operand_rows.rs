@@ -16,14 +16,15 @@ pub(super) struct OperandRows {
 /// Cuts the rows of a result where its list of operands changes. Rows without operands are left out unless
 /// `with_empty`, when all of `rows` are there.
 pub(super) fn operand_rows(moves: &[RowMove], rows: usize, with_empty: bool) -> Vec<OperandRows> {
-    let mut cuts: Vec<usize> = moves.iter().flat_map(|step| [step.to.start, step.to.end]).collect();
+    let moves = moves.iter().filter(|step| !step.to.is_empty());
+    let mut cuts: Vec<usize> = moves.clone().flat_map(|step| [step.to.start, step.to.end]).collect();
     if with_empty {
         cuts.extend([0, rows]);
     }
     cuts.sort_unstable();
     cuts.dedup();
     // Moves by where they begin; those that cover the current rows.
-    let mut waiting: Vec<&RowMove> = moves.iter().filter(|step| !step.to.is_empty()).collect();
+    let mut waiting: Vec<&RowMove> = moves.collect();
     waiting.sort_by_key(|step| std::cmp::Reverse(step.to.start));
     let mut active: Vec<&RowMove> = Vec::new();
     let mut out = Vec::new();
@@ -48,6 +49,7 @@ pub(super) fn operand_rows(moves: &[RowMove], rows: usize, with_empty: bool) -> 
 mod tests {
     use super::*;
 
+    /// Row by row, the definition; and neighbours differ.
     #[test]
     fn rows_are_cut_where_operands_change() {
         let step = |peer, from: usize, to: usize, rows: usize| RowMove {
@@ -55,27 +57,30 @@ mod tests {
             from: Range::new(from, from + rows),
             to: Range::new(to, to + rows),
         };
-        let moves = [step(3, 10, 2, 4), step(1, 0, 4, 4), step(2, 7, 20, 1), step(0, 0, 5, 0)];
-        let expected = [
-            (2, 4, vec![(3, 10)]),
-            (4, 6, vec![(1, 0), (3, 12)]),
-            (6, 8, vec![(1, 2)]),
-            (20, 21, vec![(2, 7)]),
-        ];
-        let of = |rows: Vec<OperandRows>| -> Vec<_> {
-            rows.into_iter().map(|o| (o.rows.start, o.rows.end, o.operands)).collect()
-        };
-        let merged = |rows: Vec<(usize, usize, Vec<(usize, usize)>)>| {
-            rows.into_iter().filter(|(.., operands)| !operands.is_empty()).collect::<Vec<_>>()
-        };
-        // A move without rows cuts, but takes part in nothing.
-        let found = of(operand_rows(&moves, 30, false));
-        let total: usize = found.iter().map(|(start, end, _)| end - start).sum();
-        assert_eq!(total, 7);
-        assert_eq!(found[0], expected[0]);
-        let all = of(operand_rows(&moves, 30, true));
-        assert_eq!(all.iter().map(|(start, end, _)| end - start).sum::<usize>(), 30);
-        assert_eq!(merged(all), found);
+        let moves =
+            [step(3, 10, 2, 4), step(1, 0, 4, 4), step(2, 7, 20, 1), step(0, 0, 5, 0), step(0, 30, 8, 3)];
+        for with_empty in [false, true] {
+            let parts = operand_rows(&moves, 30, with_empty);
+            assert!(parts.iter().all(|part| !part.rows.is_empty()));
+            for row in 0..30 {
+                let mut expected: Vec<_> = moves
+                    .iter()
+                    .filter(|step| (step.to.start..step.to.end).contains(&row))
+                    .map(|step| (step.peer, step.from.start + row - step.to.start))
+                    .collect();
+                expected.sort_unstable();
+                let found: Vec<_> =
+                    parts.iter().filter(|part| (part.rows.start..part.rows.end).contains(&row)).collect();
+                assert_eq!(found.len(), usize::from(with_empty || !expected.is_empty()), "row {row}");
+                for part in found {
+                    let here =
+                        part.operands.iter().map(|&(peer, first)| (peer, first + row - part.rows.start));
+                    assert_eq!(here.collect::<Vec<_>>(), expected, "row {row}");
+                }
+            }
+        }
         assert!(operand_rows(&[], 0, true).is_empty());
+        assert!(operand_rows(&[], 5, false).is_empty());
+        assert_eq!(operand_rows(&[], 5, true).len(), 1);
     }
 }

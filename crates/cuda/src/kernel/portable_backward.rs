@@ -1,12 +1,10 @@
 use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
+use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_shape::{HEAD_DIMS, check, grid, padded_dims};
-use super::{
-    AttentionBackwardTensors, AttentionProblem, DeviceSchedule, ElementType, GradientType, MatrixUnit, RowStatistics,
-    Specialisation,
-};
-use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, MatrixUnit, Specialisation};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
 #[derive(Clone, Debug)]
@@ -14,6 +12,8 @@ pub struct PortableBackward {
     function: Function,
     schedule: DeviceSchedule,
     launch: Launch,
+    /// Bytes of dq to clear first.
+    cleared_bytes: usize,
     arguments: PortableBackwardArguments,
 }
 
@@ -23,7 +23,14 @@ struct Choice {
     shape: Shape,
     element: ElementType,
     softcap: bool,
-    gradient: GradientType,
+    gradient: Gradient,
+}
+
+/// `Gradient` of the kernel: the type in which dk and dv are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gradient {
+    Element,
+    Float,
 }
 
 /// How warps divide a matrix: so many down its rows, so many across its columns.
@@ -63,8 +70,6 @@ struct PortableBackwardArguments {
     dq: u64,
     dk: u64,
     dv: u64,
-    row_stride: u64,
-    head_stride: u64,
     tile_count: u32,
     heads_q: u32,
     heads_kv: u32,
@@ -74,8 +79,6 @@ struct PortableBackwardArguments {
     scale: f32,
     scale_log2: f32,
     softcap_scale: f32,
-    lse_factor: f32,
-    delta_factor: f32,
 }
 
 impl Shape {
@@ -94,18 +97,15 @@ impl Shape {
         };
         // From the most to the least shared memory: 227 KB on compute capability 9.0, 163 KB on 8.0, 99 KB on 8.6 and 8.9.
         let shapes: &[Self] = match head_dim {
-            64 => &[
-                shape(128, 64, 2, [2, 2], [4, 1], [2, 2], 2),
-                shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1),
-            ],
-            96 => &[
-                shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1),
-                shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1),
-            ],
-            128 => &[
-                shape(128, 64, 2, [2, 4], [4, 2], [2, 4], 1),
-                shape(64, 64, 1, [2, 2], [2, 2], [2, 2], 1),
-            ],
+            64 => {
+                &[shape(128, 64, 2, [2, 2], [4, 1], [2, 2], 2), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
+            }
+            96 => {
+                &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
+            }
+            128 => {
+                &[shape(128, 64, 2, [2, 4], [4, 2], [2, 4], 1), shape(64, 64, 1, [2, 2], [2, 2], [2, 2], 1)]
+            }
             192 => &[
                 shape(64, 64, 2, [4, 2], [2, 4], [2, 4], 1),
                 shape(64, 64, 1, [4, 2], [2, 4], [2, 4], 1),
@@ -138,16 +138,16 @@ impl Choice {
         let Self { shape, element, softcap, gradient } = self;
         let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
         let grid = |[down, across]: Grid| format!("WarpGrid<{down}, {across}>");
-        let (scores, keys, queries) = (grid(shape.score_warps), grid(shape.key_warps), grid(shape.query_warps));
-        let gradient = match gradient {
-            GradientType::Element => "Element",
-            GradientType::Float => "Float",
-        };
+        let (scores, keys, queries) =
+            (grid(shape.score_warps), grid(shape.key_warps), grid(shape.query_warps));
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
             "portable_backward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}x{stages}_{}{cap}",
             element.name(),
-            gradient.to_lowercase(),
+            match gradient {
+                Gradient::Element => "element",
+                Gradient::Float => "float",
+            },
         );
         KernelSource::new(&name, arch)
             .define("ELEMENT_BF16", element.define())
@@ -155,7 +155,7 @@ impl Choice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableBackwardConfig<{head_dim}, {head_dim_v}, {tile_rows}, {block}, {stages}, \
-                 {scores}, {keys}, {queries}, {softcap}, Gradient::k{gradient}>;"
+                 {scores}, {keys}, {queries}, {softcap}, Gradient::k{gradient:?}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -169,28 +169,26 @@ impl Choice {
 }
 
 impl PortableBackward {
-    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `stream`, which is waited for.
+    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when the problem is not one that the kernel takes (such as a deterministic one: additions to dq
     /// come in no order); when the kernel cannot be compiled, or memory is short.
-    pub fn new(stream: &Stream, problem: &AttentionProblem, gradient: GradientType) -> Result<Self, CudaError> {
-        let device = stream.device();
+    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+        let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
         check(problem).map_err(refused)?;
         let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
+        let gradient = if mode.rounds_keys { Gradient::Element } else { Gradient::Float };
         let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some(), gradient };
         let function = device.function(&choice.source(device.arch()))?;
 
-        let config = TileScheduleConfig::new(
-            TileDirection::Backward,
-            shape.tile_rows as usize,
-            shape.block as usize,
-        );
+        let config =
+            TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
         let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
             .map_err(|error| refused(error.to_string()))?;
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let schedule = DeviceSchedule::new(setup, &schedule)?;
         let items = u64::from(schedule.tile_count()) * problem.heads_kv as u64;
         let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
         let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
@@ -209,8 +207,6 @@ impl PortableBackward {
             dq: 0,
             dk: 0,
             dv: 0,
-            row_stride: 0,
-            head_stride: 0,
             tile_count: schedule.tile_count(),
             heads_q: problem.heads_q as u32,
             heads_kv: problem.heads_kv as u32,
@@ -220,42 +216,31 @@ impl PortableBackward {
             scale: problem.scale,
             scale_log2: problem.softcap.unwrap_or(problem.scale) * std::f32::consts::LOG2_E,
             softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
-            lse_factor: 0.0,
-            delta_factor: 0.0,
         };
-        Ok(Self { function, schedule, launch, arguments })
+        let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
+        let cleared_bytes = if mode.continues_dq { 0 } else { dq_bytes };
+        Ok(Self { function, schedule, launch, cleared_bytes, arguments })
     }
 
-    /// Enqueues the backward. Nothing is allocated and nothing waits.
+    /// Enqueues the backward, and before it the clearing of dq where the mode says so. Nothing on the device is allocated and
+    /// nothing waits.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`AttentionBackwardTensors`] says, of this value's problem, which live until the kernel
-    /// has run; what is written overlaps nothing else. This value lives as long.
+    /// `tensors` are addresses of what [`BackwardTensors`] says, of this value's problem, which live until the kernel has run;
+    /// what is written overlaps nothing else that is used. This value lives as long.
     ///
     /// # Errors
     /// When the driver refuses.
-    pub unsafe fn launch(&self, stream: &Stream, tensors: &AttentionBackwardTensors) -> Result<(), CudaError> {
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
+        let BackwardTensors { q, k, v, dout, lse, delta, dq, dk, dv } = *tensors;
+        if self.cleared_bytes > 0 {
+            // SAFETY: dq has so many bytes, by the caller's promise.
+            unsafe { DeviceBuffer::borrow(stream.device(), dq, self.cleared_bytes) }.fill(stream, 0)?;
+        }
         if self.schedule.tile_count() == 0 {
             return Ok(());
         }
-        let AttentionBackwardTensors { q, k, v, dout, statistics, dq, dk, dv } = *tensors;
-        let RowStatistics { lse, delta, row_stride, head_stride, lse_factor, delta_factor } = statistics;
-        let arguments = PortableBackwardArguments {
-            q,
-            k,
-            v,
-            dout,
-            lse,
-            delta,
-            dq,
-            dk,
-            dv,
-            row_stride,
-            head_stride,
-            lse_factor,
-            delta_factor,
-            ..self.arguments
-        };
+        let arguments = PortableBackwardArguments { q, k, v, dout, lse, delta, dq, dk, dv, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
@@ -273,7 +258,7 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
         for shape in shapes {
             for element in ElementType::ALL {
                 for softcap in [false, true] {
-                    for gradient in [GradientType::Element, GradientType::Float] {
+                    for gradient in [Gradient::Element, Gradient::Float] {
                         let choice = Choice { shape, element, softcap, gradient };
                         all.push(Specialisation {
                             source: choice.source(Arch::SM_80),
@@ -305,8 +290,6 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             dq,
             dk,
             dv,
-            row_stride,
-            head_stride,
             tile_count,
             heads_q,
             heads_kv,
@@ -316,8 +299,6 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             scale,
             scale_log2,
             softcap_scale,
-            lse_factor,
-            delta_factor,
         }
     )]
 }

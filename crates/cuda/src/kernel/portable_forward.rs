@@ -1,10 +1,11 @@
 use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
+use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_shape::{HEAD_DIMS, check, grid, padded_dims};
 use super::{
-    AttentionForwardTensors, AttentionProblem, DeviceSchedule, ElementType, MatrixUnit, Specialisation, StateBegin,
-    StateEnd,
+    AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, MatrixUnit,
+    ResultTensors, Specialisation, StateTensors,
 };
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -14,6 +15,7 @@ pub struct PortableForward {
     function: Function,
     schedule: DeviceSchedule,
     launch: Launch,
+    mode: ForwardMode,
     arguments: PortableForwardArguments,
 }
 
@@ -23,8 +25,22 @@ struct Choice {
     shape: Shape,
     element: ElementType,
     softcap: bool,
-    begin: StateBegin,
-    end: StateEnd,
+    begin: Begin,
+    end: End,
+}
+
+/// `StateBegin` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Begin {
+    Start,
+    Continue,
+}
+
+/// `StateEnd` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    State,
+    Result,
 }
 
 /// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor.
@@ -51,6 +67,9 @@ struct PortableForwardArguments {
     sink: u64,
     out: u64,
     lse: u64,
+    begin_acc: u64,
+    begin_row_max: u64,
+    begin_row_sum: u64,
     acc: u64,
     row_max: u64,
     row_sum: u64,
@@ -71,7 +90,8 @@ struct PortableForwardArguments {
 impl Shape {
     /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
     fn of(head_dim: u32, head_dim_v: u32, shared_bytes: usize) -> Self {
-        let shape = |warp_rows, warps, block, ctas| Self { head_dim, head_dim_v, warp_rows, warps, block, ctas };
+        let shape =
+            |warp_rows, warps, block, ctas| Self { head_dim, head_dim_v, warp_rows, warps, block, ctas };
         // 32 rows a warp halve the reads of shared memory, as long as their accumulators find room.
         let large = match head_dim {
             ..=128 => shape(32, 4, 64, 2),
@@ -99,14 +119,19 @@ impl Choice {
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap, begin, end } = self;
         let Shape { head_dim, head_dim_v, warp_rows, warps, block, ctas } = shape;
-        let (begin, end) = (begin_name(begin), end_name(end));
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
             "portable_forward_{}_{head_dim}_{head_dim_v}_{}x{block}_{}_{}{cap}",
             element.name(),
             shape.tile_rows(),
-            begin.to_lowercase(),
-            end.to_lowercase()
+            match begin {
+                Begin::Start => "start",
+                Begin::Continue => "continue",
+            },
+            match end {
+                End::State => "state",
+                End::Result => "result",
+            },
         );
         KernelSource::new(&name, arch)
             .define("ELEMENT_BF16", element.define())
@@ -114,7 +139,7 @@ impl Choice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
-                 {softcap}, StateBegin::k{begin}, StateEnd::k{end}>;"
+                 {softcap}, StateBegin::k{begin:?}, StateEnd::k{end:?}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -127,49 +152,32 @@ impl Choice {
     }
 }
 
-fn begin_name(begin: StateBegin) -> &'static str {
-    match begin {
-        StateBegin::Start => "Start",
-        StateBegin::Continue => "Continue",
-    }
-}
-
-fn end_name(end: StateEnd) -> &'static str {
-    match end {
-        StateEnd::State => "State",
-        StateEnd::Result => "Result",
-    }
-}
-
 impl PortableForward {
-    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `stream`, which is waited for.
+    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
     /// is short.
-    pub fn new(
-        stream: &Stream,
-        problem: &AttentionProblem,
-        begin: StateBegin,
-        end: StateEnd,
-    ) -> Result<Self, CudaError> {
-        let device = stream.device();
+    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
+        let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_forward".to_owned(), reason };
         check(problem).map_err(refused)?;
         let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
+        let begin = if mode.continues { Begin::Continue } else { Begin::Start };
+        let (end, seqlen_sink) = match mode.end {
+            ForwardModeEnd::State => (End::State, 0),
+            ForwardModeEnd::Result { seqlen_sink } => (End::Result, seqlen_sink),
+        };
         let choice =
             Choice { shape, element: problem.element, softcap: problem.softcap.is_some(), begin, end };
         let function = device.function(&choice.source(device.arch()))?;
 
-        let config = TileScheduleConfig::new(
-            TileDirection::Forward,
-            shape.tile_rows() as usize,
-            shape.block as usize,
-        );
+        let config =
+            TileScheduleConfig::new(TileDirection::Forward, shape.tile_rows() as usize, shape.block as usize);
         let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
             .map_err(|error| refused(error.to_string()))?;
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let schedule = DeviceSchedule::new(setup, &schedule)?;
         let items = u64::from(schedule.tile_count()) * problem.heads_q as u64;
         let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
         let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
@@ -187,6 +195,9 @@ impl PortableForward {
             sink: 0,
             out: 0,
             lse: 0,
+            begin_acc: 0,
+            begin_row_max: 0,
+            begin_row_sum: 0,
             acc: 0,
             row_max: 0,
             row_sum: 0,
@@ -197,44 +208,54 @@ impl PortableForward {
             heads_kv: problem.heads_kv as u32,
             head_dim: problem.head_dim as u32,
             head_dim_v: problem.head_dim_v as u32,
-            seqlen_sink: 0,
+            seqlen_sink: seqlen_sink as u32,
             rows_k: problem.rows_k as i32,
             scale_log2: problem.softcap.unwrap_or(scale) * std::f32::consts::LOG2_E,
             softcap_scale: problem.softcap.map_or(0.0, |softcap| scale / softcap),
             negate: u32::from(problem.scale < 0.0),
         };
-        Ok(Self { function, schedule, launch, arguments })
+        Ok(Self { function, schedule, launch, mode, arguments })
     }
 
     /// Enqueues the forward. Nothing is allocated and nothing waits.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`AttentionForwardTensors`] says, of this value's problem, which live until the kernel
-    /// has run; what is written overlaps nothing else. This value lives as long.
+    /// `tensors` are addresses of what [`ForwardTensors`] says, of this value's problem, which live until the kernel has run;
+    /// what is written overlaps nothing else that is used. This value lives as long.
     ///
     /// # Errors
-    /// When the driver refuses.
-    pub unsafe fn launch(&self, stream: &Stream, tensors: &AttentionForwardTensors) -> Result<(), CudaError> {
+    /// [`CudaError::Launch`] when the tensors are not those of the mode; the driver's refusal.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
+        let ForwardTensors { q, k, v, begin, end } = *tensors;
+        let mut arguments = PortableForwardArguments { q, k, v, ..self.arguments };
+        match (self.mode.end, end) {
+            (ForwardModeEnd::State, ForwardTarget::State(StateTensors { acc, row_max, row_sum })) => {
+                (arguments.acc, arguments.row_max, arguments.row_sum) = (acc, row_max, row_sum);
+            }
+            (ForwardModeEnd::Result { .. }, ForwardTarget::Result(ResultTensors { sink, out, lse })) => {
+                (arguments.sink, arguments.out, arguments.lse) = (sink, out, lse);
+            }
+            _ => return Err(self.other_mode(tensors)),
+        }
+        match (self.mode.continues, begin) {
+            (true, Some(StateTensors { acc, row_max, row_sum })) => {
+                (arguments.begin_acc, arguments.begin_row_max, arguments.begin_row_sum) =
+                    (acc, row_max, row_sum);
+            }
+            (false, None) => {}
+            _ => return Err(self.other_mode(tensors)),
+        }
         if self.schedule.tile_count() == 0 {
             return Ok(());
         }
-        let AttentionForwardTensors { q, k, v, sink, seqlen_sink, out, lse, acc, row_max, row_sum } = *tensors;
-        let arguments = PortableForwardArguments {
-            q,
-            k,
-            v,
-            sink,
-            seqlen_sink,
-            out,
-            lse,
-            acc,
-            row_max,
-            row_sum,
-            ..self.arguments
-        };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+
+    fn other_mode(&self, tensors: &ForwardTensors) -> CudaError {
+        let reason = format!("it was made for {:?}, the tensors are {tensors:?}", self.mode);
+        CudaError::Launch { kernel: self.function.name().to_owned(), reason }
     }
 }
 
@@ -243,13 +264,14 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
     let mut all = Vec::new();
     let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
     for (head_dim, head_dim_v) in dims {
-        let mut shapes = vec![Shape::of(head_dim, head_dim_v, usize::MAX), Shape::of(head_dim, head_dim_v, 99 << 10)];
+        let mut shapes =
+            vec![Shape::of(head_dim, head_dim_v, usize::MAX), Shape::of(head_dim, head_dim_v, 99 << 10)];
         shapes.dedup();
         for shape in shapes {
             for element in ElementType::ALL {
                 for softcap in [false, true] {
-                    for begin in [StateBegin::Start, StateBegin::Continue] {
-                        for end in [StateEnd::State, StateEnd::Result] {
+                    for begin in [Begin::Start, Begin::Continue] {
+                        for end in [End::State, End::Result] {
                             let source = Choice { shape, element, softcap, begin, end }.source(Arch::SM_80);
                             all.push(Specialisation {
                                 source,
@@ -279,6 +301,9 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             sink,
             out,
             lse,
+            begin_acc,
+            begin_row_max,
+            begin_row_sum,
             acc,
             row_max,
             row_sum,

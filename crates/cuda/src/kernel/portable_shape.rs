@@ -22,7 +22,9 @@ pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Result<(u32, u3
 pub(super) fn check(problem: &AttentionProblem) -> Result<(), String> {
     let AttentionProblem { heads_q, heads_kv, .. } = *problem;
     if heads_kv == 0 || heads_q == 0 || heads_q % heads_kv != 0 {
-        return Err(format!("{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"));
+        return Err(format!(
+            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
+        ));
     }
     if !problem.scale.is_finite() {
         return Err(format!("scale is {}; give a finite one", problem.scale));

@@ -4,7 +4,7 @@ use counterpoint_mask::Range;
 use super::scalar::Scalar;
 use super::{MatrixUnit, Specialisation, blocks_of};
 use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -193,7 +193,8 @@ fn pieces(
     let rows: u64 = moves.iter().map(|(_, step)| step.from.len() as u64).sum();
     let total: u64 = tensor_group.iter().map(|&tensor| rows * tensors[tensor].row_bytes()).sum();
     // Two pieces for every warp of a full device; small copies are spread thin to be over soon.
-    let most = (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
+    let most =
+        (total / (u64::from(sm_count) * 64)).clamp(LEAST_BYTES, MOST_BYTES).next_multiple_of(LEAST_BYTES);
     let mut pieces = Vec::new();
     for &(place, step) in &moves {
         for (slot, &tensor) in tensor_group.iter().enumerate() {
@@ -226,16 +227,18 @@ fn source(arch: Arch, mode: Mode) -> KernelSource {
         .line("#include \"row_copy.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ RowCopyTensors tensors, const RowCopyPiece* pieces,"));
+        .line(format_args!(
+            "{name}(const __grid_constant__ RowCopyTensors tensors, const RowCopyPiece* pieces,"
+        ));
     match mode {
         Mode::Plain => start
             .line("    u32 count, u32 alignment) {")
-            .line("  row_copy(tensors, pieces, count, alignment);")
+            .line("  counterpoint::row_copy(tensors, pieces, count, alignment);")
             .line("}"),
         Mode::Rounded(scalar, wire) => start
             .line("    u32 count) {")
             .line(format_args!(
-                "  row_copy_rounded<{}, {}>(tensors, pieces, count);",
+                "  counterpoint::row_copy_rounded<{}, {}>(tensors, pieces, count);",
                 scalar.cpp(),
                 wire.cpp()
             ))

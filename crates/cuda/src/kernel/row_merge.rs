@@ -160,10 +160,17 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         .line("#include \"row_merge.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ RowMergeSources sources, const RowMergePiece* pieces,"))
-        .line(format_args!("    const RowMergeOperand* operands, {result}* result, float* result_lse, u32 count,"))
+        .line(format_args!(
+            "{name}(const __grid_constant__ RowMergeSources sources, const RowMergePiece* pieces,"
+        ))
+        .line(format_args!(
+            "    const RowMergeOperand* operands, {result}* result, float* result_lse, u32 count,"
+        ))
         .line("    u32 heads, u32 dim, u32 accumulate, u32 packed) {")
-        .line(format_args!("  row_merge<{}>(sources, pieces, operands, result, result_lse, count, heads, dim,", types.cpp()))
+        .line(format_args!(
+            "  counterpoint::row_merge<{}>(sources, pieces, operands, result, result_lse, count, heads, dim,",
+            types.cpp()
+        ))
         .line("      accumulate, packed);")
         .line("}")
 }

@@ -224,11 +224,15 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         .line("#include \"row_reduce.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ RowReduceSources sources, const RowReducePiece* pieces,"))
-        .line(format_args!("    const RowReduceOperand* operands, {result}* result, u32 count, u32 accumulate,"))
+        .line(format_args!(
+            "{name}(const __grid_constant__ RowReduceSources sources, const RowReducePiece* pieces,"
+        ))
+        .line(format_args!(
+            "    const RowReduceOperand* operands, {result}* result, u32 count, u32 accumulate,"
+        ))
         .line("    u32 packed) {")
         .line(format_args!(
-            "  row_reduce<{}>(sources, pieces, operands, result, count, accumulate, packed);",
+            "  counterpoint::row_reduce<{}>(sources, pieces, operands, result, count, accumulate, packed);",
             types.cpp()
         ))
         .line("}")

@@ -1,4 +1,5 @@
-use crate::KernelSource;
+use super::{cast, head_resize, portable_backward, portable_forward, row_copy, row_merge, row_reduce};
+use crate::{Arch, KernelSource};
 
 /// One of the kernels that ship: its source with all parameters chosen, and what its machine code must be like.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +25,16 @@ pub enum MatrixUnit {
 
 /// All kernels that ship, of all launchers.
 pub fn specialisations() -> Vec<Specialisation> {
-    // Each launcher's module adds its own here.
-    Vec::new()
+    // Each launcher's module adds its own here. Those that only move memory are the same source on every architecture.
+    let helpers = [Arch::SM_80, Arch::SM_90A].into_iter().flat_map(|arch| {
+        [
+            cast::specialisations(arch),
+            head_resize::specialisations(arch),
+            row_copy::specialisations(arch),
+            row_merge::specialisations(arch),
+            row_reduce::specialisations(arch),
+        ]
+    });
+    let portable = [portable_forward::specialisations(), portable_backward::specialisations()];
+    helpers.flatten().chain(portable.into_iter().flatten()).collect()
 }

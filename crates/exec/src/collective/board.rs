@@ -41,9 +41,14 @@ pub struct Post<P> {
     pub collective: Arc<Collective>,
     /// When it was published.
     pub at: Instant,
-    /// What the transport needs of it. `None` once everyone has copied, so that a post kept for late comers keeps no memory
-    /// alive.
-    pub payload: Option<P>,
+    /// What the transport needs of it.
+    pub payload: P,
+}
+
+/// What a transport publishes with a part.
+pub trait Payload: Send + Sync + 'static {
+    /// What is left of it once everyone has copied: a post that is kept for late comers must keep no memory alive.
+    fn spent(&self) -> Self;
 }
 
 impl<P> Post<P> {
@@ -94,7 +99,7 @@ impl<P> Post<P> {
     }
 }
 
-impl<P: Send + Sync + 'static> Board<P> {
+impl<P: Payload> Board<P> {
     /// A board for the ranks of `world`.
     pub fn new(world: &World) -> Self {
         let slot =
@@ -170,9 +175,9 @@ impl<P: Send + Sync + 'static> Board<P> {
     pub fn finish(&self, rank: usize, sequence: u64, place: &OpPlace) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                let Post { place, collective, at, .. } = &*entry.post;
-                let (place, collective) = (place.clone(), collective.clone());
-                entry.post = Arc::new(Post { place, collective, at: *at, payload: None });
+                let Post { place, collective, at, payload } = &*entry.post;
+                let (place, collective, payload) = (place.clone(), collective.clone(), payload.spent());
+                entry.post = Arc::new(Post { place, collective, at: *at, payload });
             }
             slot.last_finished = Some((sequence, place.clone()));
             slot.finished.insert(sequence);

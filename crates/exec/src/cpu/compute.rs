@@ -5,12 +5,12 @@ use counterpoint_schedule::{
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
-use super::operands;
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, ResultArgs, SinkArgs, StateArgs,
     StateMutArgs, attention_backward, attention_delta, attention_forward, cast,
 };
+use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
 
 /// A compute operation of the CPU backend, its tensors checked.
@@ -21,7 +21,7 @@ pub struct CpuKernel {
 
 impl CpuKernel {
     pub(super) fn new(program: &Program, index: usize) -> Result<Self, ExecError> {
-        operands::check(program, index)?;
+        check_operands(program, index)?;
         Ok(Self { op: program.ops[index].op.clone() })
     }
 
@@ -43,7 +43,7 @@ impl CpuKernel {
                 with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
             }
             Op::AttentionBackward(op) => {
-                // `operands::check` has seen that there is no third type.
+                // `check_operands` has seen that there is no third type.
                 let rounded = dtype(op.dk) == dtype(op.q);
                 with_host_element!(dtype(op.q), T => if rounded {
                     backward::<T, T>(op, &access, workers)
@@ -59,7 +59,7 @@ impl CpuKernel {
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
-            // `operands::check` lets no other operation through.
+            // `check_operands` lets no other operation through.
             _ => Ok(()),
         }
     }
@@ -194,7 +194,7 @@ fn head_shape(q: &ReadGuard<'_>, k: &ReadGuard<'_>, v: &ReadGuard<'_>) -> HeadSh
     }
 }
 
-/// Elements of a tensor whose type `operands::check` has seen: for any other it would be empty, and the kernel would refuse
+/// Elements of a tensor whose type `check_operands` has seen: for any other it would be empty, and the kernel would refuse
 /// its length.
 fn elements<'a, T: HostElement>(tensor: &'a ReadGuard<'_>) -> &'a [T] {
     tensor.as_slice().unwrap_or(&[])

@@ -5,7 +5,6 @@ mod compute;
 mod counter;
 mod event;
 mod kernel_barrier;
-mod operands;
 mod signal;
 mod stream;
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp, SpanKind};
 
-use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, WireTensor};
+use crate::collective::{Board, Collective, Payload, PeerRows, Post, Reduction, Waiter, WireTensor};
 use crate::cpu::{CpuBackend, CpuBuffer, CpuStream, KernelBarrier, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::{World, after};
@@ -22,6 +22,12 @@ use crate::{ExecError, HostTensor, OpPlace, SlowLink, Transport};
 
 /// What a rank publishes: its inputs.
 type Inputs = Vec<CpuBuffer>;
+
+impl Payload for Inputs {
+    fn spent(&self) -> Self {
+        Vec::new()
+    }
+}
 
 /// One rank of the local transport.
 pub struct LocalTransport {
@@ -183,7 +189,7 @@ impl Call {
                 place: self.place.clone(),
                 collective: self.collective.clone(),
                 at: began,
-                payload: Some(self.inputs.clone()),
+                payload: self.inputs.clone(),
             },
         );
         match &self.collective.reduction {
@@ -225,7 +231,6 @@ impl Call {
             let inputs: Vec<ReadGuard<'_>> = post
                 .payload
                 .iter()
-                .flatten()
                 .map(|input| input.read(self.rank, &self.place))
                 .collect::<Result<_, _>>()?;
             for (&from, &to) in post.collective.pattern.to(self.rank).iter().zip(&peer.rows) {

@@ -201,8 +201,8 @@ mod tests {
     use counterpoint_plan::AttentionSpec;
 
     use super::*;
-    use crate::selftest::CpuSubject;
-    use crate::{ExecError, RunConfig};
+    use crate::RunConfig;
+    use crate::selftest::{CpuSubject, SubjectError};
 
     /// A device that spoils what the CPU computes.
     struct Spoiled<F>(F, AtomicUsize);
@@ -222,7 +222,7 @@ mod tests {
             spec: &AttentionSpec,
             inputs: &AttentionInputs,
             config: &RunConfig,
-        ) -> Result<AttentionOutputs, ExecError> {
+        ) -> Result<AttentionOutputs, SubjectError> {
             let mut outputs = CpuSubject.run(plan, spec, inputs, config)?;
             (self.0)(&mut outputs, self.1.fetch_add(1, Ordering::Relaxed));
             Ok(outputs)
@@ -332,8 +332,8 @@ mod tests {
                 _: &AttentionSpec,
                 _: &AttentionInputs,
                 _: &RunConfig,
-            ) -> Result<AttentionOutputs, ExecError> {
-                Err(ExecError::OutOfMemory { needed: 2, available: 1 })
+            ) -> Result<AttentionOutputs, SubjectError> {
+                Err(SubjectError::Overwrite("4 bytes".to_owned()))
             }
         }
         let checks = selftest_attention(&Broken, Extent::Quick, |_, _| ());

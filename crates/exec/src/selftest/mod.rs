@@ -13,4 +13,4 @@ mod subject;
 pub use case::{Case, Extent, Pass};
 pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention};
-pub use subject::{CpuSubject, Subject};
+pub use subject::{CpuSubject, Subject, SubjectError};

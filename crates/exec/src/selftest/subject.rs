@@ -1,6 +1,19 @@
 use counterpoint_plan::{AttentionSpec, DType, Plan};
+use thiserror::Error;
 
 use crate::{AttentionInputs, AttentionOutputs, ExecError, RunConfig, run_attention};
+
+/// Why a subject has no results.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum SubjectError {
+    /// The run ended early.
+    #[error("{0}")]
+    Run(#[from] ExecError),
+    /// The run wrote where it must not.
+    #[error("memory beside buffers was written: {0}")]
+    Overwrite(String),
+}
 
 /// What a selftest examines: a device that runs distributed attention.
 pub trait Subject {
@@ -21,7 +34,7 @@ pub trait Subject {
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<AttentionOutputs, ExecError>;
+    ) -> Result<AttentionOutputs, SubjectError>;
 }
 
 /// Ranks that are threads of this process.
@@ -43,7 +56,7 @@ impl Subject for CpuSubject {
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<AttentionOutputs, ExecError> {
-        run_attention(plan, spec, inputs, config).map(|run| run.outputs)
+    ) -> Result<AttentionOutputs, SubjectError> {
+        Ok(run_attention(plan, spec, inputs, config)?.outputs)
     }
 }

@@ -6,8 +6,12 @@ use counterpoint_schedule::{AttentionState, BufferId, BufferSpec, ForwardBegin, 
 
 use crate::ExecError;
 
-/// Whether the CPU backend can run operation `index` of `program`.
-pub(super) fn check(program: &Program, index: usize) -> Result<(), ExecError> {
+/// Checks that the tensors of compute operation `index` of `program` fit it and each other, which every backend asks for
+/// when it prepares the operation. Whether it has a kernel for their types is the backend's own business.
+///
+/// # Errors
+/// [`ExecError::Program`] with the operation, the buffer and what it must be.
+pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> {
     let check = Check { program, index };
     match &program.ops[index].op {
         Op::AttentionForward(op) => {
@@ -77,7 +81,7 @@ pub(super) fn check(program: &Program, index: usize) -> Result<(), ExecError> {
                 check.tensor(*src, target.dtype, &shape)
             })
         }
-        other => Err(check.error(format!("the CPU backend cannot compute {other:?}"))),
+        other => Err(check.error(format!("{other:?} is no computation"))),
     }
 }
 

@@ -1,0 +1,98 @@
+use counterpoint_exec::{ExecError, check_operands};
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+
+use super::{CudaBackend, CudaBuffer};
+use crate::kernel::{Cast, Scalar};
+use crate::{CudaError, Stream};
+
+/// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
+pub struct CudaKernel(Work);
+
+enum Work {
+    Cast {
+        cast: Cast,
+        src: BufferId,
+        dst: BufferId,
+    },
+    /// Whole buffers one after the other; a single one is a plain copy.
+    Concat {
+        srcs: Vec<BufferId>,
+        dst: BufferId,
+    },
+}
+
+impl CudaKernel {
+    pub(super) fn new(backend: &CudaBackend, program: &Program, index: usize) -> Result<Self, ExecError> {
+        check_operands(program, index)?;
+        let prepare = Prepare { backend, program, index };
+        let work = match &program.ops[index].op {
+            Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
+                Work::Concat { srcs: vec![*src], dst: *dst }
+            }
+            Op::Cast { src, dst } => Work::Cast { cast: prepare.cast(*src, *dst)?, src: *src, dst: *dst },
+            Op::Concat { srcs, dst } => Work::Concat { srcs: srcs.clone(), dst: *dst },
+            other => return Err(prepare.error(format!("no CUDA kernel computes {other:?}"))),
+        };
+        Ok(Self(work))
+    }
+
+    /// `buffers` is the Program's table.
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        match &self.0 {
+            Work::Cast { cast, src, dst } => {
+                let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
+                // SAFETY: both hold as many elements of the types that the kernel is for, at the begin of an allocation or
+                // where `bind` has seen that they are aligned; events of the Program order who else uses them.
+                unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
+            }
+            Work::Concat { srcs, dst } => {
+                let mut offset = 0;
+                for src in srcs {
+                    let src = buffers[src.0].memory();
+                    buffers[dst.0].memory().copy_from(stream, offset, src)?;
+                    offset += src.len();
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// What an operation is made ready from.
+struct Prepare<'a> {
+    backend: &'a CudaBackend,
+    program: &'a Program,
+    index: usize,
+}
+
+impl<'a> Prepare<'a> {
+    fn spec(&self, id: BufferId) -> &'a BufferSpec {
+        // The Program's validation has checked the ids.
+        &self.program.buffers[id.0]
+    }
+
+    fn error(&self, reason: String) -> ExecError {
+        let Program { name, rank, ops, .. } = self.program;
+        let reason = format!("op {} ({}): {reason}", self.index, ops[self.index].label);
+        ExecError::Program { program: name.clone(), rank: *rank, reason }
+    }
+
+    fn device_error(&self, error: CudaError) -> ExecError {
+        self.backend
+            .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
+    }
+
+    fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
+        let BufferSpec { name, dtype, .. } = self.spec(id);
+        Scalar::of(*dtype).ok_or_else(|| {
+            let types = [DType::Bf16, DType::F16, DType::F32];
+            self.error(format!("buffer `{name}` is {dtype:?}; CUDA has {types:?}"))
+        })
+    }
+
+    fn cast(&self, src: BufferId, dst: BufferId) -> Result<Cast, ExecError> {
+        let (src, dst) = (self.scalar(src)?, self.scalar(dst)?);
+        Cast::new(self.backend.device(), src, dst).map_err(|error| self.device_error(error))
+    }
+}

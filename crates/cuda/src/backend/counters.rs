@@ -1,0 +1,91 @@
+//! Kernel barriers and signals, made of events.
+//!
+//! A Program queues every producer before whoever waits for it, so a wait can name the very events that it needs. Waiting
+//! for an event never occupies anything on the device, so streams that share a hardware queue cannot block each other for
+//! good, which a kernel or a memory operation that waits for a counter could.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::{CudaError, Device, Event, Stream};
+
+/// Counts the starts of communication operations within a run.
+#[derive(Clone)]
+pub struct CudaBarrier(Arc<Mutex<Points>>);
+
+/// A counter that streams raise and wait for, within a run.
+#[derive(Clone)]
+pub struct CudaSignal(Arc<Mutex<Points>>);
+
+/// Points of streams that a run has passed, in the order in which they were enqueued, each with the counter's value there.
+struct Points {
+    device: Device,
+    /// Kept from run to run, so that only the first one makes events.
+    events: Vec<Event>,
+    values: Vec<u64>,
+}
+
+impl Points {
+    fn new(device: &Device) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Self { device: device.clone(), events: Vec::new(), values: Vec::new() }))
+    }
+
+    fn pass(&mut self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+        let index = self.values.len();
+        if index == self.events.len() {
+            self.events.push(Event::new(&self.device)?);
+        }
+        self.events[index].record(stream)?;
+        self.values.push(value);
+        Ok(())
+    }
+}
+
+impl CudaBarrier {
+    pub(super) fn new(device: &Device) -> Self {
+        Self(Points::new(device))
+    }
+
+    pub(super) fn begin_run(&self) {
+        lock(&self.0).values.clear();
+    }
+
+    /// An operation that is enqueued next on `stream` arrives when it starts.
+    pub(crate) fn arrive(&self, stream: &Stream) -> Result<(), CudaError> {
+        let mut points = lock(&self.0);
+        let count = points.values.len() as u64;
+        points.pass(stream, count + 1)
+    }
+
+    /// `stream` goes on once the first `arrivals` operations have arrived: any so many would do, and these were enqueued.
+    pub(super) fn wait(&self, stream: &Stream, arrivals: u64) -> Result<(), CudaError> {
+        let points = lock(&self.0);
+        let arrived = points.events.iter().zip(&points.values);
+        arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))
+    }
+}
+
+impl CudaSignal {
+    pub(super) fn new(device: &Device) -> Self {
+        Self(Points::new(device))
+    }
+
+    pub(super) fn begin_run(&self) {
+        lock(&self.0).values.clear();
+    }
+
+    pub(super) fn raise(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+        lock(&self.0).pass(stream, value)
+    }
+
+    /// `stream` goes on after the first raise to at least `value` that was enqueued: whichever comes first would do.
+    pub(super) fn wait(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+        let points = lock(&self.0);
+        let enough = points.values.iter().position(|raised| *raised >= value);
+        enough.map_or(Ok(()), |index| stream.wait(&points.events[index]))
+    }
+}
+
+/// Every critical section only assigns, so that the data stays valid when a holder panics.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,326 @@
+//! The CUDA backend: a rank is a set of streams on a device. Several ranks may share one.
+
+mod buffer;
+mod clock;
+mod compute;
+mod counters;
+mod graph_run;
+mod machine;
+mod stream;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::{Awaited, Backend, Blocker, ExecError, HostData, HostTensor, OpPlace, World};
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamKind, StreamSpec};
+
+pub use buffer::CudaBuffer;
+pub use compute::CudaKernel;
+pub use counters::{CudaBarrier, CudaSignal};
+pub use graph_run::GraphRun;
+pub use machine::{CudaMachine, Timing};
+pub use stream::CudaStream;
+
+use clock::{Clock, RunClock};
+pub(crate) use counters::lock;
+
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+
+/// One rank of the CUDA backend.
+#[derive(Clone)]
+pub struct CudaBackend(Arc<Rank>);
+
+struct Rank {
+    world: Arc<World>,
+    rank: usize,
+    device: Device,
+    /// For uploads and downloads; nothing of a run is on it.
+    setup: Stream,
+    timing: Timing,
+    clock: Arc<Clock>,
+    run: Mutex<Option<RunClock>>,
+    /// A graph takes no times, and what is captured does not run now.
+    capturing: AtomicBool,
+}
+
+impl CudaBackend {
+    fn new(
+        world: &Arc<World>,
+        rank: usize,
+        device: &Device,
+        timing: Timing,
+        clock: Arc<Clock>,
+    ) -> Result<Self, ExecError> {
+        let setup = Stream::new(device, StreamPriority::High)
+            .map_err(|error| exec_error(rank, "the start of a rank", error))?;
+        Ok(Self(Arc::new(Rank {
+            world: world.clone(),
+            rank,
+            device: device.clone(),
+            setup,
+            timing,
+            clock,
+            run: Mutex::new(None),
+            capturing: AtomicBool::new(false),
+        })))
+    }
+
+    /// What the ranks share.
+    pub fn world(&self) -> &Arc<World> {
+        &self.0.world
+    }
+
+    /// The rank's device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// A stream with nothing of a run on it, for uploads that are waited for.
+    pub(crate) fn setup(&self) -> &Stream {
+        &self.0.setup
+    }
+
+    /// Whether operations take times.
+    pub(crate) fn timed(&self) -> bool {
+        self.0.timing == Timing::Spans && !self.is_capturing()
+    }
+
+    fn is_capturing(&self) -> bool {
+        self.0.capturing.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn error(&self, place: &dyn std::fmt::Display, error: CudaError) -> ExecError {
+        exec_error(self.0.rank, &place.to_string(), error)
+    }
+
+    /// Enqueues an operation; a failed world takes none.
+    fn enqueue(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        kind: SpanKind,
+        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<(), ExecError> {
+        self.0.world.check()?;
+        stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
+    }
+
+    /// Waits until `stream` is idle, for `limit` at most.
+    fn wait_until_idle(&self, stream: &CudaStream, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, .. } = &*self.0;
+        // Longer than any wait on the host while operations are enqueued: those know better what they waited for.
+        let limit = world.config().limit.saturating_add(world.config().limit / 16);
+        loop {
+            let place = format!("the end of a run on stream {}", stream.status().name);
+            if stream.queue().is_idle().map_err(|error| self.error(&place, error))? {
+                return world.check();
+            }
+            world.check()?;
+            let waited = began.elapsed();
+            if waited > limit {
+                let awaited = Awaited {
+                    name: format!("stream {} of {:?}", stream.status().name, self.0.device),
+                    evidence: "the device has not finished what was enqueued there".to_owned(),
+                    blocker: None::<Blocker>,
+                };
+                return Err(world.fail(world.stalled(*rank, place, began, awaited)));
+            }
+            // Short runs are watched closely, long ones leave the core to others.
+            if waited < CLOSE_WATCH { std::hint::spin_loop() } else { thread::sleep(PAUSE) }
+        }
+    }
+}
+
+/// How long the end of a run is awaited by asking again and again.
+const CLOSE_WATCH: Duration = Duration::from_millis(2);
+/// Between questions after that.
+const PAUSE: Duration = Duration::from_micros(50);
+
+/// An error of the driver or the compiler as one of a run.
+pub(crate) fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
+    match error {
+        CudaError::OutOfMemory { bytes, free, .. } => {
+            ExecError::OutOfMemory { needed: bytes as u64, available: free as u64 }
+        }
+        error => ExecError::Device { rank, place: place.to_owned(), reason: error.to_string() },
+    }
+}
+
+impl Backend for CudaBackend {
+    type Stream = CudaStream;
+    type Event = Event;
+    type Buffer = CudaBuffer;
+    type Barrier = CudaBarrier;
+    type Signal = CudaSignal;
+    type Kernel = CudaKernel;
+
+    fn rank(&self) -> usize {
+        self.0.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.world.size()
+    }
+
+    fn available_memory(&self) -> Option<u64> {
+        self.0.device.memory().ok().map(|memory| memory.free as u64)
+    }
+
+    fn allocate(&self, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
+        let memory = DeviceBuffer::new(&self.0.device, spec.bytes() as usize);
+        memory
+            .and_then(|memory| CudaBuffer::new(memory, &spec.shape, spec.dtype))
+            .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
+    }
+
+    fn upload(&self, name: &str, tensor: HostTensor) -> Result<CudaBuffer, ExecError> {
+        let setup = &self.0.setup;
+        let memory = match tensor.data() {
+            HostData::F64(elements) => DeviceBuffer::from_slice(setup, elements),
+            HostData::F32(elements) => DeviceBuffer::from_slice(setup, elements),
+            HostData::Bf16(elements) => DeviceBuffer::from_slice(setup, elements),
+            HostData::F16(elements) => DeviceBuffer::from_slice(setup, elements),
+        };
+        memory
+            .and_then(|memory| CudaBuffer::new(memory, tensor.shape(), tensor.dtype()))
+            .map_err(|error| self.error(&format_args!("the upload of {name}"), error))
+    }
+
+    fn download(&self, buffer: &CudaBuffer) -> Result<HostTensor, ExecError> {
+        let (memory, setup, count) = (buffer.memory(), &self.0.setup, buffer.len());
+        let data = match buffer.dtype() {
+            DType::F64 => memory.download(setup, 0, count).map(HostData::F64),
+            DType::F32 => memory.download(setup, 0, count).map(HostData::F32),
+            DType::Bf16 => memory.download(setup, 0, count).map(HostData::Bf16),
+            DType::F16 => memory.download(setup, 0, count).map(HostData::F16),
+        };
+        let data = data.map_err(|error| self.error(&"a download", error))?;
+        Ok(HostTensor::new(buffer.shape().to_vec(), data))
+    }
+
+    fn layout(&self, buffer: &CudaBuffer) -> (Vec<usize>, DType) {
+        (buffer.shape().to_vec(), buffer.dtype())
+    }
+
+    fn create_stream(&self, spec: &StreamSpec) -> Result<CudaStream, ExecError> {
+        let priority = match spec.kind {
+            StreamKind::Compute => StreamPriority::Low,
+            StreamKind::Communication => StreamPriority::High,
+        };
+        let stream = Stream::new(&self.0.device, priority)
+            .map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
+        let status = self.0.world.register_stream(self.0.rank, &spec.name, spec.kind);
+        Ok(CudaStream::new(stream, status))
+    }
+
+    fn create_event(&self) -> Result<Event, ExecError> {
+        Event::new(&self.0.device).map_err(|error| self.error(&"an event", error))
+    }
+
+    fn create_barrier(&self) -> Result<CudaBarrier, ExecError> {
+        Ok(CudaBarrier::new(&self.0.device))
+    }
+
+    fn create_signal(&self) -> Result<CudaSignal, ExecError> {
+        Ok(CudaSignal::new(&self.0.device))
+    }
+
+    fn prepare(&self, program: &Program, index: usize) -> Result<CudaKernel, ExecError> {
+        CudaKernel::new(self, program, index)
+    }
+
+    fn begin_run(
+        &self,
+        _program: &str,
+        origin: Instant,
+        barriers: &[CudaBarrier],
+        signals: &[CudaSignal],
+    ) -> Result<(), ExecError> {
+        barriers.iter().for_each(CudaBarrier::begin_run);
+        signals.iter().for_each(CudaSignal::begin_run);
+        if self.timed() {
+            let clock = self.0.clock.of_run(origin, &self.0.setup);
+            *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
+        }
+        Ok(())
+    }
+
+    fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {
+        if !self.0.world.config().poison || self.is_capturing() {
+            return Ok(());
+        }
+        // All bits set are NaN in every floating-point type.
+        let filled = buffer.memory().fill(&self.0.setup, 0xff);
+        filled.and_then(|()| self.0.setup.synchronize()).map_err(|error| self.error(&"poisoning", error))
+    }
+
+    fn launch(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        kernel: &CudaKernel,
+        buffers: &[CudaBuffer],
+    ) -> Result<(), ExecError> {
+        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers))
+    }
+
+    fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.0.world.check()?;
+        event.record(stream.queue()).map_err(|error| self.error(place, error))
+    }
+
+    fn wait(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.enqueue(stream, place, SpanKind::Wait, |stream| stream.wait(event))
+    }
+
+    fn await_barrier(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        barrier: &CudaBarrier,
+        arrivals: u64,
+    ) -> Result<(), ExecError> {
+        self.enqueue(stream, place, SpanKind::Wait, |stream| barrier.wait(stream, arrivals))
+    }
+
+    fn signal(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        signal: &CudaSignal,
+        value: u64,
+    ) -> Result<(), ExecError> {
+        self.0.world.check()?;
+        signal.raise(stream.queue(), value).map_err(|error| self.error(place, error))
+    }
+
+    fn wait_signal(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        signal: &CudaSignal,
+        value: u64,
+    ) -> Result<(), ExecError> {
+        self.enqueue(stream, place, SpanKind::Wait, |stream| signal.wait(stream, value))
+    }
+
+    fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
+        let began = Instant::now();
+        let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
+        waited.map_err(|error| self.0.world.fail(error))
+    }
+
+    fn take_spans(&self, stream: &CudaStream, index: usize) -> Result<Vec<Span>, ExecError> {
+        let Some(clock) = lock(&self.0.run).clone() else { return Ok(Vec::new()) };
+        let spans = stream.take_spans(self.0.rank, index, &clock);
+        spans
+            .map_err(|error| self.error(&format_args!("the times of stream {}", stream.status().name), error))
+    }
+
+    fn fail(&self, error: ExecError) -> ExecError {
+        self.0.world.fail(error)
+    }
+}

@@ -1,0 +1,105 @@
+use std::sync::{Arc, Mutex};
+
+use counterpoint_exec::{OpPlace, StreamStatus};
+use counterpoint_schedule::{Span, SpanKind};
+
+use super::clock::RunClock;
+use super::counters::lock;
+use crate::{CudaError, Event, Stream};
+
+/// A stream of a rank: a queue of its device, and what is told of it.
+pub struct CudaStream {
+    stream: Stream,
+    status: Arc<StreamStatus>,
+    measured: Mutex<Measured>,
+}
+
+/// Spans of the run, as pairs of events that take the time.
+#[derive(Default)]
+struct Measured {
+    /// Kept from run to run, so that only the first one makes events.
+    events: Vec<Event>,
+    used: usize,
+    spans: Vec<(OpPlace, SpanKind, usize, usize)>,
+}
+
+impl CudaStream {
+    pub(super) fn new(stream: Stream, status: Arc<StreamStatus>) -> Self {
+        Self { stream, status, measured: Mutex::default() }
+    }
+
+    /// The device's queue.
+    pub fn queue(&self) -> &Stream {
+        &self.stream
+    }
+
+    pub(crate) fn status(&self) -> &StreamStatus {
+        &self.status
+    }
+
+    /// Enqueues an operation, between two events that take the time when `timed`.
+    pub(crate) fn enqueue<E: From<CudaError>>(
+        &self,
+        place: &OpPlace,
+        kind: SpanKind,
+        timed: bool,
+        work: impl FnOnce(&Stream) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.status.begin(place);
+        let done = if timed { self.measure(place, kind, work) } else { work(&self.stream) };
+        self.status.end();
+        done
+    }
+
+    fn measure<E: From<CudaError>>(
+        &self,
+        place: &OpPlace,
+        kind: SpanKind,
+        work: impl FnOnce(&Stream) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let start = lock(&self.measured).mark(&self.stream)?;
+        work(&self.stream)?;
+        let mut measured = lock(&self.measured);
+        let end = measured.mark(&self.stream)?;
+        measured.spans.push((place.clone(), kind, start, end));
+        Ok(())
+    }
+
+    /// Spans of the run, which has finished.
+    pub(super) fn take_spans(
+        &self,
+        rank: usize,
+        index: usize,
+        clock: &RunClock,
+    ) -> Result<Vec<Span>, CudaError> {
+        let mut measured = lock(&self.measured);
+        let spans = std::mem::take(&mut measured.spans);
+        measured.used = 0;
+        let mut taken = Vec::with_capacity(spans.len());
+        for (place, kind, start, end) in spans {
+            let start = clock.seconds(&measured.events[start])?;
+            let end = clock.seconds(&measured.events[end])?.max(start);
+            // A wait that found its event passed is none; events are this far apart even then.
+            if kind == SpanKind::Wait && end - start < SHORTEST_WAIT {
+                continue;
+            }
+            let (label, stage) = (place.label.to_string(), place.stage);
+            taken.push(Span { rank, stream: index, label, kind, stage, start, end });
+        }
+        Ok(taken)
+    }
+}
+
+/// In seconds.
+const SHORTEST_WAIT: f64 = 3e-6;
+
+impl Measured {
+    fn mark(&mut self, stream: &Stream) -> Result<usize, CudaError> {
+        if self.used == self.events.len() {
+            self.events.push(Event::timing(stream.device())?);
+        }
+        self.events[self.used].record(stream)?;
+        self.used += 1;
+        Ok(self.used - 1)
+    }
+}

@@ -1,0 +1,172 @@
+//! What a rank does with the rows that it receives.
+
+use std::sync::Arc;
+
+use counterpoint_exec::collective::{Collective, Reduction, WireTensor};
+use counterpoint_mask::Range;
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferSpec, ReduceOp};
+
+use crate::backend::CudaBuffer;
+use crate::kernel::{
+    ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
+};
+use crate::{CudaError, Stream};
+
+/// What one peer has for this rank.
+pub(super) struct Incoming<'a> {
+    /// The peer's part.
+    pub(super) collective: &'a Arc<Collective>,
+    /// Its inputs.
+    pub(super) inputs: &'a [CudaBuffer],
+    /// The own rows that its rows meet, in order.
+    pub(super) rows: &'a [Range],
+}
+
+/// The kernels of one collective on one rank, with their lists of rows on the device.
+pub(super) struct RowWork {
+    /// The peers' parts that the lists were made from.
+    parts: Vec<Arc<Collective>>,
+    kernels: Kernels,
+}
+
+enum Kernels {
+    Copy(RowCopy),
+    /// One a tensor.
+    Reduce(Vec<RowReduce>),
+    /// One a pair (out, lse).
+    Merge(Vec<RowMerge>),
+}
+
+/// Whether there are kernels for the tensors of a collective; if not, why.
+pub(super) fn check(collective: &Collective, outputs: &[BufferSpec]) -> Result<(), String> {
+    let Some(reduction) = &collective.reduction else {
+        return collective.contract.tensors.iter().try_for_each(|tensor| copy_tensor(tensor).map(|_| ()));
+    };
+    for (index, (tensor, output)) in collective.contract.tensors.iter().zip(outputs).enumerate() {
+        types(tensor, reduction, output)?;
+        let is_lse = reduction.op == ReduceOp::Lse && index % 2 == 1;
+        if is_lse && (tensor.dtype, output.dtype) != (DType::F32, DType::F32) {
+            return Err(format!("the logarithms `{}` must be F32 on CUDA", output.name));
+        }
+    }
+    Ok(())
+}
+
+fn scalar(dtype: DType) -> Result<Scalar, String> {
+    Scalar::of(dtype).ok_or_else(|| format!("CUDA converts and combines bf16, f16 and f32, not {dtype:?}"))
+}
+
+fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
+    let row_elements = tensor.row_elements as u64;
+    if tensor.dtype == tensor.wire {
+        // Nothing is converted, so that only the number of bytes counts.
+        let scalar = if tensor.dtype.size() == 2 { Scalar::Bf16 } else { Scalar::F32 };
+        let row_elements = row_elements * (tensor.dtype.size() as u64).div_ceil(4);
+        return Ok(RowCopyTensor { scalar, row_elements, wire: scalar });
+    }
+    Ok(RowCopyTensor { scalar: scalar(tensor.dtype)?, row_elements, wire: scalar(tensor.wire)? })
+}
+
+fn types(tensor: &WireTensor, reduction: &Reduction, output: &BufferSpec) -> Result<ReduceTypes, String> {
+    Ok(ReduceTypes {
+        partial: scalar(tensor.dtype)?,
+        wire: scalar(tensor.wire)?,
+        sum: scalar(reduction.dtype)?,
+        result: scalar(output.dtype)?,
+    })
+}
+
+impl RowWork {
+    /// Makes the lists for what `parts` have for this rank, on `setup`, which is waited for.
+    pub(super) fn new(
+        setup: &Stream,
+        rank: usize,
+        collective: &Collective,
+        outputs: &[BufferSpec],
+        parts: &[Incoming<'_>],
+    ) -> Result<Self, CudaError> {
+        let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+        let moves: Vec<RowMove> = parts
+            .iter()
+            .enumerate()
+            .flat_map(|(peer, part)| {
+                let theirs = part.collective.pattern.to(rank);
+                theirs.iter().zip(part.rows).map(move |(&from, &to)| RowMove { peer, from, to })
+            })
+            .collect();
+        let tensors = &collective.contract.tensors;
+        let kernels = match &collective.reduction {
+            None => {
+                let tensors: Vec<_> =
+                    tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
+                Kernels::Copy(RowCopy::new(setup, &tensors, &moves)?)
+            }
+            Some(reduction) if reduction.op == ReduceOp::Lse => {
+                let pairs = tensors.chunks_exact(2).zip(outputs.chunks_exact(2));
+                let merge = |(pair, output): (&[WireTensor], &[BufferSpec])| {
+                    let heads = pair[1].row_elements;
+                    let spec = RowMergeSpec {
+                        accumulate: reduction.accumulate,
+                        types: types(&pair[0], reduction, &output[0]).map_err(refuse)?,
+                        rows: output[0].rows(),
+                        heads: heads as u32,
+                        dim: (pair[0].row_elements / heads.max(1)) as u32,
+                    };
+                    RowMerge::new(setup, &spec, &moves)
+                };
+                Kernels::Merge(pairs.map(merge).collect::<Result<_, _>>()?)
+            }
+            Some(reduction) => {
+                let reduce = |(tensor, output): (&WireTensor, &BufferSpec)| {
+                    let spec = RowReduceSpec {
+                        op: reduction.op,
+                        accumulate: reduction.accumulate,
+                        types: types(tensor, reduction, output).map_err(refuse)?,
+                        rows: output.rows(),
+                        row_elements: tensor.row_elements as u64,
+                    };
+                    RowReduce::new(setup, &spec, &moves)
+                };
+                Kernels::Reduce(tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?)
+            }
+        };
+        Ok(Self { parts: parts.iter().map(|part| part.collective.clone()).collect(), kernels })
+    }
+
+    /// Whether the lists were made from the same parts: the same values, not only equal ones.
+    pub(super) fn is_for(&self, parts: &[Incoming<'_>]) -> bool {
+        self.parts.len() == parts.len()
+            && self.parts.iter().zip(parts).all(|(own, part)| Arc::ptr_eq(own, part.collective))
+    }
+
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        parts: &[Incoming<'_>],
+        outputs: &[u64],
+    ) -> Result<(), CudaError> {
+        let input =
+            |peer: usize, tensor: usize| parts[peer].inputs.get(tensor).map_or(0, CudaBuffer::address);
+        // SAFETY: `Post::meet` has compared the shapes of both sides, `Collective`'s checks have seen that rows are inside
+        // the tensors, and events order everyone else's use of them (see the head of `transport`).
+        unsafe {
+            match &self.kernels {
+                Kernels::Copy(copy) => copy.launch(stream, input, outputs),
+                Kernels::Reduce(reductions) => {
+                    let mut tensors = reductions.iter().zip(outputs).enumerate();
+                    tensors.try_for_each(|(tensor, (reduction, &output))| {
+                        reduction.launch(stream, |peer| input(peer, tensor), output)
+                    })
+                }
+                Kernels::Merge(merges) => {
+                    let mut pairs = merges.iter().zip(outputs.chunks_exact(2)).enumerate();
+                    pairs.try_for_each(|(pair, (merge, output))| {
+                        let source = |peer| (input(peer, 2 * pair), input(peer, 2 * pair + 1));
+                        merge.launch(stream, source, (output[0], output[1]))
+                    })
+                }
+            }
+        }
+    }
+}
