@@ -12,9 +12,6 @@
 
 namespace counterpoint {
 
-// The type in which dk and dv are written: f32 where stages or ranks will be summed.
-enum class Gradient : u32 { kElement, kFloat };
-
 // How a CTA's warps divide a matrix: kDown along rows, kAcross along columns.
 template <u32 kDownOf, u32 kAcrossOf>
 struct WarpGrid {
@@ -26,7 +23,7 @@ struct WarpGrid {
 
 // ScoreWarps divide [queries x keys], KeyWarps [keys x head_dim], QueryWarps [queries x head_dim].
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kStagesOf, typename ScoreWarpsOf,
-          typename KeyWarpsOf, typename QueryWarpsOf, bool kSoftcapOf, Gradient kGradientOf>
+          typename KeyWarpsOf, typename QueryWarpsOf, bool kSoftcapOf>
 struct PortableBackwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -37,7 +34,6 @@ struct PortableBackwardConfig {
   using KeyWarps = KeyWarpsOf;
   using QueryWarps = QueryWarpsOf;
   static constexpr bool kSoftcap = kSoftcapOf;
-  static constexpr Gradient kGradient = kGradientOf;
   static constexpr u32 kWarps = ScoreWarps::kDown * ScoreWarps::kAcross;
   static constexpr u32 kThreads = 32 * kWarps;
   // A warp's patches.
@@ -76,8 +72,9 @@ struct PortableBackwardArguments {
   const float* lse;     // [rows_q, heads_q], natural logarithm
   const float* delta;   // [rows_q, heads_q]
   float* dq;            // [rows_q, heads_q, head_dim], added to
-  void* dk;             // [rows_k, heads_kv, head_dim], in the type that Gradient names
+  void* dk;             // [rows_k, heads_kv, head_dim]
   void* dv;             // [rows_k, heads_kv, head_dim_v]
+  u32 float_gradients;  // 1: dk and dv are f32, because stages or ranks will be summed; 0: elements
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
@@ -346,7 +343,7 @@ struct PortableBackward {
           const u32 column = 16 * share + 8 * (n % 2) + 2 * (lane % 4);
           if (column >= head_dim) break;
           const float low = factor * patch[m][4 * n + 2 * i], high = factor * patch[m][4 * n + 2 * i + 1];
-          if constexpr (C::kGradient == Gradient::kFloat) {
+          if (arguments.float_gradients != 0) {
             *reinterpret_cast<float2*>(static_cast<float*>(to) + place + column) = make_float2(low, high);
           } else {
             *reinterpret_cast<u32*>(static_cast<Element*>(to) + place + column) = pack(low, high);

@@ -15,12 +15,7 @@ namespace counterpoint {
 // The offset of a row that has seen nothing: finite, so that no infinity meets another, and larger than any score.
 constexpr float kUnseen = 1e30f;
 
-// Where a row's state comes from, and what becomes of it.
-enum class StateBegin : u32 { kStart, kContinue };
-enum class StateEnd : u32 { kState, kResult };
-
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, bool kSoftcapOf,
-          StateBegin kBeginOf, StateEnd kEndOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, bool kSoftcapOf>
 struct PortableForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -28,8 +23,6 @@ struct PortableForwardConfig {
   static constexpr u32 kWarps = kWarpsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr bool kSoftcap = kSoftcapOf;
-  static constexpr StateBegin kBegin = kBeginOf;
-  static constexpr StateEnd kEnd = kEndOf;
   static constexpr u32 kThreads = 32 * kWarps;
   static constexpr u32 kTileRows = kWarpRows * kWarps;
   static constexpr u32 kRowTiles = kWarpRows / 16;
@@ -42,7 +35,7 @@ struct PortableForwardConfig {
   static constexpr u32 kSharedBytes = Queries::kBytes + Keys::kBytes + Values::kBytes;
 };
 
-// The kernel's parameter. Rows are tokens; pointers may be null where the specialisation does not use them.
+// The kernel's parameter. Rows are tokens.
 struct PortableForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
@@ -53,7 +46,7 @@ struct PortableForwardArguments {
   const float* sink;   // [seqlen_sink, heads_q], or null
   Element* out;        // [rows_q, heads_q, head_dim_v]
   float* lse;          // [rows_q, heads_q]
-  // The state that is continued, and the one that is left; they may be the same.
+  // The state that is continued, or null; and the one that is left, or null when out and lse are. They may be the same.
   const float* begin_acc;      // [rows_q, heads_q, head_dim_v], not divided by the sum
   const float* begin_row_max;  // [rows_q, heads_q], base 2
   const float* begin_row_sum;  // [rows_q, heads_q]
@@ -373,10 +366,8 @@ struct PortableForward {
 
   __device__ __forceinline__ void walk() {
     BlockCursor cursor(arguments.runs, tile);
-    if constexpr (C::kBegin == StateBegin::kContinue && C::kEnd == StateEnd::kState) {
-      // Rows that see nothing keep the state that they have.
-      if (cursor.done() && arguments.begin_acc == arguments.acc) return;
-    }
+    // Rows that see nothing keep the state that they have.
+    if (cursor.done() && arguments.acc != nullptr && arguments.begin_acc == arguments.acc) return;
     load_queries();
     if (!cursor.done()) load_keys(cursor);
     cp_async_commit();
@@ -409,8 +400,8 @@ struct PortableForward {
       accumulate(scores);
     }
     cp_async_wait<0>();
-    if constexpr (C::kBegin == StateBegin::kContinue) join_state();
-    if constexpr (C::kEnd == StateEnd::kState) {
+    if (arguments.begin_acc != nullptr) join_state();
+    if (arguments.acc != nullptr) {
       write_state();
     } else {
       write_result();

@@ -2,7 +2,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{HEAD_DIMS, check, grid, padded_dims};
+use super::portable_shape::{HEAD_DIMS, SHARED_BYTES, check, grid, padded_dims, specialise};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -23,14 +23,6 @@ struct Choice {
     shape: Shape,
     element: ElementType,
     softcap: bool,
-    gradient: Gradient,
-}
-
-/// `Gradient` of the kernel: the type in which dk and dv are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Gradient {
-    Element,
-    Float,
 }
 
 /// How warps divide a matrix: so many down its rows, so many across its columns.
@@ -70,6 +62,7 @@ struct PortableBackwardArguments {
     dq: u64,
     dk: u64,
     dv: u64,
+    float_gradients: u32,
     tile_count: u32,
     heads_q: u32,
     heads_kv: u32,
@@ -135,19 +128,15 @@ impl Shape {
 
 impl Choice {
     fn source(self, arch: Arch) -> KernelSource {
-        let Self { shape, element, softcap, gradient } = self;
+        let Self { shape, element, softcap } = self;
         let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
         let grid = |[down, across]: Grid| format!("WarpGrid<{down}, {across}>");
         let (scores, keys, queries) =
             (grid(shape.score_warps), grid(shape.key_warps), grid(shape.query_warps));
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!(
-            "portable_backward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}x{stages}_{}{cap}",
-            element.name(),
-            match gradient {
-                Gradient::Element => "element",
-                Gradient::Float => "float",
-            },
+            "portable_backward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}x{stages}{cap}",
+            element.name()
         );
         KernelSource::new(&name, arch)
             .define("ELEMENT_BF16", element.define())
@@ -155,7 +144,7 @@ impl Choice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableBackwardConfig<{head_dim}, {head_dim_v}, {tile_rows}, {block}, {stages}, \
-                 {scores}, {keys}, {queries}, {softcap}, Gradient::k{gradient:?}>;"
+                 {scores}, {keys}, {queries}, {softcap}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -180,8 +169,7 @@ impl PortableBackward {
         check(problem).map_err(refused)?;
         let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
-        let gradient = if mode.rounds_keys { Gradient::Element } else { Gradient::Float };
-        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some(), gradient };
+        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some() };
         let function = device.function(&choice.source(device.arch()))?;
 
         let config =
@@ -207,6 +195,7 @@ impl PortableBackward {
             dq: 0,
             dk: 0,
             dv: 0,
+            float_gradients: u32::from(!mode.rounds_keys),
             tile_count: schedule.tile_count(),
             heads_q: problem.heads_q as u32,
             heads_kv: problem.heads_kv as u32,
@@ -247,30 +236,22 @@ impl PortableBackward {
     }
 }
 
-/// Every shape for all sizes of shared memory, with every element type and mode.
+/// Every shape for all sizes of shared memory, for every element type.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let mut all = Vec::new();
     let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
-    for (head_dim, head_dim_v) in dims {
-        let mut shapes: Vec<_> =
-            [227 << 10, 163 << 10, 99 << 10].map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
+    let shapes = dims.flat_map(|(head_dim, head_dim_v)| {
+        let mut shapes: Vec<_> = SHARED_BYTES.map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
         shapes.dedup();
-        for shape in shapes {
-            for element in ElementType::ALL {
-                for softcap in [false, true] {
-                    for gradient in [Gradient::Element, Gradient::Float] {
-                        let choice = Choice { shape, element, softcap, gradient };
-                        all.push(Specialisation {
-                            source: choice.source(Arch::SM_80),
-                            matrix_unit: MatrixUnit::Warp,
-                            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
-                        });
-                    }
-                }
-            }
+        shapes
+    });
+    specialise(shapes, |shape, element, softcap| {
+        let source = Choice { shape, element, softcap }.source(Arch::SM_80);
+        Specialisation {
+            source,
+            matrix_unit: MatrixUnit::Warp,
+            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
         }
-    }
-    all
+    })
 }
 
 /// What host and kernel share.
@@ -290,6 +271,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             dq,
             dk,
             dv,
+            float_gradients,
             tile_count,
             heads_q,
             heads_kv,
@@ -309,7 +291,7 @@ mod tests {
 
     #[test]
     fn every_shape_fits_its_device() {
-        for bytes in [227 << 10, 163 << 10, 99 << 10] {
+        for bytes in SHARED_BYTES {
             for (head_dim, head_dim_v) in HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]) {
                 let shape = Shape::of(head_dim, head_dim_v, bytes);
                 assert!(shape.shared_bytes() as usize <= bytes, "{shape:?} on {bytes}");

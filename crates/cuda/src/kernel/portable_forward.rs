@@ -2,7 +2,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{HEAD_DIMS, check, grid, padded_dims};
+use super::portable_shape::{HEAD_DIMS, SHARED_BYTES, check, grid, padded_dims, specialise};
 use super::{
     AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, MatrixUnit,
     ResultTensors, Specialisation, StateTensors,
@@ -25,22 +25,6 @@ struct Choice {
     shape: Shape,
     element: ElementType,
     softcap: bool,
-    begin: Begin,
-    end: End,
-}
-
-/// `StateBegin` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Begin {
-    Start,
-    Continue,
-}
-
-/// `StateEnd` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    State,
-    Result,
 }
 
 /// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor.
@@ -117,29 +101,19 @@ impl Shape {
 
 impl Choice {
     fn source(self, arch: Arch) -> KernelSource {
-        let Self { shape, element, softcap, begin, end } = self;
+        let Self { shape, element, softcap } = self;
         let Shape { head_dim, head_dim_v, warp_rows, warps, block, ctas } = shape;
         let cap = if softcap { "_softcap" } else { "" };
-        let name = format!(
-            "portable_forward_{}_{head_dim}_{head_dim_v}_{}x{block}_{}_{}{cap}",
-            element.name(),
-            shape.tile_rows(),
-            match begin {
-                Begin::Start => "start",
-                Begin::Continue => "continue",
-            },
-            match end {
-                End::State => "state",
-                End::Result => "result",
-            },
-        );
+        let tile_rows = shape.tile_rows();
+        let name =
+            format!("portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}", element.name());
         KernelSource::new(&name, arch)
             .define("ELEMENT_BF16", element.define())
             .line("#include \"attention/portable_forward.cuh\"")
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
-                 {softcap}, StateBegin::k{begin:?}, StateEnd::k{end:?}>;"
+                 {softcap}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -164,13 +138,11 @@ impl PortableForward {
         check(problem).map_err(refused)?;
         let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
-        let begin = if mode.continues { Begin::Continue } else { Begin::Start };
-        let (end, seqlen_sink) = match mode.end {
-            ForwardModeEnd::State => (End::State, 0),
-            ForwardModeEnd::Result { seqlen_sink } => (End::Result, seqlen_sink),
+        let seqlen_sink = match mode.end {
+            ForwardModeEnd::State => 0,
+            ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };
-        let choice =
-            Choice { shape, element: problem.element, softcap: problem.softcap.is_some(), begin, end };
+        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some() };
         let function = device.function(&choice.source(device.arch()))?;
 
         let config =
@@ -259,32 +231,22 @@ impl PortableForward {
     }
 }
 
-/// Every shape for large and small shared memory, with every element type and mode.
+/// Every shape for large and small shared memory, for every element type.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let mut all = Vec::new();
     let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
-    for (head_dim, head_dim_v) in dims {
-        let mut shapes =
-            vec![Shape::of(head_dim, head_dim_v, usize::MAX), Shape::of(head_dim, head_dim_v, 99 << 10)];
+    let shapes = dims.flat_map(|(head_dim, head_dim_v)| {
+        let mut shapes: Vec<_> = SHARED_BYTES.map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
         shapes.dedup();
-        for shape in shapes {
-            for element in ElementType::ALL {
-                for softcap in [false, true] {
-                    for begin in [Begin::Start, Begin::Continue] {
-                        for end in [End::State, End::Result] {
-                            let source = Choice { shape, element, softcap, begin, end }.source(Arch::SM_80);
-                            all.push(Specialisation {
-                                source,
-                                matrix_unit: MatrixUnit::Warp,
-                                register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
-                            });
-                        }
-                    }
-                }
-            }
+        shapes
+    });
+    specialise(shapes, |shape, element, softcap| {
+        let source = Choice { shape, element, softcap }.source(Arch::SM_80);
+        Specialisation {
+            source,
+            matrix_unit: MatrixUnit::Warp,
+            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
         }
-    }
-    all
+    })
 }
 
 /// What host and kernel share.
@@ -329,7 +291,7 @@ mod tests {
 
     #[test]
     fn every_shape_fits_its_device() {
-        for bytes in [227 << 10, 163 << 10, 99 << 10] {
+        for bytes in SHARED_BYTES {
             for (head_dim, head_dim_v) in HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]) {
                 let shape = Shape::of(head_dim, head_dim_v, bytes);
                 assert!(shape.shared_bytes() as usize <= bytes, "{shape:?} on {bytes}");

@@ -1,7 +1,24 @@
-use super::AttentionProblem;
+use super::{AttentionProblem, ElementType, Specialisation};
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
 pub(super) const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// Shared memory of a CTA in bytes on compute capability 9.0 and 10.0, 8.0, and all others.
+pub(super) const SHARED_BYTES: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
+
+/// All kernels of these shapes.
+pub(super) fn specialise<S: Copy>(
+    shapes: impl Iterator<Item = S>,
+    one: impl Fn(S, ElementType, bool) -> Specialisation,
+) -> Vec<Specialisation> {
+    let choices = [false, true].map(|softcap| ElementType::ALL.map(|element| (element, softcap)));
+    let one = &one;
+    shapes
+        .flat_map(|shape| {
+            choices.iter().flatten().map(move |&(element, softcap)| one(shape, element, softcap))
+        })
+        .collect()
+}
 
 /// The padded dimensions (of q and k, of v) of a kernel for these heads, or why there is none.
 ///
