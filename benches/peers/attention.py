@@ -318,7 +318,7 @@ class Timer:
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def once(self, run):
-        if self.clock == "wall":
+        if self.clock != "device":
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(CALLS):
@@ -511,7 +511,7 @@ def print_tables(rows, records, shapes, passes, clock):
                 line = f"{record['mask']:22}"
                 for peer in columns:
                     figure, ratio = record["tflops"].get(peer), record["ratios"].get(peer)
-                    if clock == "wall":
+                    if clock != "device":
                         wanted = {name: value for name, value in record.items() if name not in ("tflops", "ratios")}
                         found = of(rows, by=peer, **wanted)
                         figure = found[0]["seconds"]["median"] * 1e6 if found else None
@@ -572,7 +572,7 @@ def arguments():
     parser.add_argument("--passes", type=names(PASSES), default=PASSES)
     parser.add_argument("--peers", type=names(list(PEERS)), default=["cudnn", "flash"])
     parser.add_argument("--iterations", type=int, help="timed runs of each [default: 12; --quick 4]")
-    parser.add_argument("--clock", choices=["device", "wall"], default="device")
+    parser.add_argument("--clock", choices=["device", "wall", "graph"], default="device", help="graph: Counterpoint by graphs, the others as wall")
     parser.add_argument("--no-check", dest="check", action="store_false", help="times only; marked as unchecked")
     parser.add_argument("--ours", type=Path, help="path of the counterpoint binary, to run it in between")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run of it may take")
@@ -580,7 +580,7 @@ def arguments():
     parser.add_argument("--data", default="", help="JSON with documents and published figures instead of the files here")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of tables")
     options = parser.parse_args()
-    small = options.clock == "wall"
+    small = options.clock != "device"
     options.seqlens = options.seqlens or ([1024, 2048, 4096] if small else [8192] if options.quick else [8192, 16384, 32768])
     options.heads = options.heads or ([(16, 16)] if options.quick else [(16, 16), (64, 8)])
     options.iterations = options.iterations or (4 if options.quick else 12)

@@ -47,8 +47,13 @@ __device__ __forceinline__ void row_copy(const RowCopyTensors& tensors, const Ro
                                          u32 count, u32 alignment) {
   const u32 lane = threadIdx.x % 32;
   const u32 warps = gridDim.x * (kRowCopyThreads / 32);
-  for (u32 i = blockIdx.x * (kRowCopyThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
-    const RowCopyPiece piece = pieces[i];
+  u32 i = blockIdx.x * (kRowCopyThreads / 32) + threadIdx.x / 32;
+  if (i >= count) return;
+  RowCopyPiece next = pieces[i];
+  for (; i < count; i += warps) {
+    const RowCopyPiece piece = next;
+    // Short pieces would otherwise wait for the list as long as for their rows.
+    if (i + warps < count) next = pieces[i + warps];
     const u8* from = reinterpret_cast<const u8*>(tensors.sources[piece.source]) + piece.from;
     u8* to = reinterpret_cast<u8*>(tensors.targets[piece.target]) + piece.to;
     if (alignment == 16) {

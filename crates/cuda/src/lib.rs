@@ -7,6 +7,7 @@
 
 mod arch;
 mod backend;
+pub mod bench;
 mod compile;
 mod device;
 mod environment;
@@ -18,6 +19,7 @@ pub mod kernel;
 mod launch;
 mod library;
 mod memory;
+pub mod selftest;
 mod stream;
 mod tensor_map;
 mod transport;

@@ -260,7 +260,8 @@ pub struct GroupReduce {
     pub tensors: Vec<(BufferId, BufferId)>,
     /// How partial results are combined.
     pub op: ReduceOp,
-    /// Under `Start`, owned rows that no rank sends are set to the operation's identity.
+    /// Under `Start`, owned rows that no rank sends are set to the operation's identity; under `Continue` they are left
+    /// alone.
     pub accumulate: Accumulate,
     /// Type on the wire.
     pub wire_dtype: DType,

@@ -110,8 +110,7 @@ pub(crate) struct CudaBenchArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: Option<u32>,
 
-    /// Which clock: the device's around the kernels with the L2 flushed, or the host's over many calls, launches included
-    /// [default: device]
+    /// Which clock [default: device]
     #[arg(long, value_enum)]
     pub(crate) clock: Option<BenchClock>,
 
@@ -171,6 +170,10 @@ pub(crate) enum BenchPass {
 /// What time is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchClock {
+    /// The device's, around the kernels, with the level 2 cache flushed
     Device,
+    /// The host's, over many runs, launches included
     Wall,
+    /// The host's, over many replays of the run as a CUDA graph
+    Graph,
 }

@@ -44,9 +44,10 @@ constexpr u32 kKeys = 128;                     // keys of a tile
 constexpr u32 kRows = HEAD_DIM <= 64 ? 128 : 64;  // query rows of a block
 constexpr u32 kStages = 2;
 constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
-constexpr u32 kThreads = 384;
+constexpr u32 kThreads = 512;
 constexpr u32 kKeyRegisters = 208;
-constexpr u32 kQueryRegisters = 88;
+constexpr u32 kQueryRegisters = 64;
+constexpr u32 kLoadRegisters = 32;
 constexpr bool kSoftcap = SOFTCAP != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "head sizes that the accumulators of two warpgroups hold");
@@ -79,8 +80,8 @@ struct AttentionBackwardParams {
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   void* dk;              // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;
-  const float* row_lse;    // [heads_q, rows_q]: -lse / scale (attention_delta.cuh)
-  const float* row_delta;  // [heads_q, rows_q]: -delta
+  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_delta.cuh)
+  const float* row_delta;  // [heads_q, rows_q]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
@@ -215,9 +216,17 @@ __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
   return __shfl_sync(0xffffffffu, shared.steps[count % kSteps].flags, 0);
 }
 
-// The bits of a key's unmasked rows among the kRows rows from step.row on, 32 a word.
-__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 key,
+// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
+// main loop has no register to keep it.
+__device__ __forceinline__ i32 own_key() {
+  const u32 thread = threadIdx.x - 256;  // the key warpgroups come last
+  return i32(16 * (thread / 32) + thread % 32 / 4);
+}
+
+// Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane % 4) + e.
+__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 offset,
                                          u32 (&words)[kRows / 32]) {
+  const i32 key = step.key + own_key() + offset;
   const i32 limit = step.row_end - step.row;
 #pragma unroll
   for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
@@ -241,6 +250,8 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, 
       words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
     }
   }
+#pragma unroll
+  for (u32 w = 0; w < kRows / 32; ++w) words[w] >>= 2 * (threadIdx.x % 4);
 }
 
 // Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
@@ -282,13 +293,6 @@ __device__ __forceinline__ void store_gradient(void* out, const AttentionBackwar
   }
 }
 
-// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because the
-// main loop has no register to keep it.
-__device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x - 128;  // the key warpgroups come after the query warpgroup
-  return i32(16 * (thread / 32) + thread % 32 / 4);
-}
-
 // Zeros for keys that nobody sees.
 __device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardParams& params, const Step& step, i32 key,
                                             u32 lane) {
@@ -305,53 +309,23 @@ __device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardPa
 
 // S^T or dP^T of 64 keys: keys [64, head_dim] times rows [kRows, head_dim].
 __device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
+  Wgmma<kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-  for (u32 k = 0; k < kHeadDim / 16; ++k) {
+  for (u32 k = 1; k < kHeadDim / 16; ++k) {
     Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kKeys * 128) + (k % 4) * 32),
-                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32),
-                                                    1);
+                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32), 1);
   }
 }
 
-// Accumulators begin at a value, always: one that the first product overwrites would count as live all the way round the
-// loop, in registers that nobody has.
 template <u32 kCount>
 __device__ __forceinline__ void set_zero(float (&d)[kCount]) {
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) d[i] = 0.0f;
 }
 
-// Accumulators whose columns (rows of queries) begin at what is subtracted from all products of a row: the logarithm of the
-// softmax's denominator for S, delta for dP. So that costs no instruction later, and no register in between.
-__device__ __forceinline__ void set_columns(float (&d)[kRows / 2], const float* columns) {
-  const float* own = columns + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (u32 j = 0; j < kRows / 8; ++j) {
-    const float2 value = *reinterpret_cast<const float2*>(own + 8 * j);
-    d[4 * j] = d[4 * j + 2] = value.x;
-    d[4 * j + 1] = d[4 * j + 3] = value.y;
-  }
-}
-
-// Lets masked pairs begin, and so remain, at minus infinity.
-__device__ __forceinline__ void hide_masked(const AttentionBackwardParams& params, const Step& step,
-                                            float (&s)[kRows / 2]) {
-  const float hidden = params.scale < 0.0f ? -minus_infinity() : minus_infinity();
-#pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    u32 rows[kRows / 32];
-    key_rows(params, step, step.key + own_key() + i32(8 * i), rows);
-#pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) rows[w] >>= 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (u32 j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-      for (u32 e = 0; e < 2; ++e) {
-        if (!(rows[j / 4] & (1u << (8 * (j % 4) + e)))) s[4 * j + 2 * i + e] = hidden;
-      }
-    }
-  }
-  __syncwarp();  // lanes may have gone different ways, and wgmma wants them together
+// What a row of queries has: the value of the columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator.
+__device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
+  return *reinterpret_cast<const float2*>(columns + 2 * (threadIdx.x % 4) + 8 * j);
 }
 
 // The two warpgroups that own keys.
@@ -368,13 +342,13 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
   while (true) {
     mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     u32 flags = step_flags(shared, count);
-    if (flags & kExit) break;
-    if (flags & kEmpty) {
+    if (flags & (kExit | kEmpty)) {
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
       if (elect_one()) {
         mbarrier_arrive(&shared.full_ds[slot_of(count)]);
         mbarrier_arrive(&shared.empty[slot_of(count)]);
       }
+      if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
       store_zeros(params.dk, params, step, step.key + own_key(), lane);
       store_zeros(params.dv, params, step, step.key + own_key(), lane);
@@ -390,11 +364,20 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
       u32 p[kRows / 16][4], ds[kRows / 16][4];
       {
         float s[kRows / 2];
-        set_columns(s, shared.lse[slot_of(count)]);
-        if (flags & kBounded) hide_masked(params, shared.steps[count % kSteps], s);
         wgmma_fence();
         multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
+        const bool bounded = flags & kBounded;
+        u32 rows[2][kRows / 32];
+        if (bounded) {
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            key_rows(params, shared.steps[count % kSteps], i32(8 * i), rows[i]);
+          }
+        }
+        __syncwarp();
+        // dK of the block before is done: its rows may go.
+        wgmma_wait<1>();
         if (flags & kFirst) {
           mbarrier_wait(&shared.full_v, flags & kOdd ? 1 : 0);
         } else if (elect_one()) {
@@ -403,18 +386,29 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
         wgmma_wait<0>();
         pin(s);
 #pragma unroll
+        for (u32 j = 0; j < kRows / 8; ++j) {
+          const float2 lse = column_values(shared.lse[slot_of(count)], j);
+#pragma unroll
+          for (u32 m = 0; m < 4; ++m) s[4 * j + m] = fmaf(s[4 * j + m], params.scale_log2, m % 2 ? lse.y : lse.x);
+        }
+        if (bounded) {
+#pragma unroll
+          for (u32 j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+            for (u32 m = 0; m < 4; ++m) {
+              if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
+            }
+          }
+        }
+#pragma unroll
         for (u32 k = 0; k < kRows / 16; ++k) {
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) {
-            p[k][m] = pack(exp2_fast(s[8 * k + 2 * m] * params.scale_log2),
-                           exp2_fast(s[8 * k + 2 * m + 1] * params.scale_log2));
-          }
+          for (u32 m = 0; m < 4; ++m) p[k][m] = pack(exp2_fast(s[8 * k + 2 * m]), exp2_fast(s[8 * k + 2 * m + 1]));
         }
       }
       {
         float dp[kRows / 2];
         mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
-        set_columns(dp, shared.delta[slot_of(count)]);
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
@@ -432,8 +426,14 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
 #pragma unroll
         for (u32 k = 0; k < kRows / 16; ++k) {
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) {
-            ds[k][m] = pack(low_float(p[k][m]) * dp[8 * k + 2 * m], high_float(p[k][m]) * dp[8 * k + 2 * m + 1]);
+          for (u32 n = 0; n < 2; ++n) {
+            const float2 delta = column_values(shared.delta[slot_of(count)], 2 * k + n);
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+              const float* pair = dp + 8 * k + 4 * n + 2 * i;
+              const u32 weights = p[k][2 * n + i];
+              ds[k][2 * n + i] = pack(low_float(weights) * (pair[0] - delta.x), high_float(weights) * (pair[1] - delta.y));
+            }
           }
           store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
         }
@@ -526,7 +526,30 @@ __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* ful
   for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
 }
 
-// The warpgroup that owns query rows: loads, and dq.
+// The warp that loads.
+__device__ __forceinline__ void load_role(const AttentionBackwardParams& params, Storage& shared) {
+  const u32 lane = threadIdx.x;
+  if (lane == 0) shared.walk.begin(params);
+  load_rows(params, shared, lane);
+  if (lane == 0) {
+    load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
+    load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
+  }
+  for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
+    load_rows(params, shared, lane);
+    if (shared.steps[count % kSteps].flags & kLast) {
+      const Step& next = shared.steps[(count + 1) % kSteps];
+      // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
+      mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
+      if (lane == 0) load_keys(&params.v, shared.v, &shared.full_v, next);
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
+      if (lane == 0) load_keys(&params.k, shared.k, &shared.full_k, next);
+      __syncwarp();
+    }
+  }
+}
+
+// The warpgroup that owns query rows: dq.
 __device__ __forceinline__ void query_role(const AttentionBackwardParams& params, Storage& shared) {
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
@@ -546,25 +569,13 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
     }
   }
 
-  if (thread == 0) shared.walk.begin(params);
-  if (warp == 0) load_rows(params, shared, lane);
-  if (thread == 0) {
-    load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
-    load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
-  }
   for (u32 count = 0;; ++count) {
-    // The other slot is free when the key warpgroups are through with the step before this one.
-    if (warp == 0) load_rows(params, shared, lane);
     const u32 slot = slot_of(count);
-    mbarrier_wait(&shared.full_q[slot], parity_of(count));
+    // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
+    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     if (step.flags & kFirst && !(step.flags & kEmpty)) mbarrier_wait(&shared.full_k, step.flags & kOdd ? 1 : 0);
-    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
-    const bool last = step.flags & kLast;
-    // Whoever has computed dS of the last block reads V no more.
-    if (thread == 0 && last) load_keys(&params.v, shared.v, &shared.full_v, shared.steps[(count + 1) % kSteps]);
-    __syncwarp();
     if (step.flags & kEmpty) {
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       barrier_sync(kBarrier, 128);
@@ -574,12 +585,12 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
         const u32 chunk = part % kChunks;
         const u32 half = part / kChunks;
         float dq[32];
-        set_zero(dq);
         const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
         const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
         wgmma_fence();
+        Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-        for (u32 k = 0; k < kKeys / 16; ++k) {
+        for (u32 k = 1; k < kKeys / 16; ++k) {
           Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
         }
         wgmma_commit();
@@ -612,8 +623,6 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
         __syncwarp();
       }
     }
-    if (thread == 0 && last) load_keys(&params.k, shared.k, &shared.full_k, shared.steps[(count + 1) % kSteps]);
-    __syncwarp();
   }
   if (thread == 0) tma_store_wait<0>();
 }
@@ -642,16 +651,19 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   __syncthreads();
   const u32 warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
+    registers_decrease<kLoadRegisters>();
+    if (threadIdx.x < 32) load_role(params, shared);
+  } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
     // The last CTA to finish leaves the queue as it found it.
-    if (threadIdx.x == 0 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
+    if (threadIdx.x == 128 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
       params.queue[0] = 0;
       params.queue[1] = 0;
     }
   } else {
     registers_increase<kKeyRegisters>();
-    key_role(params, shared, warpgroup - 1);
+    key_role(params, shared, warpgroup - 2);
   }
 }
 

@@ -17,8 +17,8 @@ struct AttentionDeltaParams {
   const Element* out;   // [rows, heads, head_dim]
   const Element* dout;  // [rows, heads, head_dim]
   const float* lse;     // [rows, heads], natural logarithm; minus infinity where a row saw nothing
-  float* row_lse;       // [heads, rows]: lse_factor * lse, for rows that saw nothing lse_dead
-  float* row_delta;     // [heads, rows]: -delta
+  float* row_lse;       // [heads, rows]: -lse * log2(e), and minus infinity for rows that saw nothing
+  float* row_delta;     // [heads, rows]
   float* dq;            // [rows, heads, head_dim], set to zero when CLEAR_DQ
   const float* sink;    // [sinks, heads], or null
   float* dsink_part;    // [heads, sinks, blocks of rows]
@@ -28,8 +28,6 @@ struct AttentionDeltaParams {
   u32 heads;
   u32 head_dim;         // a multiple of 8, at most 256
   u32 sinks;
-  float lse_factor;     // -1 / scale; with softcap: -log2(e)
-  float lse_dead;       // what makes exp2 zero: -inf for a positive scale
 };
 
 namespace delta {
@@ -84,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(delta::kThreads)
     lse = __ldg(params.lse + u64(row) * params.heads + head);
     const u64 at = u64(head) * params.rows + row;
     const bool dead = lse == minus_infinity();
-    params.row_lse[at] = dead ? params.lse_dead : params.lse_factor * lse;
+    params.row_lse[at] = dead ? lse : -kLog2E * lse;
     // out of such a row is zero, but what if dout is not finite there: its gradients are zero all the same.
-    params.row_delta[at] = dead ? 0.0f : -sums[threadIdx.x];
+    params.row_delta[at] = dead ? 0.0f : sums[threadIdx.x];
   }
   if (params.sink == nullptr) return;
   // One warp, two rows a lane: a fixed tree.

@@ -31,9 +31,9 @@ struct AttentionForwardConsumer {
 
   // What of the step just taken must outlive the next one's.
   struct Stage {
-    AttentionForwardItem item;
+    u32 item;  // its number
     RowState state;
-    u32 number;
+    float share[2];  // of the step's sums, not in `state` yet
     bool last;
   };
 
@@ -43,10 +43,9 @@ struct AttentionForwardConsumer {
   RowState state;
   ColumnMask<C::kBlock> mask;
 
-  AttentionForwardItem item;  // whose scores are in flight
-  AttentionForwardStep step;  // likewise
-  u32 items = 0;              // taken so far, `item` included
-  u32 steps = 0;              // taken so far, `step` included
+  AttentionForwardStep step;  // the last one taken
+  u32 items = 0;              // taken so far, that of `step` included
+  u32 steps = 0;              // taken so far, `step` included, so that the one before is number steps - 2
 
   // The tile's row of this thread's row `i`.
   __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
@@ -59,10 +58,7 @@ struct AttentionForwardConsumer {
     step = shared.steps[stage];
     step.flags = uniform(step.flags);
     ++steps;
-    if (step.flags & kStepFirst) {
-      item = shared.items[stage];
-      ++items;
-    }
+    if (step.flags & kStepFirst) ++items;
     return !(step.flags & kStepNone);
   }
 
@@ -120,10 +116,11 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ void build_mask() {
     if (!(step.flags & kStepBounded)) return;
     mask.clear();
+    const i32 first = item(items - 1).start;
     for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
       const TileBound bound = load_bound(arguments.bounds + b);
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, item.start + i32(row(i) / C::kPack), step.start, lane);
+      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(row(i) / C::kPack), step.start, lane);
     }
   }
 
@@ -134,10 +131,13 @@ struct AttentionForwardConsumer {
 
   // The new block's scores, complete: transforms and masks them, and takes their maxima.
   __device__ __forceinline__ RowScaling take_scores() {
-    if constexpr (C::kScores == Scores::kSoftcap) cap(scores, arguments.softcap_scale, arguments.softcap_log2);
-    if constexpr (C::kScores == Scores::kAnyScale) {
+    if constexpr (C::kScores == Scores::kTransformed) {
+      if (arguments.softcap_log2 != 0.0f) {
+        cap(scores, arguments.softcap_scale, arguments.softcap_log2);
+      } else {
 #pragma unroll
-      for (u32 i = 0; i < C::kBlock / 2; ++i) scores[i] *= arguments.scale_log2;
+        for (u32 i = 0; i < C::kBlock / 2; ++i) scores[i] *= arguments.scale_log2;
+      }
     }
     if (step.flags & kStepBounded) mask.apply(scores);
     return update_maximum(scores, state, score_scale());
@@ -146,10 +146,10 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
     exponentiate<kFrom, kTo>(scores, share, score_scale(), scaling);
   }
-  // Sums are made whole in each step, so that they do not depend on where a row's keys were cut into stages.
-  __device__ __forceinline__ void add_sums(const float (&share)[2]) {
+  // Sums are made whole for each step, so that they do not depend on where a row's keys were cut into stages.
+  __device__ __forceinline__ static void add_sums(Stage& stage) {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) state.sum[i] += quad_sum(share[i]);
+    for (u32 i = 0; i < 2; ++i) stage.state.sum[i] += quad_sum(stage.share[i]);
   }
 
   __device__ __forceinline__ void rescale_output(const RowScaling& scaling) {
@@ -158,13 +158,18 @@ struct AttentionForwardConsumer {
     for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[j] *= scaling.rescale[(j / 2) % 2];
   }
 
-  // Where row `i` of `of` lies in tensors of [rows_q, heads_q].
+  __device__ __forceinline__ const AttentionForwardItem& item(u32 number) const {
+    return shared.items[number % kItems];
+  }
+
+  // Where row `i` of an item lies in tensors of [rows_q, heads_q].
   struct Place {
     i32 token;
     u64 index;
     bool owned;  // rows beyond the tile's end belong to another tile
   };
-  __device__ __forceinline__ Place place(const AttentionForwardItem& of, u32 i) const {
+  __device__ __forceinline__ Place place(u32 number, u32 i) const {
+    const AttentionForwardItem& of = item(number);
     const i32 token = of.start + i32(row(i) / C::kPack);
     const u64 index = u64(token) * arguments.heads_q + of.head * C::kPack + row(i) % C::kPack;
     return Place{token, index, token < of.end};
@@ -176,7 +181,7 @@ struct AttentionForwardConsumer {
     if constexpr (C::kBegin == Begin::kContinue) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const Place at = place(item, i);
+        const Place at = place(items - 1, i);
         if (!at.owned) continue;
         state.max[i] = arguments.state_max[at.index];
         state.sum[i] = arguments.state_sum[at.index];
@@ -185,11 +190,11 @@ struct AttentionForwardConsumer {
   }
 
   // Likewise the accumulators, once those of the item before are written.
-  __device__ __forceinline__ void begin_output(const AttentionForwardItem& of, const RowScaling& scaling) {
+  __device__ __forceinline__ void begin_output(u32 number, const RowScaling& scaling) {
     if constexpr (C::kBegin == Begin::kContinue) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const Place at = place(of, i);
+        const Place at = place(number, i);
         const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
 #pragma unroll
         for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
@@ -208,7 +213,7 @@ struct AttentionForwardConsumer {
     if constexpr (C::kEnd == End::kState) {
       write_state(last);
     } else if constexpr (C::kEnd == End::kPartial) {
-      last.item.partial >= 0 ? write_partial(last) : write_result(last);
+      item(last.item).partial >= 0 ? write_partial(last) : write_result(last);
     } else {
       write_result(last);
     }
@@ -243,8 +248,8 @@ struct AttentionForwardConsumer {
       const Place at = place(last.item, i);
       if (!at.owned) continue;
       const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
-      const u64 index = (u64(u32(last.item.partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
-                        last.item.head * C::kPack + row(i) % C::kPack;
+      const u64 index = (u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
+                        item(last.item).head * C::kPack + row(i) % C::kPack;
       write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
       if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
     }
@@ -254,7 +259,7 @@ struct AttentionForwardConsumer {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(last.item, i);
-      const u32 head = last.item.head * C::kPack + row(i) % C::kPack;
+      const u32 head = item(last.item).head * C::kPack + row(i) % C::kPack;
       const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
                                  arguments.sink_rows, arguments.heads_q);
       if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
@@ -288,42 +293,45 @@ struct AttentionForwardConsumer {
     wgmma_wait<0>();
     pin(scores);
     release_scored();
+    Stage current = {};
     {
       const RowScaling scaling = take_scores();
-      float share[2] = {0.0f, 0.0f};
-      take_weights<0, kGroups>(scaling, share);
-      add_sums(share);
+      take_weights<0, kGroups>(scaling, current.share);
       pack_weights();
-      begin_output(item, scaling);
+      begin_output(items - 1, scaling);
+      current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
     }
     bool accumulate = C::kBegin == Begin::kContinue;
-    Stage current = stage();
     bool more = take_step();
     while (more) {
-      if (current.last) begin_state();
       wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
-      wait_values(current.number);
-      start_output(current.number, accumulate);
+      const u32 number = steps - 2;
+      wait_values(number);
+      start_output(number, accumulate);
       barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
       build_mask();
+      add_sums(current);
+      if (current.last) {
+        begin_state();
+      } else {
+        state = current.state;
+      }
       wgmma_wait<1>();
       pin(scores);
       release_scored();
       const RowScaling scaling = take_scores();
-      float share[2] = {0.0f, 0.0f};
-      take_weights<0, kEarly>(scaling, share);
+      Stage next{items - 1, state, {0.0f, 0.0f}, (step.flags & kStepLast) != 0};
+      take_weights<0, kEarly>(scaling, next.share);
       pin(scores);
-      Stage next = stage();
       // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
       // others are packed as they come: that needs the registers which the product reads.
       more = take_step();
       wgmma_wait<0>();
       pin(acc);
-      release(&shared.value_empty[current.number % C::kStages]);
-      take_weights<kEarly, kGroups>(scaling, share);
-      add_sums(share);
+      release(&shared.value_empty[number % C::kStages]);
+      take_weights<kEarly, kGroups>(scaling, next.share);
       pack_weights();
       if (current.last) {
         write(current);
@@ -332,18 +340,14 @@ struct AttentionForwardConsumer {
         rescale_output(scaling);
       }
       accumulate = C::kBegin == Begin::kContinue || !current.last;
-      next.state = state;
       current = next;
     }
-    wait_values(current.number);
-    start_output(current.number, accumulate);
+    wait_values(steps - 2);
+    start_output(steps - 2, accumulate);
     wgmma_wait<0>();
     pin(acc);
+    add_sums(current);
     write(current);
-  }
-
-  __device__ __forceinline__ Stage stage() const {
-    return Stage{item, state, steps - 1, (step.flags & kStepLast) != 0};
   }
 };
 

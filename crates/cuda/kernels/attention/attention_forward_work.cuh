@@ -22,11 +22,10 @@ enum class End : u32 {
   kState,    // as it is, for a later stage
 };
 
-// What becomes of a product q k^T before it is a score in powers of two.
+// What becomes of a product q k^T before it is a score.
 enum class Scores : u32 {
-  kScaled,   // nothing here: the scale, which must be positive, is a part of the exponent
-  kAnyScale,  // it is multiplied by the scale, whatever its sign
-  kSoftcap,  // softcap * tanh(scale * product / softcap)
+  kScaled,       // nothing here: the scale, which must be positive, is a part of the exponent
+  kTransformed,  // softcap * tanh(scale * product / softcap); without a softcap, scale * product, whatever the scale's sign
 };
 
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
@@ -81,7 +80,7 @@ struct AttentionForwardArguments {
   i32 rows_k;
   float scale_log2;     // scale * log2(e)
   float softcap_scale;  // 2 * scale * log2(e) / softcap
-  float softcap_log2;   // softcap * log2(e)
+  float softcap_log2;   // softcap * log2(e), 0 for none
   u32 reserved;
 };
 
@@ -106,13 +105,17 @@ struct AttentionForwardStep {
   u32 flags;
 };
 
+// Items that are known at a time: one whose results are being written, one whose scores are in work, one whose first keys
+// were waited for, and one whose first keys are on their way into the stage that is left.
+constexpr u32 kItems = 4;
+
 template <typename C>
 struct alignas(1024) AttentionForwardShared {
   u8 queries[C::kQuerySlots][C::kKeyChunks * C::kTileRows * kRowBytes];
   u8 keys[C::kStages][C::kKeyChunks * C::kBlock * kRowBytes];
   u8 values[C::kStages][C::kValueChunks * C::kBlock * kRowBytes];
   AttentionForwardStep steps[C::kStages];
-  AttentionForwardItem items[C::kStages];  // of first steps
+  AttentionForwardItem items[kItems];  // item number n is in n % kItems
   u64 query_full[C::kQuerySlots];
   u64 query_empty[C::kQuerySlots];
   u64 key_full[C::kStages];
@@ -150,7 +153,7 @@ struct AttentionForwardProducer {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
     shared.steps[stage] = step;
-    if (step.flags & kStepFirst) shared.items[stage] = item;
+    if (step.flags & kStepFirst) shared.items[items % kItems] = item;
     mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {

@@ -237,7 +237,9 @@ struct PortableBackward {
           const u32 at = j / 2 * 4 + 2 * i + j % 2;
           float score = p[m][at];
           if constexpr (C::kSoftcap) {
-            score = 1.0f - __fdividef(2.0f, exp2_fast(score * (2.0f * kLog2E * arguments.softcap_scale)) + 1.0f);
+            // tanh(x) = 1 - 2 / (1 + e^2x): its error is absolute, like the score's.
+            const float double_log2 = 2.0f * kLog2E * arguments.softcap_scale;
+            score = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(score * double_log2)), 1.0f);
             ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
           } else {
             ds[m][at] -= delta;

@@ -159,7 +159,7 @@ struct PortableForward {
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (u32 j = 0; j < C::kBlock / 2; ++j) {
-        scores[m][j] = 1.0f - __fdividef(2.0f, exp2_fast(scores[m][j] * double_log2) + 1.0f);
+        scores[m][j] = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(scores[m][j] * double_log2)), 1.0f);
       }
     }
   }
@@ -327,7 +327,7 @@ struct PortableForward {
         if (token >= tile.end) continue;
         const u64 slot = (u64(u32(tile.partial)) * C::kTileRows + row(m, i)) * arguments.heads_q + head;
         if (lane % 4 == 0) {
-          const float lse = total > 0.0f ? (max_log2 + __log2f(total)) * kLn2 : minus_infinity();
+          const float lse = total > 0.0f ? (max_log2 + log2_fast(total)) * kLn2 : minus_infinity();
           (partial ? arguments.partial_lse[slot] : arguments.lse[place(token)]) = lse;
         }
         if (partial) write_row(m, i, arguments.partial_out + slot * arguments.head_dim_v);

@@ -29,6 +29,8 @@ impl Disassembler {
         let file = tempfile::Builder::new().suffix(".cubin").tempfile().map_err(|error| error.to_string())?;
         fs::write(file.path(), image).map_err(|error| error.to_string())?;
         let output = Command::new(&self.program)
+            // Only the code, and without an analysis of its branches.
+            .args(["--print-code", "--no-dataflow"])
             .arg(file.path())
             .stdin(Stdio::null())
             .output()

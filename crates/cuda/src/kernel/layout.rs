@@ -2,7 +2,7 @@ use std::fmt::Write;
 
 use counterpoint_plan::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
 
-use super::{portable_backward, portable_forward};
+use super::{portable_backward, portable_forward, row_copy, row_merge, row_reduce};
 use crate::{Arch, KernelSource, TensorMap};
 
 /// The layout of a type that host and kernels share, as the host has it.
@@ -85,8 +85,14 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    let arguments = [portable_forward::layouts(), portable_backward::layouts()];
-    schedule.into_iter().chain([TensorMap::layout()]).chain(arguments.into_iter().flatten()).collect()
+    let portable = [portable_forward::layouts(), portable_backward::layouts()];
+    let helpers = [row_copy::layouts(), row_merge::layouts(), row_reduce::layouts()];
+    schedule
+        .into_iter()
+        .chain([TensorMap::layout()])
+        .chain(portable.concat())
+        .chain(helpers.concat())
+        .collect()
 }
 
 #[cfg(test)]

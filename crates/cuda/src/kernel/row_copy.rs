@@ -2,7 +2,7 @@ use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;
 
 use super::scalar::Scalar;
-use super::{MatrixUnit, Specialisation, blocks_of};
+use super::{MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -78,7 +78,7 @@ struct Part {
 /// `RowCopyTensors` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Tensors {
+struct RowCopyTensors {
     sources: [u64; SOURCES],
     targets: [u64; TARGETS],
 }
@@ -86,7 +86,7 @@ struct Tensors {
 /// `RowCopyPiece` of the kernel.
 #[derive(Clone, Copy, NoUninit, Zeroable)]
 #[repr(C)]
-struct Piece {
+struct RowCopyPiece {
     from: u64,
     to: u64,
     bytes: u32,
@@ -147,7 +147,7 @@ impl RowCopy {
         targets: &[u64],
     ) -> Result<(), CudaError> {
         for part in &self.launches {
-            let mut tensors = Tensors { sources: [0; SOURCES], targets: [0; TARGETS] };
+            let mut tensors = RowCopyTensors { sources: [0; SOURCES], targets: [0; TARGETS] };
             let mut alignment = part.row_bytes | 16;
             for (slot, &tensor) in part.tensors.iter().enumerate() {
                 tensors.targets[slot] = targets[tensor];
@@ -184,7 +184,7 @@ fn pieces(
     moves: &[RowMove],
     peer_group: &[usize],
     sm_count: u32,
-) -> Vec<Piece> {
+) -> Vec<RowCopyPiece> {
     let moves: Vec<(usize, &RowMove)> = moves
         .iter()
         .filter_map(|step| Some((peer_group.binary_search(&step.peer).ok()?, step)))
@@ -204,7 +204,7 @@ fn pieces(
             let mut done = 0;
             while done < bytes {
                 let piece = most.min(bytes - done);
-                pieces.push(Piece {
+                pieces.push(RowCopyPiece {
                     from: from + done,
                     to: to + done,
                     bytes: piece as u32,
@@ -259,6 +259,14 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
             register_limit: 64,
         })
         .collect()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("row_copy.cuh", RowCopyTensors { sources, targets }),
+        shared_layout!("row_copy.cuh", RowCopyPiece { from, to, bytes, source, target }),
+    ]
 }
 
 #[cfg(test)]

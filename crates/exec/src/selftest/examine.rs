@@ -176,8 +176,8 @@ fn repeated(name: String, case: &Case, first: &AttentionOutputs, again: &Attenti
     SelfCheck::of(name, case.seed, count as f64, 0.0).because(|| different.join("; "))
 }
 
-/// Elements whose bits are not the same.
-pub(super) fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
+/// Elements of two tensors whose bits are not the same; all of them where the tensors are not of one shape and type.
+pub fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
     fn bytes(tensor: &HostTensor) -> &[u8] {
         match tensor.data() {
             HostData::F64(values) => bytemuck::cast_slice(values),

@@ -45,7 +45,8 @@ fn documents(seqlen: usize) -> Result<Documents, MaskError> {
         return Documents::from_lengths(lengths(text));
     }
     let (listed, text) = DOCUMENTS[0];
-    let mut scaled: Vec<usize> = lengths(text).iter().map(|length| (length * seqlen / listed).max(1)).collect();
+    let mut scaled: Vec<usize> =
+        lengths(text).iter().map(|length| (length * seqlen / listed).max(1)).collect();
     let longest = (0..scaled.len()).max_by_key(|&at| (scaled[at], usize::MAX - at)).unwrap_or(0);
     let others: usize = scaled.iter().sum::<usize>() - scaled[longest];
     scaled[longest] = seqlen.saturating_sub(others);

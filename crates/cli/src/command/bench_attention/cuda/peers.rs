@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::mask;
 use super::sizes::Sizes;
-use crate::arguments::{BenchAttentionArguments, BenchClock, BenchDType, BenchPass};
+use crate::arguments::{BenchAttentionArguments, BenchPass};
 use crate::error::CliError;
 
 /// Times PyTorch's attentions, and this program in between, and prints both in one table.
@@ -70,6 +70,7 @@ fn value_name<T: ValueEnum>(value: &T) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arguments::{BenchClock, BenchDType};
 
     #[test]
     fn the_data_of_the_script_is_whole() {
