@@ -87,6 +87,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     let kernels = [
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
+        super::portable_backward::layouts(),
+        super::portable_forward::layouts(),
         super::row_copy::layouts(),
         super::row_merge::layouts(),
         super::row_reduce::layouts(),
