@@ -183,8 +183,8 @@ struct AttentionForwardConsumer {
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(items - 1, i);
         if (!at.owned) continue;
-        state.max[i] = arguments.state_max[at.index];
-        state.sum[i] = arguments.state_sum[at.index];
+        state.max[i] = arguments.begin_max[at.index];
+        state.sum[i] = arguments.begin_sum[at.index];
       }
     }
   }
@@ -195,7 +195,7 @@ struct AttentionForwardConsumer {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(number, i);
-        const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
+        const float* from = arguments.begin_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
 #pragma unroll
         for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
           float2 pair = {0.0f, 0.0f};
@@ -234,10 +234,10 @@ struct AttentionForwardConsumer {
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(last.item, i);
       if (!at.owned) continue;
-      write_floats(arguments.state_acc + at.index * arguments.head_dim_v, i, 1.0f);
+      write_floats(arguments.end_acc + at.index * arguments.head_dim_v, i, 1.0f);
       if (lane % 4 == 0) {
-        arguments.state_max[at.index] = last.state.max[i];
-        arguments.state_sum[at.index] = last.state.sum[i];
+        arguments.end_max[at.index] = last.state.max[i];
+        arguments.end_sum[at.index] = last.state.sum[i];
       }
     }
   }
@@ -296,7 +296,9 @@ struct AttentionForwardConsumer {
     Stage current = {};
     {
       const RowScaling scaling = take_scores();
-      take_weights<0, kGroups>(scaling, current.share);
+      // In the same two parts as below: the order of the sum must not depend on which step is a CTA's first.
+      take_weights<0, kEarly>(scaling, current.share);
+      take_weights<kEarly, kGroups>(scaling, current.share);
       pack_weights();
       begin_output(items - 1, scaling);
       current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};

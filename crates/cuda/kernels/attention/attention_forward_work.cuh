@@ -61,15 +61,18 @@ struct AttentionForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  Element* out;         // [rows_q, heads_q, head_dim_v]
-  float* lse;           // [rows_q, heads_q]
-  const float* sink;    // [sink_rows, heads_q]
-  float* state_acc;     // [rows_q, heads_q, head_dim_v]: not divided by the sum
-  float* state_max;     // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
-  float* state_sum;     // [rows_q, heads_q]
-  float* partial_out;   // [slots, kTileRows / kPack, heads_q, head_dim_v]
-  float* partial_lse;   // [slots, kTileRows / kPack, heads_q]
-  u32* queue;           // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
+  Element* out;            // [rows_q, heads_q, head_dim_v]
+  float* lse;              // [rows_q, heads_q]
+  const float* sink;       // [sink_rows, heads_q]
+  const float* begin_acc;  // [rows_q, heads_q, head_dim_v]: a state, whose acc is not divided by its sum
+  const float* begin_max;  // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  const float* begin_sum;  // [rows_q, heads_q]
+  float* end_acc;          // likewise; may be the same
+  float* end_max;
+  float* end_sum;
+  float* partial_out;      // [slots, kTileRows / kPack, heads_q, head_dim_v]
+  float* partial_lse;      // [slots, kTileRows / kPack, heads_q]
+  u32* queue;  // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
   u32 heads_per_group;  // heads that are worked on together

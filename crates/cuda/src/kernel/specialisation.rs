@@ -1,4 +1,7 @@
-use super::{cast, head_resize, row_copy, row_merge, row_reduce};
+use super::{
+    attention_forward, attention_merge, cast, head_resize, portable_backward, portable_forward, row_copy,
+    row_merge, row_reduce,
+};
 use crate::{Arch, KernelSource};
 
 /// One of the kernels that ship: its source with all parameters chosen, and what its machine code must be like.
@@ -28,6 +31,7 @@ pub fn specialisations() -> Vec<Specialisation> {
     // Each launcher's module adds its own here. Those that only move memory are the same source on every architecture.
     let helpers = [Arch::SM_80, Arch::SM_90A].into_iter().flat_map(|arch| {
         [
+            attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
             row_copy::specialisations(arch),
@@ -35,5 +39,10 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
         ]
     });
-    helpers.flatten().collect()
+    let attention = [
+        attention_forward::specialisations(),
+        portable_forward::specialisations(),
+        portable_backward::specialisations(),
+    ];
+    helpers.flatten().chain(attention.into_iter().flatten()).collect()
 }

@@ -1,5 +1,6 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys::nvrtcProgram;
@@ -96,7 +97,33 @@ impl Nvrtc {
         }
         let version = (major.unsigned_abs(), minor.unsigned_abs());
         let path = search::opened_file(&candidate.library);
-        Ok(Self { functions, error_text, version, path, _libraries: libraries })
+        let nvrtc = Self { functions, error_text, version, path, _libraries: libraries };
+        nvrtc.try_out()?;
+        Ok(nvrtc)
+    }
+
+    /// Compiles next to nothing: NVRTC opens, yet compiles nothing, where its builtins cannot be found.
+    fn try_out(&self) -> Result<(), String> {
+        const NO_BUILTINS: u32 = 7;
+        let mut program = ptr::null_mut();
+        // SAFETY: the strings are terminated, the pointers are to locals or null where there is nothing; the program is
+        // destroyed after its last use.
+        let code = unsafe {
+            let (source, name) = (c"__global__ void f() {}", c"f.cu");
+            let create = self.nvrtcCreateProgram;
+            let code = create(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
+            self.check("nvrtcCreateProgram", code).map_err(|error| error.to_string())?;
+            let code = (self.nvrtcCompileProgram)(program, 0, ptr::null());
+            (self.nvrtcDestroyProgram)(&mut program);
+            code
+        };
+        if code == NO_BUILTINS {
+            let (major, minor) = self.version;
+            return Err(format!(
+                "it does not find its libnvrtc-builtins.so.{major}.{minor}, which belongs beside it"
+            ));
+        }
+        self.check("nvrtcCompileProgram", code).map_err(|error| error.to_string())
     }
 
     /// A result as ours.

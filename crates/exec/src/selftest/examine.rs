@@ -34,6 +34,35 @@ impl SelfCheck {
         Self { name, seed, passed: error <= bound, error, bound, reason: None }
     }
 
+    /// A report's figure that is nearest to its bound, or furthest past it.
+    pub fn of_report(name: String, seed: u64, report: &CheckReport) -> SelfCheck {
+        let figures = report.tensors.iter().flat_map(|tensor| {
+            let largest = tensor.max_abs_bound.map(|bound| (tensor.max_abs_error, bound));
+            [Some((tensor.relative_error, tensor.relative_bound)), largest].into_iter().flatten()
+        });
+        // A bound of 0 is met by an error of 0 only.
+        let share = |&(error, bound): &(f64, f64)| {
+            if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::max(1.0, error / bound) }
+        };
+        let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
+        let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
+        let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
+        check.because(|| {
+            let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
+            let words = wrong.map(|tensor| {
+                let largest = match tensor.max_abs_bound {
+                    Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
+                    None => String::new(),
+                };
+                format!(
+                    "{}: {:.2e} of {:.2e}{largest}",
+                    tensor.name, tensor.relative_error, tensor.relative_bound
+                )
+            });
+            words.collect::<Vec<_>>().join("; ")
+        })
+    }
+
     /// A check that could not be made.
     pub fn failed(name: String, seed: u64, reason: String) -> Self {
         Self { name, seed, passed: false, error: f64::INFINITY, bound: 0.0, reason: Some(reason) }
@@ -112,7 +141,7 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> Vec<Self
         Err(error) => return vec![SelfCheck::failed(name, case.seed, error.to_string())],
     };
     let report = compare_with_reference(case.spec.dtype, reference, plain.as_ref(), &outputs);
-    let mut checks = vec![judged(name.clone(), case.seed, &report)];
+    let mut checks = vec![SelfCheck::of_report(name.clone(), case.seed, &report)];
     if case.run.deterministic || index.is_multiple_of(REPEATED) {
         let name = format!("same bits twice: {name}");
         checks.push(match run() {
@@ -121,35 +150,6 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> Vec<Self
         });
     }
     checks
-}
-
-/// The figure of a report that is nearest to its bound, or furthest past it.
-fn judged(name: String, seed: u64, report: &CheckReport) -> SelfCheck {
-    let figures = report.tensors.iter().flat_map(|tensor| {
-        let largest = tensor.max_abs_bound.map(|bound| (tensor.max_abs_error, bound));
-        [Some((tensor.relative_error, tensor.relative_bound)), largest].into_iter().flatten()
-    });
-    // A bound of 0 is met by an error of 0 only.
-    let share = |&(error, bound): &(f64, f64)| {
-        if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::max(1.0, error / bound) }
-    };
-    let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
-    let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
-    let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
-    check.because(|| {
-        let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
-        let words = wrong.map(|tensor| {
-            let largest = match tensor.max_abs_bound {
-                Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
-                None => String::new(),
-            };
-            format!(
-                "{}: {:.2e} of {:.2e}{largest}",
-                tensor.name, tensor.relative_error, tensor.relative_bound
-            )
-        });
-        words.collect::<Vec<_>>().join("; ")
-    })
 }
 
 /// Whether two runs gave the same bits: every tensor in deterministic mode, those of the forward always.
