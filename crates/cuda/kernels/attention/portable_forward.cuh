@@ -12,6 +12,10 @@
 
 namespace counterpoint {
 
+// How far, in powers of two, a row's maximum may exceed the one in use before its accumulators are rescaled: weights then
+// stay below 2^8, far inside the range of f16, and most blocks need no rescaling (FlashAttention 4's idea).
+constexpr float kMaxGrowth = 8.0f;
+
 // The offset of a row that has seen nothing: finite, so that no infinity meets another, and larger than any score.
 constexpr float kUnseen = 1e30f;
 
