@@ -2,8 +2,8 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{HEAD_DIMS, SHARED_BYTES, check, grid, padded_dims, specialise};
-use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, MatrixUnit, Specialisation};
+use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
@@ -76,7 +76,7 @@ struct PortableBackwardArguments {
 
 impl Shape {
     /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
-    fn of(head_dim: u32, head_dim_v: u32, shared_bytes: usize) -> Self {
+    fn of((head_dim, head_dim_v): (u32, u32), shared_bytes: usize) -> Self {
         let shape = |tile_rows, block, stages, score_warps, key_warps, query_warps, ctas| Self {
             head_dim,
             head_dim_v,
@@ -127,6 +127,10 @@ impl Shape {
 }
 
 impl Choice {
+    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
+        Self { shape: Shape::of(dims, shared_bytes), element, softcap }
+    }
+
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap } = self;
         let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
@@ -167,9 +171,10 @@ impl PortableBackward {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
         check(problem).map_err(refused)?;
-        let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
-        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some() };
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let Choice { shape, .. } = choice;
         let function = device.function(&choice.source(device.arch()))?;
 
         let config =
@@ -236,22 +241,14 @@ impl PortableBackward {
     }
 }
 
-/// Every shape for all sizes of shared memory, for every element type.
+/// For every head, element type, softcap and size of shared memory.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
-    let shapes = dims.flat_map(|(head_dim, head_dim_v)| {
-        let mut shapes: Vec<_> = SHARED_BYTES.map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
-        shapes.dedup();
-        shapes
-    });
-    specialise(shapes, |shape, element, softcap| {
-        let source = Choice { shape, element, softcap }.source(Arch::SM_80);
-        Specialisation {
-            source,
-            matrix_unit: MatrixUnit::Warp,
-            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
-        }
-    })
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| {
+        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
+    };
+    choices.into_iter().map(one).collect()
 }
 
 /// What host and kernel share.
@@ -291,11 +288,9 @@ mod tests {
 
     #[test]
     fn every_shape_fits_its_device() {
-        for bytes in SHARED_BYTES {
-            for (head_dim, head_dim_v) in HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]) {
-                let shape = Shape::of(head_dim, head_dim_v, bytes);
-                assert!(shape.shared_bytes() as usize <= bytes, "{shape:?} on {bytes}");
-            }
+        for traits in every_traits() {
+            let Choice { shape, .. } = Choice::of(traits);
+            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
         }
     }
 }
