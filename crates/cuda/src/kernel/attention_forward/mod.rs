@@ -7,7 +7,7 @@ use std::f32::consts::LOG2_E;
 
 use shape::{ForwardShape, Freedom};
 pub(super) use source::specialisations;
-use source::{Begin, End, ForwardChoice, Scores};
+use source::{ForwardChoice, Scores, Span};
 
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
@@ -87,27 +87,23 @@ impl AttentionForward {
         } else {
             Scores::Transformed
         };
-        let begin = if mode.continues { Begin::Continue } else { Begin::Start };
         let whole = !mode.continues && matches!(mode.end, ForwardModeEnd::Result { .. });
         let freedom = match scores {
             Scores::Transformed => Freedom::SmallUnpacked,
             Scores::Scaled if whole => Freedom::Any,
             Scores::Scaled => Freedom::Small,
         };
-        let may_split = whole && scores == Scores::Scaled;
-        let (mut shape, mut schedule) = shape::choose(problem, dims, freedom, workers, may_split)
-            .map_err(|error| refused(error.to_string()))?;
-        if schedule.partials() > 0 {
-            // Only the small shape is compiled for split tiles.
-            (shape, schedule) = shape::choose(problem, dims, Freedom::SmallUnpacked, workers, true)
-                .map_err(|error| refused(error.to_string()))?;
-        }
-        let end = match mode.end {
-            ForwardModeEnd::State => End::State,
-            ForwardModeEnd::Result { .. } if schedule.partials() > 0 => End::Partial,
-            ForwardModeEnd::Result { .. } => End::Result,
+        let chosen = |freedom| {
+            shape::choose(problem, dims, freedom, workers, whole).map_err(|error| refused(error.to_string()))
         };
-        let choice = ForwardChoice { shape, element: problem.element, begin, end, scores };
+        let (mut shape, mut schedule) = chosen(freedom)?;
+        if schedule.partials() > 0 && freedom == Freedom::Any {
+            // Only small blocks are compiled for split tiles.
+            (shape, schedule) = chosen(Freedom::Small)?;
+        }
+        let span =
+            if freedom == Freedom::Any && schedule.partials() == 0 { Span::Whole } else { Span::Staged };
+        let choice = ForwardChoice { shape, element: problem.element, span, scores };
         let function = device.function(&choice.source())?;
 
         let merge = match mode.end {

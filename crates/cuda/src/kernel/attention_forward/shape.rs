@@ -9,7 +9,7 @@ pub(super) const HEAD_DIMS: [(u32, u32); 6] =
     [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
 
 /// How many query heads of one key head may share a tile. Only divisors of the heads per key head come into question.
-pub(super) const PACKS: [u32; 3] = [1, 4, 8];
+pub(super) const PACKS: [u32; 2] = [1, 8];
 
 /// The work of a CTA: `rows` rows of `pack` heads, against blocks of `block` keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,8 +40,7 @@ impl ForwardShape {
     /// number of stages. They also waste less at the edges of a mask, and the next tile's queries arrive early.
     pub(super) fn small((head_dim, head_dim_v): (u32, u32), pack: u32) -> Self {
         let (rows, block, query_slots) = match head_dim {
-            64 => (192, 128, 2),
-            96 | 128 => (128, 128, 2),
+            64 | 96 | 128 => (128, 128, 2),
             192 => (128, 64, 2),
             _ => (128, 64, 1),
         };
@@ -119,7 +118,7 @@ pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Option<(u32, u3
 pub(super) enum Freedom {
     /// All.
     Any,
-    /// Small blocks: a stage, or anything else that all shapes are not compiled for.
+    /// Small blocks: a stage, or split tiles.
     Small,
     /// Small blocks and one head a tile.
     SmallUnpacked,
