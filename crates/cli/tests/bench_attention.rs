@@ -43,3 +43,18 @@ fn every_row_is_checked_and_overlap_is_shown() {
         assert!(communication >= 0.015 && total >= communication * 0.9, "{policy}: {total} {communication}");
     }
 }
+
+#[test]
+fn what_only_a_gpu_is_asked_needs_a_gpu() {
+    let folder = Folder::new();
+    folder.refuses("bench attention --masks causal", &["--masks", "--device cuda"]);
+    folder.refuses("bench attention --device cuda --masks circle", &["circle", "varlen_causal"]);
+    folder.refuses("bench attention --device cuda --heads 6:4", &["6:4", "multiple"]);
+    folder.refuses("bench attention --device cuda --iterations 1", &["--iterations"]);
+    // Without a GPU: what is missing, and status 3.
+    if !std::path::Path::new("/dev/nvidia0").exists() {
+        for line in ["bench attention --device cuda --quick", "bench attention --device cuda --peers"] {
+            folder.run(line).is_refusal(3, &["NVIDIA"]);
+        }
+    }
+}

@@ -37,3 +37,10 @@ fn modes_exclude_each_other() {
     folder.refuses("selftest --compile-only --device cuda", &["--compile-only", "--device"]);
     folder.refuses("selftest --compile-only --quick", &["--compile-only", "--quick"]);
 }
+
+#[test]
+fn a_gpu_that_is_not_there_is_status_3() {
+    if !std::path::Path::new("/dev/nvidia0").exists() {
+        Folder::new().run("selftest --device cuda --quick").is_refusal(3, &["NVIDIA"]);
+    }
+}

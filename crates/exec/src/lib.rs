@@ -28,6 +28,7 @@ mod machine;
 mod memory;
 mod monitor;
 mod operands;
+mod pass;
 mod place;
 mod random;
 mod reference;
@@ -56,6 +57,7 @@ pub use local::{LocalCollective, LocalTransport};
 pub use machine::{CpuMachine, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 pub use operands::check_operands;
+pub use pass::Pass;
 pub use place::OpPlace;
 pub use random::random_inputs;
 pub use reference::{

@@ -183,25 +183,40 @@ fn check_order(schedule: &TileSchedule) {
     assert!(schedule.tiles().is_sorted_by_key(key));
 }
 
+/// All that must hold for any schedule of `mask`.
+fn check(mask: &Mask, config: &TileScheduleConfig, schedule: &TileSchedule) {
+    let picture = picture(mask, config.direction);
+    for (row, (count, sees)) in walked(schedule, &picture).iter().zip(&picture).enumerate() {
+        assert!(count.iter().zip(sees).all(|(&count, &sees)| count == u8::from(sees)), "row {row}");
+    }
+    check_rows(schedule, axes(mask, config.direction).0);
+    check_order(schedule);
+    let statistics = schedule.statistics();
+    let bounded = schedule.runs().iter().filter(|run| !schedule.bounds_of(run).is_empty());
+    let bounded = bounded.map(|run| blocks(run, config.block).count() as u64).sum::<u64>();
+    assert_eq!(statistics.bounded_blocks, bounded);
+    assert_eq!(statistics.blocks, schedule.tiles().iter().map(|tile| u64::from(tile.blocks)).sum::<u64>());
+    assert_eq!(statistics.area, mask.area());
+    assert!(0.0 < statistics.efficiency && statistics.efficiency <= 1.0);
+}
+
+proptest! {
+    // Splitting pays only where rows see thousands of columns.
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn parts_walk_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
+        let config = TileScheduleConfig { split: Some(TileSplit { workers, heads: 1 }), ..config };
+        check(&mask, &config, &schedule(&mask, &config));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
     fn a_schedule_walks_every_pair_once(mask in masks(220), config in configs()) {
-        let schedule = schedule(&mask, &config);
-        let picture = picture(&mask, config.direction);
-        for (count, sees) in walked(&schedule, &picture).iter().flatten().zip(picture.iter().flatten()) {
-            prop_assert_eq!(*count, u8::from(*sees));
-        }
-        check_rows(&schedule, axes(&mask, config.direction).0);
-        check_order(&schedule);
-        let statistics = schedule.statistics();
-        let bounded = schedule.runs().iter().filter(|run| !schedule.bounds_of(run).is_empty());
-        let bounded = bounded.map(|run| blocks(run, config.block).count() as u64).sum::<u64>();
-        prop_assert_eq!(statistics.bounded_blocks, bounded);
-        prop_assert_eq!(statistics.blocks, schedule.tiles().iter().map(|tile| u64::from(tile.blocks)).sum::<u64>());
-        prop_assert_eq!(statistics.area, mask.area());
-        prop_assert!(0.0 < statistics.efficiency && statistics.efficiency <= 1.0);
+        check(&mask, &config, &schedule(&mask, &config));
     }
 
     /// The order of slices, and how they were cut by rows or columns, is nobody's business.
@@ -400,6 +415,28 @@ fn a_dense_causal_mask_of_four_million_rows_is_small() {
         assert_eq!(statistics.bounded_blocks, 1 << 15);
         assert!(statistics.bytes < 4 << 20, "{} bytes", statistics.bytes);
     }
+}
+
+#[test]
+fn turns_are_as_many_as_the_mask_has_edges() {
+    for mask in [Mask::causal(1 << 20).unwrap(), Mask::full(1 << 20).unwrap()] {
+        let config = TileScheduleConfig {
+            tiles: TilePlacement::Aligned,
+            blocks: TilePlacement::Aligned,
+            order: TileOrder::Position,
+            ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
+        };
+        let turns = schedule(&mask, &config).dq_turns().unwrap();
+        assert_eq!(turns.spans().len(), (1 << 20) / 64);
+        // The last rows see every key.
+        assert_eq!(turns.adders((1 << 20) / 64 - 1), (1 << 20) / 128);
+    }
+    // Blocks of a forward, or blocks that do not meet each other, have no order.
+    let config = TileScheduleConfig::new(TileDirection::Backward, 128, 64);
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &config).dq_turns(), None);
+    let forward =
+        TileScheduleConfig { direction: TileDirection::Forward, blocks: TilePlacement::Aligned, ..config };
+    assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_turns(), None);
 }
 
 #[test]

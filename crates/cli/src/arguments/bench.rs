@@ -110,10 +110,13 @@ pub(crate) struct CudaBenchArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: Option<u32>,
 
-    /// Which clock: the device's around the kernels with the L2 flushed, or the host's over many calls, launches included
-    /// [default: device]
+    /// Which clock [default: device]
     #[arg(long, value_enum)]
     pub(crate) clock: Option<BenchClock>,
+
+    /// Which kernels: the GPU's own, or those that run on every GPU since Ampere [default: native]
+    #[arg(long, value_enum)]
+    pub(crate) kernels: Option<BenchKernels>,
 
     /// Time these of PyTorch's attentions too: cudnn, flash, flex (slow to compile) [given without names: cudnn,flash]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash")]
@@ -132,6 +135,7 @@ impl CudaBenchArguments {
             (!self.passes.is_empty(), "--passes"),
             (self.iterations.is_some(), "--iterations"),
             (self.clock.is_some(), "--clock"),
+            (self.kernels.is_some(), "--kernels"),
             (self.peers.is_some(), "--peers"),
         ]
         .into_iter()
@@ -171,6 +175,17 @@ pub(crate) enum BenchPass {
 /// What time is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchClock {
+    /// The device's, around the kernels, with the level 2 cache flushed
     Device,
+    /// The host's, over many runs, launches included
     Wall,
+    /// The host's, over many replays of the run as a CUDA graph
+    Graph,
+}
+
+/// Whose kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchKernels {
+    Native,
+    Portable,
 }

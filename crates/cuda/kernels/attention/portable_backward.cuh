@@ -12,9 +12,6 @@
 
 namespace counterpoint {
 
-// The type in which dk and dv are written: f32 where stages or ranks will be summed.
-enum class Gradient : u32 { kElement, kFloat };
-
 // How a CTA's warps divide a matrix: kDown along rows, kAcross along columns.
 template <u32 kDownOf, u32 kAcrossOf>
 struct WarpGrid {
@@ -26,7 +23,7 @@ struct WarpGrid {
 
 // ScoreWarps divide [queries x keys], KeyWarps [keys x head_dim], QueryWarps [queries x head_dim].
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kStagesOf, typename ScoreWarpsOf,
-          typename KeyWarpsOf, typename QueryWarpsOf, bool kSoftcapOf, Gradient kGradientOf>
+          typename KeyWarpsOf, typename QueryWarpsOf, bool kSoftcapOf>
 struct PortableBackwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -37,7 +34,6 @@ struct PortableBackwardConfig {
   using KeyWarps = KeyWarpsOf;
   using QueryWarps = QueryWarpsOf;
   static constexpr bool kSoftcap = kSoftcapOf;
-  static constexpr Gradient kGradient = kGradientOf;
   static constexpr u32 kWarps = ScoreWarps::kDown * ScoreWarps::kAcross;
   static constexpr u32 kThreads = 32 * kWarps;
   // A warp's patches.
@@ -73,15 +69,15 @@ struct PortableBackwardArguments {
   const Element* k;     // [rows_k, heads_kv, head_dim]
   const Element* v;     // [rows_k, heads_kv, head_dim_v]
   const Element* dout;  // [rows_q, heads_q, head_dim_v]
-  const float* lse;     // [rows_q, heads_q]
+  const float* lse;     // [rows_q, heads_q], natural logarithm
   const float* delta;   // [rows_q, heads_q]
   float* dq;            // [rows_q, heads_q, head_dim], added to
-  void* dk;             // [rows_k, heads_kv, head_dim], in the type that Gradient names
+  void* dk;             // [rows_k, heads_kv, head_dim]
   void* dv;             // [rows_k, heads_kv, head_dim_v]
+  u32 float_gradients;  // 1: dk and dv are f32, because stages or ranks will be summed; 0: elements
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
-  u32 heads_per_group;  // key heads that are worked on together: what they read should stay in L2
   u32 head_dim;
   u32 head_dim_v;
   i32 rows_q;
@@ -146,8 +142,8 @@ struct PortableBackward {
     if (threadIdx.x < 2 * C::kBlock) {
       const float* from = threadIdx.x < C::kBlock ? arguments.lse : arguments.delta;
       const i32 row = start + i32(threadIdx.x % C::kBlock);
-      cp_async_4(stage_statistics(stage) + 4 * threadIdx.x, from + u64(row) * arguments.heads_q + cursor.head,
-                 row < end);
+      cp_async_4(stage_statistics(stage) + 4 * threadIdx.x,
+                 from + (u64(u32(row)) * arguments.heads_q + cursor.head), row < end);
     }
   }
 
@@ -241,7 +237,9 @@ struct PortableBackward {
           const u32 at = j / 2 * 4 + 2 * i + j % 2;
           float score = p[m][at];
           if constexpr (C::kSoftcap) {
-            score = 1.0f - __fdividef(2.0f, exp2_fast(score * (2.0f * kLog2E * arguments.softcap_scale)) + 1.0f);
+            // tanh(x) = 1 - 2 / (1 + e^2x): its error is absolute, like the score's.
+            const float double_log2 = 2.0f * kLog2E * arguments.softcap_scale;
+            score = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(score * double_log2)), 1.0f);
             ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
           } else {
             ds[m][at] -= delta;
@@ -260,54 +258,74 @@ struct PortableBackward {
     store_patch(slopes, ds);
   }
 
-  // dv += p^T dout, dk += ds^T q.
-  __device__ __forceinline__ void accumulate(u32 stage) {
-    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
-    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
-        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
-        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane));
-    multiply<C::kBlock / 16, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
-        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
-        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane));
-  }
+  static constexpr u32 kQueryRowTiles = C::kQueryPatchRows / 16;
+  using QueryPatch = float[kQueryRowTiles][C::kQueryPatchColumns / 2];
 
-  // dq += scale ds k, in global memory.
-  __device__ __forceinline__ void add_query_gradient(const HeadBlockCursor& cursor) const {
-    float dq[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2];
+  // A patch of dq = ds k.
+  __device__ __forceinline__ void compute_query_gradient(QueryPatch& dq) const {
     clear(dq);
-    const u32 row = C::QueryWarps::down(warp) * C::kQueryPatchRows, share = C::QueryWarps::across(warp);
-    multiply<C::kTileRows / 16, C::kQueryPatchRows / 16, C::kQueryPatchColumns>(
-        dq, OperandA<typename C::Scores, Lie::kAlong>(slopes, row, lane),
-        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, share, lane));
-    const u32 token = cursor.blocks.start + row + lane / 4, column = 16 * share + 2 * (lane % 4);
-    const u64 pitch = u64(arguments.heads_q) * arguments.head_dim;
-    float* const to = arguments.dq + (token * pitch + cursor.head * arguments.head_dim + column);
-    const i32 end = block_end(cursor);
-    if (cursor.blocks.start + i32(C::kBlock) <= end && arguments.head_dim == C::kHeadDim) {
-      add_patch(dq, to, pitch, C::kBlock, C::kHeadDim);
-    } else {
-      add_patch(dq, to, pitch, end - i32(token), i32(arguments.head_dim) - i32(column));
-    }
+    multiply<C::kTileRows / 16, kQueryRowTiles, C::kQueryPatchColumns>(
+        dq,
+        OperandA<typename C::Scores, Lie::kAlong>(slopes, C::QueryWarps::down(warp) * C::kQueryPatchRows, lane),
+        OperandB<typename C::Keys, Lie::kAcross, C::QueryWarps::kAcross>(keys, C::QueryWarps::across(warp), lane));
   }
 
-  // Adds a patch to global memory, as far as there are rows and columns left.
-  __device__ __forceinline__ void add_patch(
-      const float (&patch)[C::kQueryPatchRows / 16][C::kQueryPatchColumns / 2], float* to, u64 pitch, i32 rows,
-      i32 columns) const {
+  // Where a patch of dq goes: its rows and columns from this thread's first on, as far as there are any.
+  struct QueryPlace {
+    float* to;
+    i32 rows;
+    i32 columns;
+  };
+
+  __device__ __forceinline__ QueryPlace query_place(const HeadBlockCursor& cursor) const {
+    const u32 token = cursor.blocks.start + C::QueryWarps::down(warp) * C::kQueryPatchRows + lane / 4;
+    const u32 column = 16 * C::QueryWarps::across(warp) + 8 * (lane % 2) + 4 * (lane / 2 % 2);
+    const u64 place = u64(token) * arguments.heads_q + cursor.head;
+    return {arguments.dq + (place * arguments.head_dim + column), block_end(cursor) - i32(token),
+            i32(arguments.head_dim) - i32(column)};
+  }
+
+  // Adds one part of 8 rows and 16 columns of a patch to global memory. Threads exchange pairs first: an even one takes the four
+  // columns that it shares with its neighbour in the left half, an odd one those in the right half.
+  static constexpr u32 kParts = kQueryRowTiles * 2 * (C::kQueryPatchColumns / 16);
+  __device__ __forceinline__ void add_part(const QueryPatch& dq, const QueryPlace& place, u32 part) const {
+    const u32 m = part % kQueryRowTiles, i = part / kQueryRowTiles % 2, n = part / kQueryRowTiles / 2;
+    const bool odd = lane % 2;
+    const float* left = &dq[m][8 * n + 2 * i];
+    const float* right = left + 4;
+    const float sent[2] = {odd ? left[0] : right[0], odd ? left[1] : right[1]};
+    const float kept[2] = {odd ? right[0] : left[0], odd ? right[1] : left[1]};
+    const float first = arguments.scale * __shfl_xor_sync(0xffffffffu, sent[0], 1);
+    const float second = arguments.scale * __shfl_xor_sync(0xffffffffu, sent[1], 1);
+    const float own[2] = {arguments.scale * kept[0], arguments.scale * kept[1]};
+    const u32 row = 16 * m + 8 * i, column = 16 * n * C::QueryWarps::kAcross;
+    if (i32(row) >= place.rows || i32(column) >= place.columns) return;
+    reduce_add(place.to + (u64(row) * arguments.heads_q * arguments.head_dim + column),
+               odd ? make_float4(first, second, own[0], own[1]) : make_float4(own[0], own[1], first, second));
+  }
+
+  // dq += scale ds k in global memory, dv += p^T dout, dk += ds^T q. dq is added in parts between the other products' steps: all
+  // at once would stop the warp until memory has taken them.
+  __device__ __forceinline__ void accumulate(const HeadBlockCursor& cursor, u32 stage) {
+    QueryPatch dq;
+    compute_query_gradient(dq);
+    const QueryPlace place = query_place(cursor);
+    constexpr u32 kSteps = C::kBlock / 16;
+    const auto add_parts = [&](u32 step) {
 #pragma unroll
-    for (u32 m = 0; m < C::kQueryPatchRows / 16; ++m) {
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
-        if (i32(16 * m + 8 * i) >= rows) continue;
-#pragma unroll
-        for (u32 n = 0; n < C::kQueryPatchColumns / 8; ++n) {
-          const u32 column = 16 * (n / 2 * C::QueryWarps::kAcross) + 8 * (n % 2);
-          if (i32(column) >= columns) continue;
-          reduce_add(to + (16 * m + 8 * i) * pitch + column, arguments.scale * patch[m][4 * n + 2 * i],
-                     arguments.scale * patch[m][4 * n + 2 * i + 1]);
-        }
+      for (u32 part = step * kParts / (2 * kSteps); part < (step + 1) * kParts / (2 * kSteps); ++part) {
+        add_part(dq, place, part);
       }
-    }
+    };
+    const u32 row = C::KeyWarps::down(warp) * C::kKeyPatchRows, share = C::KeyWarps::across(warp);
+    multiply<kSteps, C::kKeyPatchRows / 16, C::kValuePatchColumns>(
+        dv, OperandA<typename C::Scores, Lie::kAcross>(weights, row, lane),
+        OperandB<typename C::Outputs, Lie::kAcross, C::KeyWarps::kAcross>(stage_outputs(stage), share, lane),
+        add_parts);
+    multiply<kSteps, C::kKeyPatchRows / 16, C::kKeyPatchColumns>(
+        dk, OperandA<typename C::Scores, Lie::kAcross>(slopes, row, lane),
+        OperandB<typename C::Queries, Lie::kAcross, C::KeyWarps::kAcross>(stage_queries(stage), share, lane),
+        [&](u32 step) { add_parts(kSteps + step); });
   }
 
   // Writes this warp's patch of dk or dv.
@@ -327,7 +345,7 @@ struct PortableBackward {
           const u32 column = 16 * share + 8 * (n % 2) + 2 * (lane % 4);
           if (column >= head_dim) break;
           const float low = factor * patch[m][4 * n + 2 * i], high = factor * patch[m][4 * n + 2 * i + 1];
-          if constexpr (C::kGradient == Gradient::kFloat) {
+          if (arguments.float_gradients != 0) {
             *reinterpret_cast<float2*>(static_cast<float*>(to) + place + column) = make_float2(low, high);
           } else {
             *reinterpret_cast<u32*>(static_cast<Element*>(to) + place + column) = pack(low, high);
@@ -366,9 +384,7 @@ struct PortableBackward {
       }
       differentiate(current.blocks, stage);
       __syncthreads();
-      // First what goes to global memory, so that it is on its way while the rest is multiplied.
-      add_query_gradient(current);
-      accumulate(stage);
+      accumulate(current, stage);
       if constexpr (C::kStages == 1) {
         __syncthreads();
         if (!cursor.done()) load_block(cursor, next);
@@ -380,16 +396,13 @@ struct PortableBackward {
     write_gradient<C::kValuePatchColumns>(arguments.dv, arguments.head_dim_v, 1.0f, dv);
   }
 
-  // Items are (tile, key head), in the order of the portable forward's.
+  // Items are (tile, key head), all heads for one tile after another, so that CTAs that run together read the same rows of
+  // several heads in step. A grid of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th.
   __device__ __forceinline__ void run() {
     const u32 items = arguments.tile_count * arguments.heads_kv;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-      const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-      const u32 first = item / per_group * arguments.heads_per_group;
-      const u32 within = item % per_group;
-      const u32 width = min(arguments.heads_per_group, arguments.heads_kv - first);
-      tile = arguments.tiles[within / width];
-      key_head = first + within % width;
+      tile = arguments.tiles[item / arguments.heads_kv];
+      key_head = item % arguments.heads_kv;
       walk();
       __syncthreads();
     }

@@ -12,15 +12,14 @@
 
 namespace counterpoint {
 
+// How far, in powers of two, a row's maximum may exceed the one in use before its accumulators are rescaled: weights then
+// stay below 2^8, far inside the range of f16, and most blocks need no rescaling (FlashAttention 4's idea).
+constexpr float kMaxGrowth = 8.0f;
+
 // The offset of a row that has seen nothing: finite, so that no infinity meets another, and larger than any score.
 constexpr float kUnseen = 1e30f;
 
-// Where a row's state comes from, and what becomes of it.
-enum class StateBegin : u32 { kStart, kContinue };
-enum class StateEnd : u32 { kState, kResult };
-
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, bool kSoftcapOf,
-          StateBegin kBeginOf, StateEnd kEndOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, bool kSoftcapOf>
 struct PortableForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -28,8 +27,6 @@ struct PortableForwardConfig {
   static constexpr u32 kWarps = kWarpsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr bool kSoftcap = kSoftcapOf;
-  static constexpr StateBegin kBegin = kBeginOf;
-  static constexpr StateEnd kEnd = kEndOf;
   static constexpr u32 kThreads = 32 * kWarps;
   static constexpr u32 kTileRows = kWarpRows * kWarps;
   static constexpr u32 kRowTiles = kWarpRows / 16;
@@ -42,7 +39,7 @@ struct PortableForwardConfig {
   static constexpr u32 kSharedBytes = Queries::kBytes + Keys::kBytes + Values::kBytes;
 };
 
-// The kernel's parameter. Rows are tokens; pointers may be null where the specialisation does not use them.
+// The kernel's parameter. Rows are tokens.
 struct PortableForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
@@ -53,15 +50,18 @@ struct PortableForwardArguments {
   const float* sink;   // [seqlen_sink, heads_q], or null
   Element* out;        // [rows_q, heads_q, head_dim_v]
   float* lse;          // [rows_q, heads_q]
-  float* acc;          // state: [rows_q, heads_q, head_dim_v], not divided by the sum
-  float* row_max;      // state: [rows_q, heads_q], base 2
-  float* row_sum;      // state: [rows_q, heads_q]
+  // The state that is continued, or null; and the one that is left, or null when out and lse are. They may be the same.
+  const float* begin_acc;      // [rows_q, heads_q, head_dim_v], not divided by the sum
+  const float* begin_row_max;  // [rows_q, heads_q], base 2
+  const float* begin_row_sum;  // [rows_q, heads_q]
+  float* acc;
+  float* row_max;
+  float* row_sum;
   float* partial_out;  // [slots, tile rows, heads_q, head_dim_v]
   float* partial_lse;  // [slots, tile rows, heads_q]
   u32 tile_count;
   u32 heads_q;
   u32 heads_kv;
-  u32 heads_per_group;  // heads that are worked on together: their keys and values should stay in L2
   u32 head_dim;
   u32 head_dim_v;
   u32 seqlen_sink;
@@ -163,7 +163,7 @@ struct PortableForward {
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (u32 j = 0; j < C::kBlock / 2; ++j) {
-        scores[m][j] = 1.0f - __fdividef(2.0f, exp2_fast(scores[m][j] * double_log2) + 1.0f);
+        scores[m][j] = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(scores[m][j] * double_log2)), 1.0f);
       }
     }
   }
@@ -224,10 +224,11 @@ struct PortableForward {
 #pragma unroll
           for (u32 w = 0; w < 4 * C::kRowTiles; ++w) a[w / 4][w % 4] = weights[kk][w / 4][w % 4];
         },
-        OperandB<typename C::Values, Lie::kAcross>(values, 0, lane));
+        OperandB<typename C::Values, Lie::kAcross>(values, 0, lane), [](u32) {});
   }
 
-  __device__ __forceinline__ void begin_state() {
+  __device__ __forceinline__ void begin_rows() {
+    clear(acc);
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -235,27 +236,33 @@ struct PortableForward {
         offset[m][i] = kUnseen;
         sum[m][i] = 0.0f;
       }
-#pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 2; ++j) acc[m][j] = 0.0f;
-      if constexpr (C::kBegin == StateBegin::kContinue) read_state(m);
     }
   }
 
-  __device__ __forceinline__ void read_state(u32 m) {
+  // Joins the state that an earlier stage left; at the end, since it would take registers that the walk needs.
+  __device__ __forceinline__ void join_state() {
 #pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const i32 token = tile.start + i32(row(m, i));
-      if (token >= tile.end) continue;
-      offset[m][i] = -arguments.row_max[place(token)];
-      // Threads of a quad hold shares of the sum.
-      if (lane % 4 == 0) sum[m][i] = arguments.row_sum[place(token)];
-      const float* from = arguments.acc + place(token) * arguments.head_dim_v;
+    for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-      for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
-        if (8 * n >= arguments.head_dim_v) break;
-        const float2 pair = *reinterpret_cast<const float2*>(from + 8 * n + 2 * (lane % 4));
-        acc[m][4 * n + 2 * i] = pair.x;
-        acc[m][4 * n + 2 * i + 1] = pair.y;
+      for (u32 i = 0; i < 2; ++i) {
+        const i32 token = tile.start + i32(row(m, i));
+        if (token >= tile.end) continue;
+        const float before = -arguments.begin_row_max[place(token)];
+        const float joined = fminf(before, offset[m][i]);
+        const float factor = exp2_fast(joined - offset[m][i]), factor_before = exp2_fast(joined - before);
+        offset[m][i] = joined;
+        sum[m][i] *= factor;
+        // Threads of a quad hold shares of the sum.
+        if (lane % 4 == 0) sum[m][i] += factor_before * arguments.begin_row_sum[place(token)];
+        const float* from = arguments.begin_acc + (place(token) * arguments.head_dim_v + 2 * (lane % 4));
+#pragma unroll
+        for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
+          if (8 * n >= arguments.head_dim_v) break;
+          const float2 pair = *reinterpret_cast<const float2*>(from + 8 * n);
+          float* to = &acc[m][4 * n + 2 * i];
+          to[0] = factor * to[0] + factor_before * pair.x;
+          to[1] = factor * to[1] + factor_before * pair.y;
+        }
       }
     }
   }
@@ -324,7 +331,7 @@ struct PortableForward {
         if (token >= tile.end) continue;
         const u64 slot = (u64(u32(tile.partial)) * C::kTileRows + row(m, i)) * arguments.heads_q + head;
         if (lane % 4 == 0) {
-          const float lse = total > 0.0f ? (max_log2 + __log2f(total)) * kLn2 : minus_infinity();
+          const float lse = total > 0.0f ? (max_log2 + log2_fast(total)) * kLn2 : minus_infinity();
           (partial ? arguments.partial_lse[slot] : arguments.lse[place(token)]) = lse;
         }
         if (partial) write_row(m, i, arguments.partial_out + slot * arguments.head_dim_v);
@@ -364,11 +371,11 @@ struct PortableForward {
   __device__ __forceinline__ void walk() {
     BlockCursor cursor(arguments.runs, tile);
     // Rows that see nothing keep the state that they have.
-    if (C::kBegin == StateBegin::kContinue && C::kEnd == StateEnd::kState && cursor.done()) return;
+    if (cursor.done() && arguments.acc != nullptr && arguments.begin_acc == arguments.acc) return;
     load_queries();
     if (!cursor.done()) load_keys(cursor);
     cp_async_commit();
-    begin_state();
+    begin_rows();
     if (arguments.negate != 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -397,24 +404,21 @@ struct PortableForward {
       accumulate(scores);
     }
     cp_async_wait<0>();
-    if constexpr (C::kEnd == StateEnd::kState) {
+    if (arguments.begin_acc != nullptr) join_state();
+    if (arguments.acc != nullptr) {
       write_state();
     } else {
       write_result();
     }
   }
 
-  // Items are (tile, head): heads go by groups; within a group heaviest tiles first, all its heads for one tile after
-  // another. A grid of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th item.
+  // Items are (tile, head), all heads for one tile after another, so that CTAs that run together read keys in step. A grid
+  // of as many CTAs as items leaves the queue to the hardware; a smaller one takes every n-th.
   __device__ __forceinline__ void run() {
     const u32 items = arguments.tile_count * arguments.heads_q;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x) {
-      const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-      const u32 first = item / per_group * arguments.heads_per_group;
-      const u32 within = item % per_group;
-      const u32 width = min(arguments.heads_per_group, arguments.heads_q - first);
-      tile = arguments.tiles[within / width];
-      head = first + within % width;
+      tile = arguments.tiles[item / arguments.heads_q];
+      head = item % arguments.heads_q;
       key_head = head / (arguments.heads_q / arguments.heads_kv);
       walk();
       __syncthreads();

@@ -50,27 +50,17 @@ struct SharedRows {
   static __device__ __forceinline__ void load(u32 shared, const Element* head, u64 pitch, i32 start, i32 end,
                                               u32 columns) {
     constexpr u32 kPieces = kColumns / 8;
-    if constexpr (kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0 && kThreads / kPieces % 8 == 0) {
-      // A thread keeps its column and steps down by a multiple of 8 rows: its addresses differ by constants.
-      constexpr u32 kStep = kThreads / kPieces;
-      const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
-      const Element* const from = head + (u64(u32(start) + row) * pitch + column);
-      const u32 to = shared + offset(row, column);
-      const i32 left = column < columns ? end - start - i32(row) : 0;
+    // A thread keeps its column and steps down, by a multiple of 8 rows where it can: then its addresses differ by constants.
+    constexpr u32 kAtOnce = kThreads / kPieces;
+    constexpr u32 kStep = kAtOnce >= 8 ? kAtOnce / 8 * 8 : kAtOnce;
+    static_assert(kRows % kStep == 0, "whole steps");
+    const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
+    if (kStep * kPieces < kThreads && row >= kStep) return;
+    const Element* const from = head + (u64(u32(start) + row) * pitch + column);
+    const i32 left = column < columns ? end - start - i32(row) : 0;
 #pragma unroll
-      for (u32 i = 0; i < kRows / kStep; ++i) {
-        cp_async_16(to + i * kStep * kPitch, from + i * kStep * pitch, i32(i * kStep) < left);
-      }
-    } else {
-      const Element* const first = head + u64(u32(start)) * pitch;
-#pragma unroll
-      for (u32 i = 0; i < (kRows * kPieces + kThreads - 1) / kThreads; ++i) {
-        const u32 index = threadIdx.x + i * kThreads;
-        const u32 row = index / kPieces, column = index % kPieces * 8;
-        if (kRows * kPieces % kThreads != 0 && row >= kRows) break;
-        cp_async_16(shared + offset(row, column), first + (u64(row) * pitch + column),
-                    start + i32(row) < end && column < columns);
-      }
+    for (u32 i = 0; i < kRows / kStep; ++i) {
+      cp_async_16(shared + offset(row + i * kStep, column), from + i * kStep * pitch, i32(i * kStep) < left);
     }
   }
 };
@@ -117,8 +107,10 @@ struct OperandB {
 
 // D += A * B over kSteps steps of 16: kRowTiles tiles of 16 rows, kColumns columns. `load_a` fills one step's operand A.
 // A is asked for one step ahead, B two fragments ahead: just enough to hide shared memory, with few registers beside D.
-template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename LoadA, typename B>
-__device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2], const LoadA& load_a, const B& right) {
+// `between` is called after each step: what it does runs under the products.
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename LoadA, typename B, typename Between>
+__device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2], const LoadA& load_a, const B& right,
+                                            const Between& between) {
   constexpr u32 kPairs = kColumns / 16, kCount = kSteps * kPairs;
   u32 a[2][kRowTiles][4], b[3][4];
   load_a(a[0], 0);
@@ -136,19 +128,25 @@ __device__ __forceinline__ void multiply_by(float (&d)[kRowTiles][kColumns / 2],
       mma_m16n8k16(to[0], to[1], to[2], to[3], a[kk % 2][m], pair[0], pair[1]);
       mma_m16n8k16(to[4], to[5], to[6], to[7], a[kk % 2][m], pair[2], pair[3]);
     }
+    if (n + 1 == kPairs) between(kk);
   }
 }
 
 // The same, both operands in shared memory.
-template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
-__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B, typename Between>
+__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right,
+                                         const Between& between) {
   multiply_by<kSteps, kRowTiles, kColumns>(
       d,
       [&](u32(&a)[kRowTiles][4], u32 kk) {
 #pragma unroll
         for (u32 m = 0; m < kRowTiles; ++m) left.load(a[m], m, kk);
       },
-      right);
+      right, between);
+}
+template <u32 kSteps, u32 kRowTiles, u32 kColumns, typename A, typename B>
+__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kColumns / 2], const A& left, const B& right) {
+  multiply<kSteps, kRowTiles, kColumns>(d, left, right, [](u32) {});
 }
 
 template <u32 kRowTiles, u32 kCount>

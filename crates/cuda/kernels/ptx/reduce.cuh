@@ -5,13 +5,20 @@
 
 namespace counterpoint {
 
-// Adds two floats to two neighbours; `address` is a multiple of 8. In no order that can be relied on.
-__device__ __forceinline__ void reduce_add(float* address, float first, float second) {
+// Adds four floats to neighbours; `address` is a multiple of 16. In no order that can be relied on.
+__device__ __forceinline__ void reduce_add(float* address, float4 values) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(first), "f"(second) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(values.x), "f"(values.y),
+               "f"(values.z), "f"(values.w)
+               : "memory");
 #else
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(first) : "memory");
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address + 1), "f"(second) : "memory");
+  asm volatile(
+      "red.relaxed.gpu.global.add.f32 [%0], %1;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 4], %2;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 8], %3;\n"
+      "red.relaxed.gpu.global.add.f32 [%0 + 12], %4;\n" ::"l"(address),
+      "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
+      : "memory");
 #endif
 }
 

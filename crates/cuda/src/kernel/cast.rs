@@ -4,8 +4,8 @@ use crate::arch::Arch;
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
-/// Elements that a thread converts at a time (`kCastPack`).
-const PACK: u64 = 8;
+/// Elements that a thread converts at a time (`kCastPack` times `kCastUnroll`).
+const PACK: u64 = 16;
 
 /// A tensor in another element type, every value rounded once, to nearest even.
 #[derive(Clone, Debug)]

@@ -84,7 +84,15 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    let kernels = [super::attention_forward::layouts(), super::attention_merge::layouts()];
+    let kernels = [
+        super::attention_forward::layouts(),
+        super::attention_merge::layouts(),
+        super::portable_backward::layouts(),
+        super::portable_forward::layouts(),
+        super::row_copy::layouts(),
+        super::row_merge::layouts(),
+        super::row_reduce::layouts(),
+    ];
     schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
 }
 

@@ -2,6 +2,7 @@
 
 mod attention;
 mod attention_forward;
+mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
 mod cast;
@@ -9,6 +10,9 @@ mod device_schedule;
 mod head_resize;
 mod layout;
 mod operand_rows;
+mod portable_backward;
+mod portable_forward;
+mod portable_shape;
 mod row_copy;
 mod row_merge;
 mod row_reduce;
@@ -17,6 +21,7 @@ mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_forward::AttentionForward;
+pub use attention_kernel::ForwardKernel;
 pub use attention_tensors::{
     BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
     ResultTensors, StateTensors,
@@ -26,6 +31,8 @@ pub use device_schedule::DeviceSchedule;
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
+pub use portable_backward::PortableBackward;
+pub use portable_forward::PortableForward;
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};

@@ -3,9 +3,9 @@ use counterpoint_schedule::Accumulate;
 
 use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
-use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
+use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -45,7 +45,7 @@ pub struct RowMergeSpec {
 /// `RowMergeSources` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Sources {
+struct RowMergeSources {
     out: [u64; SOURCES],
     lse: [u64; SOURCES],
 }
@@ -53,7 +53,7 @@ struct Sources {
 /// `RowMergePiece` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct Piece {
+struct RowMergePiece {
     to: u32,
     rows: u32,
     operand_begin: u32,
@@ -63,12 +63,20 @@ struct Piece {
 /// `RowMergeOperand` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct Operand {
+struct RowMergeOperand {
     from: u32,
     source: u32,
 }
 
 impl RowMerge {
+    /// Compiles or finds the kernel for these types, so that [`RowMerge::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, types: ReduceTypes) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), types.normalised())).map(|_| ())
+    }
+
     /// Makes the merge of `moves` ready. Peers are below 128. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors
@@ -88,14 +96,13 @@ impl RowMerge {
             while done < part.rows.len() {
                 let rows = most.min(part.rows.len() - done);
                 let operand_begin = operands.len() as u32;
-                operands.extend(
-                    part.operands
-                        .iter()
-                        .map(|&(peer, from)| Operand { from: (from + done) as u32, source: peer as u32 }),
-                );
+                operands.extend(part.operands.iter().map(|&(peer, from)| RowMergeOperand {
+                    from: (from + done) as u32,
+                    source: peer as u32,
+                }));
                 let operand_end = operands.len() as u32;
                 let to = (part.rows.start + done) as u32;
-                pieces.push(Piece { to, rows: rows as u32, operand_begin, operand_end });
+                pieces.push(RowMergePiece { to, rows: rows as u32, operand_begin, operand_end });
                 done += rows;
             }
         }
@@ -126,7 +133,7 @@ impl RowMerge {
         if self.count == 0 {
             return Ok(());
         }
-        let mut sources = Sources { out: [0; SOURCES], lse: [0; SOURCES] };
+        let mut sources = RowMergeSources { out: [0; SOURCES], lse: [0; SOURCES] };
         let mut addresses = result.0;
         for peer in 0..self.peers {
             (sources.out[peer], sources.lse[peer]) = source(peer);
@@ -183,4 +190,13 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
         register_limit: 64,
     };
     ReduceTypes::shipped().into_iter().map(specialisation).collect()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("row_merge.cuh", RowMergeSources { out, lse }),
+        shared_layout!("row_merge.cuh", RowMergePiece { to, rows, operand_begin, operand_end }),
+        shared_layout!("row_merge.cuh", RowMergeOperand { from, source }),
+    ]
 }

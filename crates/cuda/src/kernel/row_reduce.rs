@@ -3,9 +3,9 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::operand_rows::operand_rows;
 use super::scalar::Scalar;
-use super::{MatrixUnit, RowMove, Specialisation, blocks_of};
+use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -80,14 +80,14 @@ pub struct RowReduce {
 /// `RowReduceSources` of the kernel.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Sources {
+struct RowReduceSources {
     at: [u64; SOURCES],
 }
 
 /// `RowReducePiece` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct Piece {
+struct RowReducePiece {
     to: u64,
     count: u32,
     operand_begin: u32,
@@ -98,7 +98,7 @@ struct Piece {
 /// `RowReduceOperand` of the kernel.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-struct Operand {
+struct RowReduceOperand {
     from: u64,
     source: u32,
     reserved: u32,
@@ -120,6 +120,14 @@ pub struct RowReduceSpec {
 }
 
 impl RowReduce {
+    /// Compiles or finds the kernel for these types, so that [`RowReduce::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, types: ReduceTypes) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), types.normalised())).map(|_| ())
+    }
+
     /// Makes the reduction of `moves` ready. Peers are below 256. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors
@@ -161,7 +169,7 @@ impl RowReduce {
         if self.count == 0 {
             return Ok(());
         }
-        let mut sources = Sources { at: [0; SOURCES] };
+        let mut sources = RowReduceSources { at: [0; SOURCES] };
         let mut addresses = result;
         for peer in 0..self.peers {
             sources.at[peer] = source(peer);
@@ -185,7 +193,11 @@ impl RowReduce {
 }
 
 /// The rows of the result, cut into what a warp sums.
-fn lists(spec: &RowReduceSpec, moves: &[RowMove], sm_count: u32) -> (Vec<Piece>, Vec<Operand>) {
+fn lists(
+    spec: &RowReduceSpec,
+    moves: &[RowMove],
+    sm_count: u32,
+) -> (Vec<RowReducePiece>, Vec<RowReduceOperand>) {
     let accumulate = spec.accumulate == Accumulate::Continue;
     let row = spec.row_elements;
     let rows = operand_rows(moves, spec.rows, !accumulate);
@@ -203,14 +215,14 @@ fn lists(spec: &RowReduceSpec, moves: &[RowMove], sm_count: u32) -> (Vec<Piece>,
         while done < elements {
             let count = most.min(elements - done);
             let operand_begin = operands.len() as u32;
-            operands.extend(part.operands.iter().map(|&(peer, from)| Operand {
+            operands.extend(part.operands.iter().map(|&(peer, from)| RowReduceOperand {
                 from: from as u64 * row + done,
                 source: peer as u32,
                 reserved: 0,
             }));
             let operand_end = operands.len() as u32;
             let to = part.rows.start as u64 * row + done;
-            pieces.push(Piece { to, count: count as u32, operand_begin, operand_end, divisor });
+            pieces.push(RowReducePiece { to, count: count as u32, operand_begin, operand_end, divisor });
             done += count;
         }
     }
@@ -246,4 +258,13 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
         register_limit: 64,
     };
     ReduceTypes::shipped().into_iter().map(specialisation).collect()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("row_reduce.cuh", RowReduceSources { at }),
+        shared_layout!("row_reduce.cuh", RowReducePiece { to, count, operand_begin, operand_end, divisor }),
+        shared_layout!("row_reduce.cuh", RowReduceOperand { from, source, reserved }),
+    ]
 }

@@ -1,4 +1,7 @@
-use super::{attention_forward, attention_merge, cast, head_resize, row_copy, row_merge, row_reduce};
+use super::{
+    attention_forward, attention_merge, cast, head_resize, portable_backward, portable_forward, row_copy,
+    row_merge, row_reduce,
+};
 use crate::{Arch, KernelSource};
 
 /// One of the kernels that ship: its source with all parameters chosen, and what its machine code must be like.
@@ -36,5 +39,10 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
         ]
     });
-    helpers.flatten().chain(attention_forward::specialisations()).collect()
+    let attention = [
+        attention_forward::specialisations(),
+        portable_forward::specialisations(),
+        portable_backward::specialisations(),
+    ];
+    helpers.flatten().chain(attention.into_iter().flatten()).collect()
 }

@@ -46,6 +46,17 @@ pub(super) fn convert_all(src: &HostTensor, dst: &mut HostTensor) {
     });
 }
 
+/// Converts row `row` of one tensor to that of another.
+pub(super) fn convert_row(src: &HostTensor, row: usize, dst: &mut HostTensor) {
+    let elements = dst.row_elements();
+    let at = row * elements;
+    with_host_element!(dst.dtype(), D => {
+        if let Some(dst) = dst.as_mut_slice::<D>() {
+            load::<D>(src, at, src.dtype(), &mut dst[at..at + elements]);
+        }
+    });
+}
+
 /// Whether a value of type `narrow` survives the way through `wide`.
 fn keeps_every_value(narrow: DType, wide: DType) -> bool {
     narrow == wide || wide == DType::F64 || (wide == DType::F32 && narrow != DType::F64)

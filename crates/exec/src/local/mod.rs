@@ -289,9 +289,14 @@ impl Call {
                 sums.iter_mut().for_each(|sum| reduce::divide_rows(sum, &reduction.operands));
             }
         }
+        // Rows that nobody sends are the own ones still, not those rounded on the way through the workspace.
+        let own = u32::from(reduction.accumulate == Accumulate::Continue);
         for (output, workspace) in outputs.iter_mut().zip(workspaces.iter()) {
-            if let Some(workspace) = workspace {
-                convert::convert_all(workspace, output);
+            let Some(workspace) = workspace else { continue };
+            for (row, &operands) in reduction.operands.iter().enumerate().take(output.rows()) {
+                if operands > own || own == 0 {
+                    convert::convert_row(workspace, row, output);
+                }
             }
         }
         Ok(())

@@ -6,7 +6,7 @@ use super::{add_scaled, dot, exp, rounded};
 use crate::draw::Draw;
 use crate::host_element::{convert, with_host_element};
 use crate::kernel::Real;
-use crate::{AttentionInputs, AttentionOutputs, HostTensor};
+use crate::{AttentionInputs, AttentionOutputs, HostTensor, Pass};
 
 /// Which rows and keys of a long sequence are looked at.
 #[derive(Clone, Debug, PartialEq)]
@@ -15,11 +15,20 @@ pub struct Sample {
     rows: Vec<(usize, usize)>,
     /// (key row, key head).
     keys: Vec<(usize, usize)>,
+    /// Whether gradients are looked at.
+    pass: Pass,
 }
 
 impl Sample {
-    /// So many rows and keys, heads at random, the first and the last of the sequence among them.
-    pub fn random(mask: &Mask, spec: &AttentionSpec, rows: usize, keys: usize, seed: u64) -> Self {
+    /// So many rows and, for gradients, keys; heads at random, the first and the last of the sequence among them.
+    pub fn random(
+        mask: &Mask,
+        spec: &AttentionSpec,
+        pass: Pass,
+        rows: usize,
+        keys: usize,
+        seed: u64,
+    ) -> Self {
         let mut draw = Draw::new(seed);
         let mut choose = |count: usize, seqlen: usize, heads: usize| {
             let ends = [0, seqlen.saturating_sub(1)];
@@ -30,6 +39,7 @@ impl Sample {
         Self {
             rows: choose(rows, mask.seqlen_q(), spec.heads_q),
             keys: choose(keys, mask.seqlen_k(), spec.heads_kv),
+            pass,
         }
     }
 }
@@ -125,7 +135,8 @@ impl<A: Real> Problem<'_, A> {
         let bands: Vec<Band> = self.mask.bands().collect();
         let rows: Vec<QueryRow> =
             sample.rows.par_iter().map(|&(row, head)| self.query_row(&bands, row, head)).collect();
-        let gradients = self.inputs.dout.as_ref().map(|dout| {
+        let dout = self.inputs.dout.as_ref().filter(|_| sample.pass == Pass::ForwardBackward);
+        let gradients = dout.map(|dout| {
             let keys: Vec<(Vec<f64>, Vec<f64>)> =
                 sample.keys.par_iter().map(|&(col, kv)| self.key(&bands, dout, col, kv)).collect();
             SampledGradients {
@@ -273,7 +284,7 @@ mod tests {
     fn a_sample_of_right_results_passes_and_agrees_with_the_dense_reference() {
         for dtype in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
             let (mask, spec, inputs, outputs) = problem(dtype);
-            let sample = Sample::random(&mask, &spec, 400, 400, 1);
+            let sample = Sample::random(&mask, &spec, Pass::ForwardBackward, 400, 400, 1);
             let report = check_sample(&mask, &spec, &inputs, &outputs, &sample);
             assert!(report.passed, "{report:#?}");
             let names: Vec<&str> = report.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
@@ -290,7 +301,7 @@ mod tests {
     #[test]
     fn wrong_elements_of_any_tensor_are_found() {
         let (mask, spec, inputs, right) = problem(DType::F32);
-        let sample = Sample::random(&mask, &spec, 40, 40, 2);
+        let sample = Sample::random(&mask, &spec, Pass::ForwardBackward, 40, 40, 2);
         for name in ["out", "lse", "dq", "dk", "dv"] {
             let mut outputs = right.clone();
             let tensor = match name {

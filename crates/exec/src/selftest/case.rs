@@ -7,7 +7,7 @@ use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use super::random_mask;
 use crate::draw::Draw;
-use crate::{AttentionInputs, RunConfig, random_inputs};
+use crate::{AttentionInputs, Pass, RunConfig, random_inputs};
 
 /// How much a selftest examines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,15 +35,6 @@ pub struct Case {
     pub run: RunConfig,
     /// With gradients or without.
     pub pass: Pass,
-}
-
-/// What is run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
-    /// The forward alone.
-    Forward,
-    /// Both.
-    ForwardBackward,
 }
 
 /// Head sizes that kernels are made for, and some that must be padded to one.

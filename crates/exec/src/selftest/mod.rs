@@ -10,7 +10,7 @@ mod pattern;
 mod random_mask;
 mod subject;
 
-pub use case::{Case, Extent, Pass};
+pub use case::{Case, Extent};
 pub use collectives::selftest_collectives;
-pub use examine::{SelfCheck, selftest_attention};
+pub use examine::{SelfCheck, selftest_attention, unlike_elements};
 pub use subject::{CpuSubject, Subject, SubjectError};

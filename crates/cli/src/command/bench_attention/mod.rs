@@ -1,5 +1,6 @@
 //! `counterpoint bench attention`.
 
+mod cuda;
 mod kernel;
 mod overlap;
 
@@ -8,13 +9,20 @@ use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_report::{BenchRow, Style, Verified, bench_table};
 use serde::Serialize;
 
-use crate::arguments::BenchAttentionArguments;
+use crate::arguments::{BenchAttentionArguments, Device};
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
 
 /// `counterpoint bench attention`.
 pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
+    match (arguments.device, arguments.cuda.given()) {
+        (Device::Cuda, _) => return cuda::run(arguments),
+        (Device::Cpu, Some(flag)) => {
+            return Err(CliError::Usage { message: format!("{flag} is for GPUs; add --device cuda") });
+        }
+        (Device::Cpu, None) => {}
+    }
     console::note_development_build();
     let sizes = if arguments.quick { Sizes::QUICK } else { Sizes::FULL };
     let mut wrong = Vec::new();

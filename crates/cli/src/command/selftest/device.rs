@@ -2,7 +2,10 @@
 
 use std::time::Instant;
 
-use counterpoint_exec::selftest::{CpuSubject, Extent, selftest_attention};
+use counterpoint_cuda::selftest::{
+    CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_long,
+};
+use counterpoint_exec::selftest::{CpuSubject, Extent, Subject, selftest_attention, selftest_collectives};
 
 use super::ledger::Ledger;
 use crate::arguments::{Device, SelftestArguments};
@@ -19,7 +22,13 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
             examine_cpu(extent, &mut ledger)?;
             device::cpu_name()
         }
-        Device::Cuda => return Err(CliError::NoCuda),
+        Device::Cuda => {
+            // First, so that a machine without a GPU says so at once.
+            let subject = CudaSubject::open().map_err(|source| CliError::Cuda { source })?;
+            examine_cpu(Extent::Quick, &mut ledger)?;
+            examine_gpu(&subject, extent, &mut ledger)?;
+            subject.device()
+        }
     };
     let document = ledger.finish(device, began.elapsed());
     if arguments.json {
@@ -34,4 +43,32 @@ fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     ledger.section("cpu");
     let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks)
+}
+
+fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
+    let failed = |source| CliError::Cuda { source };
+    // What the others rely on, first.
+    ledger.section("guard bytes");
+    ledger.add(selftest_guard(subject.gpu()).map_err(failed)?)?;
+    ledger.section("attention");
+    let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks)?;
+    if let Some(portable) = subject.portable().map_err(failed)? {
+        ledger.section("portable attention");
+        let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if extent == Extent::Full {
+        ledger.section("long sequence");
+        let checks = selftest_long(subject.machine());
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
+    ledger.section("collectives");
+    let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    ledger.section("graphs");
+    let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks)?;
+    ledger.section("compiled kernels");
+    ledger.add(selftest_cache(subject.gpu()).map_err(failed)?)
 }

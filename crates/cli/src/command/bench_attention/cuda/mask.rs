@@ -16,7 +16,12 @@ const BLOCK: usize = 2048;
 
 /// The name on the command line and in tables.
 pub(super) fn name(mask: BenchMask) -> String {
-    mask.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    value_name(&mask)
+}
+
+/// The name that a value has on the command line.
+pub(super) fn value_name<T: ValueEnum>(value: &T) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// A mask of the comparison.
@@ -45,7 +50,8 @@ fn documents(seqlen: usize) -> Result<Documents, MaskError> {
         return Documents::from_lengths(lengths(text));
     }
     let (listed, text) = DOCUMENTS[0];
-    let mut scaled: Vec<usize> = lengths(text).iter().map(|length| (length * seqlen / listed).max(1)).collect();
+    let mut scaled: Vec<usize> =
+        lengths(text).iter().map(|length| (length * seqlen / listed).max(1)).collect();
     let longest = (0..scaled.len()).max_by_key(|&at| (scaled[at], usize::MAX - at)).unwrap_or(0);
     let others: usize = scaled.iter().sum::<usize>() - scaled[longest];
     scaled[longest] = seqlen.saturating_sub(others);

@@ -1,0 +1,296 @@
+use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+
+use super::device_schedule::DeviceSchedule;
+use super::layout::{SharedLayout, shared_layout};
+use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+/// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
+#[derive(Clone, Debug)]
+pub struct PortableBackward {
+    function: Function,
+    schedule: DeviceSchedule,
+    launch: Launch,
+    /// Bytes of dq to clear first.
+    cleared_bytes: usize,
+    arguments: PortableBackwardArguments,
+}
+
+/// What of the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choice {
+    shape: Shape,
+    element: ElementType,
+    softcap: bool,
+}
+
+/// How warps divide a matrix: so many down its rows, so many across its columns.
+type Grid = [u32; 2];
+
+/// The work of a CTA: `tile_rows` keys, blocks of `block` queries in `stages` buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    head_dim: u32,
+    head_dim_v: u32,
+    tile_rows: u32,
+    block: u32,
+    stages: u32,
+    /// Over `[queries, keys]`.
+    score_warps: Grid,
+    /// Over `[keys, head_dim]`.
+    key_warps: Grid,
+    /// Over `[queries, head_dim]`.
+    query_warps: Grid,
+    /// Of them on a multiprocessor.
+    ctas: u32,
+}
+
+/// `PortableBackwardArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct PortableBackwardArguments {
+    tiles: u64,
+    runs: u64,
+    bounds: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    dout: u64,
+    lse: u64,
+    delta: u64,
+    dq: u64,
+    dk: u64,
+    dv: u64,
+    float_gradients: u32,
+    tile_count: u32,
+    heads_q: u32,
+    heads_kv: u32,
+    head_dim: u32,
+    head_dim_v: u32,
+    rows_q: i32,
+    scale: f32,
+    scale_log2: f32,
+    softcap_scale: f32,
+}
+
+impl Shape {
+    /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
+    fn of((head_dim, head_dim_v): (u32, u32), shared_bytes: usize) -> Self {
+        let shape = |tile_rows, block, stages, score_warps, key_warps, query_warps, ctas| Self {
+            head_dim,
+            head_dim_v,
+            tile_rows,
+            block,
+            stages,
+            score_warps,
+            key_warps,
+            query_warps,
+            ctas,
+        };
+        // From the most to the least shared memory: 227 KB on compute capability 9.0, 163 KB on 8.0, 99 KB on 8.6 and 8.9.
+        let shapes: &[Self] = match head_dim {
+            64 => {
+                &[shape(128, 64, 2, [2, 2], [4, 1], [2, 2], 2), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
+            }
+            96 => {
+                &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
+            }
+            128 => {
+                &[shape(128, 64, 2, [2, 4], [4, 2], [2, 4], 1), shape(64, 64, 1, [2, 2], [2, 2], [2, 2], 1)]
+            }
+            192 => &[
+                shape(64, 64, 2, [4, 2], [2, 4], [2, 4], 1),
+                shape(64, 64, 1, [4, 2], [2, 4], [2, 4], 1),
+                shape(64, 32, 1, [2, 4], [2, 4], [2, 4], 1),
+            ],
+            _ => &[
+                shape(64, 64, 2, [4, 2], [2, 4], [2, 4], 1),
+                shape(64, 64, 1, [4, 2], [2, 4], [2, 4], 1),
+                shape(32, 32, 1, [2, 2], [2, 2], [2, 2], 1),
+            ],
+        };
+        let fitting = shapes.iter().find(|shape| shape.shared_bytes() as usize <= shared_bytes);
+        *fitting.unwrap_or(&shapes[shapes.len() - 1])
+    }
+
+    const fn threads(self) -> u32 {
+        32 * self.score_warps[0] * self.score_warps[1]
+    }
+
+    /// Dynamic shared memory: keys and values, weights and their gradients, and the stages of queries, dout and statistics.
+    const fn shared_bytes(self) -> u32 {
+        let dims = self.head_dim + self.head_dim_v;
+        let stage = 2 * self.block * dims + 8 * self.block;
+        2 * self.tile_rows * dims + 4 * self.block * self.tile_rows + self.stages * stage
+    }
+}
+
+impl Choice {
+    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
+        Self { shape: Shape::of(dims, shared_bytes), element, softcap }
+    }
+
+    fn source(self, arch: Arch) -> KernelSource {
+        let Self { shape, element, softcap } = self;
+        let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
+        let grid = |[down, across]: Grid| format!("WarpGrid<{down}, {across}>");
+        let (scores, keys, queries) =
+            (grid(shape.score_warps), grid(shape.key_warps), grid(shape.query_warps));
+        let cap = if softcap { "_softcap" } else { "" };
+        let name = format!(
+            "portable_backward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}x{stages}{cap}",
+            element.name()
+        );
+        KernelSource::new(&name, arch)
+            .define("ELEMENT_BF16", element.define())
+            .line("#include \"attention/portable_backward.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!(
+                "using Config = PortableBackwardConfig<{head_dim}, {head_dim_v}, {tile_rows}, {block}, {stages}, \
+                 {scores}, {keys}, {queries}, {softcap}>;"
+            ))
+            .line(format_args!(
+                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
+                shape.shared_bytes()
+            ))
+            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
+            .line(format_args!("{name}(const __grid_constant__ PortableBackwardArguments arguments) {{"))
+            .line("  portable_backward<Config>(arguments);")
+            .line("}")
+    }
+}
+
+impl PortableBackward {
+    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes (such as a deterministic one: additions to dq
+    /// come in no order); when the kernel cannot be compiled, or memory is short.
+    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+        let device = setup.device();
+        let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
+        check(problem).map_err(refused)?;
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let Choice { shape, .. } = choice;
+        let function = device.function(&choice.source(device.arch()))?;
+
+        let config =
+            TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
+        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
+            .map_err(|error| refused(error.to_string()))?;
+        let schedule = DeviceSchedule::new(setup, &schedule)?;
+        let items = u64::from(schedule.tile_count()) * problem.heads_kv as u64;
+        let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
+        let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
+
+        let [tiles, runs, bounds] = schedule.addresses();
+        let arguments = PortableBackwardArguments {
+            tiles,
+            runs,
+            bounds,
+            q: 0,
+            k: 0,
+            v: 0,
+            dout: 0,
+            lse: 0,
+            delta: 0,
+            dq: 0,
+            dk: 0,
+            dv: 0,
+            float_gradients: u32::from(!mode.rounds_keys),
+            tile_count: schedule.tile_count(),
+            heads_q: problem.heads_q as u32,
+            heads_kv: problem.heads_kv as u32,
+            head_dim: problem.head_dim as u32,
+            head_dim_v: problem.head_dim_v as u32,
+            rows_q: problem.rows_q as i32,
+            scale: problem.scale,
+            scale_log2: problem.softcap.unwrap_or(problem.scale) * std::f32::consts::LOG2_E,
+            softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
+        };
+        let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
+        let cleared_bytes = if mode.continues_dq { 0 } else { dq_bytes };
+        Ok(Self { function, schedule, launch, cleared_bytes, arguments })
+    }
+
+    /// Enqueues the backward, and before it the clearing of dq where the mode says so. Nothing on the device is allocated and
+    /// nothing waits.
+    ///
+    /// # Safety
+    /// `tensors` are addresses of what [`BackwardTensors`] says, of this value's problem, which live until the kernel has run;
+    /// what is written overlaps nothing else that is used. This value lives as long.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
+        let BackwardTensors { q, k, v, dout, lse, delta, dq, dk, dv } = *tensors;
+        if self.cleared_bytes > 0 {
+            // SAFETY: dq has so many bytes, by the caller's promise.
+            unsafe { DeviceBuffer::borrow(stream.device(), dq, self.cleared_bytes) }.fill(stream, 0)?;
+        }
+        if self.schedule.tile_count() == 0 {
+            return Ok(());
+        }
+        let arguments = PortableBackwardArguments { q, k, v, dout, lse, delta, dq, dk, dv, ..self.arguments };
+        // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
+        // caller's promise.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+}
+
+/// For every head, element type, softcap and size of shared memory.
+pub(super) fn specialisations() -> Vec<Specialisation> {
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| {
+        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
+    };
+    choices.into_iter().map(one).collect()
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!(
+        "attention/portable_backward.cuh",
+        PortableBackwardArguments {
+            tiles,
+            runs,
+            bounds,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+            float_gradients,
+            tile_count,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            rows_q,
+            scale,
+            scale_log2,
+            softcap_scale,
+        }
+    )]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_fits_its_device() {
+        for traits in every_traits() {
+            let Choice { shape, .. } = Choice::of(traits);
+            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
+        }
+    }
+}

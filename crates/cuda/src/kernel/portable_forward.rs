@@ -1,0 +1,298 @@
+use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+
+use super::device_schedule::DeviceSchedule;
+use super::layout::{SharedLayout, shared_layout};
+use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::{
+    AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
+    Specialisation, StateTensors,
+};
+use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
+
+/// Attention forward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
+#[derive(Clone, Debug)]
+pub struct PortableForward {
+    function: Function,
+    schedule: DeviceSchedule,
+    launch: Launch,
+    mode: ForwardMode,
+    arguments: PortableForwardArguments,
+}
+
+/// What of the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choice {
+    shape: Shape,
+    element: ElementType,
+    softcap: bool,
+}
+
+/// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    head_dim: u32,
+    head_dim_v: u32,
+    warp_rows: u32,
+    warps: u32,
+    block: u32,
+    ctas: u32,
+}
+
+/// `PortableForwardArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct PortableForwardArguments {
+    tiles: u64,
+    runs: u64,
+    bounds: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    sink: u64,
+    out: u64,
+    lse: u64,
+    begin_acc: u64,
+    begin_row_max: u64,
+    begin_row_sum: u64,
+    acc: u64,
+    row_max: u64,
+    row_sum: u64,
+    partial_out: u64,
+    partial_lse: u64,
+    tile_count: u32,
+    heads_q: u32,
+    heads_kv: u32,
+    head_dim: u32,
+    head_dim_v: u32,
+    seqlen_sink: u32,
+    rows_k: i32,
+    scale_log2: f32,
+    softcap_scale: f32,
+    negate: u32,
+}
+
+impl Shape {
+    /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
+    fn of((head_dim, head_dim_v): (u32, u32), softcap: bool, shared_bytes: usize) -> Self {
+        let shape =
+            |warp_rows, warps, block, ctas| Self { head_dim, head_dim_v, warp_rows, warps, block, ctas };
+        // 32 rows a warp halve the reads of shared memory, as long as their accumulators find room.
+        let large = match head_dim {
+            // A softcap takes registers that 64 keys leave none of.
+            128 if softcap => shape(32, 4, 48, 2),
+            ..=128 => shape(32, 4, 64, 2),
+            _ => shape(16, 8, 64, 1),
+        };
+        // Chips with 99 KB.
+        if large.shared_bytes() as usize <= shared_bytes { large } else { shape(16, 4, 32, 1) }
+    }
+
+    const fn tile_rows(self) -> u32 {
+        self.warp_rows * self.warps
+    }
+
+    const fn threads(self) -> u32 {
+        32 * self.warps
+    }
+
+    /// Dynamic shared memory: queries, keys and values of 2 bytes an element.
+    const fn shared_bytes(self) -> u32 {
+        2 * (self.tile_rows() * self.head_dim + self.block * (self.head_dim + self.head_dim_v))
+    }
+}
+
+impl Choice {
+    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
+        Self { shape: Shape::of(dims, softcap, shared_bytes), element, softcap }
+    }
+
+    fn source(self, arch: Arch) -> KernelSource {
+        let Self { shape, element, softcap } = self;
+        let Shape { head_dim, head_dim_v, warp_rows, warps, block, ctas } = shape;
+        let cap = if softcap { "_softcap" } else { "" };
+        let tile_rows = shape.tile_rows();
+        let name =
+            format!("portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}", element.name());
+        KernelSource::new(&name, arch)
+            .define("ELEMENT_BF16", element.define())
+            .line("#include \"attention/portable_forward.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!(
+                "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
+                 {softcap}>;"
+            ))
+            .line(format_args!(
+                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
+                shape.shared_bytes()
+            ))
+            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
+            .line(format_args!("{name}(const __grid_constant__ PortableForwardArguments arguments) {{"))
+            .line("  portable_forward<Config>(arguments);")
+            .line("}")
+    }
+}
+
+impl PortableForward {
+    /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
+    /// is short.
+    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
+        let device = setup.device();
+        let refused = |reason: String| CudaError::Launch { kernel: "portable_forward".to_owned(), reason };
+        check(problem).map_err(refused)?;
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let Choice { shape, .. } = choice;
+        let seqlen_sink = match mode.end {
+            ForwardModeEnd::State => 0,
+            ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
+        };
+        let function = device.function(&choice.source(device.arch()))?;
+
+        let config =
+            TileScheduleConfig::new(TileDirection::Forward, shape.tile_rows() as usize, shape.block as usize);
+        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
+            .map_err(|error| refused(error.to_string()))?;
+        let schedule = DeviceSchedule::new(setup, &schedule)?;
+        let items = u64::from(schedule.tile_count()) * problem.heads_q as u64;
+        let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
+        let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
+
+        // Scores keep their order: a scale below zero is its opposite, and zero so small a number that all scores are zero.
+        let scale = problem.scale.abs().max(1e-30);
+        let [tiles, runs, bounds] = schedule.addresses();
+        let arguments = PortableForwardArguments {
+            tiles,
+            runs,
+            bounds,
+            q: 0,
+            k: 0,
+            v: 0,
+            sink: 0,
+            out: 0,
+            lse: 0,
+            begin_acc: 0,
+            begin_row_max: 0,
+            begin_row_sum: 0,
+            acc: 0,
+            row_max: 0,
+            row_sum: 0,
+            partial_out: 0,
+            partial_lse: 0,
+            tile_count: schedule.tile_count(),
+            heads_q: problem.heads_q as u32,
+            heads_kv: problem.heads_kv as u32,
+            head_dim: problem.head_dim as u32,
+            head_dim_v: problem.head_dim_v as u32,
+            seqlen_sink: seqlen_sink as u32,
+            rows_k: problem.rows_k as i32,
+            scale_log2: problem.softcap.unwrap_or(scale) * std::f32::consts::LOG2_E,
+            softcap_scale: problem.softcap.map_or(0.0, |softcap| scale / softcap),
+            negate: u32::from(problem.scale < 0.0),
+        };
+        Ok(Self { function, schedule, launch, mode, arguments })
+    }
+
+    /// Enqueues the forward. Nothing is allocated and nothing waits.
+    ///
+    /// # Safety
+    /// `tensors` are addresses of what [`ForwardTensors`] says, of this value's problem, which live until the kernel has run;
+    /// what is written overlaps nothing else that is used. This value lives as long.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the tensors are not those of the mode; the driver's refusal.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
+        let ForwardTensors { q, k, v, begin, end } = *tensors;
+        let mut arguments = PortableForwardArguments { q, k, v, ..self.arguments };
+        match (self.mode.end, end) {
+            (ForwardModeEnd::State, ForwardTarget::State(StateTensors { acc, row_max, row_sum })) => {
+                (arguments.acc, arguments.row_max, arguments.row_sum) = (acc, row_max, row_sum);
+            }
+            (ForwardModeEnd::Result { .. }, ForwardTarget::Result(ResultTensors { sink, out, lse })) => {
+                (arguments.sink, arguments.out, arguments.lse) = (sink, out, lse);
+            }
+            _ => return Err(self.other_mode(tensors)),
+        }
+        match (self.mode.continues, begin) {
+            (true, Some(StateTensors { acc, row_max, row_sum })) => {
+                (arguments.begin_acc, arguments.begin_row_max, arguments.begin_row_sum) =
+                    (acc, row_max, row_sum);
+            }
+            (false, None) => {}
+            _ => return Err(self.other_mode(tensors)),
+        }
+        if self.schedule.tile_count() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
+        // caller's promise.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+
+    fn other_mode(&self, tensors: &ForwardTensors) -> CudaError {
+        let reason = format!("it was made for {:?}, the tensors are {tensors:?}", self.mode);
+        CudaError::Launch { kernel: self.function.name().to_owned(), reason }
+    }
+}
+
+/// For every head, element type, softcap and size of shared memory.
+pub(super) fn specialisations() -> Vec<Specialisation> {
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| {
+        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
+    };
+    choices.into_iter().map(one).collect()
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!(
+        "attention/portable_forward.cuh",
+        PortableForwardArguments {
+            tiles,
+            runs,
+            bounds,
+            q,
+            k,
+            v,
+            sink,
+            out,
+            lse,
+            begin_acc,
+            begin_row_max,
+            begin_row_sum,
+            acc,
+            row_max,
+            row_sum,
+            partial_out,
+            partial_lse,
+            tile_count,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            seqlen_sink,
+            rows_k,
+            scale_log2,
+            softcap_scale,
+            negate,
+        }
+    )]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_fits_its_device() {
+        for traits in every_traits() {
+            let Choice { shape, .. } = Choice::of(traits);
+            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
+        }
+    }
+}

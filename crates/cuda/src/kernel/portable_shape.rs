@@ -1,0 +1,102 @@
+use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
+use crate::KernelSource;
+
+/// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
+const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+
+/// Shared memory of a CTA in bytes on compute capability 9.0 and 10.0, 8.0, and all others.
+const SHARED_BYTES: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
+
+/// Heads, element type, softcap and shared memory of a CTA: what the kernels are chosen by.
+pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
+
+/// Every combination. Those that differ in shared memory alone follow each other.
+pub(super) fn every_traits() -> Vec<Traits> {
+    let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
+    let mut all = Vec::new();
+    for dims in dims {
+        for element in ElementType::ALL {
+            for softcap in [false, true] {
+                all.extend(SHARED_BYTES.map(|bytes| (dims, element, softcap, bytes)));
+            }
+        }
+    }
+    all
+}
+
+/// What the machine code of a kernel must be like of whose CTAs a multiprocessor holds `ctas` of `threads` threads.
+pub(super) fn specialisation(source: KernelSource, threads: u32, ctas: u32) -> Specialisation {
+    Specialisation {
+        source,
+        matrix_unit: MatrixUnit::Warp,
+        register_limit: (65536 / (threads * ctas)).min(255),
+    }
+}
+
+/// The padded dimensions (of q and k, of v) of a kernel for these heads, or why there is none.
+///
+/// v is padded like k, except that heads of 192 have a kernel of their own for v of 128 (as latent attention uses them).
+pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Result<(u32, u32), String> {
+    let largest = HEAD_DIMS[HEAD_DIMS.len() - 1];
+    for (field, dim) in [("head_dim", head_dim), ("head_dim_v", head_dim_v)] {
+        if dim == 0 || dim % 8 != 0 || dim > largest as usize {
+            return Err(format!("{field} is {dim}; kernels take multiples of 8 from 8 to {largest}"));
+        }
+    }
+    let most = head_dim.max(head_dim_v) as u32;
+    let padded = HEAD_DIMS.into_iter().find(|&dim| dim >= most).unwrap_or(largest);
+    Ok((padded, if padded == 192 && head_dim_v <= 128 { 128 } else { padded }))
+}
+
+/// Why a problem has no kernel, apart from the dimensions of its heads.
+pub(super) fn check(problem: &AttentionProblem) -> Result<(), String> {
+    let AttentionProblem { heads_q, heads_kv, .. } = *problem;
+    if heads_kv == 0 || heads_q == 0 || heads_q % heads_kv != 0 {
+        return Err(format!(
+            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
+        ));
+    }
+    if !problem.scale.is_finite() {
+        return Err(format!("scale is {}; give a finite one", problem.scale));
+    }
+    if let Some(softcap) = problem.softcap
+        && !(softcap.is_finite() && softcap > 0.0)
+    {
+        return Err(format!("softcap is {softcap}; give a positive one, or none"));
+    }
+    Ok(())
+}
+
+/// The grid for `items`: one block each, which the hardware hands out as blocks finish; or, with a margin, as many blocks as
+/// fit on the other multiprocessors, each with every n-th item.
+pub(super) fn grid(items: u64, blocks_per_sm: u32, sm_count: u32, sm_margin: u32) -> u32 {
+    let items = items.min(i32::MAX as u64) as u32;
+    match sm_margin {
+        0 => items,
+        margin => items.min(blocks_per_sm.max(1) * sm_count.saturating_sub(margin).max(1)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_are_padded_to_the_next_kernel() {
+        assert_eq!(padded_dims(8, 8), Ok((64, 64)));
+        assert_eq!(padded_dims(72, 104), Ok((128, 128)));
+        assert_eq!(padded_dims(192, 128), Ok((192, 128)));
+        assert_eq!(padded_dims(192, 136), Ok((192, 192)));
+        assert_eq!(padded_dims(200, 256), Ok((256, 256)));
+        assert!(padded_dims(100, 64).unwrap_err().starts_with("head_dim is 100"));
+        assert!(padded_dims(64, 264).unwrap_err().starts_with("head_dim_v is 264"));
+    }
+
+    #[test]
+    fn a_margin_leaves_multiprocessors_free() {
+        assert_eq!(grid(1000, 2, 132, 0), 1000);
+        assert_eq!(grid(1000, 2, 132, 32), 200);
+        assert_eq!(grid(10, 2, 132, 32), 10);
+        assert_eq!(grid(10, 2, 132, 200), 2);
+    }
+}

@@ -1,0 +1,14 @@
+//! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
+//! crate has, graphs, the cache of compiled kernels, and the guard bytes that the other checks rely on.
+
+mod cache;
+mod graph;
+mod guard;
+mod long;
+mod subject;
+
+pub use cache::selftest_cache;
+pub use graph::selftest_graphs;
+pub use guard::selftest_guard;
+pub use long::selftest_long;
+pub use subject::CudaSubject;

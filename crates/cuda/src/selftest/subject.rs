@@ -1,0 +1,99 @@
+use counterpoint_exec::selftest::{Subject, SubjectError};
+use counterpoint_exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention_on};
+use counterpoint_plan::{AttentionSpec, DType, Plan};
+
+use crate::{CudaError, CudaMachine, Device, GuardReport, MemoryGuard, Timing};
+
+/// The first GPU of this machine, on which all ranks of a run live.
+#[derive(Clone, Debug)]
+pub struct CudaSubject {
+    machine: CudaMachine,
+}
+
+impl CudaSubject {
+    /// The GPU with the kernels that its architecture picks.
+    ///
+    /// # Errors
+    /// When there is no driver, GPU or compiler.
+    pub fn open() -> Result<Self, CudaError> {
+        Ok(Self { machine: CudaMachine::open(Timing::Off)? })
+    }
+
+    /// The same GPU with the portable kernels; `None` where those are what it has anyway.
+    ///
+    /// # Errors
+    /// As [`CudaSubject::open`].
+    pub fn portable(&self) -> Result<Option<Self>, CudaError> {
+        let portable = self.gpu().portable();
+        if portable.arch() == self.gpu().arch() {
+            return Ok(None);
+        }
+        Ok(Some(Self { machine: CudaMachine::new(vec![portable], Timing::Off)? }))
+    }
+
+    /// The ranks' machine.
+    pub fn machine(&self) -> &CudaMachine {
+        &self.machine
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Device {
+        &self.machine.devices()[0]
+    }
+}
+
+impl Subject for CudaSubject {
+    fn device(&self) -> String {
+        self.gpu().properties().name.clone()
+    }
+
+    fn dtypes(&self) -> &[DType] {
+        &[DType::Bf16, DType::F16]
+    }
+
+    fn run(
+        &self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<AttentionOutputs, SubjectError> {
+        let guard = MemoryGuard::begin(self.gpu());
+        let run = run_attention_on(&self.machine, plan, spec, inputs, config)?;
+        clean(&guard.report())?;
+        Ok(run.outputs)
+    }
+}
+
+/// Fails unless guard bytes were looked at and found whole.
+pub(super) fn clean(report: &GuardReport) -> Result<(), SubjectError> {
+    if let Some(error) = &report.error {
+        return Err(SubjectError::Overwrite(format!("guard bytes cannot be read: {error}")));
+    }
+    if report.buffers == 0 {
+        return Err(SubjectError::Overwrite("unknown, for no buffer was watched".to_owned()));
+    }
+    if report.overwritten.is_empty() {
+        return Ok(());
+    }
+    let words: Vec<String> = report.overwritten.iter().take(4).map(ToString::to_string).collect();
+    Err(SubjectError::Overwrite(words.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Overwrite;
+
+    #[test]
+    fn only_guards_that_were_looked_at_and_are_whole_are_clean() {
+        let whole = GuardReport { buffers: 3, ..GuardReport::default() };
+        assert_eq!(clean(&whole), Ok(()));
+        assert!(clean(&GuardReport::default()).is_err());
+        let overwritten = vec![Overwrite { bytes: 64, offset: 64, count: 2 }];
+        let error = clean(&GuardReport { overwritten, ..whole.clone() }).unwrap_err();
+        assert!(error.to_string().contains("2 bytes beside a buffer of 64"), "{error}");
+        let error = Some(CudaError::NoDevice { reason: "gone".to_owned() });
+        assert!(clean(&GuardReport { error, ..whole }).is_err());
+    }
+}
