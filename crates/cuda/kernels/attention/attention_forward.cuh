@@ -52,9 +52,11 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ u32 slot() const { return (items - 1) % C::kQuerySlots; }
 
   // Waits for the keys of the next step; false when there is no more work.
-  __device__ __forceinline__ bool take_step() {
+  // A negative `settled` would spoil the wait; it is a sum of weights, so it never is. But the wait then cannot be moved
+  // before these weights.
+  __device__ __forceinline__ bool take_step(float settled = 0.0f) {
     const u32 stage = steps % C::kStages;
-    mbarrier_wait(&shared.key_full[stage], (steps / C::kStages) & 1);
+    mbarrier_wait(&shared.key_full[stage], ((steps / C::kStages) & 1) ^ (settled < 0.0f ? 1 : 0));
     step = shared.steps[stage];
     step.flags = uniform(step.flags);
     ++steps;
@@ -285,7 +287,7 @@ struct AttentionForwardConsumer {
 
   // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
   static constexpr u32 kGroups = C::kBlock / 8;
-  static constexpr u32 kEarly = kGroups / 2;
+  static constexpr u32 kEarly = kGroups / 4;
 
   __device__ __forceinline__ void run() {
     // The last of the ring lets the first one begin.
@@ -334,7 +336,7 @@ struct AttentionForwardConsumer {
       pin(scores);
       // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
       // others are packed as they come: that needs the registers which the product reads.
-      more = take_step();
+      more = take_step(next.share[0] + next.share[1]);
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[number % C::kStages]);

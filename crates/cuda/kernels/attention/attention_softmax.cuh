@@ -55,15 +55,17 @@ template <u32 kCount>
 __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCount], RowState& state, float scale) {
   RowScaling scaling;
   bool grew = false;
+  // Chains side by side hide the latency of the instruction.
+  constexpr u32 kChains = 4;
+  float chain[2][kChains];
+#pragma unroll
+  for (u32 place = 0; place < kCount; ++place) {
+    float& top = chain[place / 2 % 2][place / 4 % 2 * 2 + place % 2];
+    top = place < 4 * kChains / 2 ? scores[place] : fmaxf(top, scores[place]);
+  }
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    float chain[2] = {scores[2 * i], scores[2 * i + 1]};
-#pragma unroll
-    for (u32 j = 1; j < kCount / 4; ++j) {
-      chain[0] = fmaxf(chain[0], scores[4 * j + 2 * i]);
-      chain[1] = fmaxf(chain[1], scores[4 * j + 2 * i + 1]);
-    }
-    const float seen = quad_max(fmaxf(chain[0], chain[1]));
+    const float seen = quad_max(fmaxf(fmaxf(chain[i][0], chain[i][1]), fmaxf(chain[i][2], chain[i][3])));
     const bool larger = seen > state.max[i];
     // A lazier rule (FlashAttention 4 lets the maximum lag by a factor of 2^8) is 2 % faster, but a row's heaviest key then
     // has a rounded weight instead of exactly 1, and errors of rows with few keys double.
@@ -82,20 +84,15 @@ __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCoun
 template <u32 kFrom, u32 kTo, u32 kCount>
 __device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&share)[2], float scale,
                                              const RowScaling& scaling) {
+  float chain[2][2] = {};
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    float chain[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (u32 j = kFrom; j < kTo; ++j) {
-#pragma unroll
-      for (u32 e = 0; e < 2; ++e) {
-        float& score = scores[4 * j + 2 * i + e];
-        score = exp2_fast(fmaf(score, scale, scaling.offset[i]));
-        chain[e] += score;
-      }
-    }
-    share[i] += chain[0] + chain[1];
+  for (u32 place = 4 * kFrom; place < 4 * kTo; ++place) {
+    const u32 i = place / 2 % 2;
+    scores[place] = exp2_fast(fmaf(scores[place], scale, scaling.offset[i]));
+    chain[i][place % 2] += scores[place];
   }
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) share[i] += chain[i][0] + chain[i][1];
 }
 
 // What a row's accumulators are multiplied by in the end, and its logarithm of the sum.
