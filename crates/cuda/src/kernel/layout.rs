@@ -2,7 +2,7 @@ use std::fmt::Write;
 
 use counterpoint_plan::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
 
-use super::{portable_backward, portable_forward, row_copy, row_merge, row_reduce};
+use super::{portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce};
 use crate::{Arch, KernelSource, TensorMap};
 
 /// The layout of a type that host and kernels share, as the host has it.
@@ -85,7 +85,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    let portable = [portable_forward::layouts(), portable_backward::layouts()];
+    let portable =
+        [portable_forward::layouts(), portable_backward::layouts(), portable_backward_query::layouts()];
     let helpers = [row_copy::layouts(), row_merge::layouts(), row_reduce::layouts()];
     schedule
         .into_iter()

@@ -1,4 +1,7 @@
-use super::{cast, head_resize, portable_backward, portable_forward, row_copy, row_merge, row_reduce};
+use super::{
+    cast, head_resize, portable_backward, portable_backward_query, portable_forward, row_copy, row_merge,
+    row_reduce,
+};
 use crate::{Arch, KernelSource};
 
 /// One of the kernels that ship: its source with all parameters chosen, and what its machine code must be like.
@@ -35,6 +38,10 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
         ]
     });
-    let portable = [portable_forward::specialisations(), portable_backward::specialisations()];
+    let portable = [
+        portable_forward::specialisations(),
+        portable_backward::specialisations(),
+        portable_backward_query::specialisations(),
+    ];
     helpers.flatten().chain(portable.into_iter().flatten()).collect()
 }
