@@ -47,7 +47,7 @@ pub use backend::{
 };
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
-    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
+    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
 pub use environment::{ENVIRONMENT, EnvironmentVariable};
