@@ -375,6 +375,7 @@ fn a_graph_gives_the_same_results() {
         rank.start(Instant::now()).unwrap();
         rank.finish().unwrap();
     }
+    // The direct run fills its outputs with NaN first, as all runs of this file do.
     println!(
         "a run of {} operations: {:?} by graph, {:?} without",
         rank.program().ops.len(),
@@ -382,6 +383,43 @@ fn a_graph_gives_the_same_results() {
         begin.elapsed() / 100
     );
     assert_eq!(outputs(&rank), direct);
+}
+
+/// All ranks of a Program with collectives, in one graph.
+#[test]
+fn a_graph_holds_several_ranks() {
+    let Some(cuda) = machine(Timing::Off) else { return };
+    let world_size = 3;
+    let mut ranks = prepare(&cuda, (0..world_size).map(|rank| program(rank, world_size)).collect());
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    for rank in &mut ranks {
+        let x = rank.backend().upload("x", tensor(&[ROWS, 40], DType::F32, &mut rng)).unwrap();
+        rank.bind("x", x).unwrap();
+    }
+    Prepared::run_ranks(&mut ranks).unwrap();
+    let direct: Vec<_> = ranks.iter().map(outputs).collect();
+    let mut graph = GraphRun::capture_ranks(&mut ranks).unwrap();
+    for _ in 0..3 {
+        for rank in graph.ranks() {
+            ["both", "last"]
+                .iter()
+                .for_each(|name| rank.backend().poison(rank.buffer(name).unwrap()).unwrap());
+        }
+        graph.start().unwrap();
+        graph.finish().unwrap();
+        assert_eq!(graph.ranks().iter().map(outputs).collect::<Vec<_>>(), direct);
+    }
+    let begin = Instant::now();
+    for _ in 0..100 {
+        graph.start().unwrap();
+        graph.finish().unwrap();
+    }
+    println!("a run of {world_size} ranks: {:?} by graph", begin.elapsed() / 100);
+    drop(graph);
+    let error = GraphRun::capture_ranks(&mut ranks[..2]).err().unwrap();
+    assert!(error.to_string().contains("all 3 ranks"), "{error}");
+    Prepared::run_ranks(&mut ranks).unwrap();
+    assert_eq!(ranks.iter().map(outputs).collect::<Vec<_>>(), direct);
 }
 
 #[test]

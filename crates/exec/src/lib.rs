@@ -64,5 +64,5 @@ pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use tensor::{HostData, HostTensor};
-pub use transport::Transport;
+pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

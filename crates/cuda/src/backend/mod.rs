@@ -26,6 +26,7 @@ pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
 pub use stream::CudaStream;
+pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
@@ -108,6 +109,8 @@ impl CudaBackend {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
         self.0.world.check()?;
+        // A rank's thread may be new, and not every call of a launcher looks for a context itself.
+        self.0.device.bind().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }
 
