@@ -109,7 +109,7 @@ impl CudaBackend {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
         self.0.world.check()?;
-        // A rank's thread may be new, and not every call of a launcher looks for a context itself.
+        // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
         self.0.device.bind().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }
