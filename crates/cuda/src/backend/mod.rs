@@ -1,6 +1,7 @@
 //! The CUDA backend: a rank is a set of streams on a device. Several ranks may share one.
 
 mod attention;
+mod attention_backward;
 mod buffer;
 mod clock;
 mod compute;
