@@ -1,12 +1,12 @@
 //! The CUDA transport between ranks of one process: receivers read straight from senders' memory, of their own device or of
 //! a peer's.
 //!
-//! A collective meets on the host while it is enqueued. A rank records an event "my inputs are ready", publishes it with the
-//! inputs' addresses, waits on the host until those it receives from have published theirs, and enqueues waits for their
-//! events, one kernel that fetches all rows, and an event "I have read". Then it waits on the host until those that it
-//! sends to have come as far, and enqueues waits for theirs: after that its inputs may be overwritten. So every event is
-//! recorded before anyone is told to wait for it, and the device can never be left waiting: not on any number of hardware
-//! queues, and not when a rank fails.
+//! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready" and publishes
+//! it with the inputs' addresses. *Fetch*: once those it receives from have published theirs, it enqueues waits for their
+//! events, one kernel that fetches all rows, and an event "I have read". *End*: once those that it sends to have come as
+//! far, it enqueues waits for their events; after that its inputs may be overwritten. So every event is recorded before anyone
+//! is told to wait for it, and the device can never be left waiting: not on any number of hardware queues, and not when a
+//! rank fails.
 
 mod rows;
 
