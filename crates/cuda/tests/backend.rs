@@ -14,11 +14,12 @@ use counterpoint_exec::{
     Backend, Communicator, CpuMachine, ExecError, HostData, HostTensor, Machine, Prepared, Reduce, Transport,
     World, WorldConfig,
 };
-use counterpoint_mask::Range;
-use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
+use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, OwnedSplit, Plan, PlanConfig, RemoteSplit};
 use counterpoint_schedule::{
-    Accumulate, BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, Program, ProgramOp,
-    ReduceOp, SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
+    Accumulate, BarrierId, BufferId, BufferRole, BufferSpec, EventId, GradientReduction, GroupCast, Op,
+    OverlapPolicy, Program, ProgramOp, ReduceOp, SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
+    lower_attention_backward, lower_attention_forward,
 };
 use half::{bf16, f16};
 use rand::RngExt;
@@ -547,6 +548,78 @@ fn rates() {
         let time =
             seconds(&stream, || unsafe { cast.launch(&stream, a.address(), b.address(), count).unwrap() });
         report(&format!("cast {src:?} to {dst:?}"), (count * (src.bytes() + dst.bytes())) as f64, time);
+    }
+}
+
+/// What a graph saves of a run of attention, host and device together: `--ignored --nocapture` prints it.
+#[test]
+#[ignore = "a measurement"]
+fn launches() {
+    let Some(cuda) = machine(Timing::Off) else { return };
+    for (seqlen, ranks) in [(512, 1), (1024, 1), (2048, 1), (4096, 1), (2048, 2), (4096, 4)] {
+        let whole = Range::new(0, seqlen);
+        let mask = Mask::new(seqlen, seqlen, vec![AttnSlice::new(whole, whole, MaskType::Causal)]).unwrap();
+        let spec = AttentionSpec {
+            heads_q: 16,
+            heads_kv: 16,
+            head_dim: 128,
+            head_dim_v: 128,
+            dtype: DType::Bf16,
+            scale: 0.088,
+            softcap: 0.0,
+            seqlen_sink: 0,
+        };
+        let plan = Plan::new(&mask, &spec, &PlanConfig::new(ranks)).unwrap();
+        let policy = OverlapPolicy::default();
+        let forward = |rank| lower_attention_forward(&plan, rank, &spec, policy);
+        let backward =
+            |rank| lower_attention_backward(&plan, rank, &spec, policy, GradientReduction::PerStage);
+        let passes: [(&str, Vec<Program>); 2] = [
+            ("forward", (0..ranks).map(forward).collect()),
+            ("backward", (0..ranks).map(backward).collect()),
+        ];
+        for (name, programs) in passes {
+            let world = World::new(ranks, WorldConfig { poison: false, ..WorldConfig::default() });
+            let ends = cuda.connect(&world).unwrap();
+            let mut rng = ChaCha8Rng::seed_from_u64(3);
+            let mut prepared: Vec<Rank<CudaMachine>> = programs
+                .into_iter()
+                .zip(ends)
+                .map(|(program, (backend, transport))| {
+                    let inputs: Vec<BufferSpec> = program
+                        .buffers
+                        .iter()
+                        .filter(|spec| spec.role == BufferRole::Input)
+                        .cloned()
+                        .collect();
+                    let mut rank = Prepared::new(program, backend, transport).unwrap();
+                    for input in inputs {
+                        let data = tensor(&input.shape, input.dtype, &mut rng);
+                        let buffer = rank.backend().upload(&input.name, data).unwrap();
+                        rank.bind(&input.name, buffer).unwrap();
+                    }
+                    rank
+                })
+                .collect();
+            let median = |mut run: Box<dyn FnMut() + '_>| {
+                let mut times: Vec<Duration> = (0..200)
+                    .map(|_| {
+                        let begin = Instant::now();
+                        run();
+                        begin.elapsed()
+                    })
+                    .collect();
+                times.sort_unstable();
+                times[times.len() / 2]
+            };
+            let direct = median(Box::new(|| drop(Prepared::run_ranks(&mut prepared).unwrap())));
+            let mut graph = GraphRun::capture_ranks(&mut prepared).unwrap();
+            let by_graph = median(Box::new(|| {
+                graph.start().unwrap();
+                graph.finish().unwrap();
+            }));
+            println!("causal {seqlen}, {ranks} ranks, {name}: {direct:?} direct, {by_graph:?} by graph");
+        }
     }
 }
 
