@@ -60,4 +60,4 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
-pub use transport::{CudaCollective, CudaTransport};
+pub use transport::{CudaCollective, CudaMeeting, CudaTransport};
