@@ -175,10 +175,15 @@ struct AttentionForwardConsumer {
     return Place{token, index, token < of.end};
   }
 
+  // Whether items go on from a state that an earlier stage wrote.
+  __device__ __forceinline__ bool continues() const {
+    return C::kSpan == Span::kStaged && arguments.begin_acc != nullptr;
+  }
+
   // Maxima and sums with which the item just taken begins.
   __device__ __forceinline__ void begin_state() {
     state.clear();
-    if constexpr (C::kBegin == Begin::kContinue) {
+    if (continues()) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(items - 1, i);
@@ -191,7 +196,7 @@ struct AttentionForwardConsumer {
 
   // Likewise the accumulators, once those of the item before are written.
   __device__ __forceinline__ void begin_output(u32 number, const RowScaling& scaling) {
-    if constexpr (C::kBegin == Begin::kContinue) {
+    if (continues()) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(number, i);
@@ -210,10 +215,10 @@ struct AttentionForwardConsumer {
 
   // Writes what `last` completes.
   __device__ __forceinline__ void write(const Stage& last) {
-    if constexpr (C::kEnd == End::kState) {
+    if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
       write_state(last);
-    } else if constexpr (C::kEnd == End::kPartial) {
-      item(last.item).partial >= 0 ? write_partial(last) : write_result(last);
+    } else if (C::kSpan == Span::kStaged && item(last.item).partial >= 0) {
+      write_partial(last);
     } else {
       write_result(last);
     }
@@ -303,7 +308,7 @@ struct AttentionForwardConsumer {
       begin_output(items - 1, scaling);
       current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
     }
-    bool accumulate = C::kBegin == Begin::kContinue;
+    bool accumulate = continues();
     bool more = take_step();
     while (more) {
       wait_query();
@@ -341,7 +346,7 @@ struct AttentionForwardConsumer {
       } else {
         rescale_output(scaling);
       }
-      accumulate = C::kBegin == Begin::kContinue || !current.last;
+      accumulate = continues() || !current.last;
       current = next;
     }
     wait_values(steps - 2);

@@ -20,9 +20,6 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Keeps the compiler from moving the making of `value` across products.
-__device__ __forceinline__ void pin(u32& value) { asm volatile("" : "+r"(value)); }
-
 // Four matrices of 8 x 8 elements from shared memory: lane l gives the address of row l % 8 of matrix l / 8 and gets the
 // pair (row l / 4, columns 2 * (l % 4)..) of each.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&values)[4], u32 address) {

@@ -1,11 +1,16 @@
-//! Which of the launchers of attention a device takes.
+//! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
-use super::{AttentionForward, AttentionProblem, ForwardMode, ForwardTensors};
+use super::{AttentionForward, AttentionProblem, ForwardMode, ForwardTensors, PortableForward};
 use crate::{CudaError, Stream};
 
 /// The forward on a device: a problem prepared to run many times.
 #[derive(Clone, Debug)]
-pub struct ForwardKernel(Box<AttentionForward>);
+pub enum ForwardKernel {
+    /// On Hopper.
+    Hopper(Box<AttentionForward>),
+    /// Elsewhere.
+    Portable(Box<PortableForward>),
+}
 
 impl ForwardKernel {
     /// Makes a problem ready for the device of `setup`, which is waited for.
@@ -13,7 +18,11 @@ impl ForwardKernel {
     /// # Errors
     /// When the problem is not one that the kernels take; when one cannot be compiled, or memory is short.
     pub fn new(setup: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
-        Ok(Self(Box::new(AttentionForward::new(setup, problem, mode)?)))
+        if setup.device().arch().is_hopper() {
+            Ok(Self::Hopper(Box::new(AttentionForward::new(setup, problem, mode)?)))
+        } else {
+            Ok(Self::Portable(Box::new(PortableForward::new(setup, problem, mode)?)))
+        }
     }
 
     /// Enqueues the forward.
@@ -25,6 +34,11 @@ impl ForwardKernel {
     /// When the tensors are not those of the mode; the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.0.launch(stream, tensors) }
+        unsafe {
+            match self {
+                Self::Hopper(kernel) => kernel.launch(stream, tensors),
+                Self::Portable(kernel) => kernel.launch(stream, tensors),
+            }
+        }
     }
 }

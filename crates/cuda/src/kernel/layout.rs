@@ -90,6 +90,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
         super::portable_backward::layouts(),
+        super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),
         super::row_copy::layouts(),
         super::row_merge::layouts(),

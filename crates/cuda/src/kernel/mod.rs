@@ -13,6 +13,7 @@ mod head_resize;
 mod layout;
 mod operand_rows;
 mod portable_backward;
+mod portable_backward_query;
 mod portable_forward;
 mod portable_shape;
 mod row_copy;

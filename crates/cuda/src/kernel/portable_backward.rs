@@ -2,8 +2,9 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{HEAD_DIMS, SHARED_BYTES, check, grid, padded_dims, specialise};
-use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, MatrixUnit, Specialisation};
+use super::portable_backward_query::PortableBackwardQuery;
+use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
@@ -14,6 +15,8 @@ pub struct PortableBackward {
     launch: Launch,
     /// Bytes of dq to clear first.
     cleared_bytes: usize,
+    /// What computes dq where it must be the same in every run; otherwise the kernel adds to it in no order.
+    queries: Option<PortableBackwardQuery>,
     arguments: PortableBackwardArguments,
 }
 
@@ -76,7 +79,7 @@ struct PortableBackwardArguments {
 
 impl Shape {
     /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
-    fn of(head_dim: u32, head_dim_v: u32, shared_bytes: usize) -> Self {
+    fn of((head_dim, head_dim_v): (u32, u32), shared_bytes: usize) -> Self {
         let shape = |tile_rows, block, stages, score_warps, key_warps, query_warps, ctas| Self {
             head_dim,
             head_dim_v,
@@ -127,6 +130,10 @@ impl Shape {
 }
 
 impl Choice {
+    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
+        Self { shape: Shape::of(dims, shared_bytes), element, softcap }
+    }
+
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap } = self;
         let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
@@ -161,15 +168,16 @@ impl PortableBackward {
     /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes (such as a deterministic one: additions to dq
-    /// come in no order); when the kernel cannot be compiled, or memory is short.
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
+    /// is short.
     pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
         check(problem).map_err(refused)?;
-        let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
-        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some() };
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let Choice { shape, .. } = choice;
         let function = device.function(&choice.source(device.arch()))?;
 
         let config =
@@ -207,8 +215,12 @@ impl PortableBackward {
             softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
         };
         let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
-        let cleared_bytes = if mode.continues_dq { 0 } else { dq_bytes };
-        Ok(Self { function, schedule, launch, cleared_bytes, arguments })
+        let cleared_bytes = if mode.continues_dq || problem.deterministic { 0 } else { dq_bytes };
+        let queries = match problem.deterministic {
+            true => Some(PortableBackwardQuery::new(setup, problem, mode.continues_dq)?),
+            false => None,
+        };
+        Ok(Self { function, schedule, launch, cleared_bytes, queries, arguments })
     }
 
     /// Enqueues the backward, and before it the clearing of dq where the mode says so. Nothing on the device is allocated and
@@ -226,9 +238,14 @@ impl PortableBackward {
             // SAFETY: dq has so many bytes, by the caller's promise.
             unsafe { DeviceBuffer::borrow(stream.device(), dq, self.cleared_bytes) }.fill(stream, 0)?;
         }
+        if let Some(queries) = &self.queries {
+            // SAFETY: as for this.
+            unsafe { queries.launch(stream, tensors) }?;
+        }
         if self.schedule.tile_count() == 0 {
             return Ok(());
         }
+        let dq = if self.queries.is_some() { 0 } else { dq };
         let arguments = PortableBackwardArguments { q, k, v, dout, lse, delta, dq, dk, dv, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.
@@ -236,22 +253,14 @@ impl PortableBackward {
     }
 }
 
-/// Every shape for all sizes of shared memory, for every element type.
+/// For every head, element type, softcap and size of shared memory.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
-    let shapes = dims.flat_map(|(head_dim, head_dim_v)| {
-        let mut shapes: Vec<_> = SHARED_BYTES.map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
-        shapes.dedup();
-        shapes
-    });
-    specialise(shapes, |shape, element, softcap| {
-        let source = Choice { shape, element, softcap }.source(Arch::SM_80);
-        Specialisation {
-            source,
-            matrix_unit: MatrixUnit::Warp,
-            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
-        }
-    })
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| {
+        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
+    };
+    choices.into_iter().map(one).collect()
 }
 
 /// What host and kernel share.
@@ -291,11 +300,9 @@ mod tests {
 
     #[test]
     fn every_shape_fits_its_device() {
-        for bytes in SHARED_BYTES {
-            for (head_dim, head_dim_v) in HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]) {
-                let shape = Shape::of(head_dim, head_dim_v, bytes);
-                assert!(shape.shared_bytes() as usize <= bytes, "{shape:?} on {bytes}");
-            }
+        for traits in every_traits() {
+            let Choice { shape, .. } = Choice::of(traits);
+            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
         }
     }
 }

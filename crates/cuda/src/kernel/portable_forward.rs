@@ -2,10 +2,10 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{HEAD_DIMS, SHARED_BYTES, check, grid, padded_dims, specialise};
+use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
 use super::{
-    AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, MatrixUnit,
-    ResultTensors, Specialisation, StateTensors,
+    AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
+    Specialisation, StateTensors,
 };
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -73,11 +73,13 @@ struct PortableForwardArguments {
 
 impl Shape {
     /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
-    fn of(head_dim: u32, head_dim_v: u32, shared_bytes: usize) -> Self {
+    fn of((head_dim, head_dim_v): (u32, u32), softcap: bool, shared_bytes: usize) -> Self {
         let shape =
             |warp_rows, warps, block, ctas| Self { head_dim, head_dim_v, warp_rows, warps, block, ctas };
         // 32 rows a warp halve the reads of shared memory, as long as their accumulators find room.
         let large = match head_dim {
+            // A softcap takes registers that 64 keys leave none of.
+            128 if softcap => shape(32, 4, 48, 2),
             ..=128 => shape(32, 4, 64, 2),
             _ => shape(16, 8, 64, 1),
         };
@@ -100,6 +102,10 @@ impl Shape {
 }
 
 impl Choice {
+    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
+        Self { shape: Shape::of(dims, softcap, shared_bytes), element, softcap }
+    }
+
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap } = self;
         let Shape { head_dim, head_dim_v, warp_rows, warps, block, ctas } = shape;
@@ -136,13 +142,14 @@ impl PortableForward {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_forward".to_owned(), reason };
         check(problem).map_err(refused)?;
-        let (head_dim, head_dim_v) = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shape = Shape::of(head_dim, head_dim_v, device.properties().shared_bytes_per_block);
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };
-        let choice = Choice { shape, element: problem.element, softcap: problem.softcap.is_some() };
         let function = device.function(&choice.source(device.arch()))?;
 
         let config =
@@ -231,22 +238,14 @@ impl PortableForward {
     }
 }
 
-/// Every shape for large and small shared memory, for every element type.
+/// For every head, element type, softcap and size of shared memory.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
-    let shapes = dims.flat_map(|(head_dim, head_dim_v)| {
-        let mut shapes: Vec<_> = SHARED_BYTES.map(|bytes| Shape::of(head_dim, head_dim_v, bytes)).into();
-        shapes.dedup();
-        shapes
-    });
-    specialise(shapes, |shape, element, softcap| {
-        let source = Choice { shape, element, softcap }.source(Arch::SM_80);
-        Specialisation {
-            source,
-            matrix_unit: MatrixUnit::Warp,
-            register_limit: (65536 / (shape.threads() * shape.ctas)).min(255),
-        }
-    })
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| {
+        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
+    };
+    choices.into_iter().map(one).collect()
 }
 
 /// What host and kernel share.
@@ -291,11 +290,9 @@ mod tests {
 
     #[test]
     fn every_shape_fits_its_device() {
-        for bytes in SHARED_BYTES {
-            for (head_dim, head_dim_v) in HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]) {
-                let shape = Shape::of(head_dim, head_dim_v, bytes);
-                assert!(shape.shared_bytes() as usize <= bytes, "{shape:?} on {bytes}");
-            }
+        for traits in every_traits() {
+            let Choice { shape, .. } = Choice::of(traits);
+            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
         }
     }
 }

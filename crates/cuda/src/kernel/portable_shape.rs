@@ -1,23 +1,36 @@
-use super::{AttentionProblem, ElementType, Specialisation};
+use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
+use crate::KernelSource;
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
-pub(super) const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
+const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
 /// Shared memory of a CTA in bytes on compute capability 9.0 and 10.0, 8.0, and all others.
-pub(super) const SHARED_BYTES: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
+const SHARED_BYTES: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
 
-/// All kernels of these shapes.
-pub(super) fn specialise<S: Copy>(
-    shapes: impl Iterator<Item = S>,
-    one: impl Fn(S, ElementType, bool) -> Specialisation,
-) -> Vec<Specialisation> {
-    let choices = [false, true].map(|softcap| ElementType::ALL.map(|element| (element, softcap)));
-    let one = &one;
-    shapes
-        .flat_map(|shape| {
-            choices.iter().flatten().map(move |&(element, softcap)| one(shape, element, softcap))
-        })
-        .collect()
+/// Heads, element type, softcap and shared memory of a CTA: what the kernels are chosen by.
+pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
+
+/// Every combination. Those that differ in shared memory alone follow each other.
+pub(super) fn every_traits() -> Vec<Traits> {
+    let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
+    let mut all = Vec::new();
+    for dims in dims {
+        for element in ElementType::ALL {
+            for softcap in [false, true] {
+                all.extend(SHARED_BYTES.map(|bytes| (dims, element, softcap, bytes)));
+            }
+        }
+    }
+    all
+}
+
+/// What the machine code of a kernel must be like of whose CTAs a multiprocessor holds `ctas` of `threads` threads.
+pub(super) fn specialisation(source: KernelSource, threads: u32, ctas: u32) -> Specialisation {
+    Specialisation {
+        source,
+        matrix_unit: MatrixUnit::Warp,
+        register_limit: (65536 / (threads * ctas)).min(255),
+    }
 }
 
 /// The padded dimensions (of q and k, of v) of a kernel for these heads, or why there is none.

@@ -4,7 +4,7 @@ use counterpoint_mask::Range;
 use super::scalar::Scalar;
 use super::{MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 /// Pointers of one launch (`kRowCopySources`, `kRowCopyTargets`).
@@ -96,6 +96,15 @@ struct RowCopyPiece {
 }
 
 impl RowCopy {
+    /// Compiles or finds the kernels for `tensors`, so that [`RowCopy::new`] need not.
+    ///
+    /// # Errors
+    /// When one cannot be compiled or loaded.
+    pub fn load(device: &Device, tensors: &[RowCopyTensor]) -> Result<(), CudaError> {
+        let sources: Vec<_> = tensors.iter().map(|tensor| source(device.arch(), tensor.mode())).collect();
+        device.functions(&sources).map(|_| ())
+    }
+
     /// Makes the copies of `moves` ready for all of `tensors`. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors

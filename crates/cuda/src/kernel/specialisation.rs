@@ -1,6 +1,6 @@
 use super::{
     attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize,
-    portable_backward, portable_forward, row_copy, row_merge, row_reduce,
+    portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -45,6 +45,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         attention_forward::specialisations(),
         portable_forward::specialisations(),
         portable_backward::specialisations(),
+        portable_backward_query::specialisations(),
     ];
     helpers.flatten().chain(attention.into_iter().flatten()).collect()
 }

@@ -47,6 +47,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link: arguments.run.slow_link,
+        warmups: usize::from(arguments.run.device == Device::Cuda),
         ..RunConfig::default()
     };
     let run = machine

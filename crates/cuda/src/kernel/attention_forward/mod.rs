@@ -7,11 +7,12 @@ use std::f32::consts::LOG2_E;
 
 use shape::{ForwardShape, Freedom};
 pub(super) use source::specialisations;
-use source::{Begin, End, ForwardChoice, Scores};
+use source::{ForwardChoice, Scores, Span};
 
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
+use super::portable_shape;
 use super::{
     AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
 };
@@ -87,27 +88,23 @@ impl AttentionForward {
         } else {
             Scores::Transformed
         };
-        let begin = if mode.continues { Begin::Continue } else { Begin::Start };
         let whole = !mode.continues && matches!(mode.end, ForwardModeEnd::Result { .. });
         let freedom = match scores {
             Scores::Transformed => Freedom::SmallUnpacked,
             Scores::Scaled if whole => Freedom::Any,
             Scores::Scaled => Freedom::Small,
         };
-        let may_split = whole && scores == Scores::Scaled;
-        let (mut shape, mut schedule) = shape::choose(problem, dims, freedom, workers, may_split)
-            .map_err(|error| refused(error.to_string()))?;
-        if schedule.partials() > 0 {
-            // Only the small shape is compiled for split tiles.
-            (shape, schedule) = shape::choose(problem, dims, Freedom::SmallUnpacked, workers, true)
-                .map_err(|error| refused(error.to_string()))?;
-        }
-        let end = match mode.end {
-            ForwardModeEnd::State => End::State,
-            ForwardModeEnd::Result { .. } if schedule.partials() > 0 => End::Partial,
-            ForwardModeEnd::Result { .. } => End::Result,
+        let chosen = |freedom| {
+            shape::choose(problem, dims, freedom, workers, whole).map_err(|error| refused(error.to_string()))
         };
-        let choice = ForwardChoice { shape, element: problem.element, begin, end, scores };
+        let (mut shape, mut schedule) = chosen(freedom)?;
+        if schedule.partials() > 0 && freedom == Freedom::Any {
+            // Only small blocks are compiled for split tiles.
+            (shape, schedule) = chosen(Freedom::Small)?;
+        }
+        let span =
+            if freedom == Freedom::Any && schedule.partials() == 0 { Span::Whole } else { Span::Staged };
+        let choice = ForwardChoice { shape, element: problem.element, span, scores };
         let function = device.function(&choice.source())?;
 
         let merge = match mode.end {
@@ -215,27 +212,13 @@ impl AttentionForward {
 
 /// The padded dimensions of a problem, or why it has no kernel.
 fn check(problem: &AttentionProblem) -> Result<(u32, u32), String> {
-    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_q, .. } = *problem;
-    if heads_kv == 0 || heads_q == 0 || !heads_q.is_multiple_of(heads_kv) {
-        return Err(format!(
-            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
-        ));
-    }
-    if !problem.scale.is_finite() {
-        return Err(format!("scale is {}; give a finite one", problem.scale));
-    }
-    if let Some(softcap) = problem.softcap
-        && !(softcap.is_finite() && softcap > 0.0)
-    {
-        return Err(format!("softcap is {softcap}; give a positive one, or none"));
-    }
+    portable_shape::check(problem)?;
+    let AttentionProblem { heads_q, head_dim, head_dim_v, rows_q, .. } = *problem;
     // Items, a tile of one head each, are counted by 32 bits.
     if (rows_q as u64).saturating_mul(heads_q as u64) > u64::from(u32::MAX / 4) {
         return Err(format!("{rows_q} rows of {heads_q} heads; at most {} in all", u32::MAX / 4));
     }
-    shape::padded_dims(head_dim, head_dim_v).ok_or_else(|| {
-        format!("heads of {head_dim} and {head_dim_v} elements; kernels take multiples of 8 from 8 to 256")
-    })
+    portable_shape::padded_dims(head_dim, head_dim_v)
 }
 
 /// What host and kernel share.

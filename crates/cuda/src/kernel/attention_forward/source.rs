@@ -7,24 +7,15 @@ use crate::{Arch, KernelSource};
 pub(super) struct ForwardChoice {
     pub shape: ForwardShape,
     pub element: ElementType,
-    pub begin: Begin,
-    pub end: End,
+    pub span: Span,
     pub scores: Scores,
 }
 
-/// `Begin` of the kernel.
+/// `Span` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Begin {
-    Start,
-    Continue,
-}
-
-/// `End` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum End {
-    Result,
-    Partial,
-    State,
+pub(super) enum Span {
+    Whole,
+    Staged,
 }
 
 /// `Scores` of the kernel.
@@ -36,10 +27,10 @@ pub(super) enum Scores {
 
 impl ForwardChoice {
     pub(super) fn source(self) -> KernelSource {
-        let Self { shape, element, begin, end, scores } = self;
+        let Self { shape, element, span, scores } = self;
         let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots } = shape;
         let name = format!(
-            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{begin:?}_{end:?}_{scores:?}",
+            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{span:?}_{scores:?}",
             element.name(),
         )
         .to_lowercase();
@@ -49,7 +40,7 @@ impl ForwardChoice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = AttentionForwardConfig<{head_dim}, {head_dim_v}, {rows}, {block}, {pack}, \
-                 {query_slots}, Begin::k{begin:?}, End::k{end:?}, Scores::k{scores:?}>;"
+                 {query_slots}, Span::k{span:?}, Scores::k{scores:?}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kThreads == {} && sizeof(AttentionForwardShared<Config>) + 1024 <= {}, \
@@ -66,39 +57,24 @@ impl ForwardChoice {
 
 /// Every kernel that [`AttentionForward`](super::AttentionForward) may ask for.
 pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
-    let mut shapes_of_results = Vec::new();
-    let mut small = Vec::new();
-    for dims in HEAD_DIMS {
-        for pack in PACKS {
-            shapes_of_results.extend([ForwardShape::large(dims, pack), ForwardShape::small(dims, pack)]);
-            small.push(ForwardShape::small(dims, pack));
-        }
-    }
-    shapes_of_results.dedup();
     let mut all = Vec::new();
     for element in ElementType::ALL {
-        let mut add = |shape, begin, end, scores| {
-            let source = ForwardChoice { shape, element, begin, end, scores }.source();
+        let mut add = |shape: ForwardShape, span, scores| {
+            let source = ForwardChoice { shape, element, span, scores }.source();
             // Those of a launch; consumers then take more from the producer.
             let register_limit = 65536 / shape.threads() / 8 * 8;
             all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
         };
-        for &shape in &shapes_of_results {
-            add(shape, Begin::Start, End::Result, Scores::Scaled);
-        }
-        for &shape in &small {
-            add(shape, Begin::Start, End::State, Scores::Scaled);
-            add(shape, Begin::Continue, End::State, Scores::Scaled);
-            add(shape, Begin::Continue, End::Result, Scores::Scaled);
-            if shape.pack > 1 {
-                continue;
-            }
-            add(shape, Begin::Start, End::Partial, Scores::Scaled);
-            for begin in [Begin::Start, Begin::Continue] {
-                for end in [End::State, End::Result] {
-                    add(shape, begin, end, Scores::Transformed);
+        for dims in HEAD_DIMS {
+            for pack in PACKS {
+                let (large, small) = (ForwardShape::large(dims, pack), ForwardShape::small(dims, pack));
+                add(small, Span::Whole, Scores::Scaled);
+                add(small, Span::Staged, Scores::Scaled);
+                if large != small {
+                    add(large, Span::Whole, Scores::Scaled);
                 }
             }
+            add(ForwardShape::small(dims, 1), Span::Staged, Scores::Transformed);
         }
     }
     all
