@@ -93,6 +93,7 @@ struct AttentionBackwardArguments {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
+  u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
@@ -144,10 +145,19 @@ __device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params,
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles that
 // start together read the same rows at the same time, from the second level cache. For the same reason the query heads of a
 // key head take turns after a stretch of blocks.
+//
+// An item that starts later than its neighbours starts where they are, and goes round: the rows that they read are in the
+// cache, and those of the end no longer. `cursors` says of each key head where the last stretch began; it is a hint, and
+// whatever it says, every block is walked once.
 struct Walk {
+  static constexpr i32 kFirstRow = -1;
+  static constexpr u32 kMostRunsBack = 4;
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
-  u32 run, run_begin;      // the run, and the item's first: runs are walked backwards
+  u32 run;                 // runs are walked backwards
+  u32 run_begin, run_end;  // of the item
+  u32 last_run;            // where the item's last block is: at last_row of this run,
+  i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   u32 tile;                // number of the item's tile, where turns are taken
   u32 stretch_run, stretch_left;  // blocks that one head walks before the next head walks the same
@@ -171,6 +181,31 @@ struct Walk {
     next.bound_end = u32(words.w);
   }
 
+  // Opens the block where the others of this key head are now, if the item has it among its last runs, or else its last block.
+  // The walk goes round from there.
+  __device__ __forceinline__ void open_first_run(const AttentionBackwardArguments& params) {
+    last_run = run_begin;
+    last_row = kFirstRow;
+    open_run(params);
+    if (kDeterministic) return;  // turns are taken in one order
+    const i32 cursor = i32(load_relaxed(params.cursors + next.head_kv));
+    if (cursor >= next.row) return;
+    for (u32 i = 0; i < kMostRunsBack && rows_begin > cursor; ++i) {
+      if (run == run_begin) break;
+      open_run(params);
+    }
+    if (rows_begin > cursor) {
+      run = run_end;
+      open_run(params);
+    } else if (cursor < next.row) {
+      next.row = rows_begin + (cursor - rows_begin) / i32(kRows) * i32(kRows);
+      last_run = run;
+      last_row = next.row + i32(kRows);
+    } else if (run + 1 < run_end) {
+      last_run = run + 1;
+    }
+  }
+
   // Says what there is to know of the block at next.row.
   __device__ __forceinline__ void open_block(const AttentionBackwardArguments& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
@@ -180,7 +215,9 @@ struct Walk {
     if (last_block() && last_head(params)) next.flags |= kLast;
   }
 
-  __device__ __forceinline__ bool last_block() const { return next.row == rows_begin && run == run_begin; }
+  __device__ __forceinline__ bool last_block() const {
+    return run == last_run && next.row == (last_row == kFirstRow ? rows_begin : last_row);
+  }
   __device__ __forceinline__ bool last_head(const AttentionBackwardArguments& params) const {
     return next.head_q + 1 == (next.head_kv + 1) * params.group;
   }
@@ -191,6 +228,7 @@ struct Walk {
     stretch_run = run + 1;
     stretch_row = next.row;
     stretch_left = params.stretch;
+    if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
   __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
@@ -214,13 +252,13 @@ struct Walk {
     next.key_end = words.y;
     next.head_kv = rest / tiles;
     run_begin = u32(words.z);
-    run = u32(words.w);
+    run = run_end = u32(words.w);
     if (run == run_begin) {
       next.flags = kFirst | kLast | kEmpty;
       return;
     }
     ++items;
-    open_run(params);
+    open_first_run(params);
     open_stretch(params);
     open_block(params);
     next.flags |= kFirst;
@@ -243,6 +281,7 @@ struct Walk {
       if (next.row > rows_begin) {
         next.row -= kRows;
       } else {
+        if (run == run_begin) run = run_end;
         open_run(params);
       }
       if (stretch_ends) open_stretch(params);

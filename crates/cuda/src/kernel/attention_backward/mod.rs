@@ -17,6 +17,9 @@ use crate::{
     CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement, TensorMapSpec,
 };
 
+/// Words before those of the key heads in the queue's buffer.
+const QUEUE_WORDS: usize = 3;
+
 /// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
 #[derive(Clone, Debug)]
 pub struct AttentionBackward {
@@ -26,7 +29,7 @@ pub struct AttentionBackward {
     mode: BackwardMode,
     shape: BackwardShape,
     schedule: DeviceSchedule,
-    /// Two words of the queue, and one that says that a turn never came.
+    /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
     turns: Option<Turns>,
@@ -60,6 +63,7 @@ struct AttentionBackwardArguments {
     tiles: u64,
     runs: u64,
     bounds: u64,
+    cursors: u64,
     queue: u64,
     turn_spans: u64,
     turn_begins: u64,
@@ -151,7 +155,7 @@ impl AttentionBackward {
         };
         let class_ends = class_ends(schedule.tiles(), problem.deterministic);
         let schedule = DeviceSchedule::new(stream, &schedule)?;
-        let queue = DeviceBuffer::from_slice(stream, &[0u32; 3])?;
+        let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
         let statistics = DeviceBuffer::new(device, (8 * rows_q * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
@@ -262,6 +266,7 @@ impl AttentionBackward {
             tiles,
             runs,
             bounds,
+            cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
             queue: self.queue.address(),
             turn_spans,
             turn_begins,
@@ -307,6 +312,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 tiles,
                 runs,
                 bounds,
+                cursors,
                 queue,
                 turn_spans,
                 turn_begins,
