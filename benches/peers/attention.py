@@ -144,10 +144,11 @@ class Tensors:
             shape.seqlen, heads, shape.head_dim, generator=generator, device="cuda", dtype=torch.float32
         ).to(DTYPES[shape.dtype])
         self.shape = shape
-        self.q, self.k, self.v, self.dout = (draw(h) for h in (shape.heads_q, shape.heads_kv, shape.heads_kv, shape.heads_q))
+        self.q, self.dout = draw(shape.heads_q), draw(shape.heads_q)
+        self.k, self.v = draw(shape.heads_kv), draw(shape.heads_kv)
 
 
-# ---- peers: each gives `forward()` -> (out,) and `backward()` -> (dq, dk, dv), which `rows` turns to [rows, heads, dim]
+# ---- peers: each gives `forward()` -> (out,) and `backward()` -> (dq, dk, dv); `rows` turns them to [rows, heads, dim]
 
 
 class Sdpa:
@@ -266,7 +267,8 @@ class Reference:
             heads = [h for kv in self.key_heads for h in range(kv * self.group, (kv + 1) * self.group)]
         for head in heads:
             kv = head // self.group
-            q, k, v, dout = (x.float() for x in (tensors.q[:, head], tensors.k[:, kv], tensors.v[:, kv], tensors.dout[:, head]))
+            q, dout = tensors.q[:, head].float(), tensors.dout[:, head].float()
+            k, v = tensors.k[:, kv].float(), tensors.v[:, kv].float()
             out, dq = torch.zeros_like(q), torch.zeros_like(q)
             dk = self.tensors["dk"].setdefault(kv, torch.zeros_like(k))
             dv = self.tensors["dv"].setdefault(kv, torch.zeros_like(v))
@@ -393,9 +395,12 @@ def ours(options, shape):
         "--masks", ",".join(options.masks), "--seqlens", str(shape.seqlen),
         "--heads", f"{shape.heads_q}:{shape.heads_kv}", "--head-dim", str(shape.head_dim),
         "--dtype", shape.dtype, "--passes", ",".join(options.passes),
-        "--iterations", str(options.iterations), "--clock", options.clock,
+        "--iterations", str(options.iterations), "--clock", options.clock, "--kernels", options.kernels,
     ]  # fmt: skip
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.limit)
+    try:
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.limit)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SystemExit(f"--ours: {error}") from error
     if ran.returncode not in (0, 1):
         raise SystemExit(f"{' '.join(command)} ended with status {ran.returncode}")
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -506,8 +511,7 @@ def print_tables(rows, records, shapes, passes, clock):
         for which in passes:
             print(f"\n{which}, {shape}, {shape.dtype}: {unit}; in brackets counterpoint's speed over it")
             print(f"{'':22}" + "".join(f"{peer:>18}" for peer in columns))
-            for record in of(records, **{"pass": which, "seqlen": shape.seqlen, "heads_q": shape.heads_q,
-                                         "heads_kv": shape.heads_kv, "head_dim": shape.head_dim, "dtype": shape.dtype}):  # fmt: skip
+            for record in of(records, **{name: x for name, x in key(which, None, shape).items() if name != "mask"}):
                 line = f"{record['mask']:22}"
                 for peer in columns:
                     figure, ratio = record["tflops"].get(peer), record["ratios"].get(peer)
@@ -527,7 +531,7 @@ def print_tables(rows, records, shapes, passes, clock):
                     continue
                 mean = statistics.geometric_mean(r["ratios"][peer] for r in found)
                 worst = min(found, key=lambda r: r["ratios"][peer])
-                where = f"{worst['mask']}, {worst['seqlen']} x {worst['heads_q']}:{worst['heads_kv']} x {worst['head_dim']}"
+                where = "{mask}, {seqlen} x {heads_q}:{heads_kv} x {head_dim}".format(**worst)
                 print(f"{peer:22}{which:>10}{mean:>10.3f}{worst['ratios'][peer]:>8.3f}  {where}")
     if "ffa" in columns:
         print("ffa: tuned figures of published.json, scaled by cuDNN in this run over cuDNN in that one")
@@ -572,16 +576,19 @@ def arguments():
     parser.add_argument("--passes", type=names(PASSES), default=PASSES)
     parser.add_argument("--peers", type=names(list(PEERS)), default=["cudnn", "flash"])
     parser.add_argument("--iterations", type=int, help="timed runs of each [default: 12; --quick 4]")
-    parser.add_argument("--clock", choices=["device", "wall", "graph"], default="device", help="graph: Counterpoint by graphs, the others as wall")
+    parser.add_argument("--clock", choices=["device", "wall", "graph"], default="device",
+                        help="device: kernels alone; wall: launches included; graph: likewise, Counterpoint by CUDA graphs")  # fmt: skip
     parser.add_argument("--no-check", dest="check", action="store_false", help="times only; marked as unchecked")
     parser.add_argument("--ours", type=Path, help="path of the counterpoint binary, to run it in between")
+    parser.add_argument("--kernels", choices=["native", "portable"], default="native", help="which kernels it runs")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run of it may take")
     parser.add_argument("--quick", action="store_true", help="8k, 16:16, few repeats")
-    parser.add_argument("--data", default="", help="JSON with documents and published figures instead of the files here")
+    parser.add_argument("--data", default="", help="documents and published figures as JSON, instead of the files here")
     parser.add_argument("--json", action="store_true", help="one JSON object a row instead of tables")
     options = parser.parse_args()
     small = options.clock != "device"
-    options.seqlens = options.seqlens or ([1024, 2048, 4096] if small else [8192] if options.quick else [8192, 16384, 32768])
+    seqlens = [8192] if options.quick else [1024, 2048, 4096] if small else [8192, 16384, 32768]
+    options.seqlens = options.seqlens or seqlens
     options.heads = options.heads or ([(16, 16)] if options.quick else [(16, 16), (64, 8)])
     options.iterations = options.iterations or (4 if options.quick else 12)
     return options

@@ -173,11 +173,6 @@ pub(crate) enum CliError {
         /// The system's words.
         source: io::Error,
     },
-    /// The machine has no such device.
-    #[error(
-        "--device cuda: this build has the CPU backend only; run with --device cpu, or use a build with the GPU backend"
-    )]
-    NoCuda,
     /// What a measurement is to be compared with is not here.
     #[error(
         "--peers: {reason}; leave --peers away, or give this machine a python3 with PyTorch (pip install torch)"
@@ -238,10 +233,7 @@ impl CliError {
             Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
             Self::Cuda { source } if source.is_missing() => 3,
             Self::Cuda { .. } => 1,
-            Self::NoCuda
-            | Self::NoPeers { .. }
-            | Self::Threads { .. }
-            | Self::Run { source: ExecError::Thread { .. } } => 3,
+            Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
             Self::Run { .. } => 1,
             _ => 2,
         }

@@ -33,6 +33,66 @@ fn what_is_missing_is_no_error() {
     assert!(folder.names().is_empty(), "looking changes nothing: {:?}", folder.names());
 }
 
+/// Folders for `PATH` and for packages, with a `python3` in the one that names the other.
+fn python(folder: &Folder, script: &str) -> String {
+    let bin = folder.path("bin");
+    std::fs::create_dir(&bin).unwrap();
+    let program = bin.join("python3");
+    std::fs::write(&program, script).unwrap();
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    format!("{}:/usr/bin:/bin", bin.display())
+}
+
+#[test]
+fn packages_of_python_are_searched() {
+    let Some(nvrtc) = std::env::var_os("COUNTERPOINT_NVRTC_DIR") else {
+        assert!(std::env::var_os("CI").is_none(), "the test command sets COUNTERPOINT_NVRTC_DIR");
+        eprintln!("SKIPPED, which CI would not accept: COUNTERPOINT_NVRTC_DIR is not set");
+        return;
+    };
+    let folder = Folder::new();
+    let packages = folder.path("site-packages");
+    std::fs::create_dir_all(packages.join("nvidia/cu13")).unwrap();
+    std::os::unix::fs::symlink(&nvrtc, packages.join("nvidia/cu13/lib")).unwrap();
+    let path = python(&folder, &format!("#!/bin/sh\necho {}\n", packages.display()));
+    // Loaders and toolkits come first, so on a machine that has one that is what is found.
+    let document = |variables: &[(&str, &str)]| -> Value {
+        serde_json::from_str(&folder.run_with("doctor --json", variables).stdout).unwrap()
+    };
+    let found = document(&[CACHE, ("COUNTERPOINT_NVRTC_DIR", ""), ("PATH", &path)]);
+    let library = found["nvrtc"]["path"].as_str().unwrap_or_else(|| panic!("{found}"));
+    let elsewhere = document(&[CACHE, ("COUNTERPOINT_NVRTC_DIR", ""), ("PATH", "/usr/bin:/bin")]);
+    assert!(library.contains("site-packages/nvidia/cu13/lib") || !elsewhere["nvrtc"].is_null(), "{found}");
+
+    // Without its builtins beside it a compiler is none.
+    let bare = folder.path("bare");
+    std::fs::create_dir(&bare).unwrap();
+    for entry in std::fs::read_dir(&nvrtc).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.starts_with("libnvrtc.so") {
+            std::os::unix::fs::symlink(&path, bare.join(name)).unwrap();
+        }
+    }
+    let found = document(&[CACHE, ("COUNTERPOINT_NVRTC_DIR", bare.to_str().unwrap())]);
+    let missing = found["missing"].as_array().unwrap().iter().find(|missing| missing["what"] == "NVRTC");
+    let found_builtins = !elsewhere["nvrtc"].is_null();
+    let told =
+        missing.is_some_and(|missing| missing["remedy"].as_str().unwrap().contains("libnvrtc-builtins"));
+    assert!(told || found_builtins, "{found}");
+}
+
+#[test]
+fn a_python_that_fails_is_told() {
+    let folder = Folder::new();
+    let path = python(&folder, "#!/bin/sh\necho broken installation >&2\nexit 3\n");
+    let variables = [CACHE, ("COUNTERPOINT_NCCL_DIR", ""), ("PATH", path.as_str())];
+    let document: Value = serde_json::from_str(&folder.run_with("doctor --json", &variables).stdout).unwrap();
+    let missing = document["missing"].as_array().unwrap().iter().find(|missing| missing["what"] == "NCCL");
+    let remedy = missing.map_or("", |missing| missing["remedy"].as_str().unwrap());
+    assert!(!document["nccl"].is_null() || remedy.contains("broken installation"), "{document}");
+}
+
 #[test]
 fn every_variable_is_listed() {
     let folder = Folder::new();
@@ -73,7 +133,8 @@ fn kernels_cannot_be_compiled_without_a_compiler() {
 
 #[test]
 fn kernels_compile() {
-    let ran = Folder::new().run_with("selftest --compile-only --json", &[]);
+    // A few of them: all are compiled by a test of crate cuda.
+    let ran = Folder::new().run_with("selftest --compile-only --only cast --json", &[]);
     if ran.status == 3 {
         assert!(std::env::var_os("CI").is_none(), "{}", ran.stderr);
         eprintln!("SKIPPED, which CI would not accept: {}", ran.stderr);
@@ -83,13 +144,14 @@ fn kernels_compile() {
     assert!(document["nvrtc"].as_str().is_some_and(|version| version.starts_with("1")), "{document}");
     assert_eq!(document["failed"], serde_json::json!([]));
     let kernels = document["kernels"].as_array().unwrap();
-    let shipped = counterpoint_cuda::kernel::specialisations().len();
-    assert_eq!(kernels.len(), shipped);
-    // A build without kernels has proved nothing.
-    assert_eq!(ran.status, if shipped > 0 { 0 } else { 1 }, "{}", ran.stderr);
+    assert_eq!(ran.status, 0, "{}", ran.stderr);
+    assert!(!kernels.is_empty());
     for kernel in kernels {
+        assert!(kernel["name"].as_str().unwrap().contains("cast"));
         assert!(kernel["registers"].as_u64().is_some_and(|registers| registers > 0), "{kernel}");
         assert_eq!((&kernel["local_bytes"], &kernel["spill_bytes"]), (&Value::from(0), &Value::from(0)));
         assert!(kernel["hgmma"].is_null() || kernel["hgmma"].is_u64());
     }
+    let none = Folder::new().run_with("selftest --compile-only --only no-such-kernel", &[]);
+    assert_eq!(none.status, 1, "nothing compiled is nothing proved");
 }

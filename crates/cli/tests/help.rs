@@ -155,10 +155,18 @@ fn bad_usage_is_one_sentence() {
 }
 
 #[test]
-fn cuda_is_not_here() {
+fn cuda_says_what_it_takes_and_what_is_missing() {
     let folder = Folder::new();
-    let ran = folder.run("attention --mask causal:8 --device cuda --output out.safetensors");
-    ran.is_refusal(3, &["--device cuda", "CPU"]);
+    let line = "attention --mask causal:8 --device cuda";
+    folder.refuses(&format!("{line} --dtype f32"), &["--device cuda", "bf16"]);
+    folder.refuses(&format!("{line} --slow-link 1,1"), &["--device cuda", "--slow-link"]);
+    let ran = folder.run(&format!("{line} --output out.safetensors"));
+    if ran.status == 0 {
+        assert_eq!(folder.names(), ["out.safetensors"]);
+        return;
+    }
+    // No GPU, or no compiler for it.
+    ran.is_refusal(3, &["NV"]);
     assert!(folder.names().is_empty());
 }
 

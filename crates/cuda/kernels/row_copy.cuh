@@ -15,7 +15,7 @@ struct RowCopyTensors {
   u64 targets[kRowCopyTargets];
 };
 
-// Bytes that lie together on both sides; a warp copies them.
+// Bytes that lie together on both sides; a group of lanes copies them.
 struct RowCopyPiece {
   u64 from;  // bytes into the source
   u64 to;    // bytes into the target
@@ -26,44 +26,45 @@ struct RowCopyPiece {
 static_assert(sizeof(RowCopyPiece) == 24 && sizeof(RowCopyTensors) == 2048, "layouts shared with the host");
 
 template <typename Word>
-__device__ __forceinline__ void copy_words(const u8* from, u8* to, u32 bytes, u32 lane) {
+__device__ __forceinline__ void copy_words(const u8* from, u8* to, u32 bytes, u32 lane, u32 lanes) {
   constexpr u32 kUnroll = 4;
   const Word* src = reinterpret_cast<const Word*>(from);
   Word* dst = reinterpret_cast<Word*>(to);
   const u32 words = bytes / sizeof(Word);
   u32 i = lane;
-  for (; i + 32 * (kUnroll - 1) < words; i += 32 * kUnroll) {
+  for (; i + lanes * (kUnroll - 1) < words; i += lanes * kUnroll) {
     Word held[kUnroll];
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) held[u] = src[i + 32 * u];
+    for (u32 u = 0; u < kUnroll; ++u) held[u] = src[i + lanes * u];
 #pragma unroll
-    for (u32 u = 0; u < kUnroll; ++u) dst[i + 32 * u] = held[u];
+    for (u32 u = 0; u < kUnroll; ++u) dst[i + lanes * u] = held[u];
   }
-  for (; i < words; i += 32) dst[i] = src[i];
+  for (; i < words; i += lanes) dst[i] = src[i];
 }
 
-// Any number of blocks. Every address, offset and length is a multiple of `alignment`: 16, 8, 4 or 2.
+// Any number of blocks. Every address, offset and length is a multiple of `alignment`: 16, 8, 4 or 2. A piece has `lanes`
+// lanes, a power of two up to 32: few where pieces are short, so that a warp has several on their way.
 __device__ __forceinline__ void row_copy(const RowCopyTensors& tensors, const RowCopyPiece* __restrict__ pieces,
-                                         u32 count, u32 alignment) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 warps = gridDim.x * (kRowCopyThreads / 32);
-  u32 i = blockIdx.x * (kRowCopyThreads / 32) + threadIdx.x / 32;
+                                         u32 count, u32 alignment, u32 lanes) {
+  const u32 lane = threadIdx.x % lanes;
+  const u32 groups = gridDim.x * (kRowCopyThreads / lanes);
+  u32 i = blockIdx.x * (kRowCopyThreads / lanes) + threadIdx.x / lanes;
   if (i >= count) return;
   RowCopyPiece next = pieces[i];
-  for (; i < count; i += warps) {
+  for (; i < count; i += groups) {
     const RowCopyPiece piece = next;
     // Short pieces would otherwise wait for the list as long as for their rows.
-    if (i + warps < count) next = pieces[i + warps];
+    if (i + groups < count) next = pieces[i + groups];
     const u8* from = reinterpret_cast<const u8*>(tensors.sources[piece.source]) + piece.from;
     u8* to = reinterpret_cast<u8*>(tensors.targets[piece.target]) + piece.to;
     if (alignment == 16) {
-      copy_words<uint4>(from, to, piece.bytes, lane);
+      copy_words<uint4>(from, to, piece.bytes, lane, lanes);
     } else if (alignment == 8) {
-      copy_words<uint2>(from, to, piece.bytes, lane);
+      copy_words<uint2>(from, to, piece.bytes, lane, lanes);
     } else if (alignment == 4) {
-      copy_words<u32>(from, to, piece.bytes, lane);
+      copy_words<u32>(from, to, piece.bytes, lane, lanes);
     } else {
-      copy_words<u16>(from, to, piece.bytes, lane);
+      copy_words<u16>(from, to, piece.bytes, lane, lanes);
     }
   }
 }

@@ -36,7 +36,14 @@ impl Arch {
     pub fn of(capability: Capability) -> Self {
         match (capability.major, capability.minor) {
             (9, 0) => Self::SM_90A,
-            (8, _) => Self::SM_80,
+            _ => Self::portable(capability),
+        }
+    }
+
+    /// What to compile the portable kernels for on a GPU: no feature that only one architecture has.
+    pub fn portable(capability: Capability) -> Self {
+        match capability.major {
+            8 => Self::SM_80,
             _ => Self { capability, specific: false },
         }
     }
@@ -65,5 +72,8 @@ mod tests {
         assert_eq!([of(9, 0), of(10, 0), of(12, 1)], ["sm_90a", "sm_100", "sm_121"]);
         assert!(Arch::of(Capability { major: 9, minor: 0 }).is_hopper());
         assert!(!Arch::of(Capability { major: 10, minor: 0 }).is_hopper());
+        let portable = Arch::portable(Capability { major: 9, minor: 0 });
+        assert_eq!(portable.to_string(), "sm_90");
+        assert!(!portable.is_hopper());
     }
 }

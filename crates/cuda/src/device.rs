@@ -11,9 +11,10 @@ use crate::function::LoadedKernels;
 use crate::library::{Driver, call};
 use crate::memory::Guards;
 
-/// One GPU and its primary context, which is the one that PyTorch and the runtime API use too. Cheap to clone.
+/// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
+/// picked for it. Cheap to clone.
 #[derive(Clone)]
-pub struct Device(Arc<Primary>);
+pub struct Device(Arc<Primary>, Arch);
 
 struct Primary {
     driver: &'static Driver,
@@ -106,7 +107,8 @@ impl Device {
         open.retain(|primary| primary.strong_count() > 0);
         let same = open.iter().filter_map(Weak::upgrade).find(|primary| primary.ordinal == ordinal);
         if let Some(primary) = same {
-            return Ok(Self(primary));
+            let arch = Arch::of(primary.properties.capability);
+            return Ok(Self(primary, arch));
         }
         let device = Self::retain(ordinal)?;
         open.push(Arc::downgrade(&device.0));
@@ -130,7 +132,8 @@ impl Device {
             guards: Guards::default(),
             release_error: Mutex::new(None),
         };
-        Ok(Self(Arc::new(primary)))
+        let arch = Arch::of(primary.properties.capability);
+        Ok(Self(Arc::new(primary), arch))
     }
 
     /// The number that it was opened with.
@@ -150,7 +153,14 @@ impl Device {
 
     /// What kernels are compiled for.
     pub fn arch(&self) -> Arch {
-        Arch::of(self.capability())
+        self.1
+    }
+
+    /// The same GPU with the portable kernels, where it would have those of its own architecture: to test and to measure
+    /// the one against the other.
+    #[must_use]
+    pub fn portable(&self) -> Self {
+        Self(self.0.clone(), Arch::portable(self.capability()))
     }
 
     /// Streaming multiprocessors.

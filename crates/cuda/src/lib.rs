@@ -2,6 +2,23 @@
 //!
 //! The only crate that names CUDA. Building it needs no toolkit and starting a program that links it needs no library:
 //! both are looked for when a device is first asked for.
+//!
+//! ```no_run
+//! use counterpoint_cuda::{CudaError, Device, DeviceBuffer, KernelSource, Launch, Stream, StreamPriority};
+//!
+//! # fn main() -> Result<(), CudaError> {
+//! let device = Device::open(0)?;
+//! let stream = Stream::new(&device, StreamPriority::Low)?;
+//! let source = KernelSource::new("double_all", device.arch())
+//!     .line("extern \"C\" __global__ void double_all(float* x) { x[threadIdx.x] *= 2; }");
+//! let double_all = device.function(&source)?; // compiled, or from the cache
+//! let x = DeviceBuffer::from_slice(&stream, &[1.0f32, 2.0, 3.0])?;
+//! // SAFETY: three threads change the three numbers that `x` holds, and `x` lives until they are downloaded.
+//! unsafe { double_all.launch(&stream, &Launch::linear(1, 3), &(x.address(),)) }?;
+//! assert_eq!(x.download::<f32>(&stream, 0, 3)?, [2.0, 4.0, 6.0]);
+//! # Ok(())
+//! # }
+//! ```
 #![warn(clippy::unwrap_used)]
 #![allow(unsafe_code)]
 

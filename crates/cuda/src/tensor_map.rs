@@ -106,6 +106,8 @@ pub struct TensorMapSpec {
     rank: usize,
     dims: [u64; MOST_AXES],
     strides: [u64; MOST_AXES],
+    /// Axes that `strides` was given for.
+    strides_for: usize,
     box_dims: [u32; MOST_AXES],
     swizzle: Swizzle,
     promotion: L2Promotion,
@@ -127,6 +129,7 @@ impl TensorMapSpec {
             rank: RANK,
             dims: [1; MOST_AXES],
             strides: [0; MOST_AXES],
+            strides_for: RANK,
             box_dims: [1; MOST_AXES],
             swizzle: Swizzle::None,
             promotion: L2Promotion::default(),
@@ -144,8 +147,9 @@ impl TensorMapSpec {
     /// Bytes from one element to the next along each axis but the innermost, whose elements are neighbours.
     #[must_use]
     pub fn strides<const OUTER: usize>(mut self, strides: [u64; OUTER]) -> Self {
-        debug_assert_eq!(OUTER + 1, self.rank, "one stride for each axis but the innermost");
-        self.strides[1..=OUTER.min(MOST_AXES - 1)].copy_from_slice(&strides[..OUTER.min(MOST_AXES - 1)]);
+        const { assert!(OUTER < MOST_AXES, "tensor maps have 1 to 5 axes") };
+        self.strides[1..=OUTER].copy_from_slice(&strides);
+        self.strides_for = OUTER + 1;
         self
     }
 
@@ -173,6 +177,10 @@ impl TensorMapSpec {
         let element = u64::from(self.element.bytes());
         if self.address == 0 || !self.address.is_multiple_of(16) {
             return Err(format!("its address {:#x} is no multiple of 16", self.address));
+        }
+        if self.strides_for != self.rank {
+            let (outer, rank) = (self.strides_for - 1, self.rank);
+            return Err(format!("it has {outer} strides for {rank} axes; it takes one less than axes"));
         }
         for axis in 0..self.rank {
             let (dim, box_dim, stride) = (self.dims[axis], self.box_dims[axis], self.strides[axis]);
@@ -277,6 +285,7 @@ mod tests {
         let wide = spec(256, [128, 8, 1000], [128, 1, 1]);
         assert_eq!(wide.check(), Ok(()));
         assert!(refused(wide.swizzle(Swizzle::Span128)).contains("256 bytes, and this swizzle takes 128"));
+        assert!(refused(good.strides([256])).contains("1 strides for 3 axes"));
         assert!(refused(good.strides([1 << 40, 16])).contains("axis 1 has a stride of 1099511627776"));
     }
 }

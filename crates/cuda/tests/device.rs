@@ -142,6 +142,26 @@ fn launches_are_checked() {
 }
 
 #[test]
+fn launches_cost_microseconds() {
+    let Some(device) = device() else { return };
+    let stream = Stream::new(&device, StreamPriority::Low).unwrap();
+    let add = add(&device);
+    let x = DeviceBuffer::from_slice(&stream, &[0u32; 64]).unwrap();
+    let best = (0..20).map(|_| {
+        stream.synchronize().unwrap();
+        let start = Instant::now();
+        for _ in 0..100 {
+            enqueue_add(&add, &stream, &x, 1).unwrap();
+        }
+        start.elapsed() / 100
+    });
+    let best = best.min().unwrap();
+    println!("a launch takes the host {best:?}");
+    assert_eq!(x.download::<u32>(&stream, 0, 64).unwrap(), [2000; 64]);
+    assert!(best < Duration::from_micros(50), "{best:?}");
+}
+
+#[test]
 fn all_shared_memory_clusters_and_overlapping_starts() {
     let Some(device) = device() else { return };
     if device.capability().major < 9 {

@@ -70,6 +70,8 @@ pub struct RunConfig {
     pub poison: bool,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
+    /// Runs of each pass before the one that is measured and whose results are given: the first one on a GPU loads code.
+    pub warmups: usize,
     /// Faults to inject; a test tool.
     pub faults: Vec<FaultInjection>,
 }
@@ -82,6 +84,7 @@ impl Default for RunConfig {
             limit: Duration::from_secs(600),
             poison: cfg!(debug_assertions),
             slow_link: None,
+            warmups: 0,
             faults: Vec::new(),
         }
     }
@@ -147,7 +150,7 @@ pub fn run_attention_on<M: Machine>(
     for (rank, prepared) in forward.iter_mut().enumerate() {
         local.bind(rank, prepared)?;
     }
-    let forward_timeline = Prepared::run_ranks(&mut forward)?;
+    let forward_timeline = run_warm(&mut forward, config.warmups)?;
     let out = output(&forward, "out")?;
     let lse = output(&forward, "lse")?;
     let mut run = AttentionRun {
@@ -173,7 +176,7 @@ pub fn run_attention_on<M: Machine>(
         prepared.bind("out", out)?;
         prepared.bind("lse", lse)?;
     }
-    run.backward = Some(Prepared::run_ranks(&mut backward)?);
+    run.backward = Some(run_warm(&mut backward, config.warmups)?);
     let gradient = |name: &str, dispatch: &Dispatch| -> Result<Option<HostTensor>, ExecError> {
         undispatch(dispatch, &download(&backward, name)?).map(Some)
     };
@@ -236,6 +239,15 @@ fn prepare<M: Machine>(
 ) -> Result<Vec<Rank<M>>, ExecError> {
     let ranks = programs.into_iter().zip(machine.connect(world)?);
     ranks.map(|(program, (backend, transport))| Rank::<M>::new(program, backend, transport)).collect()
+}
+
+/// The timeline of the last of `warmups + 1` runs.
+fn run_warm<B: Backend, T: Transport<B>>(
+    ranks: &mut [Prepared<B, T>],
+    warmups: usize,
+) -> Result<Timeline, ExecError> {
+    (0..warmups).try_for_each(|_| Prepared::run_ranks(ranks).map(|_| ()))?;
+    Prepared::run_ranks(ranks)
 }
 
 /// Every rank's rows of the inputs, shared by forward and backward.

@@ -192,6 +192,7 @@ pub fn lower_attention_backward(
             scale: spec.scale,
             softcap: spec.softcap,
             accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+            deterministic: reduction == GradientReduction::Deterministic,
         };
         p.push(compute, here, "attention backward", Op::AttentionBackward(op));
         if s > 0 {

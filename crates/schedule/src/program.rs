@@ -233,6 +233,8 @@ pub struct AttentionBackward {
     pub softcap: f64,
     /// Whether `dq` begins here or continues.
     pub accumulate_dq: Accumulate,
+    /// Whether two runs must give the same bits, which on a GPU puts the sums of `dq` in a fixed order.
+    pub deterministic: bool,
 }
 
 /// Rows to the ranks that need them. All ranks queue the same group collectives in the same order, whatever the stream;

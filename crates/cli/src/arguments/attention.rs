@@ -33,7 +33,8 @@ Examples:
   counterpoint attention --mask causal:4k --heads-q 8 --heads-kv 2 --dtype bf16 \\
       --check --json
   counterpoint attention --mask causal:4k --cp-size 2 --stages 4 \\
-      --slow-link 500,0.2 --trace trace.json")]
+      --slow-link 500,0.2 --trace trace.json
+  counterpoint attention --mask causal:32k --device cuda --backward --cp-size 4")]
 pub(crate) struct AttentionArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]
@@ -80,7 +81,7 @@ pub(crate) struct TensorArguments {
     #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true, conflicts_with = "input")]
     pub(crate) head_dim: Option<usize>,
 
-    /// Element type of the random tensors [default: f32]
+    /// Element type of the random tensors [default: f32; bf16 on GPUs]
     #[arg(long, value_name = "TYPE", value_parser = value::dtype(), conflicts_with = "input")]
     pub(crate) dtype: Option<DType>,
 
@@ -162,6 +163,6 @@ pub(crate) struct ResultArguments {
 pub(crate) enum Device {
     /// Ranks are threads of this process
     Cpu,
-    /// Ranks are GPUs
+    /// Ranks are on a GPU, which they share
     Cuda,
 }

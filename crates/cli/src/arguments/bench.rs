@@ -114,6 +114,10 @@ pub(crate) struct CudaBenchArguments {
     #[arg(long, value_enum)]
     pub(crate) clock: Option<BenchClock>,
 
+    /// Which kernels: the GPU's own, or those that run on every GPU since Ampere [default: native]
+    #[arg(long, value_enum)]
+    pub(crate) kernels: Option<BenchKernels>,
+
     /// Time these of PyTorch's attentions too: cudnn, flash, flex (slow to compile) [given without names: cudnn,flash]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash")]
     pub(crate) peers: Option<String>,
@@ -131,6 +135,7 @@ impl CudaBenchArguments {
             (!self.passes.is_empty(), "--passes"),
             (self.iterations.is_some(), "--iterations"),
             (self.clock.is_some(), "--clock"),
+            (self.kernels.is_some(), "--kernels"),
             (self.peers.is_some(), "--peers"),
         ]
         .into_iter()
@@ -176,4 +181,11 @@ pub(crate) enum BenchClock {
     Wall,
     /// The host's, over many replays of the run as a CUDA graph
     Graph,
+}
+
+/// Whose kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchKernels {
+    Native,
+    Portable,
 }

@@ -17,8 +17,8 @@ use clap::{Parser, Subcommand};
 
 pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
 pub(crate) use bench::{
-    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchMask, BenchPass, BenchPlanArguments,
-    CudaBenchArguments,
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
+    BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;

@@ -13,7 +13,8 @@ Examples:
   counterpoint selftest
   counterpoint selftest --device cuda
   counterpoint selftest --device cuda --quick --json > selftest.json
-  counterpoint selftest --compile-only")]
+  counterpoint selftest --compile-only
+  counterpoint selftest --compile-only --only attention_forward")]
 pub(crate) struct SelftestArguments {
     /// What to examine
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
@@ -22,6 +23,10 @@ pub(crate) struct SelftestArguments {
     /// Compile every CUDA kernel and look at what came out, no GPU needed
     #[arg(long, conflicts_with_all = ["device", "quick"])]
     pub(crate) compile_only: bool,
+
+    /// Compile only the kernels whose names contain this
+    #[arg(long, value_name = "PART", requires = "compile_only")]
+    pub(crate) only: Option<String>,
 
     /// A small set of checks, fit to be run under compute-sanitizer
     #[arg(long)]

@@ -3,22 +3,23 @@
 // A CTA takes items (a tile of 128 keys, a key head) from a queue. It holds K and V in shared memory and walks the blocks of
 // query rows that see the tile, for every query head of the key head, so dk and dv stay in registers until the item ends.
 //
-// Three warpgroups:
+// Four warpgroups:
 //  - two "key" warpgroups own 64 keys each. All their products have keys as rows: S^T = K Q^T, dP^T = V dO^T, and then P^T
 //    and dS^T are in registers just as operand A of dV += P^T dO and dK += dS^T Q wants them.
-//  - one "query" warpgroup fetches what the others read (its first thread), and computes dQ^T = K^T dS^T of each block from
-//    the dS^T that the key warpgroups leave in shared memory, and adds it to dq by the copy engine. So the key warpgroups
-//    wait for nobody's dq, and are free to drift apart: one's exponentials run under the other's products.
+//  - a "query" warpgroup computes dQ^T = K^T dS^T of each block from the dS^T that the key warpgroups leave in shared memory.
+//    So the key warpgroups wait for nobody's dq, have no registers for it, and are free to drift apart: one's exponentials
+//    run under the other's products.
+//  - one has a warp that loads, and a thread that adds dq to global memory by the copy engine.
 //
-// The order in a key warpgroup, block after block: S and dP are issued together; P is computed under dP; then dS; then dV, dK
-// and the next block's S are issued in one go, so that the tensor cores always have something of this warpgroup queued but
-// for the time in which dS is computed.
+// The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as dP is
+// there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
 #pragma once
 
 #include "attention/tile_schedule.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/flag.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -36,19 +37,24 @@ namespace counterpoint {
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
 
 namespace backward {
 
 constexpr u32 kHeadDim = HEAD_DIM;             // of the tile; the tensors' may be smaller, the rest reads as zeros
 constexpr u32 kKeys = 128;                     // keys of a tile
-constexpr u32 kRows = HEAD_DIM <= 64 ? 128 : 64;  // query rows of a block
+constexpr u32 kRows = HEAD_DIM <= 64 && !SOFTCAP ? 128 : 64;  // query rows of a block
 constexpr u32 kStages = 2;
 constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
 constexpr u32 kThreads = 512;
 constexpr u32 kKeyRegisters = 208;
 constexpr u32 kQueryRegisters = 64;
 constexpr u32 kLoadRegisters = 32;
+constexpr u32 kItemClasses = 16;
 constexpr bool kSoftcap = SOFTCAP != 0;
+constexpr bool kDeterministic = DETERMINISTIC != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "head sizes that the accumulators of two warpgroups hold");
 
@@ -60,6 +66,7 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
+  u32 turn;  // how many add to these rows before, where turns are taken
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kOdd = 32;  // the parity of the item among those that are not empty, for the barriers of K and V
@@ -70,6 +77,7 @@ constexpr u32 kRowBytes = kChunks * kRows * 128;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
+constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have the time of a block
 
 }  // namespace backward
 
@@ -78,22 +86,28 @@ struct AttentionBackwardParams {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
-  void* dk;              // [rows_k, heads_kv, head_dim], f32 or elements
-  void* dv;
-  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_delta.cuh)
+  void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
+  void* dv;           // [rows_k, heads_kv, head_dim_v], likewise
+  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_backward_rows.cuh)
   const float* row_delta;  // [heads_q, rows_q]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  u32* queue;       // two words, zero before the first launch; each launch leaves them zero
+  u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
+  const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
+  const u32* turn_begins;      // into turn_spans, for each block of kRows rows
+  u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
+  u32* fault;                  // set to 1 when a turn never came
   u32 num_tiles;
   u32 rows_q;
   u32 heads_kv;
-  u32 group;        // query heads of a key head
-  u32 heads_together;  // key heads whose items are mixed in the queue: as many as the L2 holds
-  u32 head_dim;     // of q, k and v: what is stored of a row
+  u32 group;  // query heads of a key head
+  u32 head_dim;
+  u32 head_dim_v;
+  u32 classes;                            // of tiles, see Walk
+  u32 class_end[backward::kItemClasses];  // tiles up to which each class goes
   float scale;
-  float scale_log2;  // scale * log2(e); with softcap: scale / softcap
+  float scale_log2;  // scale * log2(e); with SOFTCAP: 2 * log2(e) * scale / softcap
   float cap_log2;    // softcap * log2(e)
 };
 
@@ -109,14 +123,32 @@ __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) { return (u64(
 __device__ __forceinline__ u32 slot_of(u32 count) { return count % 2; }
 __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 
+// How many others add to the block of rows from `row` on before the tile of this number does.
+__device__ __forceinline__ u32 turn_of(const AttentionBackwardParams& params, i32 row, u32 tile) {
+  const u32 block = u32(row) / kRows;
+  const u32 end = __ldg(params.turn_begins + block + 1);
+  for (u32 i = __ldg(params.turn_begins + block); i < end; ++i) {
+    const uint4 span = __ldg(reinterpret_cast<const uint4*>(params.turn_spans + i));
+    if (tile < span.y) return span.z + tile - span.x;
+  }
+  return 0;
+}
+
 // The walk over items and blocks. Only the loading thread uses it; it lies in shared memory because that thread's warpgroup
 // has few registers.
+//
+// Tiles come in classes of similar work, the heaviest first. Within a class the queue goes head by head, so that CTAs that run
+// together read the same rows; and class by class, so that the last items are short ones and CTAs finish together.
+//
+// Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles that
+// start together read the same rows at the same time, from the second level cache. For the same reason the query heads of a
+// key head take turns at every block.
 struct Walk {
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
-  u32 run, run_begin, run_end;
-  i32 rows_end;            // of the run
-  u32 head, head_end;      // query heads of the item
+  u32 run, run_begin;      // the run, and the item's first: runs are walked backwards
+  i32 rows_begin, rows_end;  // of the run
+  u32 tile;                // number of the item's tile, where turns are taken
   u32 count;               // steps announced
   u32 items;               // items opened that have something to see
 
@@ -126,21 +158,29 @@ struct Walk {
     open_item(params);
   }
 
+  // Opens the last block of the run before `run`.
   __device__ __forceinline__ void open_run(const AttentionBackwardParams& params) {
-    const int4 words = __ldg(reinterpret_cast<const int4*>(params.runs + run));
-    next.row = words.x;
+    const int4 words = __ldg(reinterpret_cast<const int4*>(params.runs + --run));
+    rows_begin = words.x;
     rows_end = words.y;
+    next.row = words.x + (words.y - 1 - words.x) / i32(kRows) * i32(kRows);
     next.bound_begin = u32(words.z);
     next.bound_end = u32(words.w);
-    open_block();
+    open_block(params);
   }
 
-  __device__ __forceinline__ void open_block() {
+  __device__ __forceinline__ void open_block(const AttentionBackwardParams& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
-    if (next.row + i32(kRows) >= rows_end && run + 1 == run_end && head + 1 == head_end) next.flags |= kLast;
-    next.head_q = head;
+    next.head_q = next.head_kv * params.group;
+    if (kDeterministic) next.turn = turn_of(params, next.row, tile);
+    mark_last(params);
+  }
+
+  __device__ __forceinline__ void mark_last(const AttentionBackwardParams& params) {
+    const bool last_head = next.head_q + 1 == (next.head_kv + 1) * params.group;
+    if (next.row == rows_begin && run == run_begin && last_head) next.flags |= kLast;
   }
 
   __device__ __forceinline__ void open_item(const AttentionBackwardParams& params) {
@@ -148,21 +188,24 @@ struct Walk {
       next.flags = kExit;
       return;
     }
-    const u32 per_group = params.num_tiles * params.heads_together;
-    const u32 head_group = ticket / per_group;
-    const u32 rest = ticket - head_group * per_group;
-    const u32 first_head = head_group * params.heads_together;
-    const u32 heads = min(params.heads_together, params.heads_kv - first_head);
-    const int4 tile = __ldg(reinterpret_cast<const int4*>(params.tiles + rest / heads));
+    u32 rest = ticket;
+    u32 first = 0;
+    u32 tiles = params.class_end[0];
+    for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
+      rest -= tiles * params.heads_kv;
+      first = params.class_end[i - 1];
+      tiles = params.class_end[i] - first;
+    }
+    const Tile* item = params.tiles + first + rest % tiles;
+    const int4 words = __ldg(reinterpret_cast<const int4*>(item));
+    if (kDeterministic) tile = __ldg(&item->number);
     ticket = atomicAdd(params.queue, 1u);
-    next.key = tile.x;
-    next.key_end = tile.y;
-    next.head_kv = first_head + rest % heads;
-    head = next.head_kv * params.group;
-    head_end = head + params.group;
-    run = run_begin = u32(tile.z);
-    run_end = u32(tile.w);
-    if (run == run_end) {
+    next.key = words.x;
+    next.key_end = words.y;
+    next.head_kv = rest / tiles;
+    run_begin = u32(words.z);
+    run = u32(words.w);
+    if (run == run_begin) {
       next.flags = kFirst | kLast | kEmpty;
       return;
     }
@@ -175,14 +218,14 @@ struct Walk {
   __device__ __forceinline__ void advance(const AttentionBackwardParams& params) {
     if (next.flags & kLast) {
       open_item(params);
-    } else if (next.row + i32(kRows) < rows_end) {
-      next.row += kRows;
-      open_block();
+    } else if (next.head_q + 1 < (next.head_kv + 1) * params.group) {
+      ++next.head_q;
+      next.flags &= ~kFirst;
+      mark_last(params);
+    } else if (next.row > rows_begin) {
+      next.row -= kRows;
+      open_block(params);
     } else {
-      if (++run == run_end) {
-        run = run_begin;
-        ++head;
-      }
       open_run(params);
     }
   }
@@ -194,7 +237,7 @@ struct Storage {
   u8 q[kStages][kRowBytes];
   u8 dout[kStages][kRowBytes];
   u8 ds[2][kDsBytes];
-  u8 dq[2][kPartBytes];
+  u8 dq[kDqBuffers][kPartBytes];
   float lse[kStages][kRows];
   float delta[kStages][kRows];
   Step steps[kSteps];
@@ -202,6 +245,7 @@ struct Storage {
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
+  u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);
@@ -255,21 +299,22 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, 
 }
 
 // Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
-__device__ __forceinline__ void store_gradient(void* out, const AttentionBackwardParams& params, const Step& step,
-                                               const float (&d)[kHeadDim / 2], float factor, i32 key, u32 lane) {
+__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardParams& params,
+                                               const Step& step, const float (&d)[kHeadDim / 2], float factor, i32 key,
+                                               u32 lane) {
   const u32 c = lane % 4;
-  const u64 row_stride = u64(params.heads_kv) * params.head_dim;
+  const u64 row_stride = u64(params.heads_kv) * head_dim;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     const bool owned = row < step.key_end;
-    const u64 base = u64(u32(row)) * row_stride + u64(step.head_kv) * params.head_dim;
+    const u64 base = u64(u32(row)) * row_stride + u64(step.head_kv) * head_dim;
     if (kOutputF32) {
       float* to = static_cast<float*>(out) + base;
 #pragma unroll
       for (u32 j = 0; j < kHeadDim / 8; ++j) {
         const u32 column = 8 * j + 2 * c;
-        if (owned && column < params.head_dim) {
+        if (owned && column < head_dim) {
           *reinterpret_cast<float2*>(to + column) =
               make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
         }
@@ -284,7 +329,7 @@ __device__ __forceinline__ void store_gradient(void* out, const AttentionBackwar
         const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
         const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
         const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
-        if (owned && column < params.head_dim) {
+        if (owned && column < head_dim) {
           *reinterpret_cast<uint2*>(to + column) =
               make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
         }
@@ -294,14 +339,14 @@ __device__ __forceinline__ void store_gradient(void* out, const AttentionBackwar
 }
 
 // Zeros for keys that nobody sees.
-__device__ __forceinline__ void store_zeros(void* out, const AttentionBackwardParams& params, const Step& step, i32 key,
-                                            u32 lane) {
+__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardParams& params,
+                                            const Step& step, i32 key, u32 lane) {
   constexpr u32 kSize = kOutputF32 ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= step.key_end) continue;
-    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + step.head_kv) * params.head_dim * kSize;
-    for (u32 x = 16 * (lane % 4); x < params.head_dim * kSize; x += 64) {
+    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + step.head_kv) * head_dim * kSize;
+    for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
       *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
     }
   }
@@ -322,6 +367,28 @@ __device__ __forceinline__ void set_zero(float (&d)[kCount]) {
 #pragma unroll
   for (u32 i = 0; i < kCount; ++i) d[i] = 0.0f;
 }
+
+// Two f32 to a pair of f16 and back, whatever the elements are.
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 unpack_half(u32 pair) {
+  float2 values;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}\n"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
+
+// tanh(x / (2 log2(e))), to an absolute error of 2^-22: the instruction for it is good to 2^-11 only.
+__device__ __forceinline__ float tanh_of(float x) { return fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(x)), 1.0f); }
 
 // What a row of queries has: the value of the columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator.
 __device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
@@ -350,8 +417,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
       }
       if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
-      store_zeros(params.dk, params, step, step.key + own_key(), lane);
-      store_zeros(params.dv, params, step, step.key + own_key(), lane);
+      store_zeros(params.dk, params.head_dim, params, step, step.key + own_key(), lane);
+      store_zeros(params.dv, params.head_dim_v, params, step, step.key + own_key(), lane);
       __syncwarp();
       ++count;
       continue;
@@ -362,6 +429,9 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
     mbarrier_wait(&shared.full_k, flags & kOdd ? 1 : 0);
     while (true) {
       u32 p[kRows / 16][4], ds[kRows / 16][4];
+      // P (times the softcap's slope) for dS, in f16 whatever the elements are: it is at most one, so that f16 has it three bits
+      // better than bf16, and dS is as good as if P had stayed in f32.
+      u32 w[kRows / 16][4];
       {
         float s[kRows / 2];
         wgmma_fence();
@@ -385,11 +455,19 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
         }
         wgmma_wait<0>();
         pin(s);
+        // The scores in powers of two, less the row's denominator; with a softcap only its tanh, as yet.
 #pragma unroll
         for (u32 j = 0; j < kRows / 8; ++j) {
           const float2 lse = column_values(shared.lse[slot_of(count)], j);
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) s[4 * j + m] = fmaf(s[4 * j + m], params.scale_log2, m % 2 ? lse.y : lse.x);
+          for (u32 m = 0; m < 4; ++m) {
+            float& score = s[4 * j + m];
+            if (kSoftcap) {
+              score = tanh_of(score * params.scale_log2);
+            } else {
+              score = fmaf(score, params.scale_log2, m % 2 ? lse.y : lse.x);
+            }
+          }
         }
         if (bounded) {
 #pragma unroll
@@ -401,9 +479,26 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
           }
         }
 #pragma unroll
-        for (u32 k = 0; k < kRows / 16; ++k) {
+        for (u32 j = 0; j < kRows / 8; ++j) {
+          const float2 lse = column_values(shared.lse[slot_of(count)], j);
 #pragma unroll
-          for (u32 m = 0; m < 4; ++m) p[k][m] = pack(exp2_fast(s[8 * k + 2 * m]), exp2_fast(s[8 * k + 2 * m + 1]));
+          for (u32 i = 0; i < 2; ++i) {
+            float low = s[4 * j + 2 * i];
+            float high = s[4 * j + 2 * i + 1];
+            const u32 at = 2 * (j % 2) + i;
+            if constexpr (kSoftcap) {
+              const float slope_low = fmaxf(1.0f - low * low, 0.0f);
+              const float slope_high = fmaxf(1.0f - high * high, 0.0f);
+              low = exp2_fast(fmaf(low, params.cap_log2, lse.x));
+              high = exp2_fast(fmaf(high, params.cap_log2, lse.y));
+              w[j / 2][at] = pack_half(low * slope_low, high * slope_high);
+            } else {
+              low = exp2_fast(low);
+              high = exp2_fast(high);
+              w[j / 2][at] = pack_half(low, high);
+            }
+            p[j / 2][at] = pack(low, high);
+          }
         }
       }
       {
@@ -412,13 +507,12 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
-        const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+      const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
 #pragma unroll
-        for (u32 k = 0; k < kRows / 16; ++k) {
-          Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048),
-                                                   1);
-        }
-        wgmma_commit();
+      for (u32 k = 0; k < kRows / 16; ++k) {
+        Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
+      }
+      wgmma_commit();
         mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         wgmma_wait<1>();
         pin(dp);
@@ -430,9 +524,11 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
             const float2 delta = column_values(shared.delta[slot_of(count)], 2 * k + n);
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
-              const float* pair = dp + 8 * k + 4 * n + 2 * i;
-              const u32 weights = p[k][2 * n + i];
-              ds[k][2 * n + i] = pack(low_float(weights) * (pair[0] - delta.x), high_float(weights) * (pair[1] - delta.y));
+              const u32 at = 2 * n + i;
+              const float2 weight = unpack_half(w[k][at]);
+              const float low = weight.x * (dp[8 * k + 2 * at] - delta.x);
+              const float high = weight.y * (dp[8 * k + 2 * at + 1] - delta.y);
+              ds[k][at] = pack(low, high);
             }
           }
           store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
@@ -460,8 +556,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    store_gradient(params.dv, params, step, dv, 1.0f, step.key + own_key(), lane);
-    store_gradient(params.dk, params, step, dk, params.scale, step.key + own_key(), lane);
+    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f, step.key + own_key(), lane);
+    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale, step.key + own_key(), lane);
     __syncwarp();
   }
 }
@@ -549,12 +645,67 @@ __device__ __forceinline__ void load_role(const AttentionBackwardParams& params,
   }
 }
 
+// Polls of a turn before a CTA gives up waiting: seconds. Whoever is waited for has started, so only a fault gets there.
+constexpr u32 kMostPolls = 1u << 26;
+
+// Waits until `turn` others have added. A wait that does not end is a fault, which the host finds in `fault`.
+__device__ __forceinline__ void await_turn(const u32* turns, u32 turn, u32* fault) {
+  for (u32 polls = 0; load_acquire(turns) != turn; ++polls) {
+    if (polls == kMostPolls) {
+      *fault = 1;
+      break;
+    }
+  }
+  fence_async_proxy_all();
+}
+
+// The thread that adds to dq what the query warpgroup leaves in shared memory.
+__device__ __forceinline__ void add_role(const AttentionBackwardParams& params, Storage& shared) {
+  for (u32 count = 0;; ++count) {
+    const u32 slot = slot_of(count);
+    mbarrier_wait(&shared.full_dq[slot * kParts], parity_of(count));
+    const Step& step = shared.steps[count % kSteps];
+    if (step.flags & kExit) break;
+    const bool rows = !(step.flags & kEmpty);
+    u32* turns = nullptr;
+    if (kDeterministic && rows) {
+      turns = params.turns + u64(u32(step.row) / kRows) * (params.heads_kv * params.group) + step.head_q;
+      await_turn(turns, step.turn, params.fault);
+    }
+#pragma unroll 1
+    for (u32 part = 0; part < kParts; ++part) {
+      const u32 buffer = slot * kParts + part;
+      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], parity_of(count));
+      if (rows) {
+        const u32 column = 64 * (part % kChunks);
+        const i32 row = step.row + i32(64 * (part / kChunks));
+#pragma unroll 1
+        for (u32 box = 0; box < 2; ++box) {
+          tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, row);
+        }
+      }
+      tma_store_commit();
+      // The buffer before this one has been read by now.
+      tma_store_wait_read<1>();
+      if (count > 0 || part > 0) {
+        mbarrier_arrive(&shared.empty_dq[part > 0 ? buffer - 1 : (slot ^ 1) * kParts + kParts - 1]);
+      }
+    }
+    if (kDeterministic && rows) {
+      // The additions are done: it is the next tile's turn.
+      tma_store_wait<0>();
+      fence_async_proxy_all();
+      add_release(turns, 1);
+    }
+  }
+  tma_store_wait<0>();
+}
+
 // The warpgroup that owns query rows: dq.
 __device__ __forceinline__ void query_role(const AttentionBackwardParams& params, Storage& shared) {
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
   const u32 warp = thread / 32;
-  constexpr u32 kBarrier = 1;
   // Element (column lane / 4 + 8 i of 16 warp .., row 8 j + 2 (lane % 4) + e) of a part goes to box column / 32, swizzled.
   const u32 column = 16 * warp + lane / 4;
   const u32 row0 = 2 * (lane % 4);
@@ -574,63 +725,60 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
     mbarrier_wait(&shared.full_ds[slot], parity_of(count));
     const Step& step = shared.steps[count % kSteps];
-    if (step.flags & kExit) break;
-    if (step.flags & kFirst && !(step.flags & kEmpty)) mbarrier_wait(&shared.full_k, step.flags & kOdd ? 1 : 0);
-    if (step.flags & kEmpty) {
-      if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
-      barrier_sync(kBarrier, 128);
-    } else {
-#pragma unroll
+    if (step.flags & (kExit | kEmpty)) {
       for (u32 part = 0; part < kParts; ++part) {
-        const u32 chunk = part % kChunks;
-        const u32 half = part / kChunks;
-        float dq[32];
-        const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
-        const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
-        wgmma_fence();
-        Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(rows, 0));
-#pragma unroll
-        for (u32 k = 1; k < kKeys / 16; ++k) {
-          Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(dq);
-        if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
-        if (thread == 0) tma_store_wait_read<1>();
-        barrier_sync(kBarrier, 128);
-        u8* to = shared.dq[part % 2];
-#pragma unroll
-        for (u32 j = 0; j < 8; ++j) {
-#pragma unroll
-          for (u32 i = 0; i < 2; ++i) {
-#pragma unroll
-            for (u32 e = 0; e < 2; ++e) {
-              *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = dq[4 * j + 2 * i + e] * params.scale;
-            }
-          }
-        }
-        fence_async_proxy();
-        barrier_sync(kBarrier, 128);
-        if (thread == 0) {
-#pragma unroll
-          for (u32 box = 0; box < 2; ++box) {
-            tma_reduce_add_3d(&params.dq, to + box * (64 * 128), 64 * chunk + 32 * box, step.head_q,
-                              step.row + i32(64 * half));
-          }
-          tma_store_commit();
-        }
-        __syncwarp();
+        const u32 buffer = slot * kParts + part;
+        mbarrier_wait(&shared.empty_dq[buffer], parity_of(count) ^ 1);
+        if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
       }
+      if (step.flags & kExit) break;
+      if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+      continue;
+    }
+    if (step.flags & kFirst) mbarrier_wait(&shared.full_k, step.flags & kOdd ? 1 : 0);
+#pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
+    for (u32 part = 0; part < kParts; ++part) {
+      const u32 chunk = part % kChunks;
+      const u32 half = part / kChunks;
+      float dq[32];
+      const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
+      const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
+      __syncwarp();
+      wgmma_fence();
+      Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(rows, 0));
+#pragma unroll
+      for (u32 k = 1; k < kKeys / 16; ++k) {
+        Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(rows, k * 2048), 1);
+      }
+      wgmma_commit();
+      const u32 buffer = slot * kParts + part;
+      mbarrier_wait(&shared.empty_dq[buffer], parity_of(count) ^ 1);
+      wgmma_wait<0>();
+      pin(dq);
+      if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+      u8* to = shared.dq[buffer];
+#pragma unroll
+      for (u32 j = 0; j < 8; ++j) {
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+#pragma unroll
+          for (u32 e = 0; e < 2; ++e) {
+            *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = dq[4 * j + 2 * i + e] * params.scale;
+          }
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
     }
   }
-  if (thread == 0) tma_store_wait<0>();
 }
 
 }  // namespace backward
 
-extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
-    attention_backward(const __grid_constant__ AttentionBackwardParams params) {
+// The body of the kernel, which is launched with kThreads threads and kSharedBytes of dynamic shared memory, one CTA a
+// multiprocessor at most.
+__device__ __forceinline__ void attention_backward(const AttentionBackwardParams& params) {
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {
@@ -645,6 +793,10 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
       mbarrier_init(&shared.full_ds[i], 8);
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
     }
+    for (u32 i = 0; i < kDqBuffers; ++i) {
+      mbarrier_init(&shared.full_dq[i], 4);
+      mbarrier_init(&shared.empty_dq[i], 1);
+    }
     fence_mbarrier_init();
     fence_async_proxy();
   }
@@ -653,6 +805,7 @@ extern "C" __global__ void __launch_bounds__(backward::kThreads, 1)
   if (warpgroup == 0) {
     registers_decrease<kLoadRegisters>();
     if (threadIdx.x < 32) load_role(params, shared);
+    if (threadIdx.x == 32) add_role(params, shared);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);

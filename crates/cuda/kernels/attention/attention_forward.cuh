@@ -175,27 +175,32 @@ struct AttentionForwardConsumer {
     return Place{token, index, token < of.end};
   }
 
+  // Whether items go on from a state that an earlier stage wrote.
+  __device__ __forceinline__ bool continues() const {
+    return C::kSpan == Span::kStaged && arguments.begin_acc != nullptr;
+  }
+
   // Maxima and sums with which the item just taken begins.
   __device__ __forceinline__ void begin_state() {
     state.clear();
-    if constexpr (C::kBegin == Begin::kContinue) {
+    if (continues()) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(items - 1, i);
         if (!at.owned) continue;
-        state.max[i] = arguments.state_max[at.index];
-        state.sum[i] = arguments.state_sum[at.index];
+        state.max[i] = arguments.begin_max[at.index];
+        state.sum[i] = arguments.begin_sum[at.index];
       }
     }
   }
 
   // Likewise the accumulators, once those of the item before are written.
   __device__ __forceinline__ void begin_output(u32 number, const RowScaling& scaling) {
-    if constexpr (C::kBegin == Begin::kContinue) {
+    if (continues()) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const Place at = place(number, i);
-        const float* from = arguments.state_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
+        const float* from = arguments.begin_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
 #pragma unroll
         for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
           float2 pair = {0.0f, 0.0f};
@@ -210,10 +215,10 @@ struct AttentionForwardConsumer {
 
   // Writes what `last` completes.
   __device__ __forceinline__ void write(const Stage& last) {
-    if constexpr (C::kEnd == End::kState) {
+    if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
       write_state(last);
-    } else if constexpr (C::kEnd == End::kPartial) {
-      item(last.item).partial >= 0 ? write_partial(last) : write_result(last);
+    } else if (C::kSpan == Span::kStaged && item(last.item).partial >= 0) {
+      write_partial(last);
     } else {
       write_result(last);
     }
@@ -234,10 +239,10 @@ struct AttentionForwardConsumer {
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(last.item, i);
       if (!at.owned) continue;
-      write_floats(arguments.state_acc + at.index * arguments.head_dim_v, i, 1.0f);
+      write_floats(arguments.end_acc + at.index * arguments.head_dim_v, i, 1.0f);
       if (lane % 4 == 0) {
-        arguments.state_max[at.index] = last.state.max[i];
-        arguments.state_sum[at.index] = last.state.sum[i];
+        arguments.end_max[at.index] = last.state.max[i];
+        arguments.end_sum[at.index] = last.state.sum[i];
       }
     }
   }
@@ -296,12 +301,14 @@ struct AttentionForwardConsumer {
     Stage current = {};
     {
       const RowScaling scaling = take_scores();
-      take_weights<0, kGroups>(scaling, current.share);
+      // In the same two parts as below: the order of the sum must not depend on which step is a CTA's first.
+      take_weights<0, kEarly>(scaling, current.share);
+      take_weights<kEarly, kGroups>(scaling, current.share);
       pack_weights();
       begin_output(items - 1, scaling);
       current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
     }
-    bool accumulate = C::kBegin == Begin::kContinue;
+    bool accumulate = continues();
     bool more = take_step();
     while (more) {
       wait_query();
@@ -339,7 +346,7 @@ struct AttentionForwardConsumer {
       } else {
         rescale_output(scaling);
       }
-      accumulate = C::kBegin == Begin::kContinue || !current.last;
+      accumulate = continues() || !current.last;
       current = next;
     }
     wait_values(steps - 2);

@@ -9,17 +9,10 @@ namespace counterpoint {
 // A row of 64 elements, as the copy engine swizzles it.
 constexpr u32 kRowBytes = 128;
 
-// Where an item's state comes from.
-enum class Begin : u32 {
-  kStart,     // nothing: no key has been seen
-  kContinue,  // what an earlier stage wrote
-};
-
-// Where an item's state goes.
-enum class End : u32 {
-  kResult,   // out and lse
-  kPartial,  // the same, but parts of split tiles go to slots, to be merged later
-  kState,    // as it is, for a later stage
+// What a launch may be a part of.
+enum class Span : u32 {
+  kWhole,   // nothing: items start from nothing and end in out and lse
+  kStaged,  // stages, or split tiles: the arguments say where items begin and end
 };
 
 // What becomes of a product q k^T before it is a score.
@@ -30,16 +23,15 @@ enum class Scores : u32 {
 
 // What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
 // query head head * kPack + r % kPack.
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Begin kBeginOf,
-          End kEndOf, Scores kScoresOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Span kSpanOf,
+          Scores kScoresOf>
 struct AttentionForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kTileRows = kTileRowsOf;
   static constexpr u32 kBlock = kBlockOf;
   static constexpr u32 kPack = kPackOf;
-  static constexpr Begin kBegin = kBeginOf;
-  static constexpr End kEnd = kEndOf;
+  static constexpr Span kSpan = kSpanOf;
   static constexpr Scores kScores = kScoresOf;
   static constexpr u32 kConsumers = kTileRows / 64;
   static constexpr u32 kThreads = 128 * (kConsumers + 1);
@@ -61,15 +53,18 @@ struct AttentionForwardArguments {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  Element* out;         // [rows_q, heads_q, head_dim_v]
-  float* lse;           // [rows_q, heads_q]
-  const float* sink;    // [sink_rows, heads_q]
-  float* state_acc;     // [rows_q, heads_q, head_dim_v]: not divided by the sum
-  float* state_max;     // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
-  float* state_sum;     // [rows_q, heads_q]
-  float* partial_out;   // [slots, kTileRows / kPack, heads_q, head_dim_v]
-  float* partial_lse;   // [slots, kTileRows / kPack, heads_q]
-  u32* queue;           // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
+  Element* out;            // [rows_q, heads_q, head_dim_v]
+  float* lse;              // [rows_q, heads_q]
+  const float* sink;       // [sink_rows, heads_q]
+  const float* begin_acc;  // [rows_q, heads_q, head_dim_v]: a state, whose acc is not divided by its sum; null to start
+  const float* begin_max;  // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  const float* begin_sum;  // [rows_q, heads_q]
+  float* end_acc;          // likewise, and may be the same; null where out and lse are wanted
+  float* end_max;
+  float* end_sum;
+  float* partial_out;      // [slots, kTileRows / kPack, heads_q, head_dim_v]
+  float* partial_lse;      // [slots, kTileRows / kPack, heads_q]
+  u32* queue;  // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
   u32 heads_per_group;  // heads that are worked on together
@@ -105,9 +100,9 @@ struct AttentionForwardStep {
   u32 flags;
 };
 
-// Items that are known at a time: one whose results are being written, one whose scores are in work, one whose first keys
-// were waited for, and one whose first keys are on their way into the stage that is left.
-constexpr u32 kItems = 4;
+// Items that are known at a time. At most: one whose results are being written, one whose scores are in work, one whose first
+// keys were waited for, one whose first keys are on their way, and one for whose keys the producer wants room.
+constexpr u32 kItems = 8;
 
 template <typename C>
 struct alignas(1024) AttentionForwardShared {
@@ -148,12 +143,10 @@ struct AttentionForwardProducer {
   }
 
   // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.
-  __device__ __forceinline__ void load_step(const AttentionForwardStep& step, const AttentionForwardItem& item,
-                                            i32 key_head) {
+  __device__ __forceinline__ void load_step(const AttentionForwardStep& step, i32 key_head) {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
     shared.steps[stage] = step;
-    if (step.flags & kStepFirst) shared.items[items % kItems] = item;
     mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
@@ -161,13 +154,14 @@ struct AttentionForwardProducer {
                   i32(64 * chunk), key_head, step.start);
     }
     load_value();
-    if (step.flags & kStepFirst) load_query(item);
+    if (step.flags & kStepFirst) load_query();
     value_start = step.start;
     value_head = key_head;
     ++steps;
   }
 
-  __device__ __forceinline__ void load_query(const AttentionForwardItem& item) {
+  __device__ __forceinline__ void load_query() {
+    const AttentionForwardItem& item = shared.items[items % kItems];
     const u32 slot = items % C::kQuerySlots;
     mbarrier_wait(&shared.query_empty[slot], ((items / C::kQuerySlots) & 1) ^ 1);
     mbarrier_arrive_expect(&shared.query_full[slot], C::kKeyChunks * C::kTileRows * kRowBytes);
@@ -194,13 +188,13 @@ struct AttentionForwardProducer {
   }
 
   __device__ __forceinline__ void walk(const Tile& tile, u32 head) {
-    const AttentionForwardItem item{tile.start, tile.end, head, tile.partial};
+    // Consumers look at it when they have waited for its first keys.
+    shared.items[items % kItems] = AttentionForwardItem{tile.start, tile.end, head, tile.partial};
     const i32 key_head = i32(head / arguments.heads_per_key);
     u32 first = kStepFirst;
     if (tile.run_begin == tile.run_end) {
       // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros.
-      load_step(AttentionForwardStep{arguments.rows_k, 0, 0, kStepFirst | kStepLast | kStepBounded}, item,
-                key_head);
+      load_step(AttentionForwardStep{arguments.rows_k, 0, 0, kStepFirst | kStepLast | kStepBounded}, key_head);
       return;
     }
     TileRun next = arguments.runs[tile.run_begin];
@@ -212,7 +206,7 @@ struct AttentionForwardProducer {
 #pragma unroll 1
       for (i32 start = run.start; start < run.end; start += i32(C::kBlock)) {
         const u32 flags = first | bounded | (last && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
-        load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, item, key_head);
+        load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, key_head);
         first = 0;
       }
     }

@@ -32,6 +32,9 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 // knows to be uniform.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// The same for all memory, in both directions: between the copy engine's accesses and ordinary ones.
+__device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // One thread of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;

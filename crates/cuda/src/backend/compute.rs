@@ -2,6 +2,7 @@ use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 
+use super::attention::Forward;
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, Scalar};
 use crate::{CudaError, Stream};
@@ -10,6 +11,7 @@ use crate::{CudaError, Stream};
 pub struct CudaKernel(Work);
 
 enum Work {
+    Forward(Box<Forward>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -27,6 +29,7 @@ impl CudaKernel {
         check_operands(program, index)?;
         let prepare = Prepare { backend, program, index };
         let work = match &program.ops[index].op {
+            Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
@@ -40,6 +43,7 @@ impl CudaKernel {
     /// `buffers` is the Program's table.
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.0 {
+            Work::Forward(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, at the begin of an allocation or
@@ -60,25 +64,34 @@ impl CudaKernel {
 }
 
 /// What an operation is made ready from.
-struct Prepare<'a> {
+pub(super) struct Prepare<'a> {
     backend: &'a CudaBackend,
     program: &'a Program,
     index: usize,
 }
 
 impl<'a> Prepare<'a> {
-    fn spec(&self, id: BufferId) -> &'a BufferSpec {
+    pub(super) fn spec(&self, id: BufferId) -> &'a BufferSpec {
         // The Program's validation has checked the ids.
         &self.program.buffers[id.0]
     }
 
-    fn error(&self, reason: String) -> ExecError {
+    /// A stream for uploads that are waited for.
+    pub(super) fn setup(&self) -> &'a Stream {
+        self.backend.setup()
+    }
+
+    pub(super) fn sm_margin(&self) -> u32 {
+        self.program.sm_margin.try_into().unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn error(&self, reason: String) -> ExecError {
         let Program { name, rank, ops, .. } = self.program;
         let reason = format!("op {} ({}): {reason}", self.index, ops[self.index].label);
         ExecError::Program { program: name.clone(), rank: *rank, reason }
     }
 
-    fn device_error(&self, error: CudaError) -> ExecError {
+    pub(super) fn device_error(&self, error: CudaError) -> ExecError {
         self.backend
             .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
     }

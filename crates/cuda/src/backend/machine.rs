@@ -62,11 +62,12 @@ impl Machine for CudaMachine {
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();
-        CudaTransport::connect(world)
+        let device_of = |rank: usize| rank % self.devices.len();
+        CudaTransport::connect(world, (0..world.size()).map(|rank| self.devices[device_of(rank)].clone()))
             .into_iter()
             .enumerate()
             .map(|(rank, transport)| {
-                let place = rank % self.devices.len();
+                let place = device_of(rank);
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
                 let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
                 Ok((backend, transport))

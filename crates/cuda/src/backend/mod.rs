@@ -1,11 +1,14 @@
 //! The CUDA backend: a rank is a set of streams on a device. Several ranks may share one.
 
+mod attention;
 mod buffer;
 mod clock;
 mod compute;
+mod cost;
 mod counters;
 mod graph_run;
 mod machine;
+mod padding;
 mod stream;
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,8 +1,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::time::Duration;
 
-use crate::library::{Nvrtc, find_program};
+use crate::library::{Nvrtc, find_program, output_of};
+
+/// The largest kernel takes a second.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// `nvdisasm`, which prints a cubin's machine code. Only tests of kernels want it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,18 +32,12 @@ impl Disassembler {
     pub(super) fn disassemble(&self, image: &[u8]) -> Result<String, String> {
         let file = tempfile::Builder::new().suffix(".cubin").tempfile().map_err(|error| error.to_string())?;
         fs::write(file.path(), image).map_err(|error| error.to_string())?;
-        let output = Command::new(&self.program)
-            // Only the code, and without an analysis of its branches.
-            .args(["--print-code", "--no-dataflow"])
-            .arg(file.path())
-            .stdin(Stdio::null())
-            .output()
-            .map_err(|error| format!("{}: {error}", self.program.display()))?;
-        if !output.status.success() {
-            let words = String::from_utf8_lossy(&output.stderr);
-            return Err(format!("{} ended with {}: {}", self.program.display(), output.status, words.trim()));
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+        let mut command = Command::new(&self.program);
+        // Only the code, and without an analysis of its branches.
+        command.args(["--print-code", "--no-dataflow"]).arg(file.path());
+        let text = output_of(&mut command, LIMIT)
+            .map_err(|reason| format!("{}: {reason}", self.program.display()))?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
     }
 }
 

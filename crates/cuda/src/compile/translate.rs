@@ -65,7 +65,12 @@ impl Program {
         let nvrtc = self.nvrtc;
         let arch = c_string(&format!("--gpu-architecture={}", source.arch()));
         let options = OPTIONS.map(c_string);
-        let options: Vec<_> = [&arch].into_iter().chain(&options).map(|option| option.as_ptr()).collect();
+        let options: Vec<_> = [&arch]
+            .into_iter()
+            .chain(&options)
+            .chain(nvrtc.no_cache())
+            .map(|option| option.as_ptr())
+            .collect();
         // SAFETY: the program is alive; the options are terminated and outlive the call.
         let code = unsafe { (nvrtc.nvrtcCompileProgram)(self.raw, options.len() as c_int, options.as_ptr()) };
         if code == COMPILATION || code == INVALID_OPTION {

@@ -4,7 +4,7 @@ use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A tile schedule in a device's memory.
 #[derive(Clone, Debug)]
-pub(super) struct DeviceSchedule {
+pub struct DeviceSchedule {
     tiles: DeviceBuffer,
     runs: DeviceBuffer,
     bounds: DeviceBuffer,
@@ -16,7 +16,7 @@ impl DeviceSchedule {
     ///
     /// # Errors
     /// When it does not fit into memory.
-    pub(super) fn new(stream: &Stream, schedule: &TileSchedule) -> Result<Self, CudaError> {
+    pub fn new(stream: &Stream, schedule: &TileSchedule) -> Result<Self, CudaError> {
         Ok(Self {
             tiles: DeviceBuffer::from_slice(stream, schedule.tiles())?,
             runs: DeviceBuffer::from_slice(stream, schedule.runs())?,

@@ -2,7 +2,6 @@ use std::fmt::Write;
 
 use counterpoint_plan::{Tile, TileBound, TileMerge, TileRun, TurnSpan};
 
-use super::{portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce};
 use crate::{Arch, KernelSource, TensorMap};
 
 /// The layout of a type that host and kernels share, as the host has it.
@@ -85,15 +84,17 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
     ];
     // Each launcher's module adds its own arguments here.
-    let portable =
-        [portable_forward::layouts(), portable_backward::layouts(), portable_backward_query::layouts()];
-    let helpers = [row_copy::layouts(), row_merge::layouts(), row_reduce::layouts()];
-    schedule
-        .into_iter()
-        .chain([TensorMap::layout()])
-        .chain(portable.concat())
-        .chain(helpers.concat())
-        .collect()
+    let kernels = [
+        super::attention_forward::layouts(),
+        super::attention_merge::layouts(),
+        super::portable_backward::layouts(),
+        super::portable_backward_query::layouts(),
+        super::portable_forward::layouts(),
+        super::row_copy::layouts(),
+        super::row_merge::layouts(),
+        super::row_reduce::layouts(),
+    ];
+    schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! Launchers: each has the stem of its kernel below `kernels/`, chooses what of it is compiled, and launches it.
 
 mod attention;
+mod attention_forward;
+mod attention_kernel;
+mod attention_merge;
 mod attention_tensors;
 mod cast;
 mod device_schedule;
@@ -18,11 +21,14 @@ mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
+pub use attention_forward::AttentionForward;
+pub use attention_kernel::ForwardKernel;
 pub use attention_tensors::{
     BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
     ResultTensors, StateTensors,
 };
 pub use cast::Cast;
+pub use device_schedule::DeviceSchedule;
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};

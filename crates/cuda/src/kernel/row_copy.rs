@@ -4,10 +4,9 @@ use counterpoint_mask::Range;
 use super::scalar::Scalar;
 use super::{MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
-const WARPS: u64 = 8;
 /// Pointers of one launch (`kRowCopySources`, `kRowCopyTargets`).
 const SOURCES: usize = 240;
 const TARGETS: usize = 16;
@@ -71,6 +70,8 @@ struct Part {
     peers: Vec<usize>,
     pieces: DeviceBuffer,
     count: u32,
+    /// Of an average piece.
+    piece_bytes: u64,
     /// All row lengths, in bytes, one or-ed into the other.
     row_bytes: u64,
 }
@@ -95,6 +96,15 @@ struct RowCopyPiece {
 }
 
 impl RowCopy {
+    /// Compiles or finds the kernels for `tensors`, so that [`RowCopy::new`] need not.
+    ///
+    /// # Errors
+    /// When one cannot be compiled or loaded.
+    pub fn load(device: &Device, tensors: &[RowCopyTensor]) -> Result<(), CudaError> {
+        let sources: Vec<_> = tensors.iter().map(|tensor| source(device.arch(), tensor.mode())).collect();
+        device.functions(&sources).map(|_| ())
+    }
+
     /// Makes the copies of `moves` ready for all of `tensors`. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors
@@ -117,12 +127,14 @@ impl RowCopy {
                     if pieces.is_empty() {
                         continue;
                     }
+                    let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.bytes)).sum();
                     launches.push(Part {
                         function: function.clone(),
                         mode,
                         tensors: tensor_group.to_vec(),
                         peers: peer_group.to_vec(),
                         count: pieces.len() as u32,
+                        piece_bytes: bytes / pieces.len() as u64,
                         pieces: DeviceBuffer::from_slice(stream, &pieces)?,
                         row_bytes: tensor_group.iter().fold(0, |all, &i| all | tensors[i].row_bytes()),
                     });
@@ -159,7 +171,11 @@ impl RowCopy {
                 }
             }
             let alignment = 1u32 << alignment.trailing_zeros();
-            let blocks = blocks_of(u64::from(part.count).div_ceil(WARPS), self.sm_count);
+            let lanes = match part.mode {
+                Mode::Plain => lanes_of(part.piece_bytes, u64::from(alignment)),
+                Mode::Rounded(..) => 32,
+            };
+            let blocks = blocks_of(u64::from(part.count).div_ceil(u64::from(THREADS / lanes)), self.sm_count);
             let launch = Launch::linear(blocks, THREADS);
             let list = part.pieces.address();
             // SAFETY: the arguments are those of the kernels in `source`, the list lives as long as this value, whose memory
@@ -167,7 +183,7 @@ impl RowCopy {
             unsafe {
                 match part.mode {
                     Mode::Plain => {
-                        part.function.launch(stream, &launch, &(tensors, list, part.count, alignment))
+                        part.function.launch(stream, &launch, &(tensors, list, part.count, alignment, lanes))
                     }
                     Mode::Rounded(..) => part.function.launch(stream, &launch, &(tensors, list, part.count)),
                 }
@@ -175,6 +191,11 @@ impl RowCopy {
         }
         Ok(())
     }
+}
+
+/// Lanes of a piece: each has at least two words to load at once.
+fn lanes_of(piece_bytes: u64, alignment: u64) -> u32 {
+    [32, 16, 8].into_iter().find(|&lanes| piece_bytes >= 2 * u64::from(lanes) * alignment).unwrap_or(4)
 }
 
 /// The moves of some peers for some tensors, cut into what a warp copies.
@@ -232,8 +253,8 @@ fn source(arch: Arch, mode: Mode) -> KernelSource {
         ));
     match mode {
         Mode::Plain => start
-            .line("    u32 count, u32 alignment) {")
-            .line("  counterpoint::row_copy(tensors, pieces, count, alignment);")
+            .line("    u32 count, u32 alignment, u32 lanes) {")
+            .line("  counterpoint::row_copy(tensors, pieces, count, alignment, lanes);")
             .line("}"),
         Mode::Rounded(scalar, wire) => start
             .line("    u32 count) {")

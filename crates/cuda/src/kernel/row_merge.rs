@@ -5,7 +5,7 @@ use super::operand_rows::operand_rows;
 use super::row_reduce::ReduceTypes;
 use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -69,6 +69,14 @@ struct RowMergeOperand {
 }
 
 impl RowMerge {
+    /// Compiles or finds the kernel for these types, so that [`RowMerge::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, types: ReduceTypes) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), types.normalised())).map(|_| ())
+    }
+
     /// Makes the merge of `moves` ready. Peers are below 128. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use super::operand_rows::operand_rows;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
@@ -120,6 +120,14 @@ pub struct RowReduceSpec {
 }
 
 impl RowReduce {
+    /// Compiles or finds the kernel for these types, so that [`RowReduce::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, types: ReduceTypes) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), types.normalised())).map(|_| ())
+    }
+
     /// Makes the reduction of `moves` ready. Peers are below 256. The lists are uploaded by `stream`, which is waited for.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 use super::{
-    cast, head_resize, portable_backward, portable_backward_query, portable_forward, row_copy, row_merge,
-    row_reduce,
+    attention_forward, attention_merge, cast, head_resize, portable_backward, portable_backward_query,
+    portable_forward, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -31,6 +31,7 @@ pub fn specialisations() -> Vec<Specialisation> {
     // Each launcher's module adds its own here. Those that only move memory are the same source on every architecture.
     let helpers = [Arch::SM_80, Arch::SM_90A].into_iter().flat_map(|arch| {
         [
+            attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
             row_copy::specialisations(arch),
@@ -38,10 +39,11 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
         ]
     });
-    let portable = [
+    let attention = [
+        attention_forward::specialisations(),
         portable_forward::specialisations(),
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    helpers.flatten().chain(portable.into_iter().flatten()).collect()
+    helpers.flatten().chain(attention.into_iter().flatten()).collect()
 }

@@ -1,6 +1,7 @@
 //! Libraries that are opened at run time. Nothing is opened before it is asked for, and a library that is not there, or
 //! lacks a function, is an error with a sentence, never a panic.
 
+mod child;
 mod driver;
 mod nccl;
 mod nvrtc;
@@ -11,6 +12,7 @@ use std::path::Path;
 
 use libloading::Library;
 
+pub(crate) use child::output_of;
 pub(crate) use driver::{Driver, call};
 pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nvrtc::Nvrtc;

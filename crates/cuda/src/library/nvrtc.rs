@@ -1,5 +1,6 @@
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys::nvrtcProgram;
@@ -32,6 +33,7 @@ pub(crate) struct Nvrtc {
     error_text: unsafe extern "C" fn(u32) -> *const c_char,
     version: (u32, u32),
     path: PathBuf,
+    no_cache: Vec<CString>,
     // Never closed: it has state of its own in threads.
     _libraries: Vec<Library>,
 }
@@ -43,6 +45,8 @@ impl std::ops::Deref for Nvrtc {
         &self.functions
     }
 }
+
+const UNKNOWN_OPTION: u32 = 5;
 
 impl Nvrtc {
     /// The process's NVRTC.
@@ -96,7 +100,51 @@ impl Nvrtc {
         }
         let version = (major.unsigned_abs(), minor.unsigned_abs());
         let path = search::opened_file(&candidate.library);
-        Ok(Self { functions, error_text, version, path, _libraries: libraries })
+        let no_cache = vec![c"--no-cache".to_owned()];
+        let mut nvrtc = Self { functions, error_text, version, path, no_cache, _libraries: libraries };
+        // Older ones have neither the cache nor the option.
+        if nvrtc.try_with(&nvrtc.no_cache)? == UNKNOWN_OPTION {
+            nvrtc.no_cache.clear();
+        }
+        nvrtc.try_out()?;
+        Ok(nvrtc)
+    }
+
+    /// Options against NVRTC's own cache, where it has one: what comes out of that has no log, and so no proof of what the
+    /// kernel takes. Ours keeps the log.
+    pub(crate) fn no_cache(&self) -> &[CString] {
+        &self.no_cache
+    }
+
+    /// Compiles next to nothing: NVRTC opens, yet compiles nothing, where its builtins cannot be found.
+    fn try_out(&self) -> Result<(), String> {
+        const NO_BUILTINS: u32 = 7;
+        match self.try_with(&self.no_cache)? {
+            NO_BUILTINS => {
+                let (major, minor) = self.version;
+                Err(format!(
+                    "it does not find its libnvrtc-builtins.so.{major}.{minor}, which belongs beside it"
+                ))
+            }
+            code => self.check("nvrtcCompileProgram", code).map_err(|error| error.to_string()),
+        }
+    }
+
+    /// The result of compiling next to nothing with these options.
+    fn try_with(&self, options: &[CString]) -> Result<u32, String> {
+        let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let (source, name) = (c"__global__ void f() {}", c"f.cu");
+        let mut program = ptr::null_mut();
+        // SAFETY: the strings are terminated, the pointers are to locals or null where there is nothing; the program is
+        // destroyed after its last use.
+        unsafe {
+            let create = self.nvrtcCreateProgram;
+            let code = create(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
+            self.check("nvrtcCreateProgram", code).map_err(|error| error.to_string())?;
+            let code = (self.nvrtcCompileProgram)(program, options.len() as c_int, options.as_ptr());
+            (self.nvrtcDestroyProgram)(&mut program);
+            Ok(code)
+        }
     }
 
     /// A result as ours.

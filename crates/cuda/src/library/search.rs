@@ -4,10 +4,11 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::OnceLock;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use super::output_of;
 
 /// A library to try, and those that must be open before it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -170,32 +171,8 @@ fn python_answer() -> &'static Result<Vec<PathBuf>, String> {
 }
 
 fn ask_python() -> Result<Vec<PathBuf>, String> {
-    let mut child = Command::new("python3")
-        .args(["-c", PYTHON_SCRIPT])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|error| error.to_string())?;
-    let start = Instant::now();
-    // The answer is a few lines, less than a pipe holds, so waiting before reading cannot block it.
-    loop {
-        match child.try_wait() {
-            Ok(Some(_)) => break,
-            Ok(None) if start.elapsed() < PYTHON_LIMIT => thread::sleep(Duration::from_millis(2)),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("no answer within {} s", PYTHON_LIMIT.as_secs()));
-            }
-            Err(error) => return Err(error.to_string()),
-        }
-    }
-    let output = child.wait_with_output().map_err(|error| error.to_string())?;
-    if !output.status.success() {
-        return Err(format!("python3 ended with {}", output.status));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).lines().map(PathBuf::from).collect())
+    let answer = output_of(Command::new("python3").args(["-c", PYTHON_SCRIPT]), PYTHON_LIMIT)?;
+    Ok(String::from_utf8_lossy(&answer).lines().map(PathBuf::from).collect())
 }
 
 /// The file behind a library that is open: the loader may have been given a bare name.

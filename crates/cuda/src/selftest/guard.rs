@@ -14,10 +14,10 @@ pub fn selftest_guard(device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
     let mut checks = Vec::new();
     const BYTES: usize = 1000;
     let places = [
-        ("inside", 0i64, 0),
-        ("in front", -1, 1),
+        ("at the start of", 0i64, 0),
+        ("in front of", -1, 1),
         ("behind", BYTES as i64, 1),
-        ("last", BYTES as i64 - 1, 0),
+        ("at the end of", BYTES as i64 - 1, 0),
     ];
     for (name, offset, found) in places {
         let guard = MemoryGuard::begin(device);
@@ -31,7 +31,7 @@ pub fn selftest_guard(device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
         let seen = report.overwritten.iter().map(|overwrite| overwrite.count).sum::<usize>();
         // One buffer was watched, and as many bytes found as were written beside it.
         let error = (report.buffers as f64 - 1.0).abs() + (seen as f64 - f64::from(found)).abs();
-        checks.push(SelfCheck::of(format!("a byte written {name} of a buffer"), 0, error, 0.0));
+        checks.push(SelfCheck::of(format!("a byte written {name} a buffer"), 0, error, 0.0));
     }
     Ok(checks)
 }

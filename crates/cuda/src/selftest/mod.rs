@@ -4,9 +4,11 @@
 mod cache;
 mod graph;
 mod guard;
+mod long;
 mod subject;
 
 pub use cache::selftest_cache;
 pub use graph::selftest_graphs;
 pub use guard::selftest_guard;
+pub use long::selftest_long;
 pub use subject::CudaSubject;

@@ -19,6 +19,18 @@ impl CudaSubject {
         Ok(Self { machine: CudaMachine::open(Timing::Off)? })
     }
 
+    /// The same GPU with the portable kernels; `None` where those are what it has anyway.
+    ///
+    /// # Errors
+    /// As [`CudaSubject::open`].
+    pub fn portable(&self) -> Result<Option<Self>, CudaError> {
+        let portable = self.gpu().portable();
+        if portable.arch() == self.gpu().arch() {
+            return Ok(None);
+        }
+        Ok(Some(Self { machine: CudaMachine::new(vec![portable], Timing::Off)? }))
+    }
+
     /// The ranks' machine.
     pub fn machine(&self) -> &CudaMachine {
         &self.machine

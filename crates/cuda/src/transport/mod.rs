@@ -21,14 +21,15 @@ use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 
 use rows::{Incoming, RowWork};
 
-use crate::backend::{CudaBackend, CudaBarrier, CudaBuffer, CudaStream, lock};
-use crate::{CudaError, Event};
+use crate::backend::{CudaBackend, CudaBarrier, CudaBuffer, CudaStream, exec_error, lock};
+use crate::{CudaError, Device, Event};
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
     world: Arc<World>,
     board: Arc<Board<Part>>,
     rank: usize,
+    device: Device,
     next: AtomicU64,
 }
 
@@ -59,11 +60,14 @@ pub struct CudaCollective {
 }
 
 impl CudaTransport {
-    /// A transport for every rank of `world`.
-    pub(crate) fn connect(world: &Arc<World>) -> Vec<Self> {
+    /// A transport for every rank of `world`, the first on the first of `devices`.
+    pub(crate) fn connect(world: &Arc<World>, devices: impl IntoIterator<Item = Device>) -> Vec<Self> {
         let board = Arc::new(Board::new(world));
-        let rank = |rank| Self { world: world.clone(), board: board.clone(), rank, next: AtomicU64::new(0) };
-        (0..world.size()).map(rank).collect()
+        let rank = |(rank, device)| {
+            let (world, board) = (world.clone(), board.clone());
+            Self { world, board, rank, device, next: AtomicU64::new(0) }
+        };
+        (0..world.size()).zip(devices).map(rank).collect()
     }
 
     fn prepare(
@@ -80,6 +84,8 @@ impl CudaTransport {
                 collective: place.to_string(),
                 reason,
             })?;
+            rows::load(&self.device, &collective, &outputs)
+                .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(CudaCollective {
                 collective: Arc::new(collective),
                 outputs,

@@ -11,7 +11,7 @@ use crate::backend::CudaBuffer;
 use crate::kernel::{
     ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
 };
-use crate::{CudaError, Stream};
+use crate::{CudaError, Device, Stream};
 
 /// What one peer has for this rank.
 pub(super) struct Incoming<'a> {
@@ -74,6 +74,29 @@ fn types(tensor: &WireTensor, reduction: &Reduction, output: &BufferSpec) -> Res
         wire: scalar(tensor.wire)?,
         sum: scalar(reduction.dtype)?,
         result: scalar(output.dtype)?,
+    })
+}
+
+/// Compiles or finds the kernels of a collective that was checked, so that its first run need not.
+pub(super) fn load(
+    device: &Device,
+    collective: &Collective,
+    outputs: &[BufferSpec],
+) -> Result<(), CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let tensors = &collective.contract.tensors;
+    let Some(reduction) = &collective.reduction else {
+        let tensors: Vec<_> = tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
+        return RowCopy::load(device, &tensors);
+    };
+    // Logarithms are merged by the kernel of the tensor before them.
+    let step = if reduction.op == ReduceOp::Lse { 2 } else { 1 };
+    tensors.iter().zip(outputs).step_by(step).try_for_each(|(tensor, output)| {
+        let types = types(tensor, reduction, output).map_err(refuse)?;
+        match reduction.op {
+            ReduceOp::Lse => RowMerge::load(device, types),
+            ReduceOp::Sum | ReduceOp::Avg => RowReduce::load(device, types),
+        }
     })
 }
 

@@ -1,13 +1,14 @@
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use counterpoint_plan::{DType, Plan};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::{Case, Extent, Subject};
+use super::{Case, Extent, Subject, SubjectError};
 use crate::{
-    AttentionInputs, AttentionOutputs, CheckReport, HostData, HostTensor, Reference, compare_with_reference,
-    plain_attention, reference_attention,
+    AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Reference,
+    compare_with_reference, plain_attention, reference_attention,
 };
 
 /// What one check found.
@@ -34,6 +35,35 @@ impl SelfCheck {
         Self { name, seed, passed: error <= bound, error, bound, reason: None }
     }
 
+    /// A report's figure that is nearest to its bound, or furthest past it.
+    pub fn of_report(name: String, seed: u64, report: &CheckReport) -> SelfCheck {
+        let figures = report.tensors.iter().flat_map(|tensor| {
+            let largest = tensor.max_abs_bound.map(|bound| (tensor.max_abs_error, bound));
+            [Some((tensor.relative_error, tensor.relative_bound)), largest].into_iter().flatten()
+        });
+        // A bound of 0 is met by an error of 0 only.
+        let share = |&(error, bound): &(f64, f64)| {
+            if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::max(1.0, error / bound) }
+        };
+        let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
+        let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
+        let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
+        check.because(|| {
+            let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
+            let words = wrong.map(|tensor| {
+                let largest = match tensor.max_abs_bound {
+                    Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
+                    None => String::new(),
+                };
+                format!(
+                    "{}: {:.2e} of {:.2e}{largest}",
+                    tensor.name, tensor.relative_error, tensor.relative_bound
+                )
+            });
+            words.collect::<Vec<_>>().join("; ")
+        })
+    }
+
     /// A check that could not be made.
     pub fn failed(name: String, seed: u64, reason: String) -> Self {
         Self { name, seed, passed: false, error: f64::INFINITY, bound: 0.0, reason: Some(reason) }
@@ -52,7 +82,8 @@ const WAITING: usize = 32;
 /// Of the cases that are not deterministic, one in so many runs twice: the bits of its forward must be the same.
 const REPEATED: usize = 4;
 
-/// Runs all cases of an extent on a device and compares each with the f64 reference; repeats some and compares bits.
+/// Runs all cases of an extent on a device and compares each with the f64 reference; repeats some and compares bits. Ends
+/// early, with a failed check, where a run does not come to its end: the ones after it would wait as long.
 /// `on_check` hears of every check as it is made, with how many cases there are.
 pub fn selftest_attention(
     subject: &dyn Subject,
@@ -62,19 +93,27 @@ pub fn selftest_attention(
     let cases = Case::all(extent, subject.dtypes());
     let count = cases.len();
     let mut checks: Vec<(usize, Vec<SelfCheck>)> = Vec::with_capacity(count);
+    let stopped = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let stopped = &stopped;
         // The device is driven from this thread alone: workers that block on a full channel hold nothing that it needs.
         let (sender, receiver) = sync_channel(WAITING);
         scope.spawn(move || {
             cases.into_par_iter().enumerate().for_each(|(index, case)| {
-                // Nobody receives once the caller has panicked; its panic says why.
-                let _ = sender.send((index, Expected::of(case)));
+                if !stopped.load(Ordering::Relaxed) {
+                    // Nobody receives any more once the device has stalled.
+                    let _ = sender.send((index, Expected::of(case)));
+                }
             });
         });
         for (index, expected) in receiver {
-            let found = examine(subject, &expected, index);
+            let (found, end) = examine(subject, &expected, index);
             found.iter().for_each(|check| on_check(check, count));
             checks.push((index, found));
+            if end == DeviceState::Stalled {
+                stopped.store(true, Ordering::Relaxed);
+                break;
+            }
         }
     });
     checks.sort_by_key(|(index, _)| *index);
@@ -99,57 +138,52 @@ impl Expected {
     }
 }
 
-fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> Vec<SelfCheck> {
+/// Whether more runs make sense.
+#[derive(Clone, Copy, PartialEq)]
+enum DeviceState {
+    Answers,
+    Stalled,
+}
+
+fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<SelfCheck>, DeviceState) {
     let Expected { case, inputs, reference, plain } = expected;
     let name = case.describe();
+    let failed = |name: String, error: SubjectError| {
+        let state = match error {
+            SubjectError::Run(ExecError::Stalled(_)) => DeviceState::Stalled,
+            _ => DeviceState::Answers,
+        };
+        (SelfCheck::failed(name, case.seed, error.to_string()), state)
+    };
     let plan = match Plan::new(&case.mask, &case.spec, &case.plan) {
         Ok(plan) => plan,
-        Err(error) => return vec![SelfCheck::failed(name, case.seed, error.to_string())],
+        Err(error) => {
+            return (vec![SelfCheck::failed(name, case.seed, error.to_string())], DeviceState::Answers);
+        }
     };
     let run = || subject.run(&plan, &case.spec, inputs, &case.run);
     let outputs = match run() {
         Ok(outputs) => outputs,
-        Err(error) => return vec![SelfCheck::failed(name, case.seed, error.to_string())],
+        Err(error) => {
+            let (check, state) = failed(name, error);
+            return (vec![check], state);
+        }
     };
     let report = compare_with_reference(case.spec.dtype, reference, plain.as_ref(), &outputs);
-    let mut checks = vec![judged(name.clone(), case.seed, &report)];
+    let mut checks = vec![SelfCheck::of_report(name.clone(), case.seed, &report)];
+    let mut state = DeviceState::Answers;
     if case.run.deterministic || index.is_multiple_of(REPEATED) {
         let name = format!("same bits twice: {name}");
         checks.push(match run() {
             Ok(again) => repeated(name, case, &outputs, &again),
-            Err(error) => SelfCheck::failed(name, case.seed, error.to_string()),
+            Err(error) => {
+                let (check, found) = failed(name, error);
+                state = found;
+                check
+            }
         });
     }
-    checks
-}
-
-/// The figure of a report that is nearest to its bound, or furthest past it.
-fn judged(name: String, seed: u64, report: &CheckReport) -> SelfCheck {
-    let figures = report.tensors.iter().flat_map(|tensor| {
-        let largest = tensor.max_abs_bound.map(|bound| (tensor.max_abs_error, bound));
-        [Some((tensor.relative_error, tensor.relative_bound)), largest].into_iter().flatten()
-    });
-    // A bound of 0 is met by an error of 0 only.
-    let share = |&(error, bound): &(f64, f64)| {
-        if error <= bound { error / bound.max(f64::MIN_POSITIVE) } else { f64::max(1.0, error / bound) }
-    };
-    let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
-    let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
-    let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
-    check.because(|| {
-        let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
-        let words = wrong.map(|tensor| {
-            let largest = match tensor.max_abs_bound {
-                Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
-                None => String::new(),
-            };
-            format!(
-                "{}: {:.2e} of {:.2e}{largest}",
-                tensor.name, tensor.relative_error, tensor.relative_bound
-            )
-        });
-        words.collect::<Vec<_>>().join("; ")
-    })
+    (checks, state)
 }
 
 /// Whether two runs gave the same bits: every tensor in deterministic mode, those of the forward always.
@@ -196,13 +230,14 @@ pub fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Duration;
 
     use counterpoint_plan::AttentionSpec;
 
     use super::*;
-    use crate::RunConfig;
-    use crate::selftest::{CpuSubject, SubjectError};
+    use crate::selftest::CpuSubject;
+    use crate::{RunConfig, Stall};
 
     /// A device that spoils what the CPU computes.
     struct Spoiled<F>(F, AtomicUsize);
@@ -316,27 +351,52 @@ mod tests {
         })
     }
 
+    /// A device that gives nothing but this error.
+    struct Broken(SubjectError);
+
+    impl Subject for Broken {
+        fn device(&self) -> String {
+            "broken".to_owned()
+        }
+
+        fn dtypes(&self) -> &[DType] {
+            &[DType::F32]
+        }
+
+        fn run(
+            &self,
+            _: &Plan,
+            _: &AttentionSpec,
+            _: &AttentionInputs,
+            _: &RunConfig,
+        ) -> Result<AttentionOutputs, SubjectError> {
+            Err(self.0.clone())
+        }
+    }
+
     #[test]
     fn a_run_that_fails_is_a_failed_check() {
-        struct Broken;
-        impl Subject for Broken {
-            fn device(&self) -> String {
-                "broken".to_owned()
-            }
-            fn dtypes(&self) -> &[DType] {
-                &[DType::F32]
-            }
-            fn run(
-                &self,
-                _: &Plan,
-                _: &AttentionSpec,
-                _: &AttentionInputs,
-                _: &RunConfig,
-            ) -> Result<AttentionOutputs, SubjectError> {
-                Err(SubjectError::Overwrite("4 bytes".to_owned()))
-            }
-        }
-        let checks = selftest_attention(&Broken, Extent::Quick, |_, _| ());
+        let broken = Broken(SubjectError::Overwrite("4 bytes".to_owned()));
+        let checks = selftest_attention(&broken, Extent::Quick, |_, _| ());
+        assert!(checks.len() > 15, "{}", checks.len());
         assert!(checks.iter().all(|check| !check.passed && check.reason.is_some()));
+    }
+
+    /// Each further run would wait for its limit.
+    #[test]
+    fn a_run_that_never_ends_is_the_last() {
+        let stall = Stall {
+            rank: 0,
+            place: "kernel".to_owned(),
+            awaited: "the device".to_owned(),
+            waited: Duration::from_secs(30),
+            evidence: String::new(),
+            culprit: 0,
+            culprit_doing: String::new(),
+        };
+        let broken = Broken(ExecError::Stalled(Box::new(stall)).into());
+        let checks = selftest_attention(&broken, Extent::Quick, |_, _| ());
+        assert_eq!(checks.len(), 1);
+        assert!(!checks[0].passed);
     }
 }

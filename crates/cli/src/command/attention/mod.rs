@@ -1,13 +1,13 @@
+mod rank_machine;
 mod result;
 mod tensors;
 
-use counterpoint_exec::{
-    RunConfig, available_memory, calibrate, check_attention, reference_bytes, run_attention,
-};
+use counterpoint_exec::{RunConfig, available_memory, check_attention, reference_bytes};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Link, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
 
+use self::rank_machine::RankMachine;
 use self::result::AttentionResult;
 use self::tensors::Tensors;
 use super::prediction::Prediction;
@@ -20,13 +20,11 @@ use crate::{console, device, mask_argument};
 
 /// `counterpoint attention`.
 pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
-    if arguments.run.device == Device::Cuda {
-        return Err(CliError::NoCuda);
-    }
     let mask = mask_argument::load(&arguments.mask)?;
     let tensors = Tensors::of(arguments, &mask)?;
     let outputs = checked_outputs(arguments)?;
     refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
+    let machine = RankMachine::open(arguments, tensors.spec().dtype)?;
 
     let progress = Progress::new();
     progress.step("reading tensors");
@@ -34,7 +32,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     let has_unused_dout = tensors.has_unused_dout();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
-    let config = plan_config(arguments, &spec);
+    let config = plan_config(arguments, machine.cost(&spec, arguments));
     progress.step("planning");
     let solution = Solution::solve(&mask, &spec, &config)?;
     let reduction = match arguments.run.deterministic {
@@ -49,9 +47,11 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link: arguments.run.slow_link,
+        warmups: usize::from(arguments.run.device == Device::Cuda),
         ..RunConfig::default()
     };
-    let run = run_attention(&solution.plan, &spec, &inputs, &run_config)
+    let run = machine
+        .run(&solution.plan, &spec, &inputs, &run_config)
         .map_err(|source| CliError::Run { source })?;
     progress.step("checking against the dense f64 reference");
     let check = arguments.results.check.then(|| check_attention(&mask, &spec, &inputs, &run.outputs));
@@ -62,7 +62,9 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     if has_unused_dout {
         console::note("note: the input's dout was not read; --backward reads it");
     }
-    note_excessive_margin(arguments);
+    if arguments.run.device == Device::Cpu {
+        note_excessive_margin(arguments);
+    }
     if arguments.results.json {
         console::print_json(&result.document(&outputs))?;
     } else {
@@ -140,8 +142,7 @@ fn tensor_bytes(mask: &Mask, spec: &AttentionSpec, backward: bool) -> u64 {
     u64::try_from(all * spec.dtype.size() as u128).unwrap_or(u64::MAX)
 }
 
-fn plan_config(arguments: &AttentionArguments, spec: &AttentionSpec) -> PlanConfig {
-    let mut cost = calibrate(spec, arguments.cp_size);
+fn plan_config(arguments: &AttentionArguments, mut cost: CostModel) -> PlanConfig {
     if let Some(slow) = arguments.run.slow_link {
         cost.link = Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
     }

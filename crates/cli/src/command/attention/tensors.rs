@@ -2,7 +2,7 @@ use counterpoint_exec::AttentionInputs;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 
-use crate::arguments::{AttentionArguments, TensorArguments, scale_of};
+use crate::arguments::{AttentionArguments, Device, TensorArguments, scale_of};
 use crate::error::CliError;
 use crate::input::{Problem, TensorFile, flags_divide, random_inputs};
 
@@ -17,7 +17,12 @@ impl Tensors {
     pub(super) fn of(arguments: &AttentionArguments, mask: &Mask) -> Result<Self, CliError> {
         let run = &arguments.run;
         let Some(path) = &arguments.tensors.input else {
-            let spec = random_spec(&arguments.tensors, mask, run.scale, run.softcap)?;
+            // A type that the device takes.
+            let dtype = arguments.tensors.dtype.unwrap_or(match run.device {
+                Device::Cpu => DType::F32,
+                Device::Cuda => DType::Bf16,
+            });
+            let spec = random_spec(&arguments.tensors, dtype, mask, run.scale, run.softcap)?;
             return Ok(Self::Random { spec, seed: arguments.tensors.seed.unwrap_or(0) });
         };
         Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap).map(Self::File)
@@ -51,6 +56,7 @@ impl Tensors {
 
 fn random_spec(
     tensors: &TensorArguments,
+    dtype: DType,
     mask: &Mask,
     scale: Option<f64>,
     softcap: f64,
@@ -68,7 +74,6 @@ fn random_spec(
     let heads_kv = tensors.heads_kv.unwrap_or(heads_q);
     flags_divide(heads_q, heads_kv)?;
     let head_dim = tensors.head_dim.unwrap_or(128);
-    let dtype = tensors.dtype.unwrap_or(DType::F32);
     Ok(AttentionSpec {
         heads_q,
         heads_kv,

@@ -14,7 +14,9 @@ use crate::progress::Progress;
 /// Compiles every kernel without a GPU and judges what came out.
 pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let began = Instant::now();
-    let kernels = specialisations();
+    let part = arguments.only.as_deref().unwrap_or_default();
+    let kernels: Vec<_> =
+        specialisations().into_iter().filter(|kernel| kernel.source.name().contains(part)).collect();
     let progress = Progress::new();
     let mut heard = 0;
     let report = examine(&kernels, &CubinCache::from_environment(), |name| {
@@ -67,7 +69,7 @@ fn table(report: &CompileReport, seconds: f64) -> String {
 fn verdict(report: &CompileReport) -> Result<(), CliError> {
     let Some(first) = report.failed.first() else {
         return match report.kernels.is_empty() {
-            true => Err(CliError::CheckFailed { what: "there was no kernel to compile".to_owned() }),
+            true => Err(CliError::CheckFailed { what: "there was no such kernel to compile".to_owned() }),
             false => Ok(()),
         };
     };

@@ -2,7 +2,9 @@
 
 use std::time::Instant;
 
-use counterpoint_cuda::selftest::{CudaSubject, selftest_cache, selftest_graphs, selftest_guard};
+use counterpoint_cuda::selftest::{
+    CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_long,
+};
 use counterpoint_exec::selftest::{CpuSubject, Extent, Subject, selftest_attention, selftest_collectives};
 
 use super::ledger::Ledger;
@@ -51,6 +53,16 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     ledger.section("attention");
     let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks)?;
+    if let Some(portable) = subject.portable().map_err(failed)? {
+        ledger.section("portable attention");
+        let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if extent == Extent::Full {
+        ledger.section("long sequence");
+        let checks = selftest_long(subject.machine());
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
     ledger.section("collectives");
     let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks.map_err(|source| CliError::Run { source })?)?;

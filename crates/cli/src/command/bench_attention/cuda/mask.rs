@@ -16,7 +16,12 @@ const BLOCK: usize = 2048;
 
 /// The name on the command line and in tables.
 pub(super) fn name(mask: BenchMask) -> String {
-    mask.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    value_name(&mask)
+}
+
+/// The name that a value has on the command line.
+pub(super) fn value_name<T: ValueEnum>(value: &T) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// A mask of the comparison.

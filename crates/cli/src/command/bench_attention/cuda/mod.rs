@@ -5,7 +5,7 @@ mod peers;
 mod sizes;
 
 use counterpoint_cuda::bench::{AttentionBench, BenchCase, BenchPass};
-use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_cuda::{CudaError, CudaMachine, Device, Timing};
 use counterpoint_exec::{AttentionInputs, CheckReport, Pass, Sample, check_sample};
 use counterpoint_mask::Mask;
 use counterpoint_plan::AttentionSpec;
@@ -13,7 +13,7 @@ use counterpoint_report::{BenchRow, Rate, Statistics};
 use serde_json::json;
 
 use super::{BACKWARD, FORWARD, Section, shape_text, verified};
-use crate::arguments::{BenchAttentionArguments, BenchMask, dtype_name};
+use crate::arguments::{BenchAttentionArguments, BenchKernels, BenchMask, dtype_name};
 use crate::console;
 use crate::error::CliError;
 use crate::input::random_inputs;
@@ -28,7 +28,7 @@ const SAMPLED_KEYS: usize = 8;
 pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     let sizes = Sizes::of(arguments);
     // Without a GPU there is nothing to compare either.
-    let machine = CudaMachine::open(Timing::Off).map_err(|source| CliError::Cuda { source })?;
+    let machine = machine(sizes.kernels).map_err(|source| CliError::Cuda { source })?;
     if let Some(peers) = &arguments.cuda.peers {
         return peers::compare(peers, arguments, &sizes);
     }
@@ -52,6 +52,16 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     Err(CliError::CheckFailed {
         what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
     })
+}
+
+/// The first GPU, with the kernels asked for.
+fn machine(kernels: BenchKernels) -> Result<CudaMachine, CudaError> {
+    let device = Device::open(0)?;
+    let device = match kernels {
+        BenchKernels::Native => device,
+        BenchKernels::Portable => device.portable(),
+    };
+    CudaMachine::new(vec![device], Timing::Off)
 }
 
 /// One length and one number of heads, with random inputs on the GPU.
@@ -92,7 +102,12 @@ impl Shape {
     fn measure(&self, sizes: &Sizes) -> Result<Section, CliError> {
         let shape = shape_text(&self.inputs.q, &self.inputs.k);
         let mut section = Section {
-            title: format!("attention kernels on {}, {}", self.device, sizes.clock_text()),
+            title: format!(
+                "{} attention kernels on {}, {}",
+                mask::value_name(&sizes.kernels),
+                self.device,
+                sizes.clock_text()
+            ),
             rows: Vec::new(),
             findings: Vec::new(),
             wrong: Vec::new(),
@@ -133,6 +148,7 @@ impl Shape {
                 };
                 let detail = json!({
                     "by": "counterpoint",
+                    "kernels": mask::value_name(&sizes.kernels),
                     "pass": key,
                     "area": mask.area(),
                     "seqlen": self.inputs.q.rows(),

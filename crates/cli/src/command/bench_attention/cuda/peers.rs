@@ -1,10 +1,9 @@
 use std::io::Write;
 use std::process::{Command, Stdio};
 
-use clap::ValueEnum;
 use serde_json::{Value, json};
 
-use super::mask;
+use super::mask::{self, value_name};
 use super::sizes::Sizes;
 use crate::arguments::{BenchAttentionArguments, BenchPass};
 use crate::error::CliError;
@@ -34,6 +33,7 @@ pub(super) fn compare(
     command.args(["--head-dim", &sizes.head_dim.to_string(), "--dtype", value_name(&sizes.dtype).as_str()]);
     command.args(["--passes", &list(passes.map(value_name).collect())]);
     command.args(["--iterations", &sizes.iterations.to_string(), "--clock", &value_name(&sizes.clock)]);
+    command.args(["--kernels", &value_name(&sizes.kernels)]);
     command.arg("--ours").arg(ours);
     if arguments.json {
         command.arg("--json");
@@ -63,12 +63,10 @@ fn data() -> Result<String, CliError> {
     Ok(json!({"documents": documents, "published": published}).to_string())
 }
 
-fn value_name<T: ValueEnum>(value: &T) -> String {
-    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum;
+
     use super::*;
     use crate::arguments::{BenchClock, BenchDType};
 

@@ -3,7 +3,7 @@ use counterpoint_cuda::bench::{BenchClock as Clock, BenchPass as Pass, CALLS};
 use counterpoint_plan::DType;
 
 use crate::arguments::{
-    BenchAttentionArguments, BenchClock, BenchDType, BenchMask, BenchPass, CudaBenchArguments,
+    BenchAttentionArguments, BenchClock, BenchDType, BenchKernels, BenchMask, BenchPass, CudaBenchArguments,
 };
 
 /// What is measured: what was asked for, and defaults for the rest.
@@ -16,12 +16,23 @@ pub(super) struct Sizes {
     pub(super) passes: Vec<BenchPass>,
     pub(super) iterations: usize,
     pub(super) clock: BenchClock,
+    pub(super) kernels: BenchKernels,
 }
 
 impl Sizes {
     pub(super) fn of(arguments: &BenchAttentionArguments) -> Self {
-        let CudaBenchArguments { masks, seqlens, heads, head_dim, dtype, passes, iterations, clock, .. } =
-            &arguments.cuda;
+        let CudaBenchArguments {
+            masks,
+            seqlens,
+            heads,
+            head_dim,
+            dtype,
+            passes,
+            iterations,
+            clock,
+            kernels,
+            ..
+        } = &arguments.cuda;
         let quick = arguments.quick;
         let clock = clock.unwrap_or(BenchClock::Device);
         let (default_seqlens, default_heads): (&[usize], &[(usize, usize)]) = match (clock, quick) {
@@ -40,6 +51,7 @@ impl Sizes {
             passes: given_or(passes, BenchPass::value_variants()),
             iterations: iterations.map_or(if quick { 4 } else { 12 }, |n| n as usize),
             clock,
+            kernels: kernels.unwrap_or(BenchKernels::Native),
         }
     }
 }

@@ -1,0 +1,20 @@
+// Words in global memory by which CTAs tell each other what is done (PTX ISA, "ld", "red", memory consistency).
+#pragma once
+
+#include "types.cuh"
+
+namespace counterpoint {
+
+// What is read after it was written before the value seen was added or stored with release.
+__device__ __forceinline__ u32 load_acquire(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Adds; who acquires the sum sees what this thread wrote before.
+__device__ __forceinline__ void add_release(u32* word, u32 value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+}  // namespace counterpoint

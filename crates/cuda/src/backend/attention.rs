@@ -1,0 +1,194 @@
+//! Operations of the forward, and what they share with the backward: from buffers of a Program to addresses of a launcher.
+
+use std::sync::Arc;
+
+use counterpoint_exec::ExecError;
+use counterpoint_mask::Band;
+use counterpoint_plan::DType;
+use counterpoint_schedule::{AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd};
+
+use super::CudaBuffer;
+use super::compute::Prepare;
+use super::padding::{Padding, padded_dim};
+use crate::kernel::{
+    AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
+    ResultTensors, StateTensors,
+};
+use crate::{CudaError, Stream};
+
+/// A buffer of the Program as a kernel sees it.
+pub(super) struct Operand {
+    id: BufferId,
+    padding: Option<Padding>,
+}
+
+impl Operand {
+    pub(super) fn new(prepare: &Prepare<'_>, id: BufferId) -> Result<Self, ExecError> {
+        let padding = Padding::of(prepare.setup(), prepare.spec(id));
+        Ok(Self { id, padding: padding.map_err(|error| prepare.device_error(error))? })
+    }
+
+    /// The address that the kernel is given.
+    pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
+        self.padding.as_ref().map_or_else(|| buffers[self.id.0].address(), Padding::address)
+    }
+
+    /// Before a kernel that reads it.
+    pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.enter(stream, buffers[self.id.0].address()))
+    }
+
+    /// After a kernel that wrote it.
+    pub(super) fn leave(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.leave(stream, buffers[self.id.0].address()))
+    }
+}
+
+/// The state of a forward: only `acc` has rows of heads.
+struct State {
+    acc: Operand,
+    row_max: BufferId,
+    row_sum: BufferId,
+}
+
+impl State {
+    fn new(prepare: &Prepare<'_>, state: &AttentionState) -> Result<Self, ExecError> {
+        let AttentionState { acc, row_max, row_sum } = *state;
+        Ok(Self { acc: Operand::new(prepare, acc)?, row_max, row_sum })
+    }
+
+    fn tensors(&self, buffers: &[CudaBuffer]) -> StateTensors {
+        StateTensors {
+            acc: self.acc.address(buffers),
+            row_max: buffers[self.row_max.0].address(),
+            row_sum: buffers[self.row_sum.0].address(),
+        }
+    }
+}
+
+/// A stage of the forward.
+pub(super) struct Forward {
+    kernel: ForwardKernel,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    begin: Option<State>,
+    end: End,
+}
+
+/// What a stage of the forward leaves.
+enum End {
+    /// `None` where it continues a state, which it leaves in the same buffers.
+    State(Option<State>),
+    Result {
+        sink: Option<BufferId>,
+        out: Operand,
+        lse: BufferId,
+    },
+}
+
+impl Forward {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
+        let problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
+        let mode = ForwardMode {
+            continues: matches!(op.begin, ForwardBegin::Continue(_)),
+            end: match op.end {
+                ForwardEnd::State(_) => ForwardModeEnd::State,
+                ForwardEnd::Result { sink, .. } => ForwardModeEnd::Result { seqlen_sink: seqlen_sink(sink) },
+            },
+        };
+        let kernel = ForwardKernel::new(prepare.setup(), &problem, mode);
+        let begin = match &op.begin {
+            ForwardBegin::Start => None,
+            ForwardBegin::Continue(state) => Some(State::new(prepare, state)?),
+        };
+        Ok(Self {
+            kernel: kernel.map_err(|error| prepare.device_error(error))?,
+            q: Operand::new(prepare, op.q)?,
+            k: Operand::new(prepare, op.k)?,
+            v: Operand::new(prepare, op.v)?,
+            end: match &op.end {
+                ForwardEnd::State(_) if begin.is_some() => End::State(None),
+                ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
+                ForwardEnd::Result { sink, out, lse } => {
+                    End::Result { sink: *sink, out: Operand::new(prepare, *out)?, lse: *lse }
+                }
+            },
+            begin,
+        })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let address = |id: BufferId| buffers[id.0].address();
+        for operand in
+            [&self.q, &self.k, &self.v].into_iter().chain(self.begin.as_ref().map(|state| &state.acc))
+        {
+            operand.enter(stream, buffers)?;
+        }
+        let begin = self.begin.as_ref().map(|state| state.tensors(buffers));
+        let (end, written) = match &self.end {
+            End::State(state) => {
+                let state = state.as_ref().or(self.begin.as_ref());
+                let tensors =
+                    state.map_or(StateTensors { acc: 0, row_max: 0, row_sum: 0 }, |s| s.tensors(buffers));
+                (ForwardTarget::State(tensors), state.map(|state| &state.acc))
+            }
+            End::Result { sink, out, lse } => {
+                let (sink, lse) = (sink.map_or(0, address), address(*lse));
+                (ForwardTarget::Result(ResultTensors { sink, out: out.address(buffers), lse }), Some(out))
+            }
+        };
+        let tensors = ForwardTensors {
+            q: self.q.address(buffers),
+            k: self.k.address(buffers),
+            v: self.v.address(buffers),
+            begin,
+            end,
+        };
+        // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued; the
+        // Program orders who else uses them.
+        unsafe { self.kernel.launch(stream, &tensors) }?;
+        written.map_or(Ok(()), |operand| operand.leave(stream, buffers))
+    }
+}
+
+impl Prepare<'_> {
+    /// The elements' type of a tensor of attention.
+    pub(super) fn element(&self, id: BufferId) -> Result<ElementType, ExecError> {
+        match self.spec(id).dtype {
+            DType::Bf16 => Ok(ElementType::Bf16),
+            DType::F16 => Ok(ElementType::F16),
+            other => Err(self.error(format!(
+                "`{}` is {other:?}; attention on CUDA takes bf16 and f16, run this type on the CPU",
+                self.spec(id).name
+            ))),
+        }
+    }
+
+    /// The problem of `q`, `k` and `v`, whose heads are as long as they are padded to.
+    pub(super) fn problem(
+        &self,
+        [q, k, v]: [BufferId; 3],
+        bands: &Arc<[Band]>,
+        scale: f64,
+        softcap: f64,
+    ) -> Result<AttentionProblem, ExecError> {
+        let element = self.element(q)?;
+        let (q, k, v) = (self.spec(q), self.spec(k), self.spec(v));
+        Ok(AttentionProblem {
+            bands: bands.clone(),
+            rows_q: q.rows(),
+            rows_k: k.rows(),
+            heads_q: q.shape[1],
+            heads_kv: k.shape[1],
+            head_dim: padded_dim(q.shape[2]),
+            head_dim_v: padded_dim(v.shape[2]),
+            element,
+            scale: scale as f32,
+            softcap: (softcap > 0.0).then_some(softcap as f32),
+            sm_margin: self.sm_margin(),
+            deterministic: false,
+        })
+    }
+}

@@ -1,0 +1,274 @@
+//! The launcher of `attention/attention_forward.cuh`.
+
+mod shape;
+mod source;
+
+use std::f32::consts::LOG2_E;
+
+use shape::{ForwardShape, Freedom};
+pub(super) use source::specialisations;
+use source::{ForwardChoice, Scores, Span};
+
+use super::attention_merge::AttentionMerge;
+use super::device_schedule::DeviceSchedule;
+use super::layout::{SharedLayout, shared_layout};
+use super::{
+    AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
+};
+use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapSpec};
+
+/// Attention forward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
+#[derive(Clone, Debug)]
+pub struct AttentionForward {
+    function: Function,
+    problem: AttentionProblem,
+    mode: ForwardMode,
+    shape: ForwardShape,
+    schedule: DeviceSchedule,
+    queue: DeviceBuffer,
+    merge: Option<AttentionMerge>,
+    launch: Launch,
+}
+
+/// `AttentionForwardArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct AttentionForwardArguments {
+    q_map: TensorMap,
+    k_map: TensorMap,
+    v_map: TensorMap,
+    tiles: u64,
+    runs: u64,
+    bounds: u64,
+    out: u64,
+    lse: u64,
+    sink: u64,
+    begin_acc: u64,
+    begin_max: u64,
+    begin_sum: u64,
+    end_acc: u64,
+    end_max: u64,
+    end_sum: u64,
+    partial_out: u64,
+    partial_lse: u64,
+    queue: u64,
+    tile_count: u32,
+    heads: u32,
+    heads_per_group: u32,
+    heads_per_key: u32,
+    heads_q: u32,
+    head_dim_v: u32,
+    sink_rows: u32,
+    rows_k: i32,
+    scale_log2: f32,
+    softcap_scale: f32,
+    softcap_log2: f32,
+    reserved: u32,
+}
+
+const NO_STATE: StateTensors = StateTensors { acc: 0, row_max: 0, row_sum: 0 };
+const NO_RESULT: ResultTensors = ResultTensors { sink: 0, out: 0, lse: 0 };
+
+impl AttentionForward {
+    /// Makes a problem ready: chooses the shape of its tiles, compiles or finds the kernel, and uploads the tile schedule by
+    /// `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
+    /// is short.
+    pub fn new(stream: &Stream, problem: &AttentionProblem, mode: ForwardMode) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let refused = |reason: String| CudaError::Launch { kernel: "attention_forward".to_owned(), reason };
+        let dims = check(problem).map_err(refused)?;
+        let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
+
+        let scores = if problem.softcap.is_none() && problem.scale > 0.0 {
+            Scores::Scaled
+        } else {
+            Scores::Transformed
+        };
+        let whole = !mode.continues && matches!(mode.end, ForwardModeEnd::Result { .. });
+        let freedom = match scores {
+            Scores::Transformed => Freedom::SmallUnpacked,
+            Scores::Scaled if whole => Freedom::Any,
+            Scores::Scaled => Freedom::Small,
+        };
+        let chosen = |freedom| {
+            shape::choose(problem, dims, freedom, workers, whole).map_err(|error| refused(error.to_string()))
+        };
+        let (mut shape, mut schedule) = chosen(freedom)?;
+        if schedule.partials() > 0 && freedom == Freedom::Any {
+            // Only small blocks are compiled for split tiles.
+            (shape, schedule) = chosen(Freedom::Small)?;
+        }
+        let span =
+            if freedom == Freedom::Any && schedule.partials() == 0 { Span::Whole } else { Span::Staged };
+        let choice = ForwardChoice { shape, element: problem.element, span, scores };
+        let function = device.function(&choice.source())?;
+
+        let merge = match mode.end {
+            ForwardModeEnd::Result { seqlen_sink } if schedule.partials() > 0 => {
+                Some(AttentionMerge::new(stream, problem, &schedule, shape.tokens(), seqlen_sink as u32)?)
+            }
+            _ => None,
+        };
+        let queue = DeviceBuffer::from_slice(stream, &[0u32; 2])?;
+        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let items = schedule.tile_count() * (problem.heads_q as u32 / shape.pack);
+        let launch = Launch::linear(items.min(workers), shape.threads()).shared_bytes(shape.shared_bytes());
+        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, queue, merge, launch })
+    }
+
+    /// Enqueues the forward. Nothing is allocated and nothing waits.
+    ///
+    /// # Safety
+    /// `tensors` are addresses of what [`ForwardTensors`] says, for this value's problem and mode, which live until the kernel
+    /// has run; what is written overlaps nothing else, except that a state may be the one begun from. This value lives as
+    /// long, and its earlier run has finished or is before this one on the same stream.
+    ///
+    /// # Errors
+    /// [`CudaError::TensorMap`] for an address that is no multiple of 16, or the driver's refusal.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
+        if self.schedule.tile_count() == 0 {
+            return Ok(());
+        }
+        let (result, end) = match tensors.end {
+            ForwardTarget::Result(result) => (result, NO_STATE),
+            ForwardTarget::State(state) => (NO_RESULT, state),
+        };
+        let arguments = self.arguments(tensors, &result, &end)?;
+        // SAFETY: the arguments are those of the kernel in `ForwardChoice::source`, a test compares their layouts; the rest is
+        // the caller's promise.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,))? };
+        match &self.merge {
+            // SAFETY: the caller's promise.
+            Some(merge) => unsafe { merge.launch(stream, &result) },
+            None => Ok(()),
+        }
+    }
+
+    fn arguments(
+        &self,
+        tensors: &ForwardTensors,
+        result: &ResultTensors,
+        end: &StateTensors,
+    ) -> Result<AttentionForwardArguments, CudaError> {
+        let Self { problem, shape, .. } = self;
+        let element = problem.element.tensor_map_element();
+        let map = |name: &str, address, dim, heads, rows: usize, box_heads, box_rows| {
+            let dims = [dim as u64, heads as u64, rows as u64];
+            TensorMapSpec::new(element, address, dims, [64, box_heads, box_rows])
+                .swizzle(Swizzle::Span128)
+                .encode(name)
+        };
+        // No tensor of the copy engine is empty. Without keys nothing is read, and any address will do.
+        let rows_k = problem.rows_k.max(1);
+        let keys = |address| if problem.rows_k == 0 { tensors.q } else { address };
+        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+        let [tiles, runs, bounds] = self.schedule.addresses();
+        let begin = tensors.begin.unwrap_or(NO_STATE);
+        let [partial_out, partial_lse] = self.merge.as_ref().map_or([0; 2], AttentionMerge::partials);
+        let sink_rows = match self.mode.end {
+            // Split tiles meet their sinks when they are merged; the kernel gives them to whole ones.
+            ForwardModeEnd::Result { seqlen_sink } => seqlen_sink as u32,
+            ForwardModeEnd::State => 0,
+        };
+        let heads = heads_q as u32 / shape.pack;
+        Ok(AttentionForwardArguments {
+            q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, shape.tokens())?,
+            k_map: map("k", keys(tensors.k), head_dim, heads_kv, rows_k, 1, shape.block)?,
+            v_map: map("v", keys(tensors.v), head_dim_v, heads_kv, rows_k, 1, shape.block)?,
+            tiles,
+            runs,
+            bounds,
+            out: result.out,
+            lse: result.lse,
+            sink: result.sink,
+            begin_acc: begin.acc,
+            begin_max: begin.row_max,
+            begin_sum: begin.row_sum,
+            end_acc: end.acc,
+            end_max: end.row_max,
+            end_sum: end.row_sum,
+            partial_out,
+            partial_lse,
+            queue: self.queue.address(),
+            tile_count: self.schedule.tile_count(),
+            heads,
+            heads_per_group: shape::heads_per_group(problem, shape.pack).min(heads),
+            heads_per_key: heads / heads_kv as u32,
+            heads_q: heads_q as u32,
+            head_dim_v: head_dim_v as u32,
+            sink_rows,
+            rows_k: rows_k as i32,
+            scale_log2: problem.scale * LOG2_E,
+            softcap_scale: problem.softcap.map_or(0.0, |softcap| 2.0 * problem.scale * LOG2_E / softcap),
+            softcap_log2: problem.softcap.map_or(0.0, |softcap| softcap * LOG2_E),
+            reserved: 0,
+        })
+    }
+}
+
+/// The padded dimensions of a problem, or why it has no kernel.
+fn check(problem: &AttentionProblem) -> Result<(u32, u32), String> {
+    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_q, .. } = *problem;
+    if heads_kv == 0 || heads_q == 0 || !heads_q.is_multiple_of(heads_kv) {
+        return Err(format!(
+            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
+        ));
+    }
+    if !problem.scale.is_finite() {
+        return Err(format!("scale is {}; give a finite one", problem.scale));
+    }
+    if let Some(softcap) = problem.softcap
+        && !(softcap.is_finite() && softcap > 0.0)
+    {
+        return Err(format!("softcap is {softcap}; give a positive one, or none"));
+    }
+    // Items, a tile of one head each, are counted by 32 bits.
+    if (rows_q as u64).saturating_mul(heads_q as u64) > u64::from(u32::MAX / 4) {
+        return Err(format!("{rows_q} rows of {heads_q} heads; at most {} in all", u32::MAX / 4));
+    }
+    shape::padded_dims(head_dim, head_dim_v).ok_or_else(|| {
+        format!("heads of {head_dim} and {head_dim_v} elements; kernels take multiples of 8 from 8 to 256")
+    })
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!(
+        "attention/attention_forward.cuh",
+        AttentionForwardArguments {
+            q_map,
+            k_map,
+            v_map,
+            tiles,
+            runs,
+            bounds,
+            out,
+            lse,
+            sink,
+            begin_acc,
+            begin_max,
+            begin_sum,
+            end_acc,
+            end_max,
+            end_sum,
+            partial_out,
+            partial_lse,
+            queue,
+            tile_count,
+            heads,
+            heads_per_group,
+            heads_per_key,
+            heads_q,
+            head_dim_v,
+            sink_rows,
+            rows_k,
+            scale_log2,
+            softcap_scale,
+            softcap_log2,
+            reserved,
+        }
+    )]
+}

@@ -1,0 +1,268 @@
+use counterpoint_plan::{
+    TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
+};
+
+use crate::kernel::AttentionProblem;
+
+/// Padded head dimensions: a head is computed as the smallest pair (of q and k, of v) that holds it.
+pub(super) const HEAD_DIMS: [(u32, u32); 6] =
+    [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
+
+/// How many query heads of one key head may share a tile. Only divisors of the heads per key head come into question.
+pub(super) const PACKS: [u32; 2] = [1, 8];
+
+/// The work of a CTA: `rows` rows of `pack` heads, against blocks of `block` keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ForwardShape {
+    pub head_dim: u32,
+    pub head_dim_v: u32,
+    pub rows: u32,
+    pub block: u32,
+    pub pack: u32,
+    /// Tiles whose query rows are in shared memory at once.
+    pub query_slots: u32,
+}
+
+impl ForwardShape {
+    /// The shape with the largest blocks that registers and shared memory hold: the fewest instructions for a key.
+    pub(super) fn large((head_dim, head_dim_v): (u32, u32), pack: u32) -> Self {
+        let (rows, block, query_slots) = match head_dim {
+            64 => (192, 128, 2),
+            96 | 128 => (128, 176, 1),
+            192 if head_dim_v == 128 => (128, 128, 1),
+            192 => (128, 112, 1),
+            _ => (128, 80, 1),
+        };
+        Self { head_dim, head_dim_v, rows, block, pack, query_slots }
+    }
+
+    /// The shape whose blocks divide 128 keys, the unit in which stages are cut: a row's blocks are then the same for any
+    /// number of stages. They also waste less at the edges of a mask, and the next tile's queries arrive early.
+    pub(super) fn small((head_dim, head_dim_v): (u32, u32), pack: u32) -> Self {
+        let (rows, block, query_slots) = match head_dim {
+            64 | 96 | 128 => (128, 128, 2),
+            192 => (128, 64, 2),
+            _ => (128, 64, 1),
+        };
+        Self { head_dim, head_dim_v, rows, block, pack, query_slots }
+    }
+
+    /// Warpgroups that compute; one more loads.
+    const fn consumers(self) -> u32 {
+        self.rows / 64
+    }
+
+    pub(super) const fn threads(self) -> u32 {
+        128 * (self.consumers() + 1)
+    }
+
+    /// Tokens that a tile owns at most.
+    pub(super) const fn tokens(self) -> u32 {
+        self.rows / self.pack
+    }
+
+    /// Dynamic shared memory of a CTA: `AttentionForwardShared`, and what aligning it to 1024 bytes may take.
+    pub(super) const fn shared_bytes(self) -> u32 {
+        let key_row = 128 * self.head_dim.div_ceil(64);
+        let value_row = 128 * self.head_dim_v.div_ceil(64);
+        let tensors = self.query_slots * self.rows * key_row + 2 * self.block * (key_row + value_row);
+        // Steps, items and barriers are far smaller than the rounding up of the whole.
+        tensors + 1024 + 1024
+    }
+
+    /// What a tile schedule for it is made with.
+    fn config(self, problem: &AttentionProblem) -> TileScheduleConfig {
+        let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
+        TileScheduleConfig {
+            direction: TileDirection::Forward,
+            tile_rows: self.tokens() as usize,
+            block: self.block as usize,
+            tiles: TilePlacement::Tight,
+            blocks,
+            order: TileOrder::Work,
+            split: None,
+        }
+    }
+
+    /// An estimate of the time that a schedule takes on `workers` CTAs, in keys that one CTA walks with 128 rows. The constants
+    /// are fitted to an H200's times for the masks of the benchmark.
+    fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32) -> f64 {
+        /// What a block costs beside its keys, a bounded block on top of that, and a tile.
+        const BLOCK: f64 = 6.0;
+        const BOUNDED: f64 = 12.0;
+        const TILE: f64 = 60.0;
+        let statistics = schedule.statistics();
+        let rows = f64::from(self.rows) / 128.0;
+        let block = rows * (f64::from(self.block) + BLOCK);
+        let all = statistics.blocks as f64 * block
+            + statistics.bounded_blocks as f64 * rows * BOUNDED
+            + statistics.tiles as f64 * TILE;
+        let heads = heads as f64 / f64::from(self.pack);
+        let longest = statistics.longest_tile as f64 * block + TILE;
+        // Whoever finishes last is half an average tile behind.
+        let behind = all / statistics.tiles.max(1) as f64 / 2.0;
+        (all * heads / f64::from(workers.max(1)) + behind).max(longest)
+    }
+}
+
+/// The smallest padded pair that holds these heads.
+pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Option<(u32, u32)> {
+    if head_dim == 0 || head_dim_v == 0 || !head_dim.is_multiple_of(8) || !head_dim_v.is_multiple_of(8) {
+        return None;
+    }
+    HEAD_DIMS.into_iter().find(|&(dim, dim_v)| head_dim <= dim as usize && head_dim_v <= dim_v as usize)
+}
+
+/// Which shapes a launch may choose from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Freedom {
+    /// All.
+    Any,
+    /// Small blocks: a stage, or split tiles.
+    Small,
+    /// Small blocks and one head a tile.
+    SmallUnpacked,
+}
+
+/// The shape for a problem, and the schedule to walk: of all shapes in question the one whose estimate is least. Tiles are split
+/// along the keys where there are too few of them to keep `workers` busy and `may_split` allows it.
+pub(super) fn choose(
+    problem: &AttentionProblem,
+    dims: (u32, u32),
+    freedom: Freedom,
+    workers: u32,
+    may_split: bool,
+) -> Result<(ForwardShape, TileSchedule), TileScheduleError> {
+    let heads_per_key = (problem.heads_q / problem.heads_kv) as u32;
+    // Packing more heads wastes less at the edges of a mask, so the largest pack stands for all.
+    let largest = PACKS.into_iter().rev().find(|&pack| heads_per_key.is_multiple_of(pack)).unwrap_or(1);
+    let packs = match freedom {
+        Freedom::SmallUnpacked => vec![1],
+        _ if largest == 1 => vec![1],
+        _ => vec![1, largest],
+    };
+    let mut shapes = Vec::new();
+    for pack in packs {
+        if freedom == Freedom::Any && !problem.deterministic {
+            shapes.push(ForwardShape::large(dims, pack));
+        }
+        shapes.push(ForwardShape::small(dims, pack));
+    }
+    shapes.dedup();
+    let mut best: Option<(f64, ForwardShape, TileSchedule)> = None;
+    for shape in shapes {
+        let schedule =
+            TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &shape.config(problem))?;
+        let cost = shape.cost(&schedule, problem.heads_q, workers);
+        if best.as_ref().is_none_or(|(least, ..)| cost < *least) {
+            best = Some((cost, shape, schedule));
+        }
+    }
+    let Some((_, shape, schedule)) = best else { unreachable!("there is always a small shape") };
+    if !may_split || problem.deterministic {
+        return Ok((shape, schedule));
+    }
+    let heads = problem.heads_q / shape.pack as usize;
+    let split = Some(TileSplit { workers: workers.max(1) as usize, heads });
+    let config = TileScheduleConfig { split, ..shape.config(problem) };
+    Ok((shape, TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)?))
+}
+
+/// How many tiles' heads are worked on together. Keys and values of these should stay in the second level cache, or be read
+/// by several CTAs at the same time; the fewer the groups, the better the load is balanced. Groups are of even size.
+pub(super) fn heads_per_group(problem: &AttentionProblem, pack: u32) -> u32 {
+    /// About half of an H200's cache, and as few readers of one head as still hide behind the products.
+    const CACHED_BYTES: usize = 24 << 20;
+    const HEADS_AT_LEAST: usize = 16;
+    let bytes = problem.rows_k * (problem.head_dim + problem.head_dim_v) * problem.element.bytes();
+    let most = (CACHED_BYTES / bytes.max(1)).max(HEADS_AT_LEAST);
+    let groups = problem.heads_kv.div_ceil(most);
+    let heads = problem.heads_q / pack as usize;
+    (problem.heads_kv.div_ceil(groups.max(1)) * (heads / problem.heads_kv)).max(1) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Mask;
+
+    use super::*;
+    use crate::kernel::ElementType;
+
+    fn problem(mask: &str, heads_q: usize, heads_kv: usize) -> AttentionProblem {
+        let mask: Mask = mask.parse().unwrap();
+        AttentionProblem {
+            bands: mask.bands().collect::<Vec<_>>().into(),
+            rows_q: mask.seqlen_q(),
+            rows_k: mask.seqlen_k(),
+            heads_q,
+            heads_kv,
+            head_dim: 128,
+            head_dim_v: 128,
+            element: ElementType::Bf16,
+            scale: 0.088,
+            softcap: None,
+            sm_margin: 0,
+            deterministic: false,
+        }
+    }
+
+    #[test]
+    fn shapes_fit_a_multiprocessor() {
+        for dims in HEAD_DIMS {
+            for shape in [ForwardShape::large(dims, 1), ForwardShape::small(dims, 1)] {
+                assert!(shape.shared_bytes() <= 232_448, "{shape:?}");
+                // Blocks of whole instructions, tiles of whole warpgroups.
+                assert!(shape.block % 16 == 0 && shape.rows % 64 == 0);
+            }
+            assert_eq!(128 % ForwardShape::small(dims, 1).block, 0);
+        }
+    }
+
+    #[test]
+    fn heads_are_padded_to_the_next_kernel() {
+        assert_eq!(padded_dims(8, 8), Some((64, 64)));
+        assert_eq!(padded_dims(72, 104), Some((128, 128)));
+        assert_eq!(padded_dims(192, 128), Some((192, 128)));
+        assert_eq!(padded_dims(136, 136), Some((192, 192)));
+        assert_eq!(padded_dims(64, 256), Some((256, 256)));
+        assert_eq!((padded_dims(100, 64), padded_dims(264, 64), padded_dims(0, 8)), (None, None, None));
+    }
+
+    #[test]
+    fn long_rows_take_large_blocks_and_short_documents_packed_heads() {
+        let shape = |mask, heads_q, heads_kv| {
+            let problem = problem(mask, heads_q, heads_kv);
+            choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap().0
+        };
+        assert_eq!(shape("full:8k", 16, 16).block, 176);
+        let documents = shape("varlen-full:lengths=100,60,30,200,10,300,70,50,20,120", 64, 8);
+        assert_eq!(documents.pack, 8);
+    }
+
+    #[test]
+    fn few_tiles_are_split_unless_bits_must_not_change() {
+        let mut problem = problem("full:16k", 1, 1);
+        problem.bands = vec![counterpoint_mask::Band {
+            q_range: counterpoint_mask::Range::new(0, 128),
+            ..problem.bands[0]
+        }]
+        .into();
+        problem.rows_q = 128;
+        assert!(choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap().1.partials() > 1);
+        assert_eq!(choose(&problem, (128, 128), Freedom::Any, 132, false).unwrap().1.partials(), 0);
+        problem.deterministic = true;
+        let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
+        assert_eq!((schedule.partials(), shape.block), (0, 128));
+    }
+
+    #[test]
+    fn groups_of_heads_are_even() {
+        let group = |mask, heads_q, heads_kv, pack| heads_per_group(&problem(mask, heads_q, heads_kv), pack);
+        assert_eq!(group("full:8k", 16, 16, 1), 16);
+        assert_eq!(group("full:32k", 64, 64, 1), 16);
+        assert_eq!(group("full:32k", 20, 20, 1), 10);
+        assert_eq!(group("full:32k", 64, 8, 8), 8);
+        assert_eq!(group("full:32k", 64, 8, 1), 64);
+        assert_eq!(group("full:512", 64, 64, 1), 64);
+    }
+}

@@ -1,0 +1,81 @@
+use super::shape::{ForwardShape, HEAD_DIMS, PACKS};
+use crate::kernel::{ElementType, MatrixUnit, Specialisation};
+use crate::{Arch, KernelSource};
+
+/// What of the kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ForwardChoice {
+    pub shape: ForwardShape,
+    pub element: ElementType,
+    pub span: Span,
+    pub scores: Scores,
+}
+
+/// `Span` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Span {
+    Whole,
+    Staged,
+}
+
+/// `Scores` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Scores {
+    Scaled,
+    Transformed,
+}
+
+impl ForwardChoice {
+    pub(super) fn source(self) -> KernelSource {
+        let Self { shape, element, span, scores } = self;
+        let ForwardShape { head_dim, head_dim_v, rows, block, pack, query_slots } = shape;
+        let name = format!(
+            "attention_forward_{}_{head_dim}_{head_dim_v}_{rows}x{block}_pack{pack}_{span:?}_{scores:?}",
+            element.name(),
+        )
+        .to_lowercase();
+        KernelSource::new(&name, Arch::SM_90A)
+            .define("ELEMENT_BF16", element.define())
+            .line("#include \"attention/attention_forward.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!(
+                "using Config = AttentionForwardConfig<{head_dim}, {head_dim_v}, {rows}, {block}, {pack}, \
+                 {query_slots}, Span::k{span:?}, Scores::k{scores:?}>;"
+            ))
+            .line(format_args!(
+                "static_assert(Config::kThreads == {} && sizeof(AttentionForwardShared<Config>) + 1024 <= {}, \
+                 \"threads and shared memory of a launch\");",
+                shape.threads(),
+                shape.shared_bytes()
+            ))
+            .line("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, 1)")
+            .line(format_args!("{name}(const __grid_constant__ AttentionForwardArguments arguments) {{"))
+            .line("  attention_forward<Config>(arguments);")
+            .line("}")
+    }
+}
+
+/// Every kernel that [`AttentionForward`](super::AttentionForward) may ask for.
+pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
+    let mut all = Vec::new();
+    for element in ElementType::ALL {
+        let mut add = |shape: ForwardShape, span, scores| {
+            let source = ForwardChoice { shape, element, span, scores }.source();
+            // Those of a launch; consumers then take more from the producer.
+            let register_limit = 65536 / shape.threads() / 8 * 8;
+            all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
+        };
+        for dims in HEAD_DIMS {
+            for pack in PACKS {
+                let (large, small) = (ForwardShape::large(dims, pack), ForwardShape::small(dims, pack));
+                add(small, Span::Whole, Scores::Scaled);
+                add(small, Span::Staged, Scores::Scaled);
+                if large != small {
+                    add(large, Span::Whole, Scores::Scaled);
+                }
+            }
+            add(ForwardShape::small(dims, 1), Span::Staged, Scores::Transformed);
+        }
+    }
+    all
+}

@@ -1,0 +1,133 @@
+use counterpoint_plan::TileSchedule;
+
+use super::layout::{SharedLayout, shared_layout};
+use super::{AttentionProblem, ElementType, MatrixUnit, ResultTensors, Specialisation};
+use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+const THREADS: u32 = 256;
+
+/// The partial results of the split tiles of one schedule, and the kernel that merges them.
+#[derive(Clone, Debug)]
+pub(super) struct AttentionMerge {
+    function: Function,
+    merges: DeviceBuffer,
+    partial_out: DeviceBuffer,
+    partial_lse: DeviceBuffer,
+    launch: Launch,
+    arguments: AttentionMergeArguments,
+}
+
+/// `AttentionMergeArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct AttentionMergeArguments {
+    merges: u64,
+    partial_out: u64,
+    partial_lse: u64,
+    out: u64,
+    lse: u64,
+    sink: u64,
+    tile_tokens: u32,
+    heads_q: u32,
+    head_dim_v: u32,
+    sink_rows: u32,
+}
+
+impl AttentionMerge {
+    /// Memory for the partial results of `schedule`, whose tiles own up to `tile_tokens` tokens.
+    ///
+    /// # Errors
+    /// When memory is short or the kernel cannot be compiled.
+    pub(super) fn new(
+        stream: &Stream,
+        problem: &AttentionProblem,
+        schedule: &TileSchedule,
+        tile_tokens: u32,
+        sink_rows: u32,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let rows = schedule.partials() * tile_tokens as usize * problem.heads_q;
+        let merges = DeviceBuffer::from_slice(stream, schedule.merges())?;
+        let partial_out = DeviceBuffer::new(device, rows * problem.head_dim_v * size_of::<f32>())?;
+        let partial_lse = DeviceBuffer::new(device, rows * size_of::<f32>())?;
+        let arguments = AttentionMergeArguments {
+            merges: merges.address(),
+            partial_out: partial_out.address(),
+            partial_lse: partial_lse.address(),
+            out: 0,
+            lse: 0,
+            sink: 0,
+            tile_tokens,
+            heads_q: problem.heads_q as u32,
+            head_dim_v: problem.head_dim_v as u32,
+            sink_rows,
+        };
+        let grid = [schedule.merges().len() as u32, problem.heads_q as u32, 1];
+        let launch = Launch::new(grid, [THREADS, 1, 1]);
+        let function = device.function(&source(device.arch(), problem.element))?;
+        Ok(Self { function, merges, partial_out, partial_lse, launch, arguments })
+    }
+
+    /// Addresses of the slots' results and logarithms.
+    pub(super) fn partials(&self) -> [u64; 2] {
+        debug_assert!(!self.merges.is_empty());
+        [self.partial_out.address(), self.partial_lse.address()]
+    }
+
+    /// Enqueues the merge into the rows of split tiles.
+    ///
+    /// # Safety
+    /// As the launch of the forward that wrote the partial results.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(super) unsafe fn launch(&self, stream: &Stream, result: &ResultTensors) -> Result<(), CudaError> {
+        let ResultTensors { sink, out, lse } = *result;
+        let arguments = AttentionMergeArguments { sink, out, lse, ..self.arguments };
+        // SAFETY: the arguments are those of the kernel in `source`, a test compares their layouts; slots and list live as
+        // long as this value; the rest is the caller's promise.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+}
+
+fn source(arch: Arch, element: ElementType) -> KernelSource {
+    let name = format!("attention_merge_{}", element.name());
+    KernelSource::new(&name, arch)
+        .define("ELEMENT_BF16", element.define())
+        .line("#include \"attention/attention_merge.cuh\"")
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!(
+            "{name}(const __grid_constant__ counterpoint::AttentionMergeArguments arguments) {{"
+        ))
+        .line("  counterpoint::attention_merge(arguments);")
+        .line("}")
+}
+
+/// Both element types.
+pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
+    let specialisation = |element| Specialisation {
+        source: source(arch, element),
+        matrix_unit: MatrixUnit::None,
+        register_limit: 255,
+    };
+    ElementType::ALL.map(specialisation).to_vec()
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!(
+        "attention/attention_merge.cuh",
+        AttentionMergeArguments {
+            merges,
+            partial_out,
+            partial_lse,
+            out,
+            lse,
+            sink,
+            tile_tokens,
+            heads_q,
+            head_dim_v,
+            sink_rows,
+        }
+    )]
+}

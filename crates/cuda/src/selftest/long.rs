@@ -1,0 +1,45 @@
+use counterpoint_exec::selftest::SelfCheck;
+use counterpoint_exec::{ExecError, Pass, Sample, check_sample, random_inputs};
+use counterpoint_mask::{Mask, Window};
+use counterpoint_plan::{AttentionSpec, DType};
+
+use crate::CudaMachine;
+use crate::bench::{AttentionBench, BenchPass};
+
+/// The longest sequence that is promised, and a little more so that no tile is whole. With these heads its tensors have more
+/// elements than 32 bits with a sign can count.
+const ROWS: usize = (4 << 20) + 77;
+const HEADS: usize = 4;
+const HEAD_DIM: usize = 128;
+/// Columns that a row sees.
+const WINDOW: usize = 64;
+
+/// Forward and backward of a sequence of 4M rows, on a sample of rows and keys, the last ones among them.
+///
+/// # Errors
+/// When it does not fit into the memory of the GPU or of the host, or the run fails.
+pub fn selftest_long(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    let spec = AttentionSpec {
+        heads_q: HEADS,
+        heads_kv: 1,
+        head_dim: HEAD_DIM,
+        head_dim_v: HEAD_DIM,
+        dtype: DType::Bf16,
+        scale: 1.0 / (HEAD_DIM as f64).sqrt(),
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+    let seed = 77;
+    let window = Window { left: Some(WINDOW - 1), right: Some(0), global: 0 };
+    let name = format!("{ROWS} rows bf16 hd{HEAD_DIM} {HEADS}:1, window of {WINDOW}");
+    let mask = match Mask::sliding_window(ROWS, window) {
+        Ok(mask) => mask,
+        Err(error) => return Ok(vec![SelfCheck::failed(name, seed, error.to_string())]),
+    };
+    let inputs = random_inputs(&mask, &spec, seed, true);
+    let bench = AttentionBench::new(machine, &spec, &inputs)?;
+    let outputs = bench.case(&mask, &[BenchPass::Backward])?.outputs(BenchPass::Backward)?;
+    let sample = Sample::random(&mask, &spec, Pass::ForwardBackward, 4000, 1000, seed);
+    let report = check_sample(&mask, &spec, &inputs, &outputs, &sample);
+    Ok(vec![SelfCheck::of_report(name, seed, &report)])
+}
