@@ -133,8 +133,8 @@ impl Case {
                 .bands
                 .iter()
                 .filter_map(|band| {
-                    let k_range =
-                        Range::new(band.k_range.start.max(start), band.k_range.end.min(end).max(start));
+                    let first = band.k_range.start.max(start);
+                    let k_range = Range::new(first, band.k_range.end.min(end).max(first));
                     (!k_range.is_empty()).then_some(Band { k_range, ..*band })
                 })
                 .collect();

@@ -108,6 +108,8 @@ impl CudaBackend {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
         self.0.world.check()?;
+        // Every rank enqueues from a thread of its own, and a launcher that encodes a tensor map needs a current context.
+        self.0.device.bind().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }
 

@@ -12,6 +12,7 @@ use source::{ForwardChoice, Scores, Span};
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
+use super::portable_shape;
 use super::{
     AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
 };
@@ -211,27 +212,13 @@ impl AttentionForward {
 
 /// The padded dimensions of a problem, or why it has no kernel.
 fn check(problem: &AttentionProblem) -> Result<(u32, u32), String> {
-    let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_q, .. } = *problem;
-    if heads_kv == 0 || heads_q == 0 || !heads_q.is_multiple_of(heads_kv) {
-        return Err(format!(
-            "{heads_q} query heads over {heads_kv} key heads; heads_q is a multiple of heads_kv"
-        ));
-    }
-    if !problem.scale.is_finite() {
-        return Err(format!("scale is {}; give a finite one", problem.scale));
-    }
-    if let Some(softcap) = problem.softcap
-        && !(softcap.is_finite() && softcap > 0.0)
-    {
-        return Err(format!("softcap is {softcap}; give a positive one, or none"));
-    }
+    portable_shape::check(problem)?;
+    let AttentionProblem { heads_q, head_dim, head_dim_v, rows_q, .. } = *problem;
     // Items, a tile of one head each, are counted by 32 bits.
     if (rows_q as u64).saturating_mul(heads_q as u64) > u64::from(u32::MAX / 4) {
         return Err(format!("{rows_q} rows of {heads_q} heads; at most {} in all", u32::MAX / 4));
     }
-    shape::padded_dims(head_dim, head_dim_v).ok_or_else(|| {
-        format!("heads of {head_dim} and {head_dim_v} elements; kernels take multiples of 8 from 8 to 256")
-    })
+    portable_shape::padded_dims(head_dim, head_dim_v)
 }
 
 /// What host and kernel share.

@@ -4,7 +4,7 @@ use counterpoint_plan::{
 
 use crate::kernel::AttentionProblem;
 
-/// Padded head dimensions: a head is computed as the smallest pair (of q and k, of v) that holds it.
+/// Padded head dimensions (of q and k, of v) that there are shapes for.
 pub(super) const HEAD_DIMS: [(u32, u32); 6] =
     [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)];
 
@@ -88,7 +88,7 @@ impl ForwardShape {
     /// are fitted to an H200's times for the masks of the benchmark.
     fn cost(self, schedule: &TileSchedule, heads: usize, workers: u32) -> f64 {
         /// What a block costs beside its keys, a bounded block on top of that, and a tile.
-        const BLOCK: f64 = 6.0;
+        const BLOCK: f64 = 24.0;
         const BOUNDED: f64 = 12.0;
         const TILE: f64 = 60.0;
         let statistics = schedule.statistics();
@@ -103,14 +103,6 @@ impl ForwardShape {
         let behind = all / statistics.tiles.max(1) as f64 / 2.0;
         (all * heads / f64::from(workers.max(1)) + behind).max(longest)
     }
-}
-
-/// The smallest padded pair that holds these heads.
-pub(super) fn padded_dims(head_dim: usize, head_dim_v: usize) -> Option<(u32, u32)> {
-    if head_dim == 0 || head_dim_v == 0 || !head_dim.is_multiple_of(8) || !head_dim_v.is_multiple_of(8) {
-        return None;
-    }
-    HEAD_DIMS.into_iter().find(|&(dim, dim_v)| head_dim <= dim as usize && head_dim_v <= dim_v as usize)
 }
 
 /// Which shapes a launch may choose from.
@@ -219,22 +211,15 @@ mod tests {
     }
 
     #[test]
-    fn heads_are_padded_to_the_next_kernel() {
-        assert_eq!(padded_dims(8, 8), Some((64, 64)));
-        assert_eq!(padded_dims(72, 104), Some((128, 128)));
-        assert_eq!(padded_dims(192, 128), Some((192, 128)));
-        assert_eq!(padded_dims(136, 136), Some((192, 192)));
-        assert_eq!(padded_dims(64, 256), Some((256, 256)));
-        assert_eq!((padded_dims(100, 64), padded_dims(264, 64), padded_dims(0, 8)), (None, None, None));
-    }
-
-    #[test]
     fn long_rows_take_large_blocks_and_short_documents_packed_heads() {
         let shape = |mask, heads_q, heads_kv| {
             let problem = problem(mask, heads_q, heads_kv);
             choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap().0
         };
         assert_eq!(shape("full:8k", 16, 16).block, 176);
+        assert_eq!(shape("sliding-window:8k,left=1023,right=0", 16, 16).block, 128);
+        let packed = shape("sliding-window:8k,left=1023,right=0", 64, 8);
+        assert_eq!((packed.block, packed.pack), (176, 8));
         let documents = shape("varlen-full:lengths=100,60,30,200,10,300,70,50,20,120", 64, 8);
         assert_eq!(documents.pack, 8);
     }
