@@ -64,9 +64,8 @@ fn cut(mask: &Mask, stages: usize) -> Vec<Arc<[Band]>> {
     let part = |stage: usize| {
         let cut = Range::new(columns(stage), columns(stage + 1));
         let clip = |band: Band| {
-            let k_range =
-                Range::new(band.k_range.start.max(cut.start), band.k_range.end.min(cut.end).max(cut.start));
-            (k_range.start < k_range.end).then_some(Band { k_range, ..band })
+            let (start, end) = (band.k_range.start.max(cut.start), band.k_range.end.min(cut.end));
+            (start < end).then(|| Band { k_range: Range::new(start, end), ..band })
         };
         mask.bands().filter_map(clip).collect()
     };
