@@ -391,7 +391,7 @@ class Case:
 def ours(options, shape):
     """Rows of `counterpoint bench attention` for one shape."""
     command = [
-        str(options.ours), "bench", "attention", "--device", "cuda", "--json",
+        str(options.ours.resolve()), "bench", "attention", "--device", "cuda", "--json",
         "--masks", ",".join(options.masks), "--seqlens", str(shape.seqlen),
         "--heads", f"{shape.heads_q}:{shape.heads_kv}", "--head-dim", str(shape.head_dim),
         "--dtype", shape.dtype, "--passes", ",".join(options.passes),

@@ -6,8 +6,7 @@
 // added to an f32 accumulator in global memory (FlashAttention 2's division, https://arxiv.org/abs/2307.08691).
 #pragma once
 
-#include "attention/attention_mask.cuh"
-#include "attention/portable_tile.cuh"
+#include "attention/portable_mask.cuh"
 #include "ptx/reduce.cuh"
 
 namespace counterpoint {
@@ -71,7 +70,7 @@ struct PortableBackwardArguments {
   const Element* dout;  // [rows_q, heads_q, head_dim_v]
   const float* lse;     // [rows_q, heads_q], natural logarithm
   const float* delta;   // [rows_q, heads_q]
-  float* dq;            // [rows_q, heads_q, head_dim], added to
+  float* dq;            // [rows_q, heads_q, head_dim], added to; null when another pass computes it
   void* dk;             // [rows_k, heads_kv, head_dim]
   void* dv;             // [rows_k, heads_kv, head_dim_v]
   u32 float_gradients;  // 1: dk and dv are f32, because stages or ranks will be summed; 0: elements
@@ -147,43 +146,19 @@ struct PortableBackward {
     }
   }
 
-  // What is unmasked of this warp's patch of scores.
-  __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
-    if (!block.bounded()) return Cover::kAll;
-    const i32 q_start = block.start + i32(C::ScoreWarps::down(warp) * C::kScoreRows);
-    const i32 q_end = min(q_start + i32(C::kScoreRows), block.end);
-    const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
-    const i32 k_end = min(k_start + i32(C::kScoreColumns), tile.end);
-    if (q_start >= q_end || k_start >= k_end) return Cover::kNone;
-    Cover seen = Cover::kNone;
-    for (u32 b = block.bound_begin; b < block.bound_end && seen != Cover::kAll; ++b) {
-      const Cover one = cover(load_bound(arguments.bounds + b), q_start, q_end, k_start, k_end);
-      if (one != Cover::kNone) seen = one;
-    }
-    return seen;
+  // The first query and key row of this warp's patch of scores.
+  __device__ __forceinline__ i32 patch_query(const BlockCursor& block) const {
+    return block.start + i32(C::ScoreWarps::down(warp) * C::kScoreRows);
+  }
+  __device__ __forceinline__ i32 patch_key() const {
+    return tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
   }
 
-  // Masked weights become zero.
-  __device__ __forceinline__ void mask_weights(Patch& p, const BlockCursor& block) const {
-    const i32 k_start = tile.start + i32(C::ScoreWarps::across(warp) * C::kScoreColumns);
-#pragma unroll
-    for (u32 m = 0; m < kRowTiles; ++m) {
-      ColumnMask<C::kScoreColumns> mask;
-      mask.clear();
-      for (u32 b = block.bound_begin; b < block.bound_end; ++b) {
-        const TileBound bound = load_bound(arguments.bounds + b);
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-          const u32 row = C::ScoreWarps::down(warp) * C::kScoreRows + 16 * m + 8 * i + lane / 4;
-          mask.unmask(i, bound, block.start + i32(row), k_start, lane);
-        }
-      }
-#pragma unroll
-      for (u32 j = 0; j < C::kScoreColumns / 2; ++j) {
-        const u32 column = j / 4 * 2 + j % 2;
-        if (!((mask.words[j / 2 % 2][column / 32] >> (column % 32)) & 1u)) p[m][j] = 0.0f;
-      }
-    }
+  // What is unmasked of this warp's patch of scores.
+  __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
+    const i32 q_start = patch_query(block), k_start = patch_key();
+    return cover(arguments.bounds, block, q_start, min(q_start + i32(C::kScoreRows), block.end), k_start,
+                 min(k_start + i32(C::kScoreColumns), tile.end));
   }
 
   // Writes a patch of scores as elements.
@@ -248,7 +223,10 @@ struct PortableBackward {
         }
       }
     }
-    if (seen == Cover::kSome) mask_weights(p, block);
+    if (seen == Cover::kSome) {
+      overwrite_masked<kRowTiles, C::kScoreColumns>(p, 0.0f, arguments.bounds, block, patch_query(block), patch_key(),
+                                                    lane);
+    }
     store_patch(weights, p);
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
@@ -261,9 +239,8 @@ struct PortableBackward {
   static constexpr u32 kQueryRowTiles = C::kQueryPatchRows / 16;
   using QueryPatch = float[kQueryRowTiles][C::kQueryPatchColumns / 2];
 
-  // A patch of dq = ds k.
+  // A patch of dq += ds k.
   __device__ __forceinline__ void compute_query_gradient(QueryPatch& dq) const {
-    clear(dq);
     multiply<C::kTileRows / 16, kQueryRowTiles, C::kQueryPatchColumns>(
         dq,
         OperandA<typename C::Scores, Lie::kAlong>(slopes, C::QueryWarps::down(warp) * C::kQueryPatchRows, lane),
@@ -304,12 +281,17 @@ struct PortableBackward {
                odd ? make_float4(first, second, own[0], own[1]) : make_float4(own[0], own[1], first, second));
   }
 
-  // dq += scale ds k in global memory, dv += p^T dout, dk += ds^T q. dq is added in parts between the other products' steps: all
-  // at once would stop the warp until memory has taken them.
-  __device__ __forceinline__ void accumulate(const HeadBlockCursor& cursor, u32 stage) {
+  // Adds this block's share to dq (in global memory), dv += p^T dout and dk += ds^T q. dq is added in parts between the other
+  // products' steps: all at once would stop the warp until memory has taken them.
+  __device__ __forceinline__ void add_gradients(const HeadBlockCursor& cursor, u32 stage) {
     QueryPatch dq;
-    compute_query_gradient(dq);
-    const QueryPlace place = query_place(cursor);
+    clear(dq);
+    QueryPlace place = query_place(cursor);
+    if (arguments.dq != nullptr) {
+      compute_query_gradient(dq);
+    } else {
+      place.rows = 0;
+    }
     constexpr u32 kSteps = C::kBlock / 16;
     const auto add_parts = [&](u32 step) {
 #pragma unroll
@@ -384,7 +366,7 @@ struct PortableBackward {
       }
       differentiate(current.blocks, stage);
       __syncthreads();
-      accumulate(current, stage);
+      add_gradients(current, stage);
       if constexpr (C::kStages == 1) {
         __syncthreads();
         if (!cursor.done()) load_block(cursor, next);

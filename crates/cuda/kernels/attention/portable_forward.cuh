@@ -6,9 +6,8 @@
 // The second CTA of a multiprocessor fills the waits. What a warp's rows see nothing of, that warp skips.
 #pragma once
 
-#include "attention/attention_mask.cuh"
 #include "attention/attention_softmax.cuh"
-#include "attention/portable_tile.cuh"
+#include "attention/portable_mask.cuh"
 
 namespace counterpoint {
 
@@ -120,18 +119,11 @@ struct PortableForward {
     }
   }
 
-  // What this warp's rows see of the cursor's block.
-  __device__ __forceinline__ Cover cover_of(const BlockCursor& cursor) const {
-    if (!cursor.bounded()) return Cover::kAll;
-    const i32 first = tile.start + i32(warp * C::kWarpRows), last = min(first + i32(C::kWarpRows), tile.end);
-    if (first >= last) return Cover::kNone;
-    Cover seen = Cover::kNone;
-    for (u32 b = cursor.bound_begin; b < cursor.bound_end && seen != Cover::kAll; ++b) {
-      const Cover one =
-          cover(load_bound(arguments.bounds + b), first, last, cursor.start, cursor.start + i32(C::kBlock));
-      if (one != Cover::kNone) seen = one;
-    }
-    return seen;
+  // What this warp's rows see of a block.
+  __device__ __forceinline__ Cover cover_of(const BlockCursor& block) const {
+    const i32 first = tile.start + i32(warp * C::kWarpRows);
+    return cover(arguments.bounds, block, first, min(first + i32(C::kWarpRows), tile.end), block.start,
+                 block.start + i32(C::kBlock));
   }
 
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
@@ -139,21 +131,6 @@ struct PortableForward {
     multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
         scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, lane),
         OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane));
-  }
-
-  __device__ __forceinline__ void mask_scores(float (&scores)[C::kRowTiles][C::kBlock / 2],
-                                              const BlockCursor& block) const {
-#pragma unroll
-    for (u32 m = 0; m < C::kRowTiles; ++m) {
-      ColumnMask<C::kBlock> mask;
-      mask.clear();
-      for (u32 b = block.bound_begin; b < block.bound_end; ++b) {
-        const TileBound bound = load_bound(arguments.bounds + b);
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, tile.start + i32(row(m, i)), block.start, lane);
-      }
-      mask.apply(scores[m]);
-    }
   }
 
   __device__ __forceinline__ void cap_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
@@ -343,8 +320,6 @@ struct PortableForward {
   // Writes the accumulators as elements, through this warp's own query rows so that a thread writes 16 bytes at once.
   __device__ __forceinline__ void write_elements() const {
     u8* const rows = shared + C::Results::kPitch * warp * C::kWarpRows;
-    // The pitches of queries and results may differ: a warp may not write over rows that another still multiplies.
-    if (C::kHeadDimV != C::kHeadDim) __syncthreads();
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -399,11 +374,16 @@ struct PortableForward {
       cp_async_commit();
       if (seen == Cover::kNone) continue;
       if constexpr (C::kSoftcap) cap_scores(scores);
-      if (seen == Cover::kSome) mask_scores(scores, block);
+      if (seen == Cover::kSome) {
+        overwrite_masked<C::kRowTiles, C::kBlock>(scores, minus_infinity(), arguments.bounds, block,
+                                                  tile.start + i32(warp * C::kWarpRows), block.start, lane);
+      }
       follow_maxima(scores);
       accumulate(scores);
     }
+    // Results pass through the queries' rows: all have arrived, also without a block, and nobody multiplies them any more.
     cp_async_wait<0>();
+    __syncthreads();
     if (arguments.begin_acc != nullptr) join_state();
     if (arguments.acc != nullptr) {
       write_state();

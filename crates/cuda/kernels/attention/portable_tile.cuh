@@ -52,7 +52,7 @@ struct SharedRows {
     constexpr u32 kPieces = kColumns / 8;
     // A thread keeps its column and steps down, by a multiple of 8 rows where it can: then its addresses differ by constants.
     constexpr u32 kAtOnce = kThreads / kPieces;
-    constexpr u32 kStep = kAtOnce >= 8 ? kAtOnce / 8 * 8 : kAtOnce;
+    constexpr u32 kStep = kAtOnce >= 8 ? kAtOnce / 8 * 8 : kAtOnce >= 4 ? 4 : kAtOnce;
     static_assert(kRows % kStep == 0, "whole steps");
     const u32 row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
     if (kStep * kPieces < kThreads && row >= kStep) return;
@@ -189,18 +189,5 @@ struct BlockCursor {
     }
   }
 };
-
-// How much of a rectangle of pairs is unmasked. kSome may also be said of an empty one.
-enum class Cover : u32 { kNone, kSome, kAll };
-
-// The cover of the pairs of query rows [q_start, q_end) and key rows [k_start, k_end), both not empty.
-__device__ __forceinline__ Cover cover(const TileBound& bound, i32 q_start, i32 q_end, i32 k_start, i32 k_end) {
-  const i32 first = max(q_start, bound.q_start), last = min(q_end, bound.q_end) - 1;
-  const i32 low = max(bound.k_start, first + bound.diag_min), high = min(bound.k_end, last + bound.diag_max + 1);
-  if (first > last || low >= k_end || high <= k_start || low >= high) return Cover::kNone;
-  const bool all = first == q_start && last == q_end - 1 && max(bound.k_start, last + bound.diag_min) <= k_start &&
-                   min(bound.k_end, first + bound.diag_max + 1) >= k_end;
-  return all ? Cover::kAll : Cover::kSome;
-}
 
 }  // namespace counterpoint

@@ -54,6 +54,13 @@ impl KernelSource {
         self.arch
     }
 
+    /// The same for another architecture.
+    #[must_use]
+    pub fn for_arch(mut self, arch: Arch) -> Self {
+        self.arch = arch;
+        self
+    }
+
     /// The translation unit.
     pub fn text(&self) -> &str {
         &self.text

@@ -2,6 +2,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
+use super::portable_backward_query::PortableBackwardQuery;
 use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
@@ -14,6 +15,8 @@ pub struct PortableBackward {
     launch: Launch,
     /// Bytes of dq to clear first.
     cleared_bytes: usize,
+    /// What computes dq where it must be the same in every run; otherwise the kernel adds to it in no order.
+    queries: Option<PortableBackwardQuery>,
     arguments: PortableBackwardArguments,
 }
 
@@ -165,8 +168,8 @@ impl PortableBackward {
     /// Makes a problem ready: compiles or finds the kernel and uploads the tile schedule by `setup`, which is waited for.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when the problem is not one that the kernel takes (such as a deterministic one: additions to dq
-    /// come in no order); when the kernel cannot be compiled, or memory is short.
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when the kernel cannot be compiled, or memory
+    /// is short.
     pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
@@ -212,8 +215,12 @@ impl PortableBackward {
             softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
         };
         let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
-        let cleared_bytes = if mode.continues_dq { 0 } else { dq_bytes };
-        Ok(Self { function, schedule, launch, cleared_bytes, arguments })
+        let cleared_bytes = if mode.continues_dq || problem.deterministic { 0 } else { dq_bytes };
+        let queries = match problem.deterministic {
+            true => Some(PortableBackwardQuery::new(setup, problem, mode.continues_dq)?),
+            false => None,
+        };
+        Ok(Self { function, schedule, launch, cleared_bytes, queries, arguments })
     }
 
     /// Enqueues the backward, and before it the clearing of dq where the mode says so. Nothing on the device is allocated and
@@ -231,9 +238,14 @@ impl PortableBackward {
             // SAFETY: dq has so many bytes, by the caller's promise.
             unsafe { DeviceBuffer::borrow(stream.device(), dq, self.cleared_bytes) }.fill(stream, 0)?;
         }
+        if let Some(queries) = &self.queries {
+            // SAFETY: as for this.
+            unsafe { queries.launch(stream, tensors) }?;
+        }
         if self.schedule.tile_count() == 0 {
             return Ok(());
         }
+        let dq = if self.queries.is_some() { 0 } else { dq };
         let arguments = PortableBackwardArguments { q, k, v, dout, lse, delta, dq, dk, dv, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.

@@ -1,8 +1,9 @@
-use counterpoint_exec::selftest::{Subject, SubjectError};
+use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention_on};
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 
-use crate::{CudaError, CudaMachine, Device, GuardReport, MemoryGuard, Timing};
+use crate::kernel::specialisations;
+use crate::{Arch, CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing};
 
 /// The first GPU of this machine, on which all ranks of a run live.
 #[derive(Clone, Debug)]
@@ -29,6 +30,24 @@ impl CudaSubject {
             return Ok(None);
         }
         Ok(Some(Self { machine: CudaMachine::new(vec![portable], Timing::Off)? }))
+    }
+
+    /// Compiles and loads every kernel that ships for this GPU, on all cores, so that the first problem of a kind does not wait
+    /// for its kernel alone.
+    ///
+    /// # Errors
+    /// The first kernel's that does not compile or load.
+    pub fn load_all(&self) -> Result<SelfCheck, CudaError> {
+        let arch = self.gpu().arch();
+        // Portable kernels are listed for the least architecture that runs them.
+        let listed = if arch.is_hopper() { arch } else { Arch::SM_80 };
+        let sources = specialisations().into_iter().map(|kernel| kernel.source);
+        let sources: Vec<KernelSource> =
+            sources.filter(|source| source.arch() == listed).map(|source| source.for_arch(arch)).collect();
+        let loaded = self.gpu().functions(&sources)?;
+        let spilling = loaded.iter().filter(|kernel| kernel.attributes().local_bytes > 0).count();
+        let name = format!("{} kernels for {arch} are loaded, those with local memory", loaded.len());
+        Ok(SelfCheck::of(name, 0, spilling as f64, 0.0))
     }
 
     /// The ranks' machine.

@@ -71,7 +71,11 @@ impl Case {
         let seqlen_sink = if draw.chance(20) { draw.within(1, 3) } else { 0 };
         let longest = ((WORK / (heads_q * head_dim)) as f64).sqrt() as usize;
         let longest = longest.clamp(64, 1400);
-        let seqlen_q = draw.sized(1, longest);
+        // A few tiles most often, sometimes a handful of rows.
+        let length = |draw: &mut Draw| {
+            if draw.chance(30) { draw.sized(1, longest) } else { draw.within(longest / 4, longest) }
+        };
+        let seqlen_q = length(&mut draw);
         let kind = draw.below(10);
         let mask = match kind {
             0 => random_mask::documents(seqlen_q, draw.within(1, 12), &mut draw),
@@ -81,7 +85,7 @@ impl Case {
             }
             2..=5 => random_mask::grid(seqlen_q, seqlen_q, 8, &mut draw),
             _ => {
-                let seqlen_k = draw.sized(1, longest);
+                let seqlen_k = length(&mut draw);
                 let pieces = draw.pick(&[2, 8, 20]);
                 random_mask::grid(seqlen_q, seqlen_k, pieces, &mut draw)
             }

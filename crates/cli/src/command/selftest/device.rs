@@ -50,10 +50,18 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     // What the others rely on, first.
     ledger.section("guard bytes");
     ledger.add(selftest_guard(subject.gpu()).map_err(failed)?)?;
+    if extent == Extent::Full {
+        ledger.section("all kernels");
+        ledger.add(vec![subject.load_all().map_err(failed)?])?;
+    }
     ledger.section("attention");
     let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks)?;
     if let Some(portable) = subject.portable().map_err(failed)? {
+        if extent == Extent::Full {
+            ledger.section("all portable kernels");
+            ledger.add(vec![portable.load_all().map_err(failed)?])?;
+        }
         ledger.section("portable attention");
         let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;

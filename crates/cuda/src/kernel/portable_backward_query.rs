@@ -1,0 +1,210 @@
+use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+
+use super::device_schedule::DeviceSchedule;
+use super::layout::{SharedLayout, shared_layout};
+use super::portable_shape::{Traits, every_traits, grid, padded_dims, specialisation};
+use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
+use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
+
+/// The pass of a deterministic [`PortableBackward`](super::PortableBackward) that computes dq, by tiles of queries.
+#[derive(Clone, Debug)]
+pub(super) struct PortableBackwardQuery {
+    function: Function,
+    schedule: DeviceSchedule,
+    launch: Launch,
+    arguments: PortableBackwardQueryArguments,
+}
+
+/// What of the kernel is compiled: `WARPS` warps of 16 query rows, blocks of `block` keys, `ctas` of them on a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choice {
+    dims: (u32, u32),
+    block: u32,
+    ctas: u32,
+    element: ElementType,
+    softcap: bool,
+}
+
+const WARPS: u32 = 4;
+const TILE_ROWS: u32 = 16 * WARPS;
+const THREADS: u32 = 32 * WARPS;
+
+/// `PortableBackwardQueryArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct PortableBackwardQueryArguments {
+    tiles: u64,
+    runs: u64,
+    bounds: u64,
+    q: u64,
+    k: u64,
+    v: u64,
+    dout: u64,
+    lse: u64,
+    delta: u64,
+    dq: u64,
+    add: u32,
+    tile_count: u32,
+    heads_q: u32,
+    heads_kv: u32,
+    head_dim: u32,
+    head_dim_v: u32,
+    rows_k: i32,
+    scale: f32,
+    scale_log2: f32,
+    softcap_scale: f32,
+}
+
+impl Choice {
+    fn of((dims, element, softcap, _): Traits) -> Self {
+        // As many keys as registers hold two patches of scores for.
+        let (block, ctas) = match dims.0 {
+            ..=64 => (64, 3),
+            65..=128 => (64, 2),
+            _ => (32, 2),
+        };
+        Self { dims, block, ctas, element, softcap }
+    }
+
+    /// Dynamic shared memory: queries and dout, keys and values.
+    const fn shared_bytes(self) -> u32 {
+        2 * (TILE_ROWS + self.block) * (self.dims.0 + self.dims.1)
+    }
+
+    fn source(self, arch: Arch) -> KernelSource {
+        let Self { dims: (head_dim, head_dim_v), block, ctas, element, softcap } = self;
+        let cap = if softcap { "_softcap" } else { "" };
+        let name = format!("portable_backward_query_{}_{head_dim}_{head_dim_v}{cap}", element.name());
+        KernelSource::new(&name, arch)
+            .define("ELEMENT_BF16", element.define())
+            .line("#include \"attention/portable_backward_query.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!(
+                "using Config = PortableBackwardQueryConfig<{head_dim}, {head_dim_v}, {WARPS}, {block}, {softcap}>;"
+            ))
+            .line(format_args!(
+                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
+                self.shared_bytes()
+            ))
+            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
+            .line(format_args!("{name}(const __grid_constant__ PortableBackwardQueryArguments arguments) {{"))
+            .line("  portable_backward_query<Config>(arguments);")
+            .line("}")
+    }
+}
+
+impl PortableBackwardQuery {
+    /// Makes a problem, which has been checked, ready. dq goes on from what is there if `add`, otherwise it is written.
+    ///
+    /// # Errors
+    /// When the kernel cannot be compiled, or memory is short.
+    pub(super) fn new(setup: &Stream, problem: &AttentionProblem, add: bool) -> Result<Self, CudaError> {
+        let device = setup.device();
+        let refused =
+            |reason: String| CudaError::Launch { kernel: "portable_backward_query".to_owned(), reason };
+        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
+        let shared_bytes = device.properties().shared_bytes_per_block;
+        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let function = device.function(&choice.source(device.arch()))?;
+        let config =
+            TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);
+        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
+            .map_err(|error| refused(error.to_string()))?;
+        let schedule = DeviceSchedule::new(setup, &schedule)?;
+        let items = u64::from(schedule.tile_count()) * problem.heads_q as u64;
+        let blocks = grid(items, choice.ctas, device.sm_count(), problem.sm_margin);
+        let launch = Launch::linear(blocks, THREADS).shared_bytes(choice.shared_bytes());
+        let [tiles, runs, bounds] = schedule.addresses();
+        let arguments = PortableBackwardQueryArguments {
+            tiles,
+            runs,
+            bounds,
+            q: 0,
+            k: 0,
+            v: 0,
+            dout: 0,
+            lse: 0,
+            delta: 0,
+            dq: 0,
+            add: u32::from(add),
+            tile_count: schedule.tile_count(),
+            heads_q: problem.heads_q as u32,
+            heads_kv: problem.heads_kv as u32,
+            head_dim: problem.head_dim as u32,
+            head_dim_v: problem.head_dim_v as u32,
+            rows_k: problem.rows_k as i32,
+            scale: problem.scale,
+            scale_log2: problem.softcap.unwrap_or(problem.scale) * std::f32::consts::LOG2_E,
+            softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
+        };
+        Ok(Self { function, schedule, launch, arguments })
+    }
+
+    /// Enqueues the pass.
+    ///
+    /// # Safety
+    /// As [`PortableBackward::launch`](super::PortableBackward::launch).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(super) unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
+        if self.schedule.tile_count() == 0 {
+            return Ok(());
+        }
+        let BackwardTensors { q, k, v, dout, lse, delta, dq, .. } = *tensors;
+        let arguments = PortableBackwardQueryArguments { q, k, v, dout, lse, delta, dq, ..self.arguments };
+        // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
+        // caller's promise.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+}
+
+/// For every head, element type and softcap.
+pub(super) fn specialisations() -> Vec<Specialisation> {
+    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
+    choices.dedup();
+    let one = |choice: Choice| specialisation(choice.source(Arch::SM_80), THREADS, choice.ctas);
+    choices.into_iter().map(one).collect()
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!(
+        "attention/portable_backward_query.cuh",
+        PortableBackwardQueryArguments {
+            tiles,
+            runs,
+            bounds,
+            q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq,
+            add,
+            tile_count,
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v,
+            rows_k,
+            scale,
+            scale_log2,
+            softcap_scale,
+        }
+    )]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_shape_fits_its_device() {
+        for traits in every_traits() {
+            let choice = Choice::of(traits);
+            assert!(choice.shared_bytes() as usize <= traits.3, "{choice:?} for {traits:?}");
+        }
+    }
+}
