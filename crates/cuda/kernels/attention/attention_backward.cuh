@@ -82,7 +82,7 @@ constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have
 }  // namespace backward
 
 // The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
-struct AttentionBackwardParams {
+struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
@@ -93,6 +93,7 @@ struct AttentionBackwardParams {
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
+  u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
@@ -104,6 +105,7 @@ struct AttentionBackwardParams {
   u32 group;  // query heads of a key head
   u32 head_dim;
   u32 head_dim_v;
+  u32 stretch;                            // blocks, see Walk
   u32 classes;                            // of tiles, see Walk
   u32 class_end[backward::kItemClasses];  // tiles up to which each class goes
   float scale;
@@ -124,7 +126,7 @@ __device__ __forceinline__ u32 slot_of(u32 count) { return count % 2; }
 __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 
 // How many others add to the block of rows from `row` on before the tile of this number does.
-__device__ __forceinline__ u32 turn_of(const AttentionBackwardParams& params, i32 row, u32 tile) {
+__device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params, i32 row, u32 tile) {
   const u32 block = u32(row) / kRows;
   const u32 end = __ldg(params.turn_begins + block + 1);
   for (u32 i = __ldg(params.turn_begins + block); i < end; ++i) {
@@ -142,48 +144,94 @@ __device__ __forceinline__ u32 turn_of(const AttentionBackwardParams& params, i3
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles that
 // start together read the same rows at the same time, from the second level cache. For the same reason the query heads of a
-// key head take turns at every block.
+// key head take turns after a stretch of blocks.
+//
+// An item that starts later than its neighbours starts where they are, and goes round: the rows that they read are in the
+// cache, and those of the end no longer. `cursors` says of each key head where the last stretch began; it is a hint, and
+// whatever it says, every block is walked once.
 struct Walk {
+  static constexpr i32 kFirstRow = -1;
+  static constexpr u32 kMostRunsBack = 4;
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
-  u32 run, run_begin;      // the run, and the item's first: runs are walked backwards
+  u32 run;                 // runs are walked backwards
+  u32 run_begin, run_end;  // of the item
+  u32 last_run;            // where the item's last block is: at last_row of this run,
+  i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   u32 tile;                // number of the item's tile, where turns are taken
+  u32 stretch_run, stretch_left;  // blocks that one head walks before the next head walks the same
+  i32 stretch_row;
   u32 count;               // steps announced
   u32 items;               // items opened that have something to see
 
-  __device__ __forceinline__ void begin(const AttentionBackwardParams& params) {
+  __device__ __forceinline__ void begin(const AttentionBackwardArguments& params) {
     count = items = 0;
     ticket = atomicAdd(params.queue, 1u);
     open_item(params);
   }
 
   // Opens the last block of the run before `run`.
-  __device__ __forceinline__ void open_run(const AttentionBackwardParams& params) {
+  __device__ __forceinline__ void open_run(const AttentionBackwardArguments& params) {
     const int4 words = __ldg(reinterpret_cast<const int4*>(params.runs + --run));
     rows_begin = words.x;
     rows_end = words.y;
     next.row = words.x + (words.y - 1 - words.x) / i32(kRows) * i32(kRows);
     next.bound_begin = u32(words.z);
     next.bound_end = u32(words.w);
-    open_block(params);
   }
 
-  __device__ __forceinline__ void open_block(const AttentionBackwardParams& params) {
+  // Opens the block where the others of this key head are now, if the item has it among its last runs, or else its last block.
+  // The walk goes round from there.
+  __device__ __forceinline__ void open_first_run(const AttentionBackwardArguments& params) {
+    last_run = run_begin;
+    last_row = kFirstRow;
+    open_run(params);
+    if (kDeterministic) return;  // turns are taken in one order
+    const i32 cursor = i32(load_relaxed(params.cursors + next.head_kv));
+    if (cursor >= next.row) return;
+    for (u32 i = 0; i < kMostRunsBack && rows_begin > cursor; ++i) {
+      if (run == run_begin) break;
+      open_run(params);
+    }
+    if (rows_begin > cursor) {
+      run = run_end;
+      open_run(params);
+    } else if (cursor < next.row) {
+      next.row = rows_begin + (cursor - rows_begin) / i32(kRows) * i32(kRows);
+      last_run = run;
+      last_row = next.row + i32(kRows);
+    } else if (run + 1 < run_end) {
+      last_run = run + 1;
+    }
+  }
+
+  // Says what there is to know of the block at next.row.
+  __device__ __forceinline__ void open_block(const AttentionBackwardArguments& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
-    next.head_q = next.head_kv * params.group;
     if (kDeterministic) next.turn = turn_of(params, next.row, tile);
-    mark_last(params);
+    if (last_block() && last_head(params)) next.flags |= kLast;
   }
 
-  __device__ __forceinline__ void mark_last(const AttentionBackwardParams& params) {
-    const bool last_head = next.head_q + 1 == (next.head_kv + 1) * params.group;
-    if (next.row == rows_begin && run == run_begin && last_head) next.flags |= kLast;
+  __device__ __forceinline__ bool last_block() const {
+    return run == last_run && next.row == (last_row == kFirstRow ? rows_begin : last_row);
+  }
+  __device__ __forceinline__ bool last_head(const AttentionBackwardArguments& params) const {
+    return next.head_q + 1 == (next.head_kv + 1) * params.group;
   }
 
-  __device__ __forceinline__ void open_item(const AttentionBackwardParams& params) {
+  // Remembers the block at next.row as the one from which the other heads start too.
+  __device__ __forceinline__ void open_stretch(const AttentionBackwardArguments& params) {
+    next.head_q = next.head_kv * params.group;
+    stretch_run = run + 1;
+    stretch_row = next.row;
+    stretch_left = params.stretch;
+    if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
+  }
+
+  __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
     if (ticket >= params.num_tiles * params.heads_kv) {
       next.flags = kExit;
       return;
@@ -204,30 +252,41 @@ struct Walk {
     next.key_end = words.y;
     next.head_kv = rest / tiles;
     run_begin = u32(words.z);
-    run = u32(words.w);
+    run = run_end = u32(words.w);
     if (run == run_begin) {
       next.flags = kFirst | kLast | kEmpty;
       return;
     }
     ++items;
-    open_run(params);
+    open_first_run(params);
+    open_stretch(params);
+    open_block(params);
     next.flags |= kFirst;
   }
 
   // Goes on from the step in `next`.
-  __device__ __forceinline__ void advance(const AttentionBackwardParams& params) {
+  __device__ __forceinline__ void advance(const AttentionBackwardArguments& params) {
     if (next.flags & kLast) {
       open_item(params);
-    } else if (next.head_q + 1 < (next.head_kv + 1) * params.group) {
-      ++next.head_q;
-      next.flags &= ~kFirst;
-      mark_last(params);
-    } else if (next.row > rows_begin) {
-      next.row -= kRows;
-      open_block(params);
-    } else {
-      open_run(params);
+      return;
     }
+    const bool stretch_ends = --stretch_left == 0 || last_block();
+    if (stretch_ends && !last_head(params)) {
+      ++next.head_q;
+      run = stretch_run;
+      open_run(params);
+      next.row = stretch_row;
+      stretch_left = params.stretch;
+    } else {
+      if (next.row > rows_begin) {
+        next.row -= kRows;
+      } else {
+        if (run == run_begin) run = run_end;
+        open_run(params);
+      }
+      if (stretch_ends) open_stretch(params);
+    }
+    open_block(params);
   }
 };
 
@@ -268,7 +327,7 @@ __device__ __forceinline__ i32 own_key() {
 }
 
 // Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane % 4) + e.
-__device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, const Step& step, i32 offset,
+__device__ __forceinline__ void key_rows(const AttentionBackwardArguments& params, const Step& step, i32 offset,
                                          u32 (&words)[kRows / 32]) {
   const i32 key = step.key + own_key() + offset;
   const i32 limit = step.row_end - step.row;
@@ -299,10 +358,10 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardParams& params, 
 }
 
 // Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
-__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardParams& params,
-                                               const Step& step, const float (&d)[kHeadDim / 2], float factor, i32 key,
-                                               u32 lane) {
-  const u32 c = lane % 4;
+__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                               const Step& step, const float (&d)[kHeadDim / 2], float factor) {
+  const i32 key = step.key + own_key();
+  const u32 c = threadIdx.x % 4;
   const u64 row_stride = u64(params.heads_kv) * head_dim;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
@@ -339,8 +398,10 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
 }
 
 // Zeros for keys that nobody sees.
-__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardParams& params,
-                                            const Step& step, i32 key, u32 lane) {
+__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                            const Step& step) {
+  const i32 key = step.key + own_key();
+  const u32 lane = threadIdx.x % 32;
   constexpr u32 kSize = kOutputF32 ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
@@ -387,6 +448,14 @@ __device__ __forceinline__ float2 unpack_half(u32 pair) {
   return values;
 }
 
+// Where this lane's row of a stored dS^T matrix lies in a buffer: 128 bytes a key, 16-byte pieces swizzled by the key. Asked
+// for again at every block, like own_key.
+__device__ __forceinline__ u32 own_matrix_row(u32 buffer) {
+  const u32 thread = threadIdx.x - 256;
+  const u32 key = 16 * (thread / 32) + thread % 16;
+  return buffer + key * 128 + (((thread % 32 / 16) ^ (key % 8)) << 4);
+}
+
 // tanh(x / (2 log2(e))), to an absolute error of 2^-22: the instruction for it is good to 2^-11 only.
 __device__ __forceinline__ float tanh_of(float x) { return fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(x)), 1.0f); }
 
@@ -396,12 +465,7 @@ __device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
 }
 
 // The two warpgroups that own keys.
-__device__ __forceinline__ void key_role(const AttentionBackwardParams& params, Storage& shared, u32 warpgroup) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 warp = threadIdx.x / 32 % 4;
-  // Where this lane's row of a stored dS^T matrix lies: 128 bytes a key, 16-byte pieces swizzled by the key.
-  const u32 ds_key = 64 * warpgroup + 16 * warp + lane % 16;
-  const u32 ds_row = shared_address(shared.ds[0]) + ds_key * 128 + (((lane / 16) ^ (ds_key % 8)) << 4);
+__device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
   const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
   const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
 
@@ -417,8 +481,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
       }
       if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
-      store_zeros(params.dk, params.head_dim, params, step, step.key + own_key(), lane);
-      store_zeros(params.dv, params.head_dim_v, params, step, step.key + own_key(), lane);
+      store_zeros(params.dk, params.head_dim, params, step);
+      store_zeros(params.dv, params.head_dim_v, params, step);
       __syncwarp();
       ++count;
       continue;
@@ -428,6 +492,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
     set_zero(dv);
     mbarrier_wait(&shared.full_k, flags & kOdd ? 1 : 0);
     while (true) {
+      flags = step_flags(shared, count);
       u32 p[kRows / 16][4], ds[kRows / 16][4];
       // P (times the softcap's slope) for dS, in f16 whatever the elements are: it is at most one, so that f16 has it three bits
       // better than bf16, and dS is as good as if P had stayed in f32.
@@ -516,7 +581,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
         mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         wgmma_wait<1>();
         pin(dp);
-        const u32 ds_buffer = ds_row + slot_of(count) * kDsBytes;
+        const u32 ds_buffer = own_matrix_row(shared_address(shared.ds[0])) + slot_of(count) * kDsBytes;
 #pragma unroll
         for (u32 k = 0; k < kRows / 16; ++k) {
 #pragma unroll
@@ -545,25 +610,26 @@ __device__ __forceinline__ void key_role(const AttentionBackwardParams& params, 
                                                  1);
       }
       wgmma_commit();
+      // Asked for again, which saves a register.
+      const bool last = step_flags(shared, count) & kLast;
       ++count;
-      if (flags & kLast) break;
+      if (last) break;
       wgmma_wait<0>();
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
-      flags = step_flags(shared, count);
     }
     wgmma_wait<0>();
     if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f, step.key + own_key(), lane);
-    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale, step.key + own_key(), lane);
+    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
+    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
     __syncwarp();
   }
 }
 
 // Announces the walk's next step and fetches its rows, when the slot is free. One warp; its first lane walks.
-__device__ __forceinline__ void load_rows(const AttentionBackwardParams& params, Storage& shared, u32 lane) {
+__device__ __forceinline__ void load_rows(const AttentionBackwardArguments& params, Storage& shared, u32 lane) {
   Walk& walk = shared.walk;
   __syncwarp();
   const u32 count = walk.count;
@@ -623,7 +689,7 @@ __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* ful
 }
 
 // The warp that loads.
-__device__ __forceinline__ void load_role(const AttentionBackwardParams& params, Storage& shared) {
+__device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared) {
   const u32 lane = threadIdx.x;
   if (lane == 0) shared.walk.begin(params);
   load_rows(params, shared, lane);
@@ -660,7 +726,7 @@ __device__ __forceinline__ void await_turn(const u32* turns, u32 turn, u32* faul
 }
 
 // The thread that adds to dq what the query warpgroup leaves in shared memory.
-__device__ __forceinline__ void add_role(const AttentionBackwardParams& params, Storage& shared) {
+__device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared) {
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     mbarrier_wait(&shared.full_dq[slot * kParts], parity_of(count));
@@ -702,7 +768,7 @@ __device__ __forceinline__ void add_role(const AttentionBackwardParams& params, 
 }
 
 // The warpgroup that owns query rows: dq.
-__device__ __forceinline__ void query_role(const AttentionBackwardParams& params, Storage& shared) {
+__device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared) {
   const u32 thread = threadIdx.x % 128;
   const u32 lane = thread % 32;
   const u32 warp = thread / 32;
@@ -778,7 +844,7 @@ __device__ __forceinline__ void query_role(const AttentionBackwardParams& params
 
 // The body of the kernel, which is launched with kThreads threads and kSharedBytes of dynamic shared memory, one CTA a
 // multiprocessor at most.
-__device__ __forceinline__ void attention_backward(const AttentionBackwardParams& params) {
+__device__ __forceinline__ void attention_backward(const AttentionBackwardArguments& params) {
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {

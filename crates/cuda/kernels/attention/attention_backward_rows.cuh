@@ -9,7 +9,7 @@
 namespace counterpoint {
 
 // The one parameter of the kernel.
-struct AttentionBackwardRowsParams {
+struct AttentionBackwardRowsArguments {
   const float* lse;    // [rows, heads], natural logarithm; minus infinity where a row saw nothing
   const float* delta;  // [rows, heads]
   float* row_lse;      // [heads, rows]: -lse * log2(e), and minus infinity where a row saw nothing
@@ -28,7 +28,7 @@ constexpr u32 kThreads = 256;
 }
 
 // The body of the kernel: any number of blocks of kThreads threads.
-__device__ __forceinline__ void attention_backward_rows(const AttentionBackwardRowsParams& params) {
+__device__ __forceinline__ void attention_backward_rows(const AttentionBackwardRowsArguments& params) {
   using namespace backward_rows;
   const u64 thread = u64(blockIdx.x) * kThreads + threadIdx.x;
   const u64 threads = u64(gridDim.x) * kThreads;

@@ -9,21 +9,23 @@
 namespace counterpoint {
 
 // The one parameter of attention_delta.
-struct AttentionDeltaParams {
+struct AttentionDeltaArguments {
   const Element* out;   // [rows, heads, head_dim]
   const Element* dout;  // [rows, heads, head_dim]
   const float* lse;     // [rows, heads], natural logarithm; read only with a sink
   float* delta;         // [rows, heads]
   const float* sink;    // [sinks, heads], or null
   float* dsink_parts;   // [heads, sinks, blocks of 64 rows]
+  u32 row_begin;        // of the launch's first block
   u32 rows;
   u32 heads;
   u32 head_dim;         // a multiple of 8
   u32 sinks;
+  u32 blocks;           // of all rows
 };
 
 // The one parameter of attention_dsink.
-struct AttentionDsinkParams {
+struct AttentionDsinkArguments {
   const float* parts;  // [heads, sinks, blocks]
   float* dsink;        // [sinks, heads]
   u32 sinks;
@@ -49,12 +51,12 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 // The body of the first kernel, of kThreads threads. Grid: heads x blocks of 64 rows, heads first: neighbours share what they
 // read of a row.
-__device__ __forceinline__ void attention_delta(const AttentionDeltaParams& params) {
+__device__ __forceinline__ void attention_delta(const AttentionDeltaArguments& params) {
   using namespace delta;
   __shared__ float sums[kRows];
   __shared__ float row_lse[kRows];
   const u32 head = blockIdx.x;
-  const u32 row0 = blockIdx.y * kRows;
+  const u32 row0 = params.row_begin + blockIdx.y * kRows;
   const u32 lane = threadIdx.x % kLanes;
   float sum[kRows / kRowsAtOnce];
 #pragma unroll
@@ -96,12 +98,12 @@ __device__ __forceinline__ void attention_delta(const AttentionDeltaParams& para
     }
 #pragma unroll
     for (u32 offset = 16; offset > 0; offset /= 2) share += __shfl_xor_sync(0xffffffffu, share, offset);
-    if (threadIdx.x == 0) params.dsink_parts[(u64(head) * params.sinks + t) * gridDim.y + blockIdx.y] = share;
+    if (threadIdx.x == 0) params.dsink_parts[(u64(head) * params.sinks + t) * params.blocks + row0 / kRows] = share;
   }
 }
 
 // The body of the second. Grid: heads x sinks; one warp.
-__device__ __forceinline__ void attention_dsink(const AttentionDsinkParams& params) {
+__device__ __forceinline__ void attention_dsink(const AttentionDsinkArguments& params) {
   const u32 head = blockIdx.x;
   const u32 t = blockIdx.y;
   const float* parts = params.parts + (u64(head) * params.sinks + t) * params.blocks;

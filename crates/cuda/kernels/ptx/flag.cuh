@@ -12,6 +12,16 @@ __device__ __forceinline__ u32 load_acquire(const u32* word) {
   return value;
 }
 
+// What some thread has written there, now or a while ago; says nothing of other memory.
+__device__ __forceinline__ u32 load_relaxed(const u32* word) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // Adds; who acquires the sum sees what this thread wrote before.
 __device__ __forceinline__ void add_release(u32* word, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

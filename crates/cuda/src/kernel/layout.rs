@@ -85,6 +85,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
+        super::attention_backward::layouts(),
+        super::attention_delta::layouts(),
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
         super::portable_backward::layouts(),

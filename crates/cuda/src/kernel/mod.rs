@@ -1,6 +1,8 @@
 //! Launchers: each has the stem of its kernel below `kernels/`, chooses what of it is compiled, and launches it.
 
 mod attention;
+mod attention_backward;
+mod attention_delta;
 mod attention_forward;
 mod attention_kernel;
 mod attention_merge;
@@ -21,8 +23,10 @@ mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
+pub use attention_backward::AttentionBackward;
+pub use attention_delta::AttentionDelta;
 pub use attention_forward::AttentionForward;
-pub use attention_kernel::ForwardKernel;
+pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
     BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
     ResultTensors, StateTensors,

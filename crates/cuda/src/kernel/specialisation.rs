@@ -1,6 +1,6 @@
 use super::{
-    attention_forward, attention_merge, cast, head_resize, portable_backward, portable_backward_query,
-    portable_forward, row_copy, row_merge, row_reduce,
+    attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize,
+    portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -31,6 +31,7 @@ pub fn specialisations() -> Vec<Specialisation> {
     // Each launcher's module adds its own here. Those that only move memory are the same source on every architecture.
     let helpers = [Arch::SM_80, Arch::SM_90A].into_iter().flat_map(|arch| {
         [
+            attention_delta::specialisations(arch),
             attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
@@ -40,6 +41,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         ]
     });
     let attention = [
+        attention_backward::specialisations(),
         attention_forward::specialisations(),
         portable_forward::specialisations(),
         portable_backward::specialisations(),

@@ -1,0 +1,352 @@
+//! The launcher of `attention/attention_backward.cuh`.
+
+mod shape;
+mod source;
+
+use std::f32::consts::LOG2_E;
+
+use counterpoint_plan::TurnSpan;
+use shape::{BackwardShape, CLASSES, STRETCH, class_ends};
+pub(super) use source::specialisations;
+use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
+
+use super::device_schedule::DeviceSchedule;
+use super::layout::{SharedLayout, shared_layout};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, blocks_of};
+use crate::{
+    CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement, TensorMapSpec,
+};
+
+/// Words before those of the key heads in the queue's buffer.
+const QUEUE_WORDS: usize = 3;
+
+/// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
+#[derive(Clone, Debug)]
+pub struct AttentionBackward {
+    function: Function,
+    rows_function: Function,
+    problem: AttentionProblem,
+    mode: BackwardMode,
+    shape: BackwardShape,
+    schedule: DeviceSchedule,
+    /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
+    queue: DeviceBuffer,
+    statistics: DeviceBuffer,
+    turns: Option<Turns>,
+    class_ends: Vec<u32>,
+    launch: Launch,
+    rows_launch: Launch,
+}
+
+/// In which order key tiles add to dq, and how many have.
+#[derive(Clone, Debug)]
+struct Turns {
+    spans: DeviceBuffer,
+    begins: DeviceBuffer,
+    counts: DeviceBuffer,
+    count: u32,
+}
+
+/// `AttentionBackwardArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct AttentionBackwardArguments {
+    q: TensorMap,
+    dout: TensorMap,
+    k: TensorMap,
+    v: TensorMap,
+    dq: TensorMap,
+    dk: u64,
+    dv: u64,
+    row_lse: u64,
+    row_delta: u64,
+    tiles: u64,
+    runs: u64,
+    bounds: u64,
+    cursors: u64,
+    queue: u64,
+    turn_spans: u64,
+    turn_begins: u64,
+    turns: u64,
+    fault: u64,
+    num_tiles: u32,
+    rows_q: u32,
+    heads_kv: u32,
+    group: u32,
+    head_dim: u32,
+    head_dim_v: u32,
+    stretch: u32,
+    classes: u32,
+    class_end: [u32; CLASSES],
+    scale: f32,
+    scale_log2: f32,
+    cap_log2: f32,
+}
+
+/// `AttentionBackwardRowsArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct AttentionBackwardRowsArguments {
+    lse: u64,
+    delta: u64,
+    row_lse: u64,
+    row_delta: u64,
+    dq: u64,
+    dq_elements: u64,
+    turns: u64,
+    turn_count: u32,
+    rows: u32,
+    heads: u32,
+    reserved: u32,
+}
+
+impl AttentionBackward {
+    /// Whether the kernel takes the problem's heads.
+    pub fn takes(problem: &AttentionProblem) -> bool {
+        shape_of(problem).is_some()
+    }
+
+    /// Makes a problem ready: compiles or finds the kernels, and uploads the tile schedule by `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when the problem is not one that the kernel takes; when a kernel cannot be compiled, or memory is
+    /// short.
+    pub fn new(stream: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let refused = |reason: String| CudaError::Launch { kernel: "attention_backward".to_owned(), reason };
+        let AttentionProblem { rows_q, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+        let shape = shape_of(problem).ok_or_else(|| {
+            refused(format!(
+                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 128"
+            ))
+        })?;
+        if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
+            return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
+        }
+        let schedule = shape.schedule(problem).map_err(|error| refused(error.to_string()))?;
+        let choice = BackwardChoice {
+            shape,
+            element: problem.element,
+            rounds_keys: mode.rounds_keys,
+            softcap: problem.softcap.is_some(),
+            turns: problem.deterministic,
+        };
+        let mut functions = device.functions(&[choice.source(), rows_source()])?.into_iter();
+        let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
+            return Err(refused("its kernels were not loaded".to_owned()));
+        };
+
+        let turns = match schedule.dq_turns().filter(|_| problem.deterministic) {
+            Some(turns) => {
+                let count = rows_q.div_ceil(shape.rows as usize) * heads_q;
+                // No buffer is empty.
+                let spans = match turns.spans() {
+                    [] => &[TurnSpan { first: 0, end: 0, turn: 0, reserved: 0 }],
+                    spans => spans,
+                };
+                Some(Turns {
+                    spans: DeviceBuffer::from_slice(stream, spans)?,
+                    begins: DeviceBuffer::from_slice(stream, turns.begins())?,
+                    counts: DeviceBuffer::new(device, (4 * count).max(4))?,
+                    count: count as u32,
+                })
+            }
+            None => None,
+        };
+        let class_ends = class_ends(schedule.tiles(), problem.deterministic);
+        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
+        let statistics = DeviceBuffer::new(device, (8 * rows_q * heads_q).max(4))?;
+        let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
+        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
+        let launch = Launch::linear(items.clamp(1, workers), THREADS).shared_bytes(SHARED_BYTES);
+        let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
+        let rows_launch =
+            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
+        Ok(Self {
+            function,
+            rows_function,
+            problem: problem.clone(),
+            mode,
+            shape,
+            schedule,
+            queue,
+            statistics,
+            turns,
+            class_ends,
+            launch,
+            rows_launch,
+        })
+    }
+
+    /// Enqueues the backward. Nothing is allocated and nothing waits.
+    ///
+    /// # Safety
+    /// `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
+    /// have run; what is written overlaps nothing else. This value lives as long, and its earlier run has finished or is
+    /// before this one on the same stream.
+    ///
+    /// # Errors
+    /// [`CudaError::TensorMap`] for an address that is no multiple of 16, or the driver's refusal.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
+        let AttentionProblem { rows_q, heads_q, head_dim, .. } = self.problem;
+        let [row_lse, row_delta] = self.statistics();
+        if rows_q > 0 {
+            let rows = AttentionBackwardRowsArguments {
+                lse: tensors.lse,
+                delta: tensors.delta,
+                row_lse,
+                row_delta,
+                dq: tensors.dq,
+                dq_elements: if self.mode.continues_dq { 0 } else { (rows_q * heads_q * head_dim) as u64 },
+                turns: self.turns.as_ref().map_or(0, |turns| turns.counts.address()),
+                turn_count: self.turns.as_ref().map_or(0, |turns| turns.count),
+                rows: rows_q as u32,
+                heads: heads_q as u32,
+                reserved: 0,
+            };
+            // SAFETY: the arguments are those of the kernel in `rows_source`, a test compares their layouts; the rest is the
+            // caller's promise.
+            unsafe { self.rows_function.launch(stream, &self.rows_launch, &(rows,))? };
+        }
+        if self.schedule.tile_count() == 0 {
+            return Ok(());
+        }
+        let arguments = self.arguments(tensors)?;
+        // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
+        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+    }
+
+    /// Whether in some run a turn to add to dq never came, so that the kernel gave up waiting: a fault, after which dq is not
+    /// what two runs agree on. Waits for `stream`.
+    ///
+    /// # Errors
+    /// When the device's memory cannot be read.
+    pub fn fault(&self, stream: &Stream) -> Result<bool, CudaError> {
+        let words: Vec<u32> = self.queue.download(stream, 8, 1)?;
+        Ok(words != [0])
+    }
+
+    /// Addresses of the statistics of rows, head by head: the denominators' logarithms and delta.
+    fn statistics(&self) -> [u64; 2] {
+        let address = self.statistics.address();
+        [address, address + 4 * (self.problem.rows_q * self.problem.heads_q) as u64]
+    }
+
+    fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
+        let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
+        let AttentionProblem { element, scale, softcap, .. } = self.problem;
+        let map = |name: &str, kind: TensorMapElement, address, dims: [usize; 3], box_dims: [u32; 3]| {
+            let dims = dims.map(|dim| dim as u64);
+            TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
+        };
+        let kind = element.tensor_map_element();
+        let (key_box, row_box) = ([64, 1, BackwardShape::KEYS], [64, 1, self.shape.rows]);
+        // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
+        let rows = rows_q.max(1);
+        let query = |address| if rows_q == 0 { tensors.k } else { address };
+        let [row_lse, row_delta] = self.statistics();
+        let [tiles, runs, bounds] = self.schedule.addresses();
+        let [turn_spans, turn_begins, turns] = self
+            .turns
+            .as_ref()
+            .map_or([0; 3], |turns| [&turns.spans, &turns.begins, &turns.counts].map(DeviceBuffer::address));
+        let mut class_end = [self.schedule.tile_count(); CLASSES];
+        class_end[..self.class_ends.len()].copy_from_slice(&self.class_ends);
+        Ok(AttentionBackwardArguments {
+            q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
+            dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
+            k: map("k", kind, tensors.k, [head_dim, heads_kv, rows_k], key_box)?,
+            v: map("v", kind, tensors.v, [head_dim_v, heads_kv, rows_k], key_box)?,
+            dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
+            dk: tensors.dk,
+            dv: tensors.dv,
+            row_lse,
+            row_delta,
+            tiles,
+            runs,
+            bounds,
+            cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
+            queue: self.queue.address(),
+            turn_spans,
+            turn_begins,
+            turns,
+            fault: self.queue.address() + 8,
+            num_tiles: self.schedule.tile_count(),
+            rows_q: rows_q as u32,
+            heads_kv: heads_kv as u32,
+            group: (heads_q / heads_kv) as u32,
+            head_dim: head_dim as u32,
+            head_dim_v: head_dim_v as u32,
+            stretch: STRETCH,
+            classes: self.class_ends.len() as u32,
+            class_end,
+            scale,
+            scale_log2: softcap.map_or(scale, |softcap| 2.0 * scale / softcap) * LOG2_E,
+            cap_log2: softcap.unwrap_or(0.0) * LOG2_E,
+        })
+    }
+}
+
+fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
+    let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
+    let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
+    BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
+}
+
+/// What host and kernels share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!(
+            "attention/attention_backward.cuh",
+            AttentionBackwardArguments {
+                q,
+                dout,
+                k,
+                v,
+                dq,
+                dk,
+                dv,
+                row_lse,
+                row_delta,
+                tiles,
+                runs,
+                bounds,
+                cursors,
+                queue,
+                turn_spans,
+                turn_begins,
+                turns,
+                fault,
+                num_tiles,
+                rows_q,
+                heads_kv,
+                group,
+                head_dim,
+                head_dim_v,
+                stretch,
+                classes,
+                class_end,
+                scale,
+                scale_log2,
+                cap_log2
+            }
+        ),
+        shared_layout!(
+            "attention/attention_backward_rows.cuh",
+            AttentionBackwardRowsArguments {
+                lse,
+                delta,
+                row_lse,
+                row_delta,
+                dq,
+                dq_elements,
+                turns,
+                turn_count,
+                rows,
+                heads,
+                reserved
+            }
+        ),
+    ]
+}

@@ -1,0 +1,111 @@
+use counterpoint_plan::{
+    Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
+};
+
+use crate::kernel::AttentionProblem;
+
+/// Classes of tiles that the kernel knows (`kItemClasses`).
+pub(super) const CLASSES: usize = 16;
+
+/// Blocks that one query head of a key head walks before the next one walks the same: few enough that what a tile's
+/// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
+pub(super) const STRETCH: u32 = 16;
+
+/// The work of a CTA: a tile of keys in shared memory, blocks of query rows that pass by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct BackwardShape {
+    /// Elements of a head in shared memory, the rest of which is zeros.
+    pub(super) head_dim: u32,
+    /// Query rows of a block.
+    pub(super) rows: u32,
+}
+
+impl BackwardShape {
+    /// Keys of a tile: 64 for each of the two warpgroups that own keys.
+    pub(super) const KEYS: u32 = 128;
+
+    /// The shape for a problem; `None` for heads that do not fit the registers.
+    pub(super) const fn of(head_dim: usize, head_dim_v: usize, softcap: bool) -> Option<Self> {
+        let longest = if head_dim > head_dim_v { head_dim } else { head_dim_v };
+        match longest {
+            0..=64 if softcap => Some(Self { head_dim: 64, rows: 64 }),
+            0..=64 => Some(Self { head_dim: 64, rows: 128 }),
+            65..=128 => Some(Self { head_dim: 128, rows: 64 }),
+            _ => None,
+        }
+    }
+
+    /// The work of all CTAs. Where sums must come in one order, rows and keys meet at multiples of the blocks' sizes.
+    pub(super) fn schedule(self, problem: &AttentionProblem) -> Result<TileSchedule, TileScheduleError> {
+        let fast = TileScheduleConfig::new(TileDirection::Backward, Self::KEYS as usize, self.rows as usize);
+        let config = if problem.deterministic {
+            TileScheduleConfig {
+                tiles: TilePlacement::Aligned,
+                blocks: TilePlacement::Aligned,
+                order: TileOrder::Position,
+                ..fast
+            }
+        } else {
+            fast
+        };
+        TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
+    }
+}
+
+/// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last, or,
+/// where tiles come in a given order, an equal number of neighbours.
+pub(super) fn class_ends(tiles: &[Tile], in_order: bool) -> Vec<u32> {
+    let count = tiles.len();
+    if in_order {
+        let mut ends: Vec<u32> =
+            (1..=CLASSES).map(|class| (count * class).div_ceil(CLASSES) as u32).collect();
+        ends.dedup();
+        return ends;
+    }
+    let mut ends = Vec::with_capacity(CLASSES);
+    let mut next = 0;
+    while next < count {
+        // Tiles within 0.7 of the class's heaviest; the last class takes the rest.
+        let least = u64::from(tiles[next].blocks.max(1)) * 7;
+        let heavy = tiles[next..].partition_point(|tile| u64::from(tile.blocks.max(1)) * 10 >= least);
+        next = if ends.len() + 1 == CLASSES { count } else { next + heavy };
+        ends.push(next as u32);
+    }
+    ends
+}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::Zeroable;
+
+    use super::*;
+
+    fn tiles(blocks: impl IntoIterator<Item = u32>) -> Vec<Tile> {
+        blocks.into_iter().map(|blocks| Tile { blocks, ..Tile::zeroed() }).collect()
+    }
+
+    #[test]
+    fn classes_hold_all_tiles_and_similar_work() {
+        assert_eq!(class_ends(&tiles([64; 9]), false), [9]);
+        assert_eq!(class_ends(&tiles([100, 71, 70, 69, 50, 1, 0]), false), [3, 5, 7]);
+        let many = class_ends(&tiles((0..200).rev().map(|x| x * x)), false);
+        assert_eq!(many.len(), CLASSES);
+        assert_eq!(many.last(), Some(&200));
+        assert!(many.is_sorted_by(|a, b| a < b));
+        assert!(class_ends(&[], false).is_empty());
+    }
+
+    #[test]
+    fn classes_in_order_are_equal() {
+        let ends = class_ends(&tiles([1; 64]), true);
+        assert_eq!(ends.len(), CLASSES);
+        assert!(ends.windows(2).all(|pair| pair[1] - pair[0] == 4));
+        assert_eq!(class_ends(&tiles([1; 3]), true), [1, 2, 3]);
+    }
+
+    #[test]
+    fn long_heads_have_no_shape() {
+        assert_eq!(BackwardShape::of(128, 136, false), None);
+        assert_eq!(BackwardShape::of(96, 64, false), BackwardShape::of(128, 128, true));
+    }
+}
