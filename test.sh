@@ -13,7 +13,7 @@ install() {
 }
 command -v chromium >/dev/null || install chromium "the report's tests open it headless"
 
-# NVRTC compiles every kernel in the tests; nvdisasm counts the instructions that came out. A folder that is named already
+# NVRTC compiles every kernel in the tests; nvdisasm is what machine code is compared with. A folder that is named already
 # is taken as it is.
 if [ -z "${COUNTERPOINT_NVRTC_DIR:-}" ]; then
     wheels=(nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-nvdisasm==13.5.37)

@@ -48,6 +48,11 @@ impl Arch {
         }
     }
 
+    /// Whether its machine code can be read here.
+    pub(crate) fn has_known_encoding(self) -> bool {
+        matches!(self.capability.major, 8 | 9)
+    }
+
     /// Whether kernels made for Hopper run: the others are the portable ones.
     pub fn is_hopper(self) -> bool {
         self == Self::SM_90A

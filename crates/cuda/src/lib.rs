@@ -47,7 +47,7 @@ pub use backend::{
 };
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
-    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, disassembler, examine,
+    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
 pub use environment::{ENVIRONMENT, EnvironmentVariable};
@@ -60,4 +60,4 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
-pub use transport::{CudaCollective, CudaTransport};
+pub use transport::{CudaCollective, CudaMeeting, CudaTransport};

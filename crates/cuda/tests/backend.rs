@@ -14,11 +14,12 @@ use counterpoint_exec::{
     Backend, Communicator, CpuMachine, ExecError, HostData, HostTensor, Machine, Prepared, Reduce, Transport,
     World, WorldConfig,
 };
-use counterpoint_mask::Range;
-use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
+use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, OwnedSplit, Plan, PlanConfig, RemoteSplit};
 use counterpoint_schedule::{
-    Accumulate, BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, Program, ProgramOp,
-    ReduceOp, SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
+    Accumulate, BarrierId, BufferId, BufferRole, BufferSpec, EventId, GradientReduction, GroupCast, Op,
+    OverlapPolicy, Program, ProgramOp, ReduceOp, SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
+    lower_attention_backward, lower_attention_forward,
 };
 use half::{bf16, f16};
 use rand::RngExt;
@@ -375,6 +376,7 @@ fn a_graph_gives_the_same_results() {
         rank.start(Instant::now()).unwrap();
         rank.finish().unwrap();
     }
+    // The direct run fills its outputs with NaN first, as all runs of this file do.
     println!(
         "a run of {} operations: {:?} by graph, {:?} without",
         rank.program().ops.len(),
@@ -382,6 +384,43 @@ fn a_graph_gives_the_same_results() {
         begin.elapsed() / 100
     );
     assert_eq!(outputs(&rank), direct);
+}
+
+/// All ranks of a Program with collectives, in one graph.
+#[test]
+fn a_graph_holds_several_ranks() {
+    let Some(cuda) = machine(Timing::Off) else { return };
+    let world_size = 3;
+    let mut ranks = prepare(&cuda, (0..world_size).map(|rank| program(rank, world_size)).collect());
+    let mut rng = ChaCha8Rng::seed_from_u64(2);
+    for rank in &mut ranks {
+        let x = rank.backend().upload("x", tensor(&[ROWS, 40], DType::F32, &mut rng)).unwrap();
+        rank.bind("x", x).unwrap();
+    }
+    Prepared::run_ranks(&mut ranks).unwrap();
+    let direct: Vec<_> = ranks.iter().map(outputs).collect();
+    let mut graph = GraphRun::capture_ranks(&mut ranks).unwrap();
+    for _ in 0..3 {
+        for rank in graph.ranks() {
+            ["both", "last"]
+                .iter()
+                .for_each(|name| rank.backend().poison(rank.buffer(name).unwrap()).unwrap());
+        }
+        graph.start().unwrap();
+        graph.finish().unwrap();
+        assert_eq!(graph.ranks().iter().map(outputs).collect::<Vec<_>>(), direct);
+    }
+    let begin = Instant::now();
+    for _ in 0..100 {
+        graph.start().unwrap();
+        graph.finish().unwrap();
+    }
+    println!("a run of {world_size} ranks: {:?} by graph", begin.elapsed() / 100);
+    drop(graph);
+    let error = GraphRun::capture_ranks(&mut ranks[..2]).err().unwrap();
+    assert!(error.to_string().contains("all 3 ranks"), "{error}");
+    Prepared::run_ranks(&mut ranks).unwrap();
+    assert_eq!(ranks.iter().map(outputs).collect::<Vec<_>>(), direct);
 }
 
 #[test]
@@ -509,6 +548,78 @@ fn rates() {
         let time =
             seconds(&stream, || unsafe { cast.launch(&stream, a.address(), b.address(), count).unwrap() });
         report(&format!("cast {src:?} to {dst:?}"), (count * (src.bytes() + dst.bytes())) as f64, time);
+    }
+}
+
+/// What a graph saves of a run of attention, host and device together: `--ignored --nocapture` prints it.
+#[test]
+#[ignore = "a measurement"]
+fn launches() {
+    let Some(cuda) = machine(Timing::Off) else { return };
+    for (seqlen, ranks) in [(512, 1), (1024, 1), (2048, 1), (4096, 1), (2048, 2), (4096, 4)] {
+        let whole = Range::new(0, seqlen);
+        let mask = Mask::new(seqlen, seqlen, vec![AttnSlice::new(whole, whole, MaskType::Causal)]).unwrap();
+        let spec = AttentionSpec {
+            heads_q: 16,
+            heads_kv: 16,
+            head_dim: 128,
+            head_dim_v: 128,
+            dtype: DType::Bf16,
+            scale: 0.088,
+            softcap: 0.0,
+            seqlen_sink: 0,
+        };
+        let plan = Plan::new(&mask, &spec, &PlanConfig::new(ranks)).unwrap();
+        let policy = OverlapPolicy::default();
+        let forward = |rank| lower_attention_forward(&plan, rank, &spec, policy);
+        let backward =
+            |rank| lower_attention_backward(&plan, rank, &spec, policy, GradientReduction::PerStage);
+        let passes: [(&str, Vec<Program>); 2] = [
+            ("forward", (0..ranks).map(forward).collect()),
+            ("backward", (0..ranks).map(backward).collect()),
+        ];
+        for (name, programs) in passes {
+            let world = World::new(ranks, WorldConfig { poison: false, ..WorldConfig::default() });
+            let ends = cuda.connect(&world).unwrap();
+            let mut rng = ChaCha8Rng::seed_from_u64(3);
+            let mut prepared: Vec<Rank<CudaMachine>> = programs
+                .into_iter()
+                .zip(ends)
+                .map(|(program, (backend, transport))| {
+                    let inputs: Vec<BufferSpec> = program
+                        .buffers
+                        .iter()
+                        .filter(|spec| spec.role == BufferRole::Input)
+                        .cloned()
+                        .collect();
+                    let mut rank = Prepared::new(program, backend, transport).unwrap();
+                    for input in inputs {
+                        let data = tensor(&input.shape, input.dtype, &mut rng);
+                        let buffer = rank.backend().upload(&input.name, data).unwrap();
+                        rank.bind(&input.name, buffer).unwrap();
+                    }
+                    rank
+                })
+                .collect();
+            let median = |mut run: Box<dyn FnMut() + '_>| {
+                let mut times: Vec<Duration> = (0..200)
+                    .map(|_| {
+                        let begin = Instant::now();
+                        run();
+                        begin.elapsed()
+                    })
+                    .collect();
+                times.sort_unstable();
+                times[times.len() / 2]
+            };
+            let direct = median(Box::new(|| drop(Prepared::run_ranks(&mut prepared).unwrap())));
+            let mut graph = GraphRun::capture_ranks(&mut prepared).unwrap();
+            let by_graph = median(Box::new(|| {
+                graph.start().unwrap();
+                graph.finish().unwrap();
+            }));
+            println!("causal {seqlen}, {ranks} ranks, {name}: {direct:?} direct, {by_graph:?} by graph");
+        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! Every kernel that ships compiles, and is what its launch needs. Needs NVRTC, no GPU.
 
+use std::path::PathBuf;
+
 use counterpoint_cuda::kernel::{MatrixUnit, SharedLayout, Specialisation, shared_layouts, specialisations};
-use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, disassembler, examine};
+use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
 
 mod support;
 
@@ -110,15 +112,45 @@ fn what_is_wrong_with_a_kernel_is_found() {
     let good = &report.kernels[0];
     assert!(good.arch == "sm_90a" && good.registers > 0 && good.local_bytes == 0 && good.spill_bytes == 0);
     assert_eq!(faults("warp"), [""; 0]);
-    if disassembler().is_some() {
-        assert_eq!(good.hgmma, Some(0));
-        assert_eq!(faults("no_warp"), ["holds no HMMA instruction"]);
-        assert_eq!(faults("no_warpgroup"), ["holds no HGMMA instruction"]);
-    } else {
-        assert!(std::env::var_os("CI").is_none(), "the test command brings nvdisasm along");
-        assert_eq!(good.hgmma, None);
-        eprintln!("SKIPPED, which CI would not accept: no nvdisasm, so machine code was not looked at");
-    }
+    assert_eq!(good.hgmma, Some(0));
+    assert_eq!(faults("no_warp"), ["holds no HMMA instruction"]);
+    assert_eq!(faults("no_warpgroup"), ["holds no HGMMA instruction"]);
     // From the cache the judgement is the same.
     assert_eq!(examine(&kernels, &cache, |_| {}).unwrap(), report);
+}
+
+/// Wheels and toolkits have `bin` beside `lib`.
+fn disassembler() -> Option<PathBuf> {
+    let lib = compiler_version().ok()?.path.parent()?.to_owned();
+    let folders = [lib.parent()?.join("bin"), PathBuf::from("/usr/local/cuda/bin")];
+    folders.map(|folder| folder.join("nvdisasm")).into_iter().find(|program| program.is_file())
+}
+
+#[test]
+fn machine_code_is_counted_as_the_disassembler_prints_it() {
+    if support::no_compiler() {
+        return;
+    }
+    let Some(program) = disassembler() else {
+        assert!(std::env::var_os("CI").is_none(), "the test command brings nvdisasm along");
+        return eprintln!("SKIPPED, which CI would not accept: no nvdisasm to compare with");
+    };
+    // One kernel of each kind that multiplies matrices, on each side's operand forms.
+    let folder = tempfile::tempdir().unwrap();
+    let mut kinds = specialisations();
+    kinds.retain(|one| one.matrix_unit == MatrixUnit::Warpgroup);
+    kinds.truncate(2);
+    kinds.extend([one("warp", MatrixUnit::Warp, MATRIX), one("plain", MatrixUnit::None, "x[0] += 1;")]);
+    let report = examine(&kinds, &CubinCache::at(folder.path()), |_| {}).unwrap();
+    for (one, report) in kinds.iter().zip(&report.kernels) {
+        let file = folder.path().join("kernel");
+        std::fs::write(&file, compile(&one.source).unwrap().image).unwrap();
+        let output = std::process::Command::new(&program).arg("--print-code").arg(&file).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let printed = text.lines().filter(|line| line.contains(" HGMMA.")).count();
+        assert_eq!(report.hgmma, Some(printed as u32), "{}", report.name);
+        assert_eq!(printed > 0, one.matrix_unit == MatrixUnit::Warpgroup);
+        let warps = text.lines().filter(|line| line.contains(" HMMA.")).count();
+        assert_eq!(warps > 0, one.matrix_unit == MatrixUnit::Warp);
+    }
 }

@@ -6,7 +6,9 @@ use counterpoint_schedule::{
     Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, ReduceOp, StreamKind, StreamSpec,
 };
 
-use crate::{Backend, CpuBackend, ExecError, LocalTransport, OpPlace, SlowLink, Transport, World};
+use crate::{
+    Backend, CollectiveCall, CpuBackend, ExecError, LocalTransport, OpPlace, SlowLink, Transport, World,
+};
 
 /// Group collectives by themselves, without a Program: one rank's end of them, with a stream of its own.
 ///
@@ -131,7 +133,8 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         collective: &T::Collective,
         buffers: &[B::Buffer],
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        self.transport.enqueue(&self.backend, &self.stream, place, collective, buffers, None)?;
+        let Self { backend, transport, stream, .. } = self;
+        transport.enqueue(&CollectiveCall { backend, stream, place, collective, buffers, barrier: None })?;
         let finished = self.backend.create_event()?;
         self.backend.record(&self.stream, place, &finished)?;
         Ok(Handle { communicator: self, place: place.clone(), finished })

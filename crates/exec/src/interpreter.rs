@@ -2,7 +2,7 @@ use std::time::Instant;
 
 use counterpoint_schedule::{BufferRole, Op, Program, Timeline};
 
-use crate::{Backend, ExecError, OpPlace, Transport};
+use crate::{Backend, CollectiveCall, ExecError, OpPlace, Transport};
 
 /// A [`Program`] made ready to run many times on one rank: buffers allocated, streams started, every operation resolved.
 ///
@@ -159,52 +159,52 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// Enqueues one run and returns at once. Spans are measured from `origin`, which ranks may share. The run before must
     /// have been finished.
     ///
-    /// Ranks of one process may meet on the host while they enqueue, so each needs a thread of its own:
-    /// [`Prepared::run_ranks`] sees to that.
+    /// Ranks of one process may meet on the host while they enqueue: each needs a thread of its own then, or all of them
+    /// [`Prepared::start_ranks`].
     ///
     /// # Errors
     /// [`ExecError::Tensor`] when an input is not bound; the first error of any rank.
     pub fn start(&mut self, origin: Instant) -> Result<(), ExecError> {
-        self.poison().and_then(|()| self.enqueue(origin)).map_err(|error| self.backend.fail(error))
+        Self::start_ranks(std::slice::from_mut(self), origin)
     }
 
-    /// Fills what the run must write with NaN, where the backend is set to do so.
-    fn poison(&self) -> Result<(), ExecError> {
-        let written =
-            self.program.buffers.iter().zip(&self.buffers).filter(|(spec, _)| spec.role != BufferRole::Input);
-        written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|buffer| self.backend.poison(buffer))
+    /// Enqueues one run of all ranks of a process, from this thread, and returns at once.
+    ///
+    /// # Errors
+    /// As [`Prepared::start`].
+    pub fn start_ranks(ranks: &mut [Self], origin: Instant) -> Result<(), ExecError> {
+        Self::poison_ranks(ranks)?;
+        Self::enqueue_ranks(ranks, origin)
     }
 
-    fn enqueue(&self, origin: Instant) -> Result<(), ExecError> {
-        for (spec, buffer) in self.program.buffers.iter().zip(&self.buffers) {
-            if buffer.is_none() {
-                let reason = "is an input and was never bound".to_owned();
-                return Err(ExecError::Tensor { name: spec.name.clone(), reason });
-            }
-        }
-        let table: Vec<B::Buffer> = self.buffers.iter().flatten().cloned().collect();
-        let Self { program, backend, transport, streams, events, barriers, signals, steps, .. } = self;
-        backend.begin_run(&program.name, origin, barriers, signals)?;
-        for (op, (place, step)) in program.ops.iter().zip(steps.iter()) {
-            let stream = &streams[op.stream.0];
-            match step {
-                Step::Compute(kernel) => backend.launch(stream, place, kernel, &table)?,
-                Step::Collective { collective, arrive } => {
-                    let barrier = arrive.map(|barrier| &barriers[barrier]);
-                    transport.enqueue(backend, stream, place, collective, &table, barrier)?;
-                }
-                Step::Record(event) => backend.record(stream, place, &events[*event])?,
-                Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
-                Step::Await { barrier, arrivals } => {
-                    backend.await_barrier(stream, place, &barriers[*barrier], *arrivals)?;
-                }
-                Step::Signal { signal, value } => backend.signal(stream, place, &signals[*signal], *value)?,
-                Step::WaitSignal { signal, value } => {
-                    backend.wait_signal(stream, place, &signals[*signal], *value)?;
+    /// Fills what a run must write with NaN, where the backend is set to do so.
+    fn poison_ranks(ranks: &[Self]) -> Result<(), ExecError> {
+        ranks.iter().try_for_each(|rank| {
+            let buffers = rank.program.buffers.iter().zip(&rank.buffers);
+            let written = buffers.filter(|(spec, _)| spec.role != BufferRole::Input);
+            let poisoned =
+                written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|b| rank.backend.poison(b));
+            poisoned.map_err(|error| rank.backend.fail(error))
+        })
+    }
+
+    /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on.
+    fn enqueue_ranks(ranks: &[Self], origin: Instant) -> Result<(), ExecError> {
+        let mut queues: Vec<Enqueue<'_, B, T>> =
+            ranks.iter().map(|rank| Enqueue::new(rank, origin)).collect::<Result<_, _>>()?;
+        loop {
+            let mut meetings = Vec::with_capacity(queues.len());
+            for queue in &mut queues {
+                if let Some(meeting) = queue.advance()? {
+                    meetings.push((&*queue, meeting));
                 }
             }
+            if meetings.is_empty() {
+                return Ok(());
+            }
+            meetings.iter_mut().try_for_each(|(queue, meeting)| queue.fetch(meeting))?;
+            meetings.into_iter().try_for_each(|(queue, meeting)| queue.end(meeting))?;
         }
-        Ok(())
     }
 
     /// Sleeps until the run has finished; gives what this rank measured.
@@ -227,12 +227,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// Runs all ranks of one process once, side by side and measured from one origin, and waits for them.
     ///
     /// # Errors
-    /// As [`Prepared::start`] and [`Prepared::finish`]; [`ExecError::Thread`] when the system gives no threads.
+    /// As [`Prepared::start`] and [`Prepared::finish`].
     pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
         // Poisoning takes as long as a run: first all of that, so that ranks start together.
-        ranks.iter().try_for_each(|rank| rank.poison().map_err(|error| rank.backend.fail(error)))?;
-        let origin = Instant::now();
-        Self::enqueue_ranks(ranks, origin)?;
+        Self::poison_ranks(ranks)?;
+        Self::enqueue_ranks(ranks, Instant::now())?;
         let mut whole = Timeline::default();
         for rank in ranks.iter_mut() {
             let Timeline { name, world_size, streams, spans } = rank.finish()?;
@@ -240,30 +239,6 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             whole = Timeline { name, world_size, streams, spans: whole.spans };
         }
         Ok(whole)
-    }
-
-    /// Enqueues every rank's run, each on a thread of its own, since ranks may meet while they enqueue.
-    fn enqueue_ranks(ranks: &mut [Self], origin: Instant) -> Result<(), ExecError> {
-        let enqueue = |rank: &mut Self| rank.enqueue(origin).map_err(|error| rank.backend.fail(error));
-        if let [alone] = ranks {
-            return enqueue(alone);
-        }
-        std::thread::scope(|scope| {
-            let mut threads = Vec::with_capacity(ranks.len());
-            for rank in ranks {
-                let (number, backend) = (rank.program.rank, rank.backend.clone());
-                let started = std::thread::Builder::new()
-                    .name(format!("rank {number}"))
-                    .spawn_scoped(scope, move || enqueue(rank));
-                threads.push(started.map_err(|error| {
-                    let (stream, reason) = ("enqueue".to_owned(), error.to_string());
-                    backend.fail(ExecError::Thread { rank: number, stream, reason })
-                })?);
-            }
-            threads
-                .into_iter()
-                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        })
     }
 
     /// Binds inputs, runs once, and waits. Outputs are in [`Prepared::buffer`].
@@ -277,6 +252,86 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         self.start(Instant::now())?;
         self.finish()
     }
+}
+
+/// How far a rank's run has been enqueued.
+struct Enqueue<'a, B: Backend, T: Transport<B>> {
+    rank: &'a Prepared<B, T>,
+    /// Every buffer of the Program.
+    table: Vec<B::Buffer>,
+    /// Index of the first operation that is not yet enqueued whole.
+    next: usize,
+}
+
+impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
+    fn new(rank: &'a Prepared<B, T>, origin: Instant) -> Result<Self, ExecError> {
+        let Prepared { program, backend, barriers, signals, buffers, .. } = rank;
+        if let Some((spec, _)) = program.buffers.iter().zip(buffers).find(|(_, buffer)| buffer.is_none()) {
+            let reason = "is an input and was never bound".to_owned();
+            return Err(backend.fail(ExecError::Tensor { name: spec.name.clone(), reason }));
+        }
+        let begun = backend.begin_run(&program.name, origin, barriers, signals);
+        begun.map_err(|error| backend.fail(error))?;
+        Ok(Self { rank, table: buffers.iter().flatten().cloned().collect(), next: 0 })
+    }
+
+    /// Enqueues operations up to the next collective and begins that one; `None` when there is none left.
+    fn advance(&mut self) -> Result<Option<Meeting<'a, B, T>>, ExecError> {
+        let Prepared { program, backend, transport, streams, events, barriers, signals, steps, .. } =
+            self.rank;
+        let mut enqueue = || {
+            while let Some((place, step)) = steps.get(self.next) {
+                let stream = &streams[program.ops[self.next].stream.0];
+                self.next += 1;
+                match step {
+                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table)?,
+                    Step::Collective { collective, arrive } => {
+                        let barrier = arrive.map(|barrier| &barriers[barrier]);
+                        let buffers = &self.table;
+                        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier };
+                        let meeting = transport.begin(&call)?;
+                        return Ok(Some(Meeting { place, stream, collective, barrier, meeting }));
+                    }
+                    Step::Record(event) => backend.record(stream, place, &events[*event])?,
+                    Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
+                    Step::Await { barrier, arrivals } => {
+                        backend.await_barrier(stream, place, &barriers[*barrier], *arrivals)?;
+                    }
+                    Step::Signal { signal, value } => {
+                        backend.signal(stream, place, &signals[*signal], *value)?;
+                    }
+                    Step::WaitSignal { signal, value } => {
+                        backend.wait_signal(stream, place, &signals[*signal], *value)?;
+                    }
+                }
+            }
+            Ok(None)
+        };
+        enqueue().map_err(|error| backend.fail(error))
+    }
+
+    fn fetch(&self, meeting: &mut Meeting<'a, B, T>) -> Result<(), ExecError> {
+        let Prepared { backend, transport, .. } = self.rank;
+        let Meeting { place, stream, collective, barrier, ref mut meeting } = *meeting;
+        let call = CollectiveCall { backend, stream, place, collective, buffers: &self.table, barrier };
+        transport.fetch(&call, meeting).map_err(|error| backend.fail(error))
+    }
+
+    fn end(&self, meeting: Meeting<'a, B, T>) -> Result<(), ExecError> {
+        let Prepared { backend, transport, .. } = self.rank;
+        let Meeting { place, stream, collective, barrier, meeting } = meeting;
+        let call = CollectiveCall { backend, stream, place, collective, buffers: &self.table, barrier };
+        transport.end(&call, meeting).map_err(|error| backend.fail(error))
+    }
+}
+
+/// A collective that a rank has begun.
+struct Meeting<'a, B: Backend, T: Transport<B>> {
+    place: &'a OpPlace,
+    stream: &'a B::Stream,
+    collective: &'a T::Collective,
+    barrier: Option<&'a B::Barrier>,
+    meeting: T::Meeting,
 }
 
 /// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.

@@ -2,8 +2,9 @@
 //!
 //! [`run_attention`] goes from tensors to tensors. Below it, [`Prepared`] is the one interpreter of Programs; it knows a
 //! machine only as a [`Backend`] (streams, events, memory, kernels) and a [`Transport`] (rows between ranks).
-//! [`CpuBackend`] and [`LocalTransport`] are those of this process: ranks, and the streams of each, are threads that share a
-//! [`World`], the place of the first error and of every wait's limit. [`Communicator`] offers the group collectives alone.
+//! A [`Machine`] makes both for the ranks of a run. [`CpuBackend`] and [`LocalTransport`] are those of this process: ranks,
+//! and the streams of each, are threads that share a [`World`], the place of the first error and of every wait's limit.
+//! [`Communicator`] offers the group collectives alone.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
@@ -64,5 +65,5 @@ pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use tensor::{HostData, HostTensor};
-pub use transport::Transport;
+pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

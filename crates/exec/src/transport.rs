@@ -4,9 +4,15 @@ use crate::{Backend, ExecError, OpPlace};
 
 /// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues meets the n-th of
 /// every other, whatever streams they are on.
+///
+/// Enqueueing has three steps, each of which may wait on the host until the peers have taken the one before. Ranks with a
+/// thread each take them at once ([`Transport::enqueue`]); one thread that enqueues for several ranks takes each step for
+/// all of them.
 pub trait Transport<B: Backend>: Send {
     /// A collective made ready to run many times.
     type Collective: Send;
+    /// A collective that is being enqueued.
+    type Meeting: Send;
 
     /// This rank.
     fn rank(&self) -> usize;
@@ -36,18 +42,57 @@ pub trait Transport<B: Backend>: Send {
         specs: &[BufferSpec],
     ) -> Result<Self::Collective, ExecError>;
 
-    /// Enqueues a collective and returns at once. Arrives at `barrier` as soon as it has started, before it waits for any
-    /// peer; finishes when this rank's outputs are complete and its inputs may be overwritten.
+    /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it
+    /// waits for any peer.
     ///
     /// # Errors
     /// The world's error, when it has failed.
-    fn enqueue(
+    fn begin(&self, call: &CollectiveCall<'_, B, Self::Collective>) -> Result<Self::Meeting, ExecError>;
+
+    /// Enqueues what takes the peers' rows, once they have begun.
+    ///
+    /// # Errors
+    /// As [`Transport::begin`]; when peers disagree or do not come.
+    fn fetch(
         &self,
-        backend: &B,
-        stream: &B::Stream,
-        place: &OpPlace,
-        collective: &Self::Collective,
-        buffers: &[B::Buffer],
-        barrier: Option<&B::Barrier>,
+        call: &CollectiveCall<'_, B, Self::Collective>,
+        meeting: &mut Self::Meeting,
     ) -> Result<(), ExecError>;
+
+    /// Enqueues the end, once the peers have fetched: what is enqueued on the stream after it finds this rank's outputs
+    /// complete, and may overwrite its inputs.
+    ///
+    /// # Errors
+    /// As [`Transport::fetch`].
+    fn end(
+        &self,
+        call: &CollectiveCall<'_, B, Self::Collective>,
+        meeting: Self::Meeting,
+    ) -> Result<(), ExecError>;
+
+    /// All three steps.
+    ///
+    /// # Errors
+    /// As [`Transport::fetch`].
+    fn enqueue(&self, call: &CollectiveCall<'_, B, Self::Collective>) -> Result<(), ExecError> {
+        let mut meeting = self.begin(call)?;
+        self.fetch(call, &mut meeting)?;
+        self.end(call, meeting)
+    }
+}
+
+/// A collective to be enqueued.
+pub struct CollectiveCall<'a, B: Backend, C> {
+    /// The rank's backend.
+    pub backend: &'a B,
+    /// The stream that it is put on.
+    pub stream: &'a B::Stream,
+    /// Its place in the Program.
+    pub place: &'a OpPlace,
+    /// What was made ready.
+    pub collective: &'a C,
+    /// The table that its buffer ids index.
+    pub buffers: &'a [B::Buffer],
+    /// Where it arrives.
+    pub barrier: Option<&'a B::Barrier>,
 }

@@ -23,7 +23,6 @@ struct Machine {
     driver_cuda: Option<String>,
     nvrtc: Option<Library>,
     nccl: Option<Library>,
-    disassembler: Option<PathBuf>,
     cache: Option<Cache>,
     environment: Vec<Variable>,
     missing: Vec<Missing>,
@@ -107,11 +106,6 @@ impl Machine {
         let nccl = nccl.map(|found| Library { version: found.version, path: found.path }).map_err(|error| {
             note("NCCL", "no exchange between GPUs of several processes or nodes", error.to_string());
         });
-        let disassembler = counterpoint_cuda::disassembler();
-        if disassembler.is_none() {
-            let remedy = "pip install nvidia-cuda-nvdisasm".to_owned();
-            note("nvdisasm", "selftest --compile-only does not look at machine code", remedy);
-        }
         let cache = CubinCache::from_environment();
         let usage = cache.usage();
         if cache.folder().is_none() {
@@ -127,7 +121,6 @@ impl Machine {
             gpus,
             nvrtc: nvrtc.ok(),
             nccl: nccl.ok(),
-            disassembler,
             cache: cache.folder().map(|folder| Cache {
                 folder: folder.to_owned(),
                 entries: usage.entries,
@@ -164,9 +157,6 @@ impl Machine {
             if let Some(Library { version, path }) = library {
                 line(name, format!("{version}, {}", path.display()));
             }
-        }
-        if let Some(path) = &self.disassembler {
-            line("nvdisasm", path.display().to_string());
         }
         if let Some(Cache { folder, entries, bytes }) = &self.cache {
             let kernels = console::count(*entries, "compiled kernel");

@@ -320,8 +320,6 @@ struct PortableForward {
   // Writes the accumulators as elements, through this warp's own query rows so that a thread writes 16 bytes at once.
   __device__ __forceinline__ void write_elements() const {
     u8* const rows = shared + C::Results::kPitch * warp * C::kWarpRows;
-    // The pitches of queries and results may differ: a warp may not write over rows that another still multiplies.
-    if (C::kHeadDimV != C::kHeadDim) __syncthreads();
 #pragma unroll
     for (u32 m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -383,7 +381,9 @@ struct PortableForward {
       follow_maxima(scores);
       accumulate(scores);
     }
+    // Results pass through the queries' rows: all have arrived, also without a block, and nobody multiplies them any more.
     cp_async_wait<0>();
+    __syncthreads();
     if (arguments.begin_acc != nullptr) join_state();
     if (arguments.acc != nullptr) {
       write_state();

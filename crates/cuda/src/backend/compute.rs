@@ -3,6 +3,7 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 
 use super::attention::Forward;
+use super::attention_backward::{Backward, Delta};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, Scalar};
 use crate::{CudaError, Stream};
@@ -12,6 +13,8 @@ pub struct CudaKernel(Work);
 
 enum Work {
     Forward(Box<Forward>),
+    Delta(Box<Delta>),
+    Backward(Box<Backward>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -30,6 +33,8 @@ impl CudaKernel {
         let prepare = Prepare { backend, program, index };
         let work = match &program.ops[index].op {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
+            Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
+            Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
@@ -44,6 +49,8 @@ impl CudaKernel {
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.0 {
             Work::Forward(work) => work.launch(stream, buffers),
+            Work::Delta(work) => work.launch(stream, buffers),
+            Work::Backward(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, at the begin of an allocation or

@@ -1,6 +1,7 @@
 //! The CUDA backend: a rank is a set of streams on a device. Several ranks may share one.
 
 mod attention;
+mod attention_backward;
 mod buffer;
 mod clock;
 mod compute;
@@ -26,6 +27,7 @@ pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
 pub use stream::CudaStream;
+pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
@@ -108,7 +110,7 @@ impl CudaBackend {
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
         self.0.world.check()?;
-        // Every rank enqueues from a thread of its own, and a launcher that encodes a tensor map needs a current context.
+        // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
         self.0.device.bind().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }

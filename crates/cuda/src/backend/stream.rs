@@ -46,19 +46,26 @@ impl CudaStream {
         work: impl FnOnce(&Stream) -> Result<(), E>,
     ) -> Result<(), E> {
         self.status.begin(place);
-        let done = if timed { self.measure(place, kind, work) } else { work(&self.stream) };
+        let start = self.start_span(timed)?;
+        work(&self.stream)?;
+        self.end_span(place, kind, start)?;
         self.status.end();
-        done
+        Ok(())
     }
 
-    fn measure<E: From<CudaError>>(
+    /// Takes the time of what is enqueued from here on, if that is asked for.
+    pub(crate) fn start_span(&self, timed: bool) -> Result<Option<SpanStart>, CudaError> {
+        timed.then(|| lock(&self.measured).mark(&self.stream).map(SpanStart)).transpose()
+    }
+
+    /// The end of a span, if its time is taken.
+    pub(crate) fn end_span(
         &self,
         place: &OpPlace,
         kind: SpanKind,
-        work: impl FnOnce(&Stream) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let start = lock(&self.measured).mark(&self.stream)?;
-        work(&self.stream)?;
+        start: Option<SpanStart>,
+    ) -> Result<(), CudaError> {
+        let Some(SpanStart(start)) = start else { return Ok(()) };
         let mut measured = lock(&self.measured);
         let end = measured.mark(&self.stream)?;
         measured.spans.push((place.clone(), kind, start, end));
@@ -89,6 +96,10 @@ impl CudaStream {
         Ok(taken)
     }
 }
+
+/// The begin of a span: which of the stream's events took the time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpanStart(usize);
 
 /// In seconds.
 const SHORTEST_WAIT: f64 = 3e-6;

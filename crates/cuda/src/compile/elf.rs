@@ -14,33 +14,60 @@ pub(crate) fn count_arguments(cubin: &[u8], kernel: &str) -> Option<usize> {
     Some(count)
 }
 
-/// The contents of a section of a 64-bit little-endian ELF file.
+/// Matrix instructions in a cubin's machine code.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct MatrixInstructions {
+    /// wgmma.
+    pub(super) hgmma: u32,
+    /// mma.sync.
+    pub(super) hmma: u32,
+}
+
+/// Counts them. An instruction has 16 bytes and its operation in the lowest 9 bits; the next 3 say where operands come from.
+/// That is how `nvdisasm` prints the code of compute capabilities 8.x and 9.x, and a test compares with it.
+pub(super) fn count_matrix_instructions(cubin: &[u8]) -> MatrixInstructions {
+    const HGMMA: u16 = 0x1f0;
+    const HMMA: u16 = 0x03c;
+    let code = sections(cubin).filter(|(name, _)| name.starts_with(b".text.")).map(|(_, contents)| contents);
+    let operations = code
+        .flat_map(|code| code.chunks_exact(16))
+        .map(|instruction| u16::from_le_bytes([instruction[0], instruction[1]]) & 0x1ff);
+    let mut counts = MatrixInstructions::default();
+    for operation in operations {
+        counts.hgmma += u32::from(operation == HGMMA);
+        counts.hmma += u32::from(operation == HMMA);
+    }
+    counts
+}
+
 fn section<'a>(file: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    sections(file).find(|(found, _)| *found == name.as_bytes()).map(|(_, contents)| contents)
+}
+
+/// Name and contents of the sections of a 64-bit little-endian ELF file, as far as they lie inside of it.
+fn sections(file: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
     let u16_at = |offset: usize| -> Option<usize> {
-        Some(usize::from(u16::from_le_bytes(file.get(offset..offset + 2)?.try_into().ok()?)))
+        Some(usize::from(u16::from_le_bytes(file.get(offset..)?.first_chunk().copied()?)))
     };
     let u32_at = |offset: usize| -> Option<usize> {
-        usize::try_from(u32::from_le_bytes(file.get(offset..offset + 4)?.try_into().ok()?)).ok()
+        usize::try_from(u32::from_le_bytes(file.get(offset..)?.first_chunk().copied()?)).ok()
     };
     let u64_at = |offset: usize| -> Option<usize> {
-        usize::try_from(u64::from_le_bytes(file.get(offset..offset + 8)?.try_into().ok()?)).ok()
+        usize::try_from(u64::from_le_bytes(file.get(offset..)?.first_chunk().copied()?)).ok()
     };
-    if !file.starts_with(b"\x7fELF\x02\x01") {
-        return None;
-    }
-    let (headers, header_bytes) = (u64_at(0x28)?, u16_at(0x3a)?);
-    let (count, names) = (u16_at(0x3c)?, u16_at(0x3e)?);
-    let header = |index: usize| headers.checked_add(index.checked_mul(header_bytes)?);
-    let contents = |index: usize| -> Option<&'a [u8]> {
+    let is_elf = file.starts_with(b"\x7fELF\x02\x01");
+    let header =
+        move |index: usize| -> Option<usize> { u64_at(0x28)?.checked_add(index.checked_mul(u16_at(0x3a)?)?) };
+    let contents = move |index: usize| -> Option<&[u8]> {
         let header = header(index)?;
         let (start, bytes) = (u64_at(header.checked_add(0x18)?)?, u64_at(header.checked_add(0x20)?)?);
         file.get(start..start.checked_add(bytes)?)
     };
-    let names = contents(names)?;
-    (0..count).find_map(|index| {
-        let from = names.get(u32_at(header(index)?)?..)?;
-        let len = from.iter().position(|&byte| byte == 0)?;
-        (&from[..len] == name.as_bytes()).then(|| contents(index))?
+    let count = if is_elf { u16_at(0x3c).unwrap_or(0) } else { 0 };
+    (0..count).filter_map(move |index| {
+        let from = contents(u16_at(0x3e)?)?.get(u32_at(header(index)?)?..)?;
+        let name = from.split(|&byte| byte == 0).next()?;
+        Some((name, contents(index)?))
     })
 }
 
@@ -74,6 +101,7 @@ mod tests {
         for byte in [0x00, 0x01, 0x7f, 0xff] {
             file.resize(300, byte);
             assert_eq!(count_arguments(&file, "f"), None);
+            assert_eq!(count_matrix_instructions(&file), MatrixInstructions::default());
             file.truncate(6);
         }
     }

@@ -2,10 +2,10 @@ use std::sync::{Mutex, PoisonError};
 
 use serde::Serialize;
 
+use super::CubinCache;
 use super::compiler::{CompilerVersion, compiler_version};
-use super::disassembler::Disassembler;
+use super::elf::{MatrixInstructions, count_matrix_instructions};
 use super::parallel::map_parallel;
-use super::{Cubin, CubinCache};
 use crate::CudaError;
 use crate::kernel::{MatrixUnit, Specialisation};
 
@@ -33,7 +33,7 @@ pub struct KernelReport {
     pub local_bytes: u32,
     /// Bytes written and read because there were too few registers.
     pub spill_bytes: u32,
-    /// Matrix instructions of a warpgroup, where a disassembler is at hand.
+    /// Matrix instructions of a warpgroup; `None` for an architecture whose machine code is not known.
     pub hgmma: Option<u32>,
 }
 
@@ -57,10 +57,9 @@ pub fn examine(
     hear: impl FnMut(&str) + Send,
 ) -> Result<CompileReport, CudaError> {
     let CompilerVersion { version: (major, minor), .. } = compiler_version()?;
-    let disassembler = Disassembler::find();
     let hear = Mutex::new(hear);
     let results = map_parallel(specialisations, |specialisation| {
-        let result = examine_one(specialisation, cache, disassembler.as_ref());
+        let result = examine_one(specialisation, cache);
         (hear.lock().unwrap_or_else(PoisonError::into_inner))(specialisation.source.name());
         result
     });
@@ -83,28 +82,18 @@ pub fn examine(
 fn examine_one(
     specialisation: &Specialisation,
     cache: &CubinCache,
-    disassembler: Option<&Disassembler>,
 ) -> Result<(KernelReport, Vec<String>), CudaError> {
     let source = &specialisation.source;
     let cubin = cache.cubins(&[source]).remove(0)?.cubin;
     let log = CompilerLog::read(&cubin.log);
     let mut faults = log.faults(specialisation.register_limit);
-    let counts = match disassembler.map(|disassembler| disassembler.count(&cubin)) {
-        None => None,
-        Some(Ok(counts)) => Some(counts),
-        Some(Err(reason)) => {
-            faults.push(format!("cannot be disassembled: {reason}"));
-            None
-        }
+    let counts = source.arch().has_known_encoding().then(|| count_matrix_instructions(&cubin.image));
+    let missing = match (specialisation.matrix_unit, counts) {
+        (MatrixUnit::Warpgroup, Some(MatrixInstructions { hgmma: 0, .. })) => Some("HGMMA"),
+        (MatrixUnit::Warp, Some(MatrixInstructions { hmma: 0, .. })) => Some("HMMA"),
+        _ => None,
     };
-    if let Some(counts) = counts {
-        let missing = match specialisation.matrix_unit {
-            MatrixUnit::Warpgroup if counts.hgmma == 0 => Some("HGMMA"),
-            MatrixUnit::Warp if counts.hmma == 0 => Some("HMMA"),
-            _ => None,
-        };
-        faults.extend(missing.map(|missing| format!("holds no {missing} instruction")));
-    }
+    faults.extend(missing.map(|missing| format!("holds no {missing} instruction")));
     let report = KernelReport {
         name: source.name().to_owned(),
         arch: source.arch().to_string(),
@@ -166,31 +155,6 @@ impl CompilerLog {
 /// The number that stands before `words` in a line.
 fn number_before(line: &str, words: &str) -> Option<u32> {
     line[..line.find(words)?].split_whitespace().next_back()?.parse().ok()
-}
-
-/// What the disassembler counts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct InstructionCounts {
-    /// wgmma.
-    pub(super) hgmma: u32,
-    /// mma.sync.
-    pub(super) hmma: u32,
-}
-
-impl Disassembler {
-    fn count(&self, cubin: &Cubin) -> Result<InstructionCounts, String> {
-        let text = self.disassemble(&cubin.image)?;
-        let count = |name: &str| {
-            let mut found = 0;
-            for line in text.lines() {
-                found += u32::from(line.split_whitespace().any(|word| {
-                    word.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-                }));
-            }
-            found
-        };
-        Ok(InstructionCounts { hgmma: count("HGMMA"), hmma: count("HMMA") })
-    }
 }
 
 #[cfg(test)]

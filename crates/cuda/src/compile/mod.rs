@@ -2,7 +2,6 @@
 
 mod cache;
 mod compiler;
-mod disassembler;
 mod elf;
 mod entry;
 mod examine;
@@ -13,7 +12,6 @@ mod translate;
 
 pub use cache::{CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin};
 pub use compiler::{CompilerVersion, compiler_version};
-pub use disassembler::disassembler;
 pub(crate) use elf::count_arguments;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};
 pub use source::KernelSource;

@@ -1,6 +1,9 @@
 //! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
-use super::{AttentionForward, AttentionProblem, ForwardMode, ForwardTensors, PortableForward};
+use super::{
+    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, ForwardMode,
+    ForwardTensors, PortableBackward, PortableForward,
+};
 use crate::{CudaError, Stream};
 
 /// The forward on a device: a problem prepared to run many times.
@@ -33,6 +36,46 @@ impl ForwardKernel {
     /// # Errors
     /// When the tensors are not those of the mode; the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Self::Hopper(kernel) => kernel.launch(stream, tensors),
+                Self::Portable(kernel) => kernel.launch(stream, tensors),
+            }
+        }
+    }
+}
+
+/// The backward on a device: a problem prepared to run many times.
+#[derive(Clone, Debug)]
+pub enum BackwardKernel {
+    /// On Hopper.
+    Hopper(Box<AttentionBackward>),
+    /// Elsewhere, and for heads that the kernel for Hopper has no registers for.
+    Portable(Box<PortableBackward>),
+}
+
+impl BackwardKernel {
+    /// Makes a problem ready for the device of `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// As [`ForwardKernel::new`].
+    pub fn new(setup: &Stream, problem: &AttentionProblem, mode: BackwardMode) -> Result<Self, CudaError> {
+        if setup.device().arch().is_hopper() && AttentionBackward::takes(problem) {
+            Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode)?)))
+        } else {
+            Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?)))
+        }
+    }
+
+    /// Enqueues the backward.
+    ///
+    /// # Safety
+    /// As [`ForwardKernel::launch`].
+    ///
+    /// # Errors
+    /// As [`ForwardKernel::launch`].
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
         unsafe {
             match self {

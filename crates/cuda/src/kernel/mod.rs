@@ -26,7 +26,7 @@ pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::AttentionBackward;
 pub use attention_delta::AttentionDelta;
 pub use attention_forward::AttentionForward;
-pub use attention_kernel::ForwardKernel;
+pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
     BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
     ResultTensors, StateTensors,

@@ -12,11 +12,11 @@ use std::path::Path;
 
 use libloading::Library;
 
-pub(crate) use child::output_of;
+use child::output_of;
 pub(crate) use driver::{Driver, call};
 pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nvrtc::Nvrtc;
-pub(crate) use search::{NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES, find_program};
+pub(crate) use search::{NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 
 /// Opens a library, by path or by a name that the loader knows; an error is the loader's own words.
 ///

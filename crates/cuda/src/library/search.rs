@@ -86,18 +86,6 @@ fn usual_folders(wanted: bool, parts: &'static [&'static str]) -> impl Iterator<
     toolkits.map(|root| root.join("lib64")).chain(packages)
 }
 
-/// A program of the toolkit: in a folder to prefer, on `PATH`, in a toolkit, or in `python3`'s packages.
-pub(crate) fn find_program(name: &str, beside: Option<PathBuf>) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let on_path: Vec<_> = std::env::split_paths(&path).collect();
-    let toolkits = std::iter::once_with(toolkit_folders).flatten().map(|root| root.join("bin"));
-    let packages = std::iter::once_with(python_packages).flatten();
-    let packages =
-        packages.flat_map(|packages| ["nvidia/cu13/bin", "nvidia/cu12/bin"].map(|bin| packages.join(bin)));
-    let folders = beside.into_iter().chain(on_path).chain(toolkits).chain(packages);
-    folders.map(|folder| folder.join(name)).find(|file| file.is_file())
-}
-
 /// NVRTCs in a folder, the newest first.
 fn nvrtc_in(folder: &Path) -> Vec<Candidate> {
     let builtins = files_named(folder, "libnvrtc-builtins.so");

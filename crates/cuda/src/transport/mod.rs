@@ -1,12 +1,12 @@
 //! The CUDA transport between ranks of one process: receivers read straight from senders' memory, of their own device or of
 //! a peer's.
 //!
-//! A collective meets on the host while it is enqueued. A rank records an event "my inputs are ready", publishes it with the
-//! inputs' addresses, waits on the host until those it receives from have published theirs, and enqueues waits for their
-//! events, one kernel that fetches all rows, and an event "I have read". Then it waits on the host until those that it
-//! sends to have come as far, and enqueues waits for theirs: after that its inputs may be overwritten. So every event is
-//! recorded before anyone is told to wait for it, and the device can never be left waiting: not on any number of hardware
-//! queues, and not when a rank fails.
+//! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready" and publishes
+//! it with the inputs' addresses. *Fetch*: once those it receives from have published theirs, it enqueues waits for their
+//! events, one kernel that fetches all rows, and an event "I have read". *End*: once those that it sends to have come as
+//! far, it enqueues waits for their events; after that its inputs may be overwritten. So every event is recorded before anyone
+//! is told to wait for it, and the device can never be left waiting: not on any number of hardware queues, and not when a
+//! rank fails.
 
 mod rows;
 
@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
-use counterpoint_exec::{ExecError, OpPlace, Transport, World};
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
 use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 
 use rows::{Incoming, RowWork};
 
-use crate::backend::{CudaBackend, CudaBarrier, CudaBuffer, CudaStream, exec_error, lock};
+use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::{CudaError, Device, Event};
 
 /// One rank of the CUDA transport.
@@ -101,6 +101,7 @@ impl CudaTransport {
 
 impl Transport<CudaBackend> for CudaTransport {
     type Collective = CudaCollective;
+    type Meeting = CudaMeeting;
 
     fn rank(&self) -> usize {
         self.rank
@@ -128,81 +129,66 @@ impl Transport<CudaBackend> for CudaTransport {
         self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
-    fn enqueue(
-        &self,
-        backend: &CudaBackend,
-        stream: &CudaStream,
-        place: &OpPlace,
-        collective: &CudaCollective,
-        buffers: &[CudaBuffer],
-        barrier: Option<&CudaBarrier>,
-    ) -> Result<(), ExecError> {
+    fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         self.world.check()?;
-        let call = Call {
-            transport: self,
-            backend,
-            stream,
-            place,
-            collective,
-            sequence: self.next.fetch_add(1, Ordering::Relaxed),
-        };
-        let enqueued = stream.enqueue(place, SpanKind::Communication, backend.timed(), |queue| {
-            if let Some(barrier) = barrier {
-                barrier.arrive(queue)?;
-            }
-            call.enqueue(buffers)
-        });
-        enqueued.map_err(|error| {
-            self.world.fail(match error {
-                CallError::Exec(error) => error,
-                CallError::Cuda(error) => backend.error(place, error),
-            })
-        })
+        self.report(call, self.begin_meeting(call))
+    }
+
+    fn fetch(&self, call: &Call<'_>, meeting: &mut CudaMeeting) -> Result<(), ExecError> {
+        self.report(call, self.fetch_rows(call, meeting))
+    }
+
+    fn end(&self, call: &Call<'_>, meeting: CudaMeeting) -> Result<(), ExecError> {
+        self.report(call, self.end_meeting(call, &meeting))
     }
 }
 
-/// One collective as it is enqueued.
-struct Call<'a> {
-    transport: &'a CudaTransport,
-    backend: &'a CudaBackend,
-    stream: &'a CudaStream,
-    place: &'a OpPlace,
-    collective: &'a CudaCollective,
+type Call<'a> = CollectiveCall<'a, CudaBackend, CudaCollective>;
+
+/// A collective that is being enqueued.
+pub struct CudaMeeting {
     sequence: u64,
+    own: Arc<Post<Part>>,
+    /// Where its time is taken, when it is.
+    started: Option<SpanStart>,
 }
 
-impl Call<'_> {
-    fn enqueue(&self, buffers: &[CudaBuffer]) -> Result<(), CallError> {
-        let Self { collective, sequence, .. } = *self;
-        let CudaTransport { world, board, rank, .. } = self.transport;
-        let (rank, queue) = (*rank, self.stream.queue());
+impl CudaTransport {
+    fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let queue = stream.queue();
+        backend.device().bind()?;
+        stream.status().begin(place);
+        let started = stream.start_span(backend.timed())?;
+        if let Some(barrier) = barrier {
+            barrier.arrive(queue)?;
+        }
         let tensors = &collective.collective.tensors;
         let part = Part {
             inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
-            ready: self.event(&collective.ready)?,
-            done: self.event(&collective.done)?,
+            ready: event(&collective.ready, backend.device())?,
+            done: event(&collective.done, backend.device())?,
         };
-        let done = part.done.clone();
         part.ready.record(queue)?;
+        let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let post = Post {
-            place: self.place.clone(),
+            place: place.clone(),
             collective: collective.collective.clone(),
             at: Instant::now(),
             payload: part,
         };
-        let own = board.publish(rank, sequence, post);
-        let waiter = Waiter { rank, place: self.place, status: self.stream.status() };
-        let post_of = |peer: usize| -> Result<Arc<Post<Part>>, CallError> {
-            let post = board.post_of(world, &waiter, peer, sequence)?;
-            own.meet(rank, sequence, peer, &post)?;
-            Ok(post)
-        };
+        let own = self.board.publish(self.rank, sequence, post);
+        Ok(CudaMeeting { sequence, own, started })
+    }
 
+    fn fetch_rows(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
+        let CollectiveCall { backend, stream, collective, buffers, .. } = *call;
+        let queue = stream.queue();
         let pattern = &collective.collective.pattern;
         let mut incoming = Vec::with_capacity(pattern.incoming.len());
         for peer in &pattern.incoming {
-            let post = post_of(peer.rank)?;
-            if peer.rank != rank {
+            let post = self.post_of(call, meeting, peer.rank)?;
+            if peer.rank != self.rank {
                 queue.wait(&post.payload.ready)?;
             }
             incoming.push(post);
@@ -216,41 +202,76 @@ impl Call<'_> {
                 rows: &peer.rows,
             })
             .collect();
+        let tensors = &collective.collective.tensors;
         let outputs: Vec<u64> = tensors.iter().map(|(_, output)| buffers[output.0].address()).collect();
         let mut work = lock(&collective.work);
         let current = match work.take() {
             Some(work) if work.is_for(&parts) => work,
             _ => {
-                RowWork::new(self.backend.setup(), rank, &collective.collective, &collective.outputs, &parts)?
+                RowWork::new(backend.setup(), self.rank, &collective.collective, &collective.outputs, &parts)?
             }
         };
-        let work = work.insert(current);
-        work.launch(queue, &parts, &outputs)?;
-        done.record(queue)?;
-
+        work.insert(current).launch(queue, &parts, &outputs)?;
+        meeting.own.payload.done.record(queue)?;
         for peer in &pattern.incoming {
-            board.acknowledge(peer.rank, sequence, rank);
+            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
         }
-        let outgoing: Vec<_> =
-            pattern.outgoing.iter().map(|peer| post_of(peer.rank)).collect::<Result<_, _>>()?;
-        board.all_copied(world, &waiter, sequence)?;
-        for (post, peer) in outgoing.iter().zip(&pattern.outgoing) {
-            if peer.rank != rank {
-                queue.wait(&post.payload.done)?;
-            }
-        }
-        board.finish(rank, sequence, self.place);
         Ok(())
     }
 
-    /// The collective's event, made on its first run.
-    fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
-        let mut slot = lock(slot);
-        if let Some(event) = &*slot {
-            return Ok(event.clone());
+    fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
+        let CollectiveCall { stream, place, collective, .. } = *call;
+        let pattern = &collective.collective.pattern;
+        let outgoing: Vec<_> = pattern
+            .outgoing
+            .iter()
+            .map(|peer| self.post_of(call, meeting, peer.rank))
+            .collect::<Result<_, _>>()?;
+        self.board.all_copied(&self.world, &self.waiter(call), meeting.sequence)?;
+        for (post, peer) in outgoing.iter().zip(&pattern.outgoing) {
+            if peer.rank != self.rank {
+                stream.queue().wait(&post.payload.done)?;
+            }
         }
-        Ok(slot.insert(Event::new(self.backend.device())?).clone())
+        self.board.finish(self.rank, meeting.sequence, place);
+        stream.end_span(place, SpanKind::Communication, meeting.started)?;
+        stream.status().end();
+        Ok(())
     }
+
+    /// The part of `peer`, once it has begun, which must fit the own one.
+    fn post_of(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        peer: usize,
+    ) -> Result<Arc<Post<Part>>, ExecError> {
+        let post = self.board.post_of(&self.world, &self.waiter(call), peer, meeting.sequence)?;
+        meeting.own.meet(self.rank, meeting.sequence, peer, &post)?;
+        Ok(post)
+    }
+
+    fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
+        Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
+    }
+
+    fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
+        result.map_err(|error| {
+            self.world.fail(match error {
+                CallError::Exec(error) => error,
+                CallError::Cuda(error) => call.backend.error(call.place, error),
+            })
+        })
+    }
+}
+
+/// A collective's event, made on its first run.
+fn event(slot: &Mutex<Option<Event>>, device: &Device) -> Result<Event, CudaError> {
+    let mut slot = lock(slot);
+    if let Some(event) = &*slot {
+        return Ok(event.clone());
+    }
+    Ok(slot.insert(Event::new(device)?).clone())
 }
 
 /// Why a collective cannot be enqueued.

@@ -15,10 +15,10 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp, SpanKind};
 
 use crate::collective::{Board, Collective, Payload, PeerRows, Post, Reduction, Waiter, WireTensor};
-use crate::cpu::{CpuBackend, CpuBuffer, CpuStream, KernelBarrier, ReadGuard, StreamShared, WriteGuard};
+use crate::cpu::{CpuBackend, CpuBuffer, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::{World, after};
-use crate::{ExecError, HostTensor, OpPlace, SlowLink, Transport};
+use crate::{CollectiveCall, ExecError, HostTensor, OpPlace, SlowLink, Transport};
 
 /// What a rank publishes: its inputs.
 type Inputs = Vec<CpuBuffer>;
@@ -88,6 +88,7 @@ type Workspaces = Arc<Mutex<Vec<Option<HostTensor>>>>;
 
 impl Transport<CpuBackend> for LocalTransport {
     type Collective = LocalCollective;
+    type Meeting = ();
 
     fn rank(&self) -> usize {
         self.rank
@@ -115,15 +116,8 @@ impl Transport<CpuBackend> for LocalTransport {
         self.prepare(Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
-    fn enqueue(
-        &self,
-        backend: &CpuBackend,
-        stream: &CpuStream,
-        place: &OpPlace,
-        collective: &LocalCollective,
-        buffers: &[CpuBuffer],
-        barrier: Option<&KernelBarrier>,
-    ) -> Result<(), ExecError> {
+    fn begin(&self, call: &CollectiveCall<'_, CpuBackend, LocalCollective>) -> Result<(), ExecError> {
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
         let LocalCollective { collective, workspaces } = collective.clone();
         let (inputs, outputs) = collective
             .tensors
@@ -152,6 +146,19 @@ impl Transport<CpuBackend> for LocalTransport {
             call.perform(stream)?;
             Ok(Some(SpanKind::Communication))
         })
+    }
+
+    // Ranks meet on their streams' threads.
+    fn fetch(
+        &self,
+        _call: &CollectiveCall<'_, CpuBackend, LocalCollective>,
+        (): &mut (),
+    ) -> Result<(), ExecError> {
+        Ok(())
+    }
+
+    fn end(&self, _call: &CollectiveCall<'_, CpuBackend, LocalCollective>, (): ()) -> Result<(), ExecError> {
+        Ok(())
     }
 }
 
@@ -364,7 +371,9 @@ mod tests {
         }
         for _ in 0..1000 {
             for (rank, (backend, stream, collective, buffers)) in ranks.iter().zip(&running) {
-                rank.enqueue(backend, stream, &place, collective, buffers, None).unwrap();
+                let call =
+                    CollectiveCall { backend, stream, place: &place, collective, buffers, barrier: None };
+                rank.enqueue(&call).unwrap();
             }
             running.iter().for_each(|(backend, stream, ..)| backend.synchronize(&[stream]).unwrap());
         }

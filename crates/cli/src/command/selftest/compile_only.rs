@@ -54,11 +54,6 @@ fn table(report: &CompileReport, seconds: f64) -> String {
     for fault in &report.failed {
         let _ = writeln!(text, "FAILED  {}: {}", fault.name, fault.reason);
     }
-    if report.kernels.iter().any(|kernel| kernel.hgmma.is_none()) {
-        text.push_str(
-            "The machine code was not looked at: there is no nvdisasm (pip install nvidia-cuda-nvdisasm).\n",
-        );
-    }
     let kernels = console::count(report.kernels.len(), "kernel");
     let faults = console::count(report.failed.len(), "fault");
     let _ = writeln!(text, "NVRTC {}: {kernels} compiled, {faults}, {seconds:.1} s", report.nvrtc);
@@ -107,7 +102,6 @@ kernel     arch     registers   local  spilled  HGMMA
 attention  sm_90a         168       0        0     64
 cast       sm_90a         168       0        0      -
 FAILED  cast: spills 8 bytes of registers
-The machine code was not looked at: there is no nvdisasm (pip install nvidia-cuda-nvdisasm).
 NVRTC 13.0: 2 kernels compiled, 1 fault, 1.5 s
 ";
         assert_eq!(table(&report(vec![fault]), 1.5), expected);

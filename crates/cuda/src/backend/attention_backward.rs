@@ -1,0 +1,118 @@
+//! Operations of the backward: from buffers of a Program to addresses of a launcher.
+
+use counterpoint_exec::ExecError;
+use counterpoint_plan::DType;
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
+
+use super::CudaBuffer;
+use super::attention::Operand;
+use super::compute::Prepare;
+use super::padding::padded_dim;
+use crate::kernel::{AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors};
+use crate::{CudaError, Stream};
+
+/// The row statistic of the backward.
+pub(super) struct Delta {
+    kernel: AttentionDelta,
+    out: Operand,
+    dout: Operand,
+    lse: BufferId,
+    delta: BufferId,
+    sink: Option<(BufferId, BufferId)>,
+}
+
+impl Delta {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::AttentionDelta) -> Result<Self, ExecError> {
+        let out = prepare.spec(op.out);
+        let element = prepare.element(op.out)?;
+        let seqlen_sink = op.sink.map_or(0, |(sink, _)| prepare.spec(sink).rows());
+        let dim = padded_dim(out.shape[2]);
+        let kernel =
+            AttentionDelta::new(prepare.setup(), element, [out.rows(), out.shape[1], dim], seqlen_sink);
+        Ok(Self {
+            kernel: kernel.map_err(|error| prepare.device_error(error))?,
+            out: Operand::new(prepare, op.out)?,
+            dout: Operand::new(prepare, op.dout)?,
+            lse: op.lse,
+            delta: op.delta,
+            sink: op.sink,
+        })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let address = |id: BufferId| buffers[id.0].address();
+        self.out.enter(stream, buffers)?;
+        self.dout.enter(stream, buffers)?;
+        let tensors = DeltaTensors {
+            out: self.out.address(buffers),
+            dout: self.dout.address(buffers),
+            lse: address(self.lse),
+            delta: address(self.delta),
+            sink: self.sink.map(|(sink, dsink)| (address(sink), address(dsink))),
+        };
+        // SAFETY: as in `Forward::launch`.
+        unsafe { self.kernel.launch(stream, &tensors) }
+    }
+}
+
+/// A stage of the backward.
+pub(super) struct Backward {
+    kernel: BackwardKernel,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    dout: Operand,
+    lse: BufferId,
+    delta: BufferId,
+    dq: Operand,
+    dk: Operand,
+    dv: Operand,
+    continues_dq: bool,
+}
+
+impl Backward {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::AttentionBackward) -> Result<Self, ExecError> {
+        let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        problem.deterministic = op.deterministic;
+        let mode = BackwardMode {
+            continues_dq: op.accumulate_dq == Accumulate::Continue,
+            rounds_keys: prepare.spec(op.dk).dtype != DType::F32,
+        };
+        let kernel = BackwardKernel::new(prepare.setup(), &problem, mode);
+        let operand = |id| Operand::new(prepare, id);
+        Ok(Self {
+            kernel: kernel.map_err(|error| prepare.device_error(error))?,
+            q: operand(op.q)?,
+            k: operand(op.k)?,
+            v: operand(op.v)?,
+            dout: operand(op.dout)?,
+            lse: op.lse,
+            delta: op.delta,
+            dq: operand(op.dq)?,
+            dk: operand(op.dk)?,
+            dv: operand(op.dv)?,
+            continues_dq: mode.continues_dq,
+        })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let read = [&self.q, &self.k, &self.v, &self.dout];
+        for operand in read.into_iter().chain(self.continues_dq.then_some(&self.dq)) {
+            operand.enter(stream, buffers)?;
+        }
+        let tensors = BackwardTensors {
+            q: self.q.address(buffers),
+            k: self.k.address(buffers),
+            v: self.v.address(buffers),
+            dout: self.dout.address(buffers),
+            lse: buffers[self.lse.0].address(),
+            delta: buffers[self.delta.0].address(),
+            dq: self.dq.address(buffers),
+            dk: self.dk.address(buffers),
+            dv: self.dv.address(buffers),
+        };
+        // SAFETY: as in `Forward::launch`.
+        unsafe { self.kernel.launch(stream, &tensors) }?;
+        [&self.dq, &self.dk, &self.dv].into_iter().try_for_each(|operand| operand.leave(stream, buffers))
+    }
+}
