@@ -57,7 +57,7 @@ pub(super) fn rows_source() -> KernelSource {
         .line(format_args!("static_assert(backward_rows::kThreads == {ROWS_THREADS}, \"launch\");"))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({ROWS_THREADS})"))
         .line("attention_backward_rows(const __grid_constant__ AttentionBackwardRowsArguments arguments) {")
-        .line("  attention_backward_rows(arguments);")
+        .line("  counterpoint::attention_backward_rows(arguments);")
         .line("}")
 }
 
