@@ -1,9 +1,9 @@
 // Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and walks the runs of its schedule.
 //
-// A producer warpgroup feeds shared memory by the copy engine; each consumer warpgroup owns 64 rows. The blocks of all tiles
-// of a CTA form one stream of steps. In each step a consumer starts scores = q k^T of the NEXT step, then
-// acc += weights v of this one, and does the next step's softmax while both run; so the matrix units also stay busy
-// from one tile to the next. Consumers take turns at starting products, so that one's softmax runs under the other's products.
+// A producer warpgroup feeds shared memory by the copy engine; each consumer warpgroup owns 64 rows. The blocks of all
+// tiles of a CTA form one stream of steps. In each step a consumer starts scores = q k^T of the NEXT step, then acc +=
+// weights v of this one, and does the next step's softmax while both run; so the matrix units also stay busy from one
+// tile to the next. Consumers take turns at starting products, so that one's softmax runs under the other's products.
 // (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
 #pragma once
 
@@ -51,10 +51,11 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
   __device__ __forceinline__ u32 slot() const { return (items - 1) % C::kQuerySlots; }
 
-  // Waits for the keys of the next step; false when there is no more work.
-  __device__ __forceinline__ bool take_step() {
+  // Waits for the keys of the next step; false when there is no more work. A negative `settled` would spoil the wait;
+  // it is a sum of weights, so it never is. But the wait then cannot be moved before these weights.
+  __device__ __forceinline__ bool take_step(float settled = 0.0f) {
     const u32 stage = steps % C::kStages;
-    mbarrier_wait(&shared.key_full[stage], (steps / C::kStages) & 1);
+    mbarrier_wait(&shared.key_full[stage], ((steps / C::kStages) & 1) ^ (settled < 0.0f ? 1 : 0));
     step = shared.steps[stage];
     step.flags = uniform(step.flags);
     ++steps;
@@ -74,7 +75,8 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ void release(u64* barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   }
-  // Once the scores of the step just taken are complete: its keys, and after an item's last step its query rows, may go.
+  // Once the scores of the step just taken are complete: its keys, and after an item's last step its query rows, may
+  // go.
   __device__ __forceinline__ void release_scored() {
     release(&shared.key_empty[(steps - 1) % C::kStages]);
     if (step.flags & kStepLast) release(&shared.query_empty[slot()]);
@@ -253,8 +255,8 @@ struct AttentionForwardConsumer {
       const Place at = place(last.item, i);
       if (!at.owned) continue;
       const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
-      const u64 index = (u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack) * arguments.heads_q +
-                        item(last.item).head * C::kPack + row(i) % C::kPack;
+      const u64 slot_row = u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack;
+      const u64 index = slot_row * arguments.heads_q + item(last.item).head * C::kPack + row(i) % C::kPack;
       write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
       if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
     }
@@ -285,7 +287,7 @@ struct AttentionForwardConsumer {
 
   // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
   static constexpr u32 kGroups = C::kBlock / 8;
-  static constexpr u32 kEarly = kGroups / 2;
+  static constexpr u32 kEarly = kGroups / 4;
 
   __device__ __forceinline__ void run() {
     // The last of the ring lets the first one begin.
@@ -332,9 +334,9 @@ struct AttentionForwardConsumer {
       Stage next{items - 1, state, {0.0f, 0.0f}, (step.flags & kStepLast) != 0};
       take_weights<0, kEarly>(scaling, next.share);
       pin(scores);
-      // What follows is waited for here, which also keeps the compiler from moving these weights behind the product. The
-      // others are packed as they come: that needs the registers which the product reads.
-      more = take_step();
+      // What follows is waited for here, which also keeps the compiler from moving these weights behind the product.
+      // The others are packed as they come: that needs the registers which the product reads.
+      more = take_step(next.share[0] + next.share[1]);
       wgmma_wait<0>();
       pin(acc);
       release(&shared.value_empty[number % C::kStages]);

@@ -18,11 +18,11 @@ enum class Span : u32 {
 // What becomes of a product q k^T before it is a score.
 enum class Scores : u32 {
   kScaled,       // nothing here: the scale, which must be positive, is a part of the exponent
-  kTransformed,  // softcap * tanh(scale * product / softcap); without a softcap, scale * product, whatever the scale's sign
+  kTransformed,  // softcap * tanh(scale * product / softcap); without a softcap scale * product, of whatever sign
 };
 
-// What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r / kPack,
-// query head head * kPack + r % kPack.
+// What a kernel is compiled for. kPack query heads of one key head share a tile: row r of a tile is token start + r /
+// kPack, query head head * kPack + r % kPack.
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kTileRowsOf, u32 kBlockOf, u32 kPackOf, u32 kQuerySlotsOf, Span kSpanOf,
           Scores kScoresOf>
 struct AttentionForwardConfig {
@@ -45,7 +45,8 @@ struct AttentionForwardConfig {
   static_assert(64 % kPack == 0, "a warpgroup's rows are whole tokens");
 };
 
-// The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the host.
+// The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the
+// host.
 struct AttentionForwardArguments {
   TensorMap q_map;  // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
   TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
@@ -57,7 +58,7 @@ struct AttentionForwardArguments {
   float* lse;              // [rows_q, heads_q]
   const float* sink;       // [sink_rows, heads_q]
   const float* begin_acc;  // [rows_q, heads_q, head_dim_v]: a state, whose acc is not divided by its sum; null to start
-  const float* begin_max;  // [rows_q, heads_q], in the unit of the products, or powers of two where these are transformed
+  const float* begin_max;  // [rows_q, heads_q], in the unit of the products; of powers of two when transformed
   const float* begin_sum;  // [rows_q, heads_q]
   float* end_acc;          // likewise, and may be the same; null where out and lse are wanted
   float* end_max;
@@ -100,8 +101,8 @@ struct AttentionForwardStep {
   u32 flags;
 };
 
-// Items that are known at a time. At most: one whose results are being written, one whose scores are in work, one whose first
-// keys were waited for, one whose first keys are on their way, and one for whose keys the producer wants room.
+// Items that are known at a time. At most: one whose results are being written, one whose scores are in work, one whose
+// first keys were waited for, one whose first keys are on their way, and one for whose keys the producer wants room.
 constexpr u32 kItems = 8;
 
 template <typename C>

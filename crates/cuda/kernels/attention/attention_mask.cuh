@@ -6,8 +6,9 @@
 
 namespace counterpoint {
 
-// The columns of a block of kBlock columns that a thread holds in its two rows of a wgmma accumulator: kBlock / 4 a row,
-// column c of them being 8 * (c / 2) + 2 * (lane % 4) + c % 2. Bit c % 32 of words[row][c / 32] says that it is unmasked.
+// The columns of a block of kBlock columns that a thread holds in its two rows of a wgmma accumulator: kBlock / 4 a
+// row, column c of them being 8 * (c / 2) + 2 * (lane % 4) + c % 2. Bit c % 32 of words[row][c / 32] says that it is
+// unmasked.
 template <u32 kBlock>
 struct ColumnMask {
   static constexpr u32 kColumns = kBlock / 4;
@@ -28,7 +29,8 @@ struct ColumnMask {
     }
   }
 
-  // Adds what `bound` unmasks in the row of query token `token`, row `i` of the two, in the block that begins at `start`.
+  // Adds what `bound` unmasks in the row of query token `token`, row `i` of the two, in the block that begins at
+  // `start`.
   __device__ __forceinline__ void unmask(u32 i, const TileBound& bound, i32 token, i32 start, u32 lane) {
     const i32 low = max(bound.k_start, token + bound.diag_min) - start;
     i32 high = min(bound.k_end, token + bound.diag_max + 1) - start;

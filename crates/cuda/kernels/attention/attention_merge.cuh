@@ -45,7 +45,8 @@ __device__ __forceinline__ void attention_merge(const AttentionMergeArguments& a
       for (u32 slot = merge.slot_begin; slot < merge.slot_end; ++slot) {
         const u64 at = slot_place(slot);
         const float weight = exp2_fast((arguments.partial_lse[at] - top) * kLog2E);
-        const float4* from = reinterpret_cast<const float4*>(arguments.partial_out + at * arguments.head_dim_v) + 2 * piece;
+        const float* part = arguments.partial_out + at * arguments.head_dim_v + 8 * piece;
+        const float4* from = reinterpret_cast<const float4*>(part);
         const float4 low = from[0], high = from[1];
         const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll

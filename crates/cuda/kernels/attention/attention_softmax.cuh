@@ -16,8 +16,8 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the whole
-// group lane % 4: 16 bytes to store at once.
+// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the
+// whole group lane % 4: 16 bytes to store at once.
 __device__ __forceinline__ uint4 quad_transpose(u32 g0, u32 g1, u32 g2, u32 g3, u32 lane) {
   const bool odd = lane & 1, upper = lane & 2;
   const u32 from_even = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
@@ -55,18 +55,20 @@ template <u32 kCount>
 __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCount], RowState& state, float scale) {
   RowScaling scaling;
   bool grew = false;
+  // Chains side by side hide the latency of the instruction.
+  constexpr u32 kChains = 4;
+  float chain[2][kChains];
+#pragma unroll
+  for (u32 place = 0; place < kCount; ++place) {
+    float& top = chain[place / 2 % 2][place / 4 % 2 * 2 + place % 2];
+    top = place < 4 * kChains / 2 ? scores[place] : fmaxf(top, scores[place]);
+  }
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
-    float chain[2] = {scores[2 * i], scores[2 * i + 1]};
-#pragma unroll
-    for (u32 j = 1; j < kCount / 4; ++j) {
-      chain[0] = fmaxf(chain[0], scores[4 * j + 2 * i]);
-      chain[1] = fmaxf(chain[1], scores[4 * j + 2 * i + 1]);
-    }
-    const float seen = quad_max(fmaxf(chain[0], chain[1]));
+    const float seen = quad_max(fmaxf(fmaxf(chain[i][0], chain[i][1]), fmaxf(chain[i][2], chain[i][3])));
     const bool larger = seen > state.max[i];
-    // A lazier rule (FlashAttention 4 lets the maximum lag by a factor of 2^8) is 2 % faster, but a row's heaviest key then
-    // has a rounded weight instead of exactly 1, and errors of rows with few keys double.
+    // A lazier rule (FlashAttention 4 lets the maximum lag by a factor of 2^8) is 2 % faster, but a row's heaviest key
+    // then has a rounded weight instead of exactly 1, and errors of rows with few keys double.
     scaling.rescale[i] = larger ? exp2_fast((state.max[i] - seen) * scale) : 1.0f;
     state.max[i] = larger ? seen : state.max[i];
     scaling.offset[i] = state.max[i] == minus_infinity() ? 0.0f : -state.max[i] * scale;
@@ -77,25 +79,20 @@ __device__ __forceinline__ RowScaling update_maximum(const float (&scores)[kCoun
   return scaling;
 }
 
-// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to this thread's shares of
-// the block's sums.
+// Turns the scores of column groups kFrom to kTo (of 8 columns each) into weights and adds them to this thread's shares
+// of the block's sums.
 template <u32 kFrom, u32 kTo, u32 kCount>
 __device__ __forceinline__ void exponentiate(float (&scores)[kCount], float (&share)[2], float scale,
                                              const RowScaling& scaling) {
+  float chain[2][2] = {};
 #pragma unroll
-  for (u32 i = 0; i < 2; ++i) {
-    float chain[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (u32 j = kFrom; j < kTo; ++j) {
-#pragma unroll
-      for (u32 e = 0; e < 2; ++e) {
-        float& score = scores[4 * j + 2 * i + e];
-        score = exp2_fast(fmaf(score, scale, scaling.offset[i]));
-        chain[e] += score;
-      }
-    }
-    share[i] += chain[0] + chain[1];
+  for (u32 place = 4 * kFrom; place < 4 * kTo; ++place) {
+    const u32 i = place / 2 % 2;
+    scores[place] = exp2_fast(fmaf(scores[place], scale, scaling.offset[i]));
+    chain[i][place % 2] += scores[place];
   }
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) share[i] += chain[i][0] + chain[i][1];
 }
 
 // What a row's accumulators are multiplied by in the end, and its logarithm of the sum.
@@ -104,8 +101,8 @@ struct RowEnd {
   float lse;
 };
 
-// Ends a row whose weights were taken relative to 2^maximum and add up to `sum`. `sinks` scores, `stride` apart, join the sum
-// without a value. A row that has seen nothing: factor 0, and lse that of the sinks alone.
+// Ends a row whose weights were taken relative to 2^maximum and add up to `sum`. `sinks` scores, `stride` apart, join
+// the sum without a value. A row that has seen nothing: factor 0, and lse that of the sinks alone.
 __device__ __forceinline__ RowEnd row_end(float maximum, float sum, const float* sink, u32 sinks, u32 stride) {
   float top = sum > 0.0f ? maximum : minus_infinity();
   const float own = top;
@@ -119,8 +116,8 @@ __device__ __forceinline__ RowEnd row_end(float maximum, float sum, const float*
   return RowEnd{weight / total, (top + log2_fast(total)) * kLn2};
 }
 
-// softcap * tanh(scale * product / softcap) in powers of two, for all products. tanh(x) = 1 - 2 / (1 + e^2x): the unit's own
-// tanh is good to 11 bits only.
+// softcap * tanh(scale * product / softcap) in powers of two, for all products. tanh(x) = 1 - 2 / (1 + e^2x): the
+// unit's own tanh is good to 11 bits only.
 template <u32 kCount>
 __device__ __forceinline__ void cap(float (&scores)[kCount], float softcap_scale, float softcap_log2) {
 #pragma unroll

@@ -28,7 +28,7 @@ pub enum ForwardModeEnd {
     },
 }
 
-/// Addresses of the state between stages; `row_max` is of scores times `log2 e`.
+/// Addresses of the state between stages. `row_max` is in the unit of the kernel that wrote it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateTensors {
     /// `[rows_q, heads_q, head_dim_v]`, f32.
