@@ -60,6 +60,7 @@ pub struct AttentionBench {
 /// The passes under one mask, prepared.
 pub struct BenchCase<'a> {
     bench: &'a AttentionBench,
+    plan: Plan,
     passes: Vec<(BenchPass, Rank)>,
 }
 
@@ -104,34 +105,41 @@ impl AttentionBench {
         })
     }
 
-    /// Prepares the forward and the passes asked for under a mask, and runs each once over poisoned outputs.
+    /// Prepares the forward under a mask, and runs it once over poisoned outputs.
     ///
     /// # Errors
-    /// When a mask or a kernel does not fit, or a run fails.
-    pub fn case(&self, mask: &Mask, passes: &[BenchPass]) -> Result<BenchCase<'_>, ExecError> {
+    /// When a mask or a kernel does not fit, or the run fails.
+    pub fn case(&self, mask: &Mask) -> Result<BenchCase<'_>, ExecError> {
         let plan = Plan::new(mask, &self.spec, &PlanConfig::new(1)).map_err(|error| ExecError::Program {
             program: "attention".to_owned(),
             rank: 0,
             reason: error.to_string(),
         })?;
-        let policy = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
-        let mut case = BenchCase { bench: self, passes: Vec::new() };
-        // The backward reads what a forward wrote.
-        case.add(BenchPass::Forward, lower_attention_forward(&plan, 0, &self.spec, policy))?;
-        for (pass, reduction) in [
-            (BenchPass::Backward, GradientReduction::PerStage),
-            (BenchPass::Deterministic, GradientReduction::Deterministic),
-        ] {
-            if passes.contains(&pass) {
-                let program = lower_attention_backward(&plan, 0, &self.spec, policy, reduction);
-                case.add(pass, program)?;
-            }
-        }
+        let mut case = BenchCase { bench: self, plan, passes: Vec::new() };
+        let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY);
+        case.add(BenchPass::Forward, program)?;
         Ok(case)
     }
 }
 
+/// One stream: on one rank there is nothing to overlap.
+const POLICY: OverlapPolicy = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
+
 impl BenchCase<'_> {
+    /// Prepares a pass after the forward, and runs it once over poisoned outputs. It reads what the forward has written.
+    ///
+    /// # Errors
+    /// As [`AttentionBench::case`].
+    pub fn prepare(&mut self, pass: BenchPass) -> Result<(), ExecError> {
+        let reduction = match pass {
+            BenchPass::Forward => return Ok(()),
+            BenchPass::Backward => GradientReduction::PerStage,
+            BenchPass::Deterministic => GradientReduction::Deterministic,
+        };
+        let program = lower_attention_backward(&self.plan, 0, &self.bench.spec, POLICY, reduction);
+        self.add(pass, program)
+    }
+
     fn add(&mut self, pass: BenchPass, program: Program) -> Result<(), ExecError> {
         let (backend, transport) = only(&self.bench.machine, &self.bench.world)?;
         let names = |role| {

@@ -33,21 +33,24 @@ impl CudaSubject {
     }
 
     /// Compiles and loads every kernel that ships for this GPU, on all cores, so that the first problem of a kind does not wait
-    /// for its kernel alone.
-    ///
-    /// # Errors
-    /// The first kernel's that does not compile or load.
-    pub fn load_all(&self) -> Result<SelfCheck, CudaError> {
+    /// for its kernel alone. A kernel that cannot be loaded is a failed check.
+    pub fn load_all(&self) -> Vec<SelfCheck> {
         let arch = self.gpu().arch();
         // Portable kernels are listed for the least architecture that runs them.
         let listed = if arch.is_hopper() { arch } else { Arch::SM_80 };
         let sources = specialisations().into_iter().map(|kernel| kernel.source);
         let sources: Vec<KernelSource> =
             sources.filter(|source| source.arch() == listed).map(|source| source.for_arch(arch)).collect();
-        let loaded = self.gpu().functions(&sources)?;
-        let spilling = loaded.iter().filter(|kernel| kernel.attributes().local_bytes > 0).count();
-        let name = format!("{} kernels for {arch} are loaded, those with local memory", loaded.len());
-        Ok(SelfCheck::of(name, 0, spilling as f64, 0.0))
+        // At the same time first; where that fails, one by one says which.
+        let _ = self.gpu().functions(&sources);
+        let load = |source: &KernelSource| {
+            let name = format!("{} for {arch}, bytes of local memory", source.name());
+            match self.gpu().function(source) {
+                Ok(kernel) => SelfCheck::of(name, 0, kernel.attributes().local_bytes as f64, 0.0),
+                Err(error) => SelfCheck::failed(name, 0, error.to_string()),
+            }
+        };
+        sources.iter().map(load).collect()
     }
 
     /// The ranks' machine.

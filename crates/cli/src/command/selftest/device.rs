@@ -52,7 +52,7 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     ledger.add(selftest_guard(subject.gpu()).map_err(failed)?)?;
     if extent == Extent::Full {
         ledger.section("all kernels");
-        ledger.add(vec![subject.load_all().map_err(failed)?])?;
+        ledger.add(subject.load_all())?;
     }
     ledger.section("attention");
     let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
@@ -60,7 +60,7 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     if let Some(portable) = subject.portable().map_err(failed)? {
         if extent == Extent::Full {
             ledger.section("all portable kernels");
-            ledger.add(vec![portable.load_all().map_err(failed)?])?;
+            ledger.add(portable.load_all())?;
         }
         ledger.section("portable attention");
         let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
@@ -68,8 +68,7 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
     }
     if extent == Extent::Full {
         ledger.section("long sequence");
-        let checks = selftest_long(subject.machine());
-        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+        ledger.add(selftest_long(subject.machine()))?;
     }
     ledger.section("collectives");
     let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));

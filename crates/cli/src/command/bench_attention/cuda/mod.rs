@@ -118,8 +118,14 @@ impl Shape {
             progress.step(format!("{}, {shape}", mask::name(name)));
             let mask = build(name, self.inputs.q.rows())?;
             let failed = |source| CliError::Run { source };
-            let mut case = self.bench.case(&mask, &passes).map_err(failed)?;
+            let mut case = self.bench.case(&mask).map_err(failed)?;
             for &pass in &passes {
+                // The other passes are worth knowing.
+                if let Err(error) = case.prepare(pass) {
+                    console::note(&format!("error: {pass:?} of {}, {shape}: {error}", mask::name(name)));
+                    section.wrong.push(format!("{pass:?} of {} did not run", mask::name(name)));
+                    continue;
+                }
                 let check = self.check(&mask, &case, pass)?;
                 let seconds = case.seconds(pass, sizes.by(), sizes.iterations).map_err(failed)?;
                 let Some(seconds) = Statistics::of(&seconds) else { continue };
