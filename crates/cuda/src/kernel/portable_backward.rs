@@ -94,7 +94,7 @@ impl Shape {
         // From the most to the least shared memory: 227 KB on compute capability 9.0, 163 KB on 8.0, 99 KB on 8.6 and 8.9.
         let shapes: &[Self] = match head_dim {
             64 => {
-                &[shape(128, 64, 2, [2, 2], [4, 1], [2, 2], 2), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
+                &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
             }
             96 => {
                 &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
