@@ -130,6 +130,14 @@ pub enum CudaError {
         /// The buffer's size.
         len: usize,
     },
+    /// A tensor that kernels cannot load 16 bytes at a time.
+    #[error(
+        "a tensor begins at {address:#x}, which is no multiple of 16; copy it to the begin of an allocation"
+    )]
+    Misaligned {
+        /// Its first byte's address.
+        address: u64,
+    },
     /// A graph cannot be captured from a stream.
     #[error("a graph cannot be captured: {reason}")]
     Capture {

@@ -1,7 +1,7 @@
 // delta = rowsum(dout * out), which attention backward subtracts from every dout v^T of a row.
 //
-// The same pass sums the sink's gradient, -sum over rows of exp(sink - lse) * delta, in two steps: a block of rows here, then
-// all blocks in attention_dsink. So the order of additions does not depend on the machine.
+// The same pass sums the sink's gradient, -sum over rows of exp(sink - lse) * delta, in two steps: a block of rows
+// here, then all blocks in attention_dsink. So the order of additions does not depend on the machine.
 #pragma once
 
 #include "types.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ float dot(uint4 a, uint4 b) {
 
 }  // namespace delta
 
-// The body of the first kernel, of kThreads threads. Grid: heads x blocks of 64 rows, heads first: neighbours share what they
-// read of a row.
+// The body of the first kernel, of kThreads threads. Grid: heads x blocks of 64 rows, heads first: neighbours share
+// what they read of a row.
 __device__ __forceinline__ void attention_delta(const AttentionDeltaArguments& params) {
   using namespace delta;
   __shared__ float sums[kRows];

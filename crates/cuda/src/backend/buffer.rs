@@ -16,10 +16,14 @@ impl CudaBuffer {
     /// A tensor of this shape and type in `memory`, which may be someone else's.
     ///
     /// # Errors
-    /// [`CudaError::OutOfBounds`] when the memory is shorter than the tensor.
+    /// [`CudaError::OutOfBounds`] when the memory is shorter than the tensor, [`CudaError::Misaligned`] when it does not begin
+    /// at a multiple of 16 bytes.
     pub fn new(memory: DeviceBuffer, shape: &[usize], dtype: DType) -> Result<Self, CudaError> {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         let memory = memory.slice(0..bytes)?;
+        if !memory.address().is_multiple_of(16) {
+            return Err(CudaError::Misaligned { address: memory.address() });
+        }
         Ok(Self { memory, shape: shape.into(), dtype })
     }
 

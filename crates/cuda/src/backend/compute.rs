@@ -53,8 +53,8 @@ impl CudaKernel {
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
-                // SAFETY: both hold as many elements of the types that the kernel is for, at the begin of an allocation or
-                // where `bind` has seen that they are aligned; events of the Program order who else uses them.
+                // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
+                // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
             }
             Work::Concat { srcs, dst } => {

@@ -9,7 +9,7 @@ pub(super) const CLASSES: usize = 16;
 
 /// Blocks that one query head of a key head walks before the next one walks the same: few enough that what a tile's
 /// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
-pub(super) const STRETCH: u32 = 16;
+pub(super) const STRETCH: u32 = 8;
 
 /// The work of a CTA: a tile of keys in shared memory, blocks of query rows that pass by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

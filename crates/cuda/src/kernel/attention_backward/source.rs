@@ -53,10 +53,11 @@ impl BackwardChoice {
 pub(super) fn rows_source() -> KernelSource {
     KernelSource::new("attention_backward_rows", Arch::SM_90A)
         .line("#include \"attention/attention_backward_rows.cuh\"")
-        .line("using namespace counterpoint;")
-        .line(format_args!("static_assert(backward_rows::kThreads == {ROWS_THREADS}, \"launch\");"))
+        .line(format_args!(
+            "static_assert(counterpoint::backward_rows::kThreads == {ROWS_THREADS}, \"launch\");"
+        ))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({ROWS_THREADS})"))
-        .line("attention_backward_rows(const __grid_constant__ AttentionBackwardRowsArguments arguments) {")
+        .line("attention_backward_rows(const __grid_constant__ counterpoint::AttentionBackwardRowsArguments arguments) {")
         .line("  counterpoint::attention_backward_rows(arguments);")
         .line("}")
 }

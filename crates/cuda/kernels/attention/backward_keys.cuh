@@ -1,0 +1,330 @@
+// The warpgroups of attention backward that own keys: S, P, dP, dS of each block, and the sums dk and dv.
+#pragma once
+
+#include "attention/backward_walk.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bits.cuh"
+#include "ptx/matrix.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace counterpoint {
+
+namespace backward {
+
+// The flags of an announcement. They decide the way of all lanes: the shuffle tells the compiler that the lanes agree.
+__device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
+  return __shfl_sync(0xffffffffu, shared.steps[count % kSteps].flags, 0);
+}
+
+// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
+// the main loop has no register to keep it.
+__device__ __forceinline__ i32 own_key() {
+  const u32 thread = threadIdx.x - 256;  // the key warpgroups come last
+  return i32(16 * (thread / 32) + thread % 32 / 4);
+}
+
+// Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane %
+// 4) + e.
+__device__ __forceinline__ void key_rows(const AttentionBackwardArguments& params, const Step& step, i32 offset,
+                                         u32 (&words)[kRows / 32]) {
+  const i32 key = step.key + own_key() + offset;
+  const i32 limit = step.row_end - step.row;
+#pragma unroll
+  for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
+  if (key >= step.key_end) return;
+  if (step.bound_begin == step.bound_end) {
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0xffffffffu;
+    return;
+  }
+  for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
+    const int4* bound = reinterpret_cast<const int4*>(params.bounds + b);
+    const int4 box = __ldg(bound);
+    const int2 diagonals = __ldg(reinterpret_cast<const int2*>(bound + 1));
+    const bool seen = key >= box.z && key < box.w;
+    const i32 low = max(box.x, key - diagonals.y) - step.row;
+    const i32 high = seen ? min(min(box.y, key - diagonals.x + 1) - step.row, limit) : 0;
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) {
+      const i32 first = min(max(low - i32(32 * w), 0), 32);
+      const i32 end = min(max(high - i32(32 * w), 0), 32);
+      words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
+    }
+  }
+#pragma unroll
+  for (u32 w = 0; w < kRows / 32; ++w) words[w] >>= 2 * (threadIdx.x % 4);
+}
+
+// Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
+__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                               const Step& step, const float (&d)[kHeadDim / 2], float factor) {
+  const i32 key = step.key + own_key();
+  const u32 c = threadIdx.x % 4;
+  const u64 row_stride = u64(params.heads_kv) * head_dim;
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    const bool owned = row < step.key_end;
+    const u64 base = u64(u32(row)) * row_stride + u64(step.head_kv) * head_dim;
+    if (kOutputF32) {
+      float* to = static_cast<float*>(out) + base;
+#pragma unroll
+      for (u32 j = 0; j < kHeadDim / 8; ++j) {
+        const u32 column = 8 * j + 2 * c;
+        if (owned && column < head_dim) {
+          *reinterpret_cast<float2*>(to + column) =
+              make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        }
+      }
+    } else {
+      // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
+      Element* to = static_cast<Element*>(out) + base;
+      const bool odd = c & 1;
+#pragma unroll
+      for (u32 j = 0; j < kHeadDim / 8; j += 2) {
+        const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
+        const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
+        const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
+        if (owned && column < head_dim) {
+          *reinterpret_cast<uint2*>(to + column) =
+              make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+        }
+      }
+    }
+  }
+}
+
+// Zeros for keys that nobody sees.
+__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                            const Step& step) {
+  const i32 key = step.key + own_key();
+  const u32 lane = threadIdx.x % 32;
+  constexpr u32 kSize = kOutputF32 ? 4 : 2;
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    if (row >= step.key_end) continue;
+    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + step.head_kv) * head_dim * kSize;
+    for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
+      *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// S^T or dP^T of 64 keys: keys [64, head_dim] times rows [kRows, head_dim].
+__device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
+  Wgmma<kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
+#pragma unroll
+  for (u32 k = 1; k < kHeadDim / 16; ++k) {
+    Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kKeys * 128) + (k % 4) * 32),
+                                                    descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32), 1);
+  }
+}
+
+template <u32 kCount>
+__device__ __forceinline__ void set_zero(float (&d)[kCount]) {
+#pragma unroll
+  for (u32 i = 0; i < kCount; ++i) d[i] = 0.0f;
+}
+
+// Two f32 to a pair of f16 and back, whatever the elements are.
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ float2 unpack_half(u32 pair) {
+  float2 values;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n"
+      "}\n"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
+
+// Where this lane's row of a stored dS^T matrix lies in a buffer: 128 bytes a key, 16-byte pieces swizzled by the key.
+// Asked for again at every block, like own_key.
+__device__ __forceinline__ u32 own_matrix_row(u32 buffer) {
+  const u32 thread = threadIdx.x - 256;
+  const u32 key = 16 * (thread / 32) + thread % 16;
+  return buffer + key * 128 + (((thread % 32 / 16) ^ (key % 8)) << 4);
+}
+
+// tanh(x / (2 log2(e))), to an absolute error of 2^-22: the instruction for it is good to 2^-11 only.
+__device__ __forceinline__ float tanh_of(float x) { return fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(x)), 1.0f); }
+
+// What a row of queries has: the value of the columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator.
+__device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
+  return *reinterpret_cast<const float2*>(columns + 2 * (threadIdx.x % 4) + 8 * j);
+}
+
+// The two warpgroups that own keys.
+__device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
+  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
+  const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
+
+  u32 count = 0;
+  while (true) {
+    mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
+    u32 flags = step_flags(shared, count);
+    if (flags & (kExit | kEmpty)) {
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive(&shared.full_ds[slot_of(count)]);
+        mbarrier_arrive(&shared.empty[slot_of(count)]);
+      }
+      if (flags & kExit) break;
+      const Step& step = shared.steps[count % kSteps];
+      store_zeros(params.dk, params.head_dim, params, step);
+      store_zeros(params.dv, params.head_dim_v, params, step);
+      __syncwarp();
+      ++count;
+      continue;
+    }
+    float dk[kHeadDim / 2], dv[kHeadDim / 2];
+    set_zero(dk);
+    set_zero(dv);
+    mbarrier_wait(&shared.full_k, item_parity_of(flags));
+    while (true) {
+      flags = step_flags(shared, count);
+      u32 p[kRows / 16][4], ds[kRows / 16][4];
+      // P (times the softcap's slope) for dS, in f16 whatever the elements are: it is at most one, so that f16 has it
+      // three bits better than bf16, and dS is as good as if P had stayed in f32.
+      u32 w[kRows / 16][4];
+      {
+        float s[kRows / 2];
+        wgmma_fence();
+        multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
+        wgmma_commit();
+        const bool bounded = flags & kBounded;
+        u32 rows[2][kRows / 32];
+        if (bounded) {
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            key_rows(params, shared.steps[count % kSteps], i32(8 * i), rows[i]);
+          }
+        }
+        __syncwarp();
+        // dK of the block before is done: its rows may go.
+        wgmma_wait<1>();
+        if (flags & kFirst) {
+          mbarrier_wait(&shared.full_v, item_parity_of(flags));
+        } else if (elect_one()) {
+          mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+        }
+        wgmma_wait<0>();
+        pin(s);
+        // The scores in powers of two, less the row's denominator; with a softcap only its tanh, as yet.
+#pragma unroll
+        for (u32 j = 0; j < kRows / 8; ++j) {
+          const float2 lse = column_values(shared.lse[slot_of(count)], j);
+#pragma unroll
+          for (u32 m = 0; m < 4; ++m) {
+            float& score = s[4 * j + m];
+            if (kSoftcap) {
+              score = tanh_of(score * params.scale_log2);
+            } else {
+              score = fmaf(score, params.scale_log2, m % 2 ? lse.y : lse.x);
+            }
+          }
+        }
+        if (bounded) {
+#pragma unroll
+          for (u32 j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+            for (u32 m = 0; m < 4; ++m) {
+              if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
+            }
+          }
+        }
+#pragma unroll
+        for (u32 j = 0; j < kRows / 8; ++j) {
+          const float2 lse = column_values(shared.lse[slot_of(count)], j);
+#pragma unroll
+          for (u32 i = 0; i < 2; ++i) {
+            float low = s[4 * j + 2 * i];
+            float high = s[4 * j + 2 * i + 1];
+            const u32 at = 2 * (j % 2) + i;
+            if constexpr (kSoftcap) {
+              const float slope_low = fmaxf(1.0f - low * low, 0.0f);
+              const float slope_high = fmaxf(1.0f - high * high, 0.0f);
+              low = exp2_fast(fmaf(low, params.cap_log2, lse.x));
+              high = exp2_fast(fmaf(high, params.cap_log2, lse.y));
+              w[j / 2][at] = pack_half(low * slope_low, high * slope_high);
+            } else {
+              low = exp2_fast(low);
+              high = exp2_fast(high);
+              w[j / 2][at] = pack_half(low, high);
+            }
+            p[j / 2][at] = pack(low, high);
+          }
+        }
+      }
+      {
+        float dp[kRows / 2];
+        mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
+        wgmma_fence();
+        multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
+        wgmma_commit();
+      const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+#pragma unroll
+      for (u32 k = 0; k < kRows / 16; ++k) {
+        Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
+      }
+      wgmma_commit();
+        mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+        wgmma_wait<1>();
+        pin(dp);
+        const u32 ds_buffer = own_matrix_row(shared_address(shared.ds[0])) + slot_of(count) * kDsBytes;
+#pragma unroll
+        for (u32 k = 0; k < kRows / 16; ++k) {
+#pragma unroll
+          for (u32 n = 0; n < 2; ++n) {
+            const float2 delta = column_values(shared.delta[slot_of(count)], 2 * k + n);
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+              const u32 at = 2 * n + i;
+              const float2 weight = unpack_half(w[k][at]);
+              const float low = weight.x * (dp[8 * k + 2 * at] - delta.x);
+              const float high = weight.y * (dp[8 * k + 2 * at + 1] - delta.y);
+              ds[k][at] = pack(low, high);
+            }
+          }
+          store_matrix_x4((ds_buffer ^ ((k % 4) << 5)) + (k / 4) * (kKeys * 128), ds[k]);
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(&shared.full_ds[slot_of(count)]);
+      wgmma_fence();
+      const u32 q_rows = operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes, kRows * 128);
+#pragma unroll
+      for (u32 k = 0; k < kRows / 16; ++k) {
+        Wgmma<kHeadDim>::template rs<Major::kMN>(dk, ds[k], descriptor(q_rows, k * 2048), 1);
+      }
+      wgmma_commit();
+      // Asked for again, which saves a register.
+      const bool last = step_flags(shared, count) & kLast;
+      ++count;
+      if (last) break;
+      wgmma_wait<0>();
+      mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
+    }
+    wgmma_wait<0>();
+    if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+    pin(dk);
+    pin(dv);
+    const Step& step = shared.steps[(count - 1) % kSteps];
+    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
+    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
+    __syncwarp();
+  }
+}
+
+}  // namespace backward
+
+}  // namespace counterpoint
