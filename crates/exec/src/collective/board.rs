@@ -138,9 +138,10 @@ impl<P: Payload> Board<P> {
         let began = Instant::now();
         waiter.status.block(Some(Blocker::Rank(peer)));
         let end = world.wait(&self.slots[peer], world.deadline(), |slot| look(slot));
-        let result = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began));
+        let post = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
+        // Not after a failure: others whose limits end now must not take this stream for one that works.
         waiter.status.block(None);
-        result
+        Ok(post)
     }
 
     /// `reader` has copied what `rank` published for it.
@@ -164,9 +165,8 @@ impl<P: Payload> Board<P> {
             let began = Instant::now();
             waiter.status.block(Some(Blocker::Rank(peer)));
             let end = world.wait(slot, world.deadline(), |slot| (first(slot) != Some(peer)).then_some(()));
-            let result = end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began));
+            end.map_err(|end| self.end_of_wait(end, world, waiter, peer, sequence, began))?;
             waiter.status.block(None);
-            result?;
         }
         Ok(())
     }

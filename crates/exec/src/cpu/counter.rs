@@ -107,7 +107,10 @@ impl Counter {
                 Err(world.stalled(stream.rank, place, began, Awaited { name, evidence, blocker }))
             }
         };
-        stream.status.block(None);
+        // After a failure it stays blocked: others whose limits end now must not take this stream for one that works.
+        if result.is_ok() {
+            stream.status.block(None);
+        }
         result
     }
 }

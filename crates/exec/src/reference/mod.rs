@@ -69,8 +69,9 @@ pub fn reference_attention(mask: &Mask, spec: &AttentionSpec, inputs: &Attention
     Dense::<f64>::new(mask, spec, inputs, DType::F64).run()
 }
 
-/// What a plain implementation in the inputs' type gives: the same steps with every product, sum and statistic in f32
-/// (f64 for f64) and every output rounded once to the inputs' type. The yardstick for bf16 and f16.
+/// What a plain implementation in the inputs' type gives: the same steps with every sum and statistic in f32 (f64 for
+/// f64), weights and their gradients rounded to the inputs' type where a matrix product takes them, and every output rounded
+/// once. The yardstick for bf16 and f16: matrix units take no other operands.
 ///
 /// # Panics
 /// As [`reference_attention`].
@@ -252,7 +253,7 @@ impl<'a, A: Real> Dense<'a, A> {
             let out = &mut out[row * spec.head_dim_v..(row + 1) * spec.head_dim_v];
             for (col, &s) in self.seen(row).zip(&scores) {
                 let p = exp(s - max) / sum;
-                add_scaled(out, p, self.v_row(col, kv));
+                add_scaled(out, operand(p, self.round_to), self.v_row(col, kv));
                 squares += p.to_f64().powi(2) * v_squares[col];
             }
         }
@@ -358,9 +359,10 @@ impl<'a, A: Real> Dense<'a, A> {
                     let p = exp(score - lse[at]);
                     let dp = dot(dout, self.v_row(col, kv));
                     let ds = p * (dp - delta[at]) * slope * scale;
-                    add_scaled(dq, ds, self.k_row(col, kv));
-                    add_scaled(&mut dk[col * dim..(col + 1) * dim], ds, q);
-                    add_scaled(&mut dv[col * dim_v..(col + 1) * dim_v], p, dout);
+                    let (p_operand, ds_operand) = (operand(p, self.round_to), operand(ds, self.round_to));
+                    add_scaled(dq, ds_operand, self.k_row(col, kv));
+                    add_scaled(&mut dk[col * dim..(col + 1) * dim], ds_operand, q);
+                    add_scaled(&mut dv[col * dim_v..(col + 1) * dim_v], p_operand, dout);
 
                     let (k_square, v_square) = squares[col];
                     let term = (dout_square * v_square).sqrt() + delta[at].to_f64().abs();
@@ -381,13 +383,21 @@ impl<'a, A: Real> Dense<'a, A> {
 
 /// Values rounded once to a type.
 fn rounded<A: Real>(values: &[A], dtype: DType) -> Vec<f64> {
-    let round = match dtype {
-        DType::F64 => |x: f64| x,
-        DType::F32 => |x: f64| f64::from(x as f32),
-        DType::Bf16 => |x: f64| convert::<f64, bf16>(x).to_f64(),
-        DType::F16 => |x: f64| convert::<f64, f16>(x).to_f64(),
-    };
-    values.iter().map(|x| round(x.to_f64())).collect()
+    values.iter().map(|x| round(x.to_f64(), dtype)).collect()
+}
+
+/// A value as a matrix product in `dtype` takes it.
+fn operand<A: Real>(value: A, dtype: DType) -> A {
+    A::from_f64(round(value.to_f64(), dtype))
+}
+
+fn round(x: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => x,
+        DType::F32 => f64::from(x as f32),
+        DType::Bf16 => convert::<f64, bf16>(x).to_f64(),
+        DType::F16 => convert::<f64, f16>(x).to_f64(),
+    }
 }
 
 /// The elements of a tensor in the type that the problem is solved in.

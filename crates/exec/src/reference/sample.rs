@@ -2,7 +2,7 @@ use counterpoint_mask::{Band, Mask};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
-use super::{add_scaled, dot, exp, rounded};
+use super::{add_scaled, dot, exp, operand, rounded};
 use crate::draw::Draw;
 use crate::host_element::{convert, with_host_element};
 use crate::kernel::Real;
@@ -70,7 +70,7 @@ impl SampledRows {
             .solve(sample)
     }
 
-    /// In f32, rounded once to the inputs' type: the yardstick of bf16 and f16.
+    /// In f32, operands and results rounded to the inputs' type: the yardstick of bf16 and f16.
     pub(crate) fn plain(
         mask: &Mask,
         spec: &AttentionSpec,
@@ -192,7 +192,7 @@ impl<A: Real> Problem<'_, A> {
         let sum = all().fold(A::ZERO, |sum, s| sum + exp(s - max));
         let values: Vec<Vec<A>> = columns.iter().map(|&col| row_of(&self.inputs.v, col, kv)).collect();
         for ((score, _), v) in scores.iter().zip(&values) {
-            add_scaled(&mut out, exp(*score - max) / sum, v);
+            add_scaled(&mut out, operand(exp(*score - max) / sum, self.round_to), v);
         }
         let out = rounded(&out, self.round_to);
         if let Some(dout) = &self.inputs.dout {
@@ -201,7 +201,7 @@ impl<A: Real> Problem<'_, A> {
             for ((&col, &(score, slope)), v) in columns.iter().zip(&scores).zip(&values) {
                 let p = exp(score - max) / sum;
                 let ds = p * (dot(&dout, v) - delta) * slope * A::from_f64(spec.scale);
-                add_scaled(&mut dq, ds, &row_of(&self.inputs.k, col, kv));
+                add_scaled(&mut dq, operand(ds, self.round_to), &row_of(&self.inputs.k, col, kv));
             }
         }
         let lse = max.to_f64() + sum.to_f64().ln();
@@ -227,8 +227,8 @@ impl<A: Real> Problem<'_, A> {
                     let (score, slope) = self.score(&q, &k);
                     let p = exp(score - row_of::<A>(&self.outputs.lse, row, head)[0]);
                     let ds = p * (dot(&dout, &v) - delta) * slope * A::from_f64(spec.scale);
-                    add_scaled(&mut dk, ds, &q);
-                    add_scaled(&mut dv, p, &dout);
+                    add_scaled(&mut dk, operand(ds, self.round_to), &q);
+                    add_scaled(&mut dv, operand(p, self.round_to), &dout);
                 }
             }
         }
