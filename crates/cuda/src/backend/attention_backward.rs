@@ -78,10 +78,12 @@ impl Backward {
             continues_dq: op.accumulate_dq == Accumulate::Continue,
             rounds_keys: prepare.spec(op.dk).dtype != DType::F32,
         };
-        let kernel = BackwardKernel::new(prepare.setup(), &problem, mode);
+        let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
+            .map_err(|error| prepare.device_error(error))?;
+        prepare.watch(kernel.missed_turn());
         let operand = |id| Operand::new(prepare, id);
         Ok(Self {
-            kernel: kernel.map_err(|error| prepare.device_error(error))?,
+            kernel,
             q: operand(op.q)?,
             k: operand(op.k)?,
             v: operand(op.v)?,

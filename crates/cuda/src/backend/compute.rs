@@ -5,7 +5,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::{CudaBackend, CudaBuffer};
-use crate::kernel::{Cast, Scalar};
+use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -90,6 +90,13 @@ impl<'a> Prepare<'a> {
 
     pub(super) fn sm_margin(&self) -> u32 {
         self.program.sm_margin.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// Has the end of every run ask whether a turn was missed.
+    pub(super) fn watch(&self, missed_turn: Option<MissedTurn>) {
+        if let Some(missed_turn) = missed_turn {
+            self.backend.watch(self.program.ops[self.index].label.clone(), missed_turn);
+        }
     }
 
     pub(super) fn error(&self, reason: String) -> ExecError {

@@ -32,6 +32,7 @@ pub(crate) use stream::SpanStart;
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 
+use crate::kernel::MissedTurn;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -49,6 +50,8 @@ struct Rank {
     run: Mutex<Option<RunClock>>,
     /// A graph takes no times, and what is captured does not run now.
     capturing: AtomicBool,
+    /// Waits on the device that may have given up, with their operations' labels.
+    missed_turns: Mutex<Vec<(String, MissedTurn)>>,
 }
 
 impl CudaBackend {
@@ -70,6 +73,7 @@ impl CudaBackend {
             clock,
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
+            missed_turns: Mutex::default(),
         })))
     }
 
@@ -138,6 +142,28 @@ impl CudaBackend {
             // Short runs are watched closely, long ones leave the core to others.
             if waited < CLOSE_WATCH { std::hint::spin_loop() } else { thread::sleep(PAUSE) }
         }
+    }
+
+    /// Has the end of every run ask whether a turn was missed.
+    fn watch(&self, label: String, missed_turn: MissedTurn) {
+        lock(&self.0.missed_turns).push((label, missed_turn));
+    }
+
+    /// Whether every wait on the device came to its end.
+    fn check_turns(&self) -> Result<(), ExecError> {
+        let Rank { rank, setup, missed_turns, .. } = &*self.0;
+        for (label, missed_turn) in lock(missed_turns).iter() {
+            if missed_turn.is_set(setup).map_err(|error| self.error(label, error))? {
+                let reason = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without \
+                              deterministic mode, and report this mask";
+                return Err(ExecError::Device {
+                    rank: *rank,
+                    place: format!("`{label}`"),
+                    reason: reason.to_owned(),
+                });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -317,7 +343,7 @@ impl Backend for CudaBackend {
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
-        waited.map_err(|error| self.0.world.fail(error))
+        waited.and_then(|()| self.check_turns()).map_err(|error| self.0.world.fail(error))
     }
 
     fn take_spans(&self, stream: &CudaStream, index: usize) -> Result<Vec<Span>, ExecError> {

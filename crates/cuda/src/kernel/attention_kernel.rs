@@ -2,7 +2,7 @@
 
 use super::{
     AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, ForwardMode,
-    ForwardTensors, PortableBackward, PortableForward,
+    ForwardTensors, MissedTurn, PortableBackward, PortableForward,
 };
 use crate::{CudaError, Stream};
 
@@ -65,6 +65,14 @@ impl BackwardKernel {
             Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode)?)))
         } else {
             Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?)))
+        }
+    }
+
+    /// See [`AttentionBackward::missed_turn`].
+    pub fn missed_turn(&self) -> Option<MissedTurn> {
+        match self {
+            Self::Hopper(kernel) => kernel.missed_turn(),
+            Self::Portable(_) => None,
         }
     }
 

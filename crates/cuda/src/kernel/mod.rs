@@ -23,7 +23,7 @@ mod scalar;
 mod specialisation;
 
 pub use attention::{AttentionProblem, ElementType};
-pub use attention_backward::AttentionBackward;
+pub use attention_backward::{AttentionBackward, MissedTurn};
 pub use attention_delta::AttentionDelta;
 pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};

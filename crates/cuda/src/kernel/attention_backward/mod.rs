@@ -19,6 +19,8 @@ use crate::{
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 3;
+/// Where among them, in bytes, the kernel says that a turn never came.
+const MISSED_TURN_OFFSET: usize = 8;
 
 /// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
 #[derive(Clone, Debug)]
@@ -45,6 +47,24 @@ struct Turns {
     begins: DeviceBuffer,
     counts: DeviceBuffer,
     count: u32,
+}
+
+/// Whether in some run of a deterministic backward a key tile's turn to add to dq never came, so that the kernel gave up
+/// waiting: a fault, after which dq is wrong.
+#[derive(Clone, Debug)]
+pub struct MissedTurn {
+    queue: DeviceBuffer,
+}
+
+impl MissedTurn {
+    /// Looks. Waits for `stream`.
+    ///
+    /// # Errors
+    /// When the device's memory cannot be read.
+    pub fn is_set(&self, stream: &Stream) -> Result<bool, CudaError> {
+        let words: Vec<u32> = self.queue.download(stream, MISSED_TURN_OFFSET, 1)?;
+        Ok(words != [0])
+    }
 }
 
 /// `AttentionBackwardArguments` of the kernel.
@@ -217,14 +237,9 @@ impl AttentionBackward {
         unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
     }
 
-    /// Whether in some run a turn to add to dq never came, so that the kernel gave up waiting: a fault, after which dq is not
-    /// what two runs agree on. Waits for `stream`.
-    ///
-    /// # Errors
-    /// When the device's memory cannot be read.
-    pub fn fault(&self, stream: &Stream) -> Result<bool, CudaError> {
-        let words: Vec<u32> = self.queue.download(stream, 8, 1)?;
-        Ok(words != [0])
+    /// Where the kernel says that a turn never came; nothing waits for turns outside of deterministic mode.
+    pub fn missed_turn(&self) -> Option<MissedTurn> {
+        self.turns.as_ref().map(|_| MissedTurn { queue: self.queue.clone() })
     }
 
     /// Addresses of the statistics of rows, head by head: the denominators' logarithms and delta.
@@ -271,7 +286,7 @@ impl AttentionBackward {
             turn_spans,
             turn_begins,
             turns,
-            fault: self.queue.address() + 8,
+            fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             num_tiles: self.schedule.tile_count(),
             rows_q: rows_q as u32,
             heads_kv: heads_kv as u32,
