@@ -94,7 +94,9 @@ impl<'a, T: Transport<CudaBackend>> GraphRun<'a, T> {
     /// # Errors
     /// As [`Backend::synchronize`].
     pub fn finish(&mut self) -> Result<(), ExecError> {
-        self.ranks[0].backend().synchronize(&[self.stream()])
+        self.ranks[0].backend().synchronize(&[self.stream()])?;
+        // All ranks are on that stream; what is left is what each asks at the end of a run.
+        self.ranks[1..].iter().try_for_each(|rank| rank.backend().synchronize(&[]))
     }
 
     /// The first rank's Program and its buffers.
