@@ -24,26 +24,6 @@ __device__ __forceinline__ void tma_load_3d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
-// Cache policies for the two kinds of operand: read once, or read by every CTA.
-constexpr u64 kEvictFirst = 0x12F0000000000000ull;
-constexpr u64 kEvictLast = 0x14F0000000000000ull;
-
-__device__ __forceinline__ void tma_load_3d_hint(void* shared, const TensorMap* map, u64* barrier, u64 policy, i32 c0,
-                                                 i32 c1, i32 c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, "
-      "%5}], [%2], %6;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
-      : "memory");
-}
-
-// Shared to global; what lies outside the tensor is not written.
-__device__ __forceinline__ void tma_store_3d(const TensorMap* map, const void* shared, i32 c0, i32 c1, i32 c2) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2)
-               : "memory");
-}
-
 // Shared added to global, element by element, in the tensor's type.
 __device__ __forceinline__ void tma_reduce_add_3d(const TensorMap* map, const void* shared, i32 c0, i32 c1, i32 c2) {
   asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
