@@ -257,7 +257,7 @@ struct LocalInputs<M: Machine> {
 
 impl<M: Machine> LocalInputs<M> {
     fn dispatch(plan: &Plan, inputs: &AttentionInputs, ranks: &[Rank<M>]) -> Result<Self, ExecError> {
-        let local = |(rank, prepared): (&RankPlan, &Rank<M>)| {
+        let local = |(rank, prepared): (&RankPlan, &Rank<M>)| -> Result<Vec<_>, ExecError> {
             let mut local = Vec::new();
             let mut add = |name: &'static str, tensor: HostTensor| -> Result<(), ExecError> {
                 local.push((name, prepared.backend().upload(name, tensor)?));

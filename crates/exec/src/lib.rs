@@ -18,8 +18,10 @@ pub mod collective;
 mod communicator;
 mod cpu;
 mod draw;
+mod environment;
 mod error;
 mod fault;
+mod frame;
 mod host_element;
 mod interpreter;
 pub mod kernel;
@@ -33,6 +35,7 @@ mod pass;
 mod place;
 mod random;
 mod reference;
+mod rendezvous;
 pub mod selftest;
 mod tensor;
 mod transport;
@@ -49,6 +52,7 @@ pub use check::{
 };
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
+pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
@@ -63,6 +67,10 @@ pub use place::OpPlace;
 pub use random::random_inputs;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
+};
+pub use rendezvous::{
+    ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
+    RendezvousError,
 };
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
