@@ -118,6 +118,19 @@ impl HostTensor {
         })
     }
 
+    /// The elements as they lie in memory.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        with_host_element!(self.dtype(), T => bytemuck::cast_slice(self.as_slice::<T>().unwrap_or(&[])))
+    }
+
+    /// The inverse of [`HostTensor::bytes`], on a machine of the same byte order.
+    ///
+    /// # Panics
+    /// As [`HostTensor::new`].
+    pub(crate) fn from_bytes(shape: Vec<usize>, dtype: DType, bytes: &[u8]) -> Self {
+        with_host_element!(dtype, T => Self::from_vec::<T>(shape, bytemuck::pod_collect_to_vec(bytes)))
+    }
+
     /// NaN everywhere.
     pub(crate) fn fill_nan(&mut self) {
         with_host_element!(self.dtype(), T => {

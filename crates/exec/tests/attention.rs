@@ -7,8 +7,8 @@ mod support;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind,
-    FaultPoint, HostTensor, LocalTransport, Prepared, RunConfig, SlowLink, World, WorldConfig,
+    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuTransport, ExecError,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Prepared, RunConfig, SlowLink, World, WorldConfig,
     available_memory, check_attention, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
@@ -175,7 +175,7 @@ fn ranks_with_different_masks_are_named() {
     let full = Mask::new(64, 64, vec![AttnSlice::new(whole, whole, MaskType::Full)]).unwrap();
     let world = World::new(2, WorldConfig::default());
     let workers = CpuBackend::workers(0).unwrap();
-    let transports = LocalTransport::connect(&world, None).into_iter();
+    let transports = CpuTransport::local(&world, None).into_iter();
     let mut ranks: Vec<_> = [causal(64), full]
         .iter()
         .zip(transports)

@@ -86,6 +86,18 @@ pub enum RendezvousError {
         /// What that rank was doing.
         doing: String,
     },
+    /// A connection between two ranks broke.
+    #[error("rank {rank} lost its connection to rank {peer}: {reason}; rank {rank} meanwhile: {doing}")]
+    Connection {
+        /// Who says so.
+        rank: usize,
+        /// Who is at its other end.
+        peer: usize,
+        /// The system's words.
+        reason: String,
+        /// What the first was doing.
+        doing: String,
+    },
     /// A rank ended with an error of its own.
     #[error("rank {rank} failed: {reason}")]
     RankFailed {
