@@ -120,11 +120,12 @@ struct Section {
 
 impl Section {
     /// Keeps a row if what it timed is right.
-    fn add(&mut self, row: BenchRow, detail: serde_json::Value) {
+    fn add(&mut self, row: BenchRow, detail: serde_json::Value, check: &CheckReport) {
         if row.verified.passed() {
             self.rows.push(Row { row, detail });
         } else {
-            self.wrong.push(format!("{}, {}", row.name, row.mask.as_deref().unwrap_or(&row.shape)));
+            let mask = row.mask.map_or(String::new(), |mask| format!("{mask}, "));
+            self.wrong.push(format!("{}, {mask}{} ({})", row.name, row.shape, check.failures()));
         }
     }
 

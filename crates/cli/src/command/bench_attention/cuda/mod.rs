@@ -162,7 +162,7 @@ impl Shape {
                     "heads_kv": self.spec.heads_kv,
                     "head_dim": self.spec.head_dim,
                 });
-                section.add(row, detail);
+                section.add(row, detail, &check);
             }
         }
         Ok(section)
