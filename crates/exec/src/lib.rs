@@ -43,7 +43,8 @@ mod transport;
 mod world;
 
 pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention, run_attention_on,
+    AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink,
+    run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};

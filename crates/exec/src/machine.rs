@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
@@ -18,6 +19,11 @@ pub trait Machine: Sized {
     /// The number of ranks, where it is not for the caller to choose.
     fn world_size(&self) -> Option<usize> {
         None
+    }
+
+    /// Those of `world_size` ranks that are in this process.
+    fn ranks_here(&self, world_size: usize) -> Range<usize> {
+        0..world_size
     }
 
     /// Backend and transport of every rank of `world` that is in this process, in the order of ranks.

@@ -3,6 +3,7 @@
 
 mod mesh;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -44,6 +45,10 @@ impl Machine for TcpMachine {
 
     fn world_size(&self) -> Option<usize> {
         Some(self.rendezvous.world_size())
+    }
+
+    fn ranks_here(&self, _: usize) -> Range<usize> {
+        self.rendezvous.rank()..self.rendezvous.rank() + 1
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {
