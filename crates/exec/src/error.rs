@@ -136,6 +136,18 @@ pub enum ExecError {
     },
 }
 
+impl ExecError {
+    /// As others are told of it: with the rank whose error it is, where it does not name one itself.
+    pub(crate) fn of_rank(self, rank: usize) -> Self {
+        match self {
+            Self::Tensor { .. } | Self::OutOfMemory { .. } => {
+                RendezvousError::RankFailed { rank, reason: self.to_string() }.into()
+            }
+            other => other,
+        }
+    }
+}
+
 /// A wait that reached its limit: who waited for whom, where, and who held everything up.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
 #[error(

@@ -61,7 +61,7 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use machine::{CpuMachine, Ends, Machine};
+pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 pub use operands::check_operands;
 pub use pass::Pass;
@@ -74,7 +74,7 @@ pub use rendezvous::{
     ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
     RendezvousError,
 };
-pub use tcp::TcpMachine;
+pub use tcp::{TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

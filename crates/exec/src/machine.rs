@@ -1,6 +1,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use counterpoint_plan::DType;
 use rayon::ThreadPool;
 
 use crate::memory::check_memory;
@@ -8,6 +9,15 @@ use crate::{Backend, CpuBackend, CpuTransport, ExecError, SlowLink, Transport, W
 
 /// Backend and transport of one rank of a machine.
 pub type Ends<M> = (<M as Machine>::Backend, <M as Machine>::Transport);
+
+/// Element types that a transport moves and combines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ElementTypes {
+    /// Of tensors, and on the wire.
+    pub tensors: &'static [DType],
+    /// In which a group-reduce combines.
+    pub sums: &'static [DType],
+}
 
 /// Where the ranks of a run live: what makes their backends and transports.
 pub trait Machine: Sized {
@@ -19,6 +29,12 @@ pub trait Machine: Sized {
     /// The number of ranks, where it is not for the caller to choose.
     fn world_size(&self) -> Option<usize> {
         None
+    }
+
+    /// What its transport takes: every type, unless it says otherwise.
+    fn element_types(&self) -> ElementTypes {
+        const ALL: &[DType] = &[DType::F64, DType::F32, DType::Bf16, DType::F16];
+        ElementTypes { tensors: ALL, sums: ALL }
     }
 
     /// Those of `world_size` ranks that are in this process.

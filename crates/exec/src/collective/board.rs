@@ -6,6 +6,7 @@ use std::time::Instant;
 use counterpoint_mask::Range;
 
 use super::contract::Collective;
+use super::pattern::PeerRows;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
 use crate::{ExecError, OpPlace};
@@ -35,12 +36,12 @@ struct Slot<P> {
 
 struct Entry<P> {
     post: Arc<Post<P>>,
-    /// Ranks that have not copied yet, ascending.
+    /// Ranks that have not used it yet, ascending.
     outstanding: Vec<usize>,
 }
 
 impl<P: Payload> Entry<P> {
-    /// Lets go of what everyone has copied. The post stays, for late comers.
+    /// Lets go of what everyone has used. The post stays, for late comers.
     fn spend(&mut self) {
         let Post { place, collective, at, payload } = &*self.post;
         let (place, collective, payload) = (place.clone(), collective.clone(), payload.spent());
@@ -62,7 +63,7 @@ pub struct Post<P> {
 
 /// What a transport publishes with a part.
 pub trait Payload: Send + Sync + 'static {
-    /// What is left of it once everyone has copied: a post that is kept for late comers must keep no memory alive.
+    /// What is left of it once everyone has used it: a post that is kept for late comers must keep no memory alive.
     fn spent(&self) -> Self;
 }
 
@@ -140,9 +141,10 @@ impl<P: Payload> Board<P> {
         }
     }
 
-    /// Publishes the part of `rank` in collective `sequence`.
-    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>) -> Arc<Post<P>> {
-        let outstanding = post.collective.pattern.outgoing.iter().map(|peer| peer.rank).collect();
+    /// Publishes the part of `rank` in collective `sequence`, which `users` will use and acknowledge: those who read its inputs,
+    /// say, or those who write its outputs.
+    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>, users: &[PeerRows]) -> Arc<Post<P>> {
+        let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
         self.slots[rank].update(|slot| {
             slot.last_begun = Some((sequence, post.place.clone()));
@@ -181,11 +183,11 @@ impl<P: Payload> Board<P> {
         Ok(post)
     }
 
-    /// `reader` has copied what `rank` published for it.
-    pub fn acknowledge(&self, rank: usize, sequence: u64, reader: usize) {
+    /// `user` has used what `rank` published for it.
+    pub fn acknowledge(&self, rank: usize, sequence: u64, user: usize) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                entry.outstanding.retain(|outstanding| *outstanding != reader);
+                entry.outstanding.retain(|outstanding| *outstanding != user);
                 if !self.reads(rank) {
                     // It does not finish here, so that nobody else lets go of what it sent.
                     entry.spend();
@@ -198,11 +200,11 @@ impl<P: Payload> Board<P> {
         (self.readers.start..self.readers.end).contains(&rank)
     }
 
-    /// Waits until everyone has copied what this rank published.
+    /// Waits until everyone has used what this rank published.
     ///
     /// # Errors
     /// As [`Board::post_of`].
-    pub fn all_copied(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
+    pub fn all_used(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
         let slot = &self.slots[waiter.rank];
         let first =
             |slot: &Slot<P>| slot.posts.get(&sequence).and_then(|entry| entry.outstanding.first().copied());

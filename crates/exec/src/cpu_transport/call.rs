@@ -48,6 +48,7 @@ impl Call {
                 at: began,
                 payload: Rows::Here(self.inputs.clone()),
             },
+            &pattern.outgoing,
         );
         self.send(&inputs)?;
         match &self.collective.reduction {
@@ -65,7 +66,7 @@ impl Call {
             own.meet(self.rank, self.sequence, peer.rank, &post)?;
             began = began.max(post.at);
         }
-        self.board.all_copied(&stream.world, &self.waiter(stream), self.sequence)?;
+        self.board.all_used(&stream.world, &self.waiter(stream), self.sequence)?;
         if let Some(link) = self.slow_link {
             stream.world.sleep_until(after(began, self.link_time(link)))?;
         }

@@ -46,8 +46,9 @@ impl Inbox {
             PeerMessage::Part { sequence, place, contract, sent, expected } => {
                 let rows = unpack(&contract, &sent, payload, &place)?;
                 let collective = Arc::new(told_part(self.rank, contract, &sent, &expected));
-                let payload = Rows::Arrived(rows);
-                self.board.publish(peer, sequence, Post { place, collective, at: Instant::now(), payload });
+                let post = Post { place, collective, at: Instant::now(), payload: Rows::Arrived(rows) };
+                let users = post.collective.pattern.outgoing.clone();
+                self.board.publish(peer, sequence, post, &users);
             }
             PeerMessage::Copied { sequence } => self.board.acknowledge(self.rank, sequence, peer),
             PeerMessage::Farewell => {}

@@ -366,7 +366,7 @@ impl Shared {
                 let activity = self.activity();
                 self.say(&Request::Activity { asker, id, activity }, &[]).ok();
             }
-            Reply::Failed { error } => self.hear_of_failure(error),
+            Reply::Failed { rank, error } => self.hear_of_failure(error.of_rank(rank)),
             Reply::Lost { rank } => self.hear_of_failure(self.lost(rank)),
         }
     }

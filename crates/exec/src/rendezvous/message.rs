@@ -88,8 +88,9 @@ pub(super) enum Reply {
         asker: usize,
         id: u64,
     },
-    /// Not an answer: the job has failed.
+    /// Not an answer: the job has failed, with an error of `rank`.
     Failed {
+        rank: usize,
         error: ExecError,
     },
     /// Not an answer: the job has failed because a rank's process is gone.

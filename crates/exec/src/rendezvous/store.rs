@@ -83,7 +83,7 @@ impl Store {
 
     /// An error of `rank` ends the job.
     pub(super) fn fail(&mut self, rank: usize, error: ExecError) -> Vec<Letter> {
-        self.end(rank, &Reply::Failed { error })
+        self.end(rank, &Reply::Failed { rank, error })
     }
 
     /// What a rank that joins now must know.
@@ -200,9 +200,9 @@ mod tests {
         let error = ExecError::from(RendezvousError::RankFailed { rank: 1, reason: "x".to_owned() });
         let letters = store.hear(1, Request::Fail { error: error.clone() }, vec![]);
         assert_eq!(letters.iter().map(|letter| letter.to).collect::<Vec<_>>(), [0, 2]);
-        assert!(letters.iter().all(|letter| letter.reply == Reply::Failed { error: error.clone() }));
+        assert!(letters.iter().all(|letter| letter.reply == Reply::Failed { rank: 1, error: error.clone() }));
         assert_eq!(store.lose(1), []);
-        assert_eq!(store.greet(2)[0].reply, Reply::Failed { error });
+        assert_eq!(store.greet(2)[0].reply, Reply::Failed { rank: 1, error });
 
         let mut store = Store::new(3);
         store.hear(2, Request::Leave, vec![]);

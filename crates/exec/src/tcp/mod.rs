@@ -1,6 +1,7 @@
 //! CPU ranks that are processes and send each other rows through TCP: one connection a pair of ranks, and for each a thread
 //! that takes what arrives, so that a rank that sends never waits for one that computes.
 
+mod loopback;
 mod mesh;
 
 use std::ops::Range;
@@ -9,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rayon::ThreadPool;
 
+pub use self::loopback::TcpLoopback;
 use self::mesh::Mesh;
 use crate::cpu_transport::Inbox;
 use crate::memory::check_memory;
