@@ -153,6 +153,32 @@ fn communication_hides_completely_where_there_is_enough_computation() {
     }
 }
 
+/// Where a causal mask, dispatched in runs, communicates for as long as it computes, stages hide a good part of it: no stage
+/// waits for a few owners that everyone asks at once.
+#[test]
+fn stages_of_a_causal_mask_pay_off() {
+    let (ranks, seqlen) = (8, 65_536);
+    let mask = Mask::causal(seqlen).unwrap();
+    let spec =
+        AttentionSpec { heads_q: 64, heads_kv: 8, head_dim: 128, head_dim_v: 128, ..spec(DType::Bf16, 0) };
+    let one_stage = PlanConfig { stages: StageCount::Fixed(1), ..PlanConfig::new(ranks) };
+    let flat = Plan::new(&mask, &spec, &one_stage).unwrap();
+    let busiest = flat.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap();
+    let compute = spec.flops_forward(mask.area() / ranks as u64) / CostModel::H200.forward_flops_per_second;
+    let bytes_per_second = busiest as f64 * spec.kv_row_bytes() as f64 / compute;
+    let cost = CostModel { link: Link { bytes_per_second, ..CostModel::H200.link }, ..CostModel::H200 };
+    let staged =
+        Plan::new(&mask, &spec, &PlanConfig { stages: StageCount::Auto, cost, ..one_stage }).unwrap();
+    let seconds = |plan: &Plan| {
+        let [forward, backward, _] = programs(plan, &spec, "concurrent");
+        [forward, backward].map(|ranks| simulate(&ranks, &Topology::flat(8), &cost).unwrap().makespan())
+    };
+    let [forward, backward] = seconds(&staged);
+    let [flat_forward, flat_backward] = seconds(&flat);
+    assert!(forward < 0.85 * flat_forward, "forward {forward} s, in one stage {flat_forward} s");
+    assert!(backward < 0.75 * flat_backward, "backward {backward} s, in one stage {flat_backward} s");
+}
+
 /// A forward has a state only between stages with work, and its last stage with work writes the results; without remote
 /// stages the backward writes `dk` and `dv` themselves.
 #[test]
