@@ -246,6 +246,41 @@ fn barriers_follow_the_casts() {
     assert_eq!(plain.num_barriers, 0);
 }
 
+/// Buffers of remote stages take turns, so that many stages need the memory of a few.
+#[test]
+fn stage_buffers_take_turns() {
+    let spec = spec(DType::Bf16, 0);
+    let mask = Mask::full(4096).unwrap();
+    let lowered = |stages| programs(&plan(&mask, 2, 128, stages), &spec, "concurrent");
+    let scratch = |program: &Program| program.bytes(|role| role == BufferRole::Scratch) as f64;
+    let ([one, one_back, _], [few, few_back, _], [many, many_back, deterministic]) =
+        (lowered(1), lowered(3), lowered(12));
+    assert_eq!((one[0].slots.len(), few[0].slots.len(), many[0].slots.len()), (2, 6, 6));
+    assert!(many[0].slots.iter().all(|slot| slot.len() == 4));
+    assert_eq!((few_back[0].slots.len(), many_back[0].slots.len()), (12, 12));
+    // Shares that wait for one reduction at the end are alive together.
+    assert_eq!(deterministic[0].slots.len(), 6);
+    let keys =
+        one[0].bytes(|role| role == BufferRole::Scratch) as f64 - 4.0 * 2048.0 * (4.0 * 8.0 + 2.0 * 4.0);
+    let saved = scratch(&one[0]) - scratch(&many[0]);
+    assert!(saved > 0.5 * keys, "{saved} of {keys} bytes: stages are not all of one length");
+    // Shares of gradients are of twice the width.
+    assert!(scratch(&one_back[0]) - scratch(&many_back[0]) > 0.5 * 3.0 * keys);
+    // It costs no time where stages are alike.
+    let seconds = |ranks: &[Program]| simulate(ranks, &Topology::flat(2), &cost()).unwrap().makespan();
+    let alone = |ranks: &[Program]| {
+        let no_turn = |op: &ProgramOp| op.label != "wait for a free buffer";
+        let free = |program: &Program| {
+            let ops = program.ops.iter().filter(|op| no_turn(op)).cloned().collect();
+            Program { slots: Vec::new(), ops, ..program.clone() }
+        };
+        seconds(&ranks.iter().map(free).collect::<Vec<_>>())
+    };
+    for ranks in [&many, &many_back] {
+        assert!(seconds(ranks) <= 1.001 * alone(ranks), "{} s, {} s", seconds(ranks), alone(ranks));
+    }
+}
+
 /// A Program is plain data: it can be written down and read back.
 #[test]
 fn programs_serialise() {
