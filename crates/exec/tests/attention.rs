@@ -66,7 +66,7 @@ proptest! {
         seqlens in (1usize..400, 1usize..400, any::<bool>()),
         cp_size in 1usize..9,
         chunk_size in 1usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (1usize..5).prop_map(StageCount::Fixed)],
+        stages in prop_oneof![Just(StageCount::Auto), (1usize..8).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
         order in 0usize..3,
         dtype in 0usize..4,

@@ -35,6 +35,7 @@ impl Draft {
                 stream("communication", StreamKind::Communication),
             ],
             buffers: Vec::new(),
+            slots: Vec::new(),
             num_events: 0,
             num_barriers: 0,
             num_signals: 0,
