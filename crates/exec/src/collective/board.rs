@@ -6,6 +6,7 @@ use std::time::Instant;
 use counterpoint_mask::Range;
 
 use super::contract::Collective;
+use super::pattern::PeerRows;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
 use crate::{ExecError, OpPlace};
@@ -29,7 +30,7 @@ struct Slot<P> {
 
 struct Entry<P> {
     post: Arc<Post<P>>,
-    /// Ranks that have not copied yet, ascending.
+    /// Ranks that have not used it yet, ascending.
     outstanding: Vec<usize>,
 }
 
@@ -47,7 +48,7 @@ pub struct Post<P> {
 
 /// What a transport publishes with a part.
 pub trait Payload: Send + Sync + 'static {
-    /// What is left of it once everyone has copied: a post that is kept for late comers must keep no memory alive.
+    /// What is left of it once everyone has used it: a post that is kept for late comers must keep no memory alive.
     fn spent(&self) -> Self;
 }
 
@@ -110,9 +111,10 @@ impl<P: Payload> Board<P> {
         }
     }
 
-    /// Publishes the part of `rank` in collective `sequence`.
-    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>) -> Arc<Post<P>> {
-        let outstanding = post.collective.pattern.outgoing.iter().map(|peer| peer.rank).collect();
+    /// Publishes the part of `rank` in collective `sequence`, which `users` will use and acknowledge: those who read its inputs,
+    /// say, or those who write its outputs.
+    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>, users: &[PeerRows]) -> Arc<Post<P>> {
+        let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
         self.slots[rank].update(|slot| {
             slot.posts.insert(sequence, Entry { post: post.clone(), outstanding });
@@ -144,20 +146,20 @@ impl<P: Payload> Board<P> {
         Ok(post)
     }
 
-    /// `reader` has copied what `rank` published for it.
-    pub fn acknowledge(&self, rank: usize, sequence: u64, reader: usize) {
+    /// `user` has used what `rank` published for it.
+    pub fn acknowledge(&self, rank: usize, sequence: u64, user: usize) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                entry.outstanding.retain(|outstanding| *outstanding != reader);
+                entry.outstanding.retain(|outstanding| *outstanding != user);
             }
         });
     }
 
-    /// Waits until everyone has copied what this rank published.
+    /// Waits until everyone has used what this rank published.
     ///
     /// # Errors
     /// As [`Board::post_of`].
-    pub fn all_copied(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
+    pub fn all_used(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
         let slot = &self.slots[waiter.rank];
         let first =
             |slot: &Slot<P>| slot.posts.get(&sequence).and_then(|entry| entry.outstanding.first().copied());

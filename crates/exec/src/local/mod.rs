@@ -198,6 +198,7 @@ impl Call {
                 at: began,
                 payload: self.inputs.clone(),
             },
+            &pattern.outgoing,
         );
         match &self.collective.reduction {
             None => self.receive(stream, &own, &mut began, |tensors, from, to| {
@@ -214,7 +215,7 @@ impl Call {
             own.meet(self.rank, self.sequence, peer.rank, &post)?;
             began = began.max(post.at);
         }
-        self.board.all_copied(&stream.world, &self.waiter(stream), self.sequence)?;
+        self.board.all_used(&stream.world, &self.waiter(stream), self.sequence)?;
         if let Some(link) = self.slow_link {
             stream.world.sleep_until(after(began, self.link_time(link)))?;
         }
