@@ -12,6 +12,7 @@ mod device_schedule;
 mod head_resize;
 mod layout;
 mod link_copy;
+mod link_litmus;
 mod link_meeting;
 mod link_reduce;
 mod operand_rows;
@@ -41,6 +42,7 @@ pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
 pub use link_copy::{LinkCopy, LinkDirection};
+pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
     LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkStep, MissedRank,
 };

@@ -1,7 +1,7 @@
 use super::{
     attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize, link_copy,
-    link_reduce, portable_backward, portable_backward_query, portable_forward, row_check, row_copy,
-    row_merge, row_reduce,
+    link_litmus, link_reduce, portable_backward, portable_backward_query, portable_forward, row_check,
+    row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -49,6 +49,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    let links = [link_copy::specialisations(), link_reduce::specialisations()];
+    let links =
+        [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
     helpers.flatten().chain(attention.into_iter().chain(links).flatten()).collect()
 }
