@@ -29,6 +29,9 @@ static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 struct alignas(128) LinkCopyShared {
   u8 stages[kLinkStages][kLinkPieceBytes];
   u64 full[kLinkStages];
+  // Where each stage goes, and how much of it.
+  u64 to[kLinkStages];
+  u32 bytes[kLinkStages];
   u64 tensors[kLinkRanks * kLinkTensors];
 };
 
@@ -38,42 +41,57 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   constexpr u32 kAhead = kPush ? kLinkPushAhead : kLinkPullAhead;
   extern __shared__ __align__(128) u8 shared_bytes[];
   LinkCopyShared& shared = *reinterpret_cast<LinkCopyShared*>(shared_bytes);
-  if (threadIdx.x == 0) {
+  const u32 lane = threadIdx.x;
+  const u32 mine = count > blockIdx.x ? (count - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
+  // The list is read 32 pieces at a time and as many ahead: a piece would otherwise wait for its entry as long as for its bytes.
+  const auto listed = [&](u32 first) {
+    LinkPiece piece = {};
+    if (first + lane < mine) piece = pieces[blockIdx.x + u64(first + lane) * gridDim.x];
+    return piece;
+  };
+  LinkPiece held = {};
+  LinkPiece next = listed(0);
+  if (lane == 0) {
     for (u32 s = 0; s < kLinkStages; ++s) mbarrier_init(&shared.full[s], 1);
     fence_mbarrier_init();
   }
   const u64 number = link_begin(call, shared.tensors);
   if (number == 0) return;
   __syncwarp();
-  if (threadIdx.x == 0) {
-    const u32 mine = count > blockIdx.x ? (count - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-    const auto piece_of = [&](u32 n) { return pieces[blockIdx.x + n * gridDim.x]; };
-    const auto own_of = [&](const LinkPiece& piece) { return call.own[piece.tensor] + piece.own; };
-    const auto remote_of = [&](const LinkPiece& piece) {
-      return shared.tensors[piece.rank * kLinkTensors + piece.tensor] + piece.remote;
-    };
-    for (u32 n = 0; n < mine + kAhead; ++n) {
-      if (n < mine) {
+  for (u32 n = 0; n < mine + kAhead; ++n) {
+    if (n % 32 == 0) {
+      held = next;
+      next = listed(n + 32);
+    }
+    if (n < mine) {
+      LinkPiece piece;
+      piece.own = __shfl_sync(0xffffffffu, held.own, n % 32);
+      piece.remote = __shfl_sync(0xffffffffu, held.remote, n % 32);
+      piece.bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
+      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+      if (lane == 0) {
         // Its stage was stored from kLinkStages pieces ago; younger stores may go on.
         if (n >= kLinkStages) tma_store_wait_read<kLinkStages - kAhead - 1>();
-        const LinkPiece piece = piece_of(n);
+        const u32 tensor = place & 0xffffu;
+        const u64 own = call.own[tensor] + piece.own;
+        const u64 remote = shared.tensors[(place >> 16) * kLinkTensors + tensor] + piece.remote;
         const u32 stage = n % kLinkStages;
+        shared.to[stage] = kPush ? remote : own;
+        shared.bytes[stage] = piece.bytes;
         mbarrier_arrive_expect(&shared.full[stage], piece.bytes);
-        const u64 from = kPush ? own_of(piece) : remote_of(piece);
-        bulk_load(shared.stages[stage], reinterpret_cast<const void*>(from), piece.bytes, &shared.full[stage]);
-      }
-      if (n >= kAhead && n - kAhead < mine) {
-        const u32 m = n - kAhead;
-        const LinkPiece piece = piece_of(m);
-        const u32 stage = m % kLinkStages;
-        mbarrier_wait(&shared.full[stage], m / kLinkStages % 2);
-        const u64 to = kPush ? remote_of(piece) : own_of(piece);
-        bulk_store(reinterpret_cast<void*>(to), shared.stages[stage], piece.bytes);
-        tma_store_commit();
+        bulk_load(shared.stages[stage], reinterpret_cast<const void*>(kPush ? own : remote), piece.bytes,
+                  &shared.full[stage]);
       }
     }
-    tma_store_wait<0>();
+    if (lane == 0 && n >= kAhead && n - kAhead < mine) {
+      const u32 m = n - kAhead;
+      const u32 stage = m % kLinkStages;
+      mbarrier_wait(&shared.full[stage], m / kLinkStages % 2);
+      bulk_store(reinterpret_cast<void*>(shared.to[stage]), shared.stages[stage], shared.bytes[stage]);
+      tma_store_commit();
+    }
   }
+  if (lane == 0) tma_store_wait<0>();
   __syncwarp();
   link_end(call, number);
 }

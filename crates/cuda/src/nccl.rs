@@ -2,6 +2,7 @@
 
 use std::ffi::c_int;
 use std::ptr;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,10 @@ pub(crate) struct NcclMessage {
 impl NcclRank {
     /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other.
     ///
+    /// Their calls block, because NCCL starts a thread for each group of calls that does not, which would take longer than most
+    /// exchanges. None of them waits for anyone, once the ranks are connected; connecting is left to a thread that is given up
+    /// at the limit.
+    ///
     /// # Errors
     /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
     /// the limit.
@@ -50,24 +55,37 @@ impl NcclRank {
         }
         let nccl = Nccl::get()?;
         never_multicast();
+        let (sender, receiver) = mpsc::channel();
+        let (count, devices) = (devices.len(), devices.to_vec());
+        // Nobody receives any more once the limit has passed.
+        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, limit))));
+        receiver.recv_timeout(limit).unwrap_or_else(|_| {
+            let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
+            Err(CudaError::Transport { transport: "nccl", reason })
+        })
+    }
+
+    fn connect_all(nccl: &'static Nccl, devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
         let mut id = NcclUniqueId { bytes: [0; 128] };
         // SAFETY: the pointer is to a local.
         nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
-        let ranks = group(nccl, || {
-            let ranks = devices.iter().enumerate().map(|(rank, device)| {
+        // NCCL writes them until the group has ended.
+        let mut handles = vec![ptr::null_mut(); devices.len()];
+        group(nccl, || {
+            devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
                 device.bind()?;
-                let mut handle = ptr::null_mut();
-                let mut config = NcclConfig::non_blocking();
+                let mut config = NcclConfig::blocking();
                 let count = devices.len() as c_int;
-                // SAFETY: the pointers are to locals, which NCCL copies from before it returns.
-                let code = unsafe {
-                    (nccl.ncclCommInitRankConfig)(&mut handle, count, id, rank as c_int, &mut config)
-                };
-                nccl.check("ncclCommInitRankConfig", code)?;
-                Ok(Self { nccl, handle, rank, device: device.clone(), limit })
-            });
-            ranks.collect::<Result<Vec<_>, CudaError>>()
+                // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
+                let code =
+                    unsafe { (nccl.ncclCommInitRankConfig)(handle, count, id, rank as c_int, &mut config) };
+                nccl.check("ncclCommInitRankConfig", code).map(|_| ())
+            })
         })?;
+        let ranks = handles.into_iter().zip(devices).enumerate();
+        let ranks =
+            ranks.map(|(rank, (handle, device))| Self { nccl, handle, rank, device: device.clone(), limit });
+        let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
         let places = ranks.iter().map(|rank| Place::new(&rank.device, ranks.len()));
         let places: Vec<Place> = places.collect::<Result<_, _>>()?;

@@ -11,9 +11,9 @@ const MOST_BYTES: u64 = 16 << 10;
 const LEAST_BYTES: u64 = 1 << 10;
 /// Pieces that a block has at least, while they are not shorter than that: so many are on their way at once.
 const PIECES: u64 = 8;
-/// `sizeof(LinkCopyShared)`: stages, their barriers, addresses; rounded up to its alignment.
+/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; rounded up to its alignment.
 const SHARED_BYTES: u32 =
-    (12 * (MOST_BYTES as u32 + 8) + 8 * (LINK_RANKS * LINK_TENSORS) as u32).next_multiple_of(128);
+    (12 * (MOST_BYTES as u32 + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32).next_multiple_of(128);
 
 /// Which side of a link a rank's kernel writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,8 +19,10 @@ pub struct RowCheck {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit, Zeroable)]
 #[repr(C)]
 pub struct RowOrigin {
-    rank: u32,
-    row: u32,
+    /// The rank, or all bits where nobody sent it.
+    pub rank: u32,
+    /// The row of that rank's tensor.
+    pub row: u32,
 }
 
 impl RowOrigin {

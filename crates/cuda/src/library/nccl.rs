@@ -52,14 +52,14 @@ pub(crate) struct NcclConfig {
 }
 
 impl NcclConfig {
-    /// Calls return at once and are asked about, so that each has a limit.
-    pub(crate) fn non_blocking() -> Self {
+    /// Calls come back when they are done.
+    pub(crate) fn blocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
             version: 21_800,
-            blocking: 0,
+            blocking: 1,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,

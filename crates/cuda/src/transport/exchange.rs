@@ -1,6 +1,8 @@
 //! NCCL: a pass that packs what is sent, grouped sends and receives, and a pass that puts what is received in its place or
 //! sums it.
 
+use std::sync::OnceLock;
+
 use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::Collective;
 use counterpoint_schedule::BufferSpec;
@@ -19,6 +21,8 @@ pub(super) struct ExchangeWork {
     received: Packed,
     pack: RowCopy,
     place: RowWork,
+    /// Set once the other ranks' parts were found to fit.
+    met: OnceLock<()>,
 }
 
 /// A packed buffer and where each rank's rows are in it.
@@ -66,7 +70,13 @@ impl ExchangeWork {
             place: staged_rows(&setup, rank, collective, outputs, &received)?,
             sent: Packed::new(device, sent)?,
             received: Packed::new(device, received)?,
+            met: OnceLock::new(),
         })
+    }
+
+    /// Whether the ranks have compared their parts.
+    pub(super) fn has_met(&self) -> bool {
+        self.met.get().is_some()
     }
 }
 
@@ -81,12 +91,15 @@ impl CudaTransport {
         let CollectiveCall { stream, collective, .. } = *call;
         let pattern = &collective.collective.pattern;
         // NCCL would wait for ever for one that sends something else.
-        for peer in pattern.incoming.iter().chain(&pattern.outgoing) {
-            self.post_of(call, meeting, peer.rank)?;
+        if !work.has_met() {
+            for peer in pattern.incoming.iter().chain(&pattern.outgoing) {
+                self.post_of(call, meeting, peer.rank)?;
+            }
+            work.met.get_or_init(|| ());
         }
         let queue = stream.queue();
         let (inputs, outputs) = addresses(call);
-        let ExchangeWork { sent, received, pack, place } = work;
+        let ExchangeWork { sent, received, pack, place, .. } = work;
         let targets: Vec<u64> =
             sent.staging.tensors.iter().map(|(begin, _)| sent.memory.address() + begin).collect();
         // SAFETY: the rows lie inside the tensors and the staging buffers, which live as long as this collective; the stream

@@ -4,8 +4,7 @@
 use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::Collective;
-use counterpoint_plan::DType;
+use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
 use super::rows;
@@ -54,15 +53,11 @@ pub(super) fn takes(collective: &Collective) -> bool {
         Some(reduction) => {
             let alike =
                 tensors.windows(2).all(|pair| pair[0].dtype == pair[1].dtype && pair[0].wire == pair[1].wire);
-            let sums = reduction.op != ReduceOp::Lse && reduction.dtype == DType::F32;
-            let fits = |row: u64, dtype| Scalar::of(dtype).is_some() && LinkCopy::takes(row);
-            let rows = rows::row_bytes(collective);
-            alike
-                && sums
-                && tensors
-                    .iter()
-                    .zip(rows)
-                    .all(|(tensor, row)| !rows::is_rounded(tensor) && fits(row, tensor.dtype))
+            let takes = |tensor: &WireTensor| -> Option<bool> {
+                let [partial, wire, sum] = [tensor.dtype, tensor.wire, reduction.dtype].map(Scalar::of);
+                Some(LinkReduce::takes(partial?, wire?, sum?, tensor.row_elements as u64))
+            };
+            alike && reduction.op != ReduceOp::Lse && tensors.iter().all(|tensor| takes(tensor) == Some(true))
         }
     }
 }
@@ -177,8 +172,7 @@ impl CudaTransport {
                 mailboxes.push((rank, mailbox.clone()));
             }
         }
-        let of =
-            |peers: &[counterpoint_exec::collective::PeerRows]| peers.iter().map(|peer| peer.rank).collect();
+        let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
         let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
         let setup = backend.setup();

@@ -7,8 +7,8 @@
 //! device can never be left waiting: not on any number of hardware queues, and not when a rank fails.
 //!
 //! Who moves the rows is a matter of the [`TransportKind`]: their receivers by kernels that read the others' memory (`pull`),
-//! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read the
-//! others' memory meet by themselves (`link`): the host takes part in the first run only.
+//! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
+//! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
 mod copies;
 mod exchange;
@@ -266,6 +266,9 @@ impl CudaTransport {
         let pattern = &collective.collective.pattern;
         let (staging, mailbox, users) = match &collective.work {
             Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
+            Work::Exchange(exchange) if exchange.has_met() => {
+                return Ok(CudaMeeting { sequence, own: None, started });
+            }
             Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
             Work::Pull(_) => (None, None, &pattern.outgoing[..]),
             Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
