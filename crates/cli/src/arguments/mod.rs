@@ -5,8 +5,8 @@
 
 mod attention;
 mod bench;
-mod bench_cp;
 mod bench_collective;
+mod bench_cp;
 mod doctor;
 mod mask;
 mod plan;
@@ -22,8 +22,8 @@ pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
-pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
+pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;

@@ -2,9 +2,9 @@
 
 mod attention;
 mod bench_attention;
+mod bench_collective;
 mod bench_cp;
 mod bench_mask;
-mod bench_collective;
 mod bench_plan;
 mod comparison;
 mod doctor;
