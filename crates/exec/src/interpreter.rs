@@ -62,7 +62,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let needed = program
             .buffers
             .iter()
-            .filter(|spec| spec.role != BufferRole::Input)
+            .filter(|spec| !matches!(spec.role, BufferRole::Input | BufferRole::Updated))
             .map(|spec| spec.bytes())
             .sum();
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
@@ -91,7 +91,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             steps.push((place, step));
         }
         let buffers = program.buffers.iter().map(|spec| match spec.role {
-            BufferRole::Input => Ok(None),
+            BufferRole::Input | BufferRole::Updated => Ok(None),
             BufferRole::Output | BufferRole::Scratch => backend.allocate(spec).map(Some),
         });
         Ok(Self {
@@ -181,7 +181,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn poison_ranks(ranks: &[Self]) -> Result<(), ExecError> {
         ranks.iter().try_for_each(|rank| {
             let buffers = rank.program.buffers.iter().zip(&rank.buffers);
-            let written = buffers.filter(|(spec, _)| spec.role != BufferRole::Input);
+            let written =
+                buffers.filter(|(spec, _)| matches!(spec.role, BufferRole::Output | BufferRole::Scratch));
             let poisoned =
                 written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|b| rank.backend.poison(b));
             poisoned.map_err(|error| rank.backend.fail(error))
