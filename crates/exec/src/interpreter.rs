@@ -59,7 +59,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         }
         program.validate().map_err(|reason| error(reason.to_string()))?;
         check_names(&program).map_err(&error)?;
-        let needed = program.bytes(|role| role != BufferRole::Input);
+        let needed = program.bytes(|role| !given(role));
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
             return Err(ExecError::OutOfMemory { needed, available });
         }
@@ -93,7 +93,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             }
         }
         for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
-            if spec.role != BufferRole::Input && buffer.is_none() {
+            if !given(spec.role) && buffer.is_none() {
                 *buffer = Some(backend.allocate(spec)?);
             }
         }
@@ -184,7 +184,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn poison_ranks(ranks: &[Self]) -> Result<(), ExecError> {
         ranks.iter().try_for_each(|rank| {
             let buffers = rank.program.buffers.iter().zip(&rank.buffers);
-            let written = buffers.filter(|(spec, _)| spec.role != BufferRole::Input);
+            let written = buffers.filter(|(spec, _)| !given(spec.role));
             let poisoned =
                 written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|b| rank.backend.poison(b));
             poisoned.map_err(|error| rank.backend.fail(error))
@@ -335,6 +335,11 @@ struct Meeting<'a, B: Backend, T: Transport<B>> {
     collective: &'a T::Collective,
     barrier: Option<&'a B::Barrier>,
     meeting: T::Meeting,
+}
+
+/// Whether a run finds contents in such a buffer, which the caller has bound.
+fn given(role: BufferRole) -> bool {
+    matches!(role, BufferRole::Input | BufferRole::Updated)
 }
 
 /// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.

@@ -8,6 +8,7 @@
 
 mod attention;
 mod builder;
+mod linear;
 mod policy;
 mod program;
 mod simulate;
@@ -15,11 +16,12 @@ mod timeline;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
+pub use linear::{WeightGradient, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient};
 pub use policy::{OverlapPolicy, PolicyError, StartOrder};
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
-    BufferRole, BufferSpec, EventId, ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, Program,
-    ProgramOp, ReduceOp, SignalId, StreamId, StreamKind, StreamSpec,
+    BufferRole, BufferSpec, ColumnSum, EventId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast,
+    GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock, SignalId, StreamId, StreamKind, StreamSpec,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use counterpoint_mask::Band;
+use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{DType, GroupPart};
 use serde::{Deserialize, Serialize};
 
@@ -59,6 +59,9 @@ pub enum BufferRole {
     Input,
     /// Handed to the caller under the buffer's name; the Program writes every element.
     Output,
+    /// Given by the caller under the buffer's name; the Program adds to it. What is added to it in a run that fails, nobody
+    /// knows.
+    Updated,
     /// Lives inside a run. Its contents before the first write are arbitrary.
     Scratch,
 }
@@ -273,6 +276,58 @@ pub struct GroupReduce {
     pub arrive: Option<BarrierId>,
 }
 
+/// Some rows of a buffer `[rows, columns]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowBlock {
+    /// The buffer.
+    pub buffer: BufferId,
+    /// The rows, at least one.
+    pub rows: Range,
+}
+
+/// How the operands of a [`Gemm`] lie, each row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GemmLayout {
+    /// `a` is `[m, k]`, `b` is `[n, k]`: activations times a weight, the forward of a linear layer.
+    Nt,
+    /// `a` is `[m, k]`, `b` is `[k, n]`: gradients times a weight, the gradient of the input.
+    Nn,
+    /// `a` is `[k, m]`, `b` is `[k, n]`: gradients times activations, the gradient of the weight.
+    Tn,
+}
+
+/// `out = a b`, summed in the accumulator type and rounded once. An operand is the rows of its blocks one after the other. An
+/// element is summed over `k` in one order, whatever rows are computed together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gemm {
+    /// How the operands lie.
+    pub layout: GemmLayout,
+    /// The first operand.
+    pub a: Vec<RowBlock>,
+    /// The second operand.
+    pub b: Vec<RowBlock>,
+    /// `[rows, n]`.
+    pub out: BufferId,
+    /// Where the `m` rows of the result go: ascending, disjoint.
+    pub out_rows: Vec<Range>,
+    /// `[n]`, added to every row.
+    pub bias: Option<BufferId>,
+    /// Whether the product is written or added to what is there.
+    pub accumulate: Accumulate,
+}
+
+/// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ColumnSum {
+    /// `[rows, columns]`.
+    pub src: Vec<RowBlock>,
+    /// `[columns]`.
+    pub dst: BufferId,
+    /// Whether the sum is written or added to what is there.
+    pub accumulate: Accumulate,
+}
+
 /// What one operation does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -284,6 +339,10 @@ pub enum Op {
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
     AttentionBackward(AttentionBackward),
+    /// A matrix product.
+    Gemm(Gemm),
+    /// Sums of columns.
+    ColumnSum(ColumnSum),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.

@@ -117,6 +117,20 @@ impl Op {
                 }
                 out
             }
+            Op::Gemm(op) => {
+                let mut out: Vec<_> = op.a.iter().chain(&op.b).map(|block| block.buffer).collect();
+                out.extend(op.bias);
+                // Rows that it does not name stay as they are, so what was there counts in any case.
+                out.push(op.out);
+                out
+            }
+            Op::ColumnSum(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                if op.accumulate == Continue {
+                    out.push(op.dst);
+                }
+                out
+            }
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
             Op::GroupReduce(op) => {
                 let mut out: Vec<_> = op.tensors.iter().map(|&(input, _)| input).collect();
@@ -146,6 +160,8 @@ impl Op {
                 out
             }
             Op::AttentionBackward(op) => vec![op.dq, op.dk, op.dv],
+            Op::Gemm(op) => vec![op.out],
+            Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],

@@ -25,6 +25,7 @@ fn cost() -> CostModel {
     CostModel {
         forward_flops_per_second: 1e9,
         backward_flops_per_second: 8e8,
+        matmul_flops_per_second: 8e8,
         memory_bytes_per_second: 1e10,
         launch_seconds: 1e-6,
         link,

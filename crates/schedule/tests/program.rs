@@ -15,6 +15,7 @@ fn cost() -> CostModel {
     CostModel {
         forward_flops_per_second: 1.0,
         backward_flops_per_second: 1.0,
+        matmul_flops_per_second: 1.0,
         memory_bytes_per_second: 2.0 * bytes,
         launch_seconds: 0.0,
         link,
