@@ -1,23 +1,28 @@
 // Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and walks the runs of its schedule.
 //
-// A producer warpgroup feeds shared memory by the copy engine; each consumer warpgroup owns 64 rows. The blocks of all
-// tiles of a CTA form one stream of steps. In each step a consumer starts scores = q k^T of the NEXT step, then acc +=
-// weights v of this one, and does the next step's softmax while both run; so the matrix units also stay busy from one
-// tile to the next. Consumers take turns at starting products, so that one's softmax runs under the other's products.
+// In the first warpgroup one thread walks the schedule and another one feeds shared memory by the copy engine; each of the
+// others, a consumer, owns 64 rows. The blocks of all tiles of a CTA form one stream of steps. In each step a consumer
+// starts scores = q k^T of the NEXT step, then acc += weights v of this one, and does the next step's softmax while both
+// run; so the matrix units also stay busy from one tile to the next. Consumers take turns at starting products, so that
+// one's softmax runs under the other's products.
 // (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
 #pragma once
 
-#include "attention/attention_forward_work.cuh"
+#include "attention/attention_forward_load.cuh"
+#include "attention/attention_forward_walk.cuh"
 #include "attention/attention_mask.cuh"
 #include "attention/attention_softmax.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace counterpoint {
 
 // Barriers that name their users: 0 is __syncthreads.
 constexpr u32 kTurnBarrier = 1;
+
+// Warps of the first warpgroup.
+constexpr u32 kLoaderWarp = 0;
+constexpr u32 kWalkerWarp = 1;
 
 // One consumer warpgroup.
 template <typename C>
@@ -56,7 +61,7 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ bool take_step(float settled = 0.0f) {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_full[stage], ((steps / C::kStages) & 1) ^ (settled < 0.0f ? 1 : 0));
-    step = shared.steps[stage];
+    step = shared.steps[steps % kPlanned];
     step.flags = uniform(step.flags);
     ++steps;
     if (step.flags & kStepFirst) ++items;
@@ -65,7 +70,7 @@ struct AttentionForwardConsumer {
 
   __device__ __forceinline__ void wait_query() {
     if (step.flags & kStepFirst) {
-      mbarrier_wait(&shared.query_full[slot()], ((items - 1) / C::kQuerySlots) & 1);
+      mbarrier_wait(&shared.query_full[slot()][group], ((items - 1) / C::kQuerySlots) & 1);
     }
   }
   __device__ __forceinline__ void wait_values(u32 number) {
@@ -79,7 +84,7 @@ struct AttentionForwardConsumer {
   // go.
   __device__ __forceinline__ void release_scored() {
     release(&shared.key_empty[(steps - 1) % C::kStages]);
-    if (step.flags & kStepLast) release(&shared.query_empty[slot()]);
+    if (step.flags & kStepLast) release(&shared.query_empty[slot()][group]);
   }
 
   // Starts scores = q k^T of the step just taken.
@@ -119,11 +124,13 @@ struct AttentionForwardConsumer {
     if (!(step.flags & kStepBounded)) return;
     mask.clear();
     const i32 first = item(items - 1).start;
-    for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
-      const TileBound bound = load_bound(arguments.bounds + b);
+    unmask(shared.bounds[(steps - 1) % kPlanned], first);
+    // Few steps have more than one.
+    for (u32 b = step.bound_begin + 1; b < step.bound_end; ++b) unmask(load_bound(arguments.bounds + b), first);
+  }
+  __device__ __forceinline__ void unmask(const TileBound& bound, i32 first) {
 #pragma unroll
-      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(row(i) / C::kPack), step.start, lane);
-    }
+    for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(row(i) / C::kPack), step.start, lane);
   }
 
   // What turns a score into a power of two.
@@ -366,23 +373,27 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
   // Swizzled rows must begin at multiples of 1024 bytes.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<AttentionForwardShared<C>*>(dynamic + skew);
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < C::kQuerySlots; ++i) {
-      mbarrier_init(&shared.query_full[i], 1);
-      mbarrier_init(&shared.query_empty[i], 4 * C::kConsumers);
-    }
-    for (u32 i = 0; i < C::kStages; ++i) {
-      mbarrier_init(&shared.key_full[i], 1);
-      mbarrier_init(&shared.key_empty[i], 4 * C::kConsumers);
-      mbarrier_init(&shared.value_full[i], 1);
-      mbarrier_init(&shared.value_empty[i], 4 * C::kConsumers);
-    }
-    fence_mbarrier_init();
+  AttentionForwardWalker<C> walker{arguments, shared};
+  const u32 warp = uniform(threadIdx.x / 32);
+  const bool leads = threadIdx.x % 32 == 0;
+  if (warp == kLoaderWarp && leads) {
+    shared.initialise();
+  } else if (warp == kWalkerWarp && leads) {
+    // What the first copies need is on its way while barriers are made.
+    tma_prefetch_map(&arguments.q_map);
+    tma_prefetch_map(&arguments.k_map);
+    tma_prefetch_map(&arguments.v_map);
+    walker.find();
   }
   __syncthreads();
-  if (uniform(threadIdx.x / 128) == 0) {
+  if (warp < 4) {
     registers_decrease<C::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<C>(arguments, shared);
+    if (warp == kLoaderWarp && leads) {
+      AttentionForwardLoader<C> loader{arguments, shared};
+      loader.run();
+    } else if (warp == kWalkerWarp && leads) {
+      walker.run();
+    }
   } else {
     registers_increase<C::kConsumerRegisters>();
     AttentionForwardConsumer<C> consumer{arguments, shared};

@@ -176,7 +176,7 @@ impl AttentionForward {
         };
         let heads = heads_q as u32 / shape.pack;
         Ok(AttentionForwardArguments {
-            q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, shape.tokens())?,
+            q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, 64 / shape.pack)?,
             k_map: map("k", keys(tensors.k), head_dim, heads_kv, rows_k, 1, shape.block)?,
             v_map: map("v", keys(tensors.v), head_dim_v, heads_kv, rows_k, 1, shape.block)?,
             tiles,
