@@ -261,7 +261,7 @@ struct AttentionForwardConsumer {
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(last.item, i);
       if (!at.owned) continue;
-      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
+      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i]);
       const u64 slot_row = u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack;
       const u64 index = slot_row * arguments.heads_q + item(last.item).head * C::kPack + row(i) % C::kPack;
       write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
@@ -270,24 +270,31 @@ struct AttentionForwardConsumer {
   }
 
   __device__ __forceinline__ void write_result(const Stage& last) {
+    RowEnd ends[2];
+    if (arguments.sink_rows == 0) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) ends[i] = row_end(last.state.max[i] * score_scale(), last.state.sum[i]);
+    } else {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const u32 head = item(last.item).head * C::kPack + row(i) % C::kPack;
+        ends[i] = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
+                          arguments.sink_rows, arguments.heads_q);
+      }
+    }
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(last.item, i);
-      const u32 head = item(last.item).head * C::kPack + row(i) % C::kPack;
-      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
-                                 arguments.sink_rows, arguments.heads_q);
-      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
-      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 4);
+      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = ends[i].lse;
+      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 2) + 4 * (lane % 4 / 2);
 #pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 8; j += 4) {
-        u32 pairs[4];
-#pragma unroll
-        for (u32 g = 0; g < 4; ++g) {
-          const u32 place = 4 * (j + g) + 2 * i;
-          pairs[g] = pack(acc[place] * end.factor, acc[place + 1] * end.factor);
-        }
-        const uint4 bits = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3], lane);
-        if (at.owned && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = bits;
+      for (u32 j = 0; j < C::kHeadDimV / 8; j += 2) {
+        const auto pair = [&](u32 group) {
+          const u32 place = 4 * group + 2 * i;
+          return pack(acc[place] * ends[i].factor, acc[place + 1] * ends[i].factor);
+        };
+        const uint2 bits = pair_transpose(pair(j), pair(j + 1), lane);
+        if (at.owned && 8 * (j + lane % 2) < arguments.head_dim_v) *reinterpret_cast<uint2*>(to + 8 * j) = bits;
       }
     }
   }
@@ -323,10 +330,7 @@ struct AttentionForwardConsumer {
       wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
-      const u32 number = steps - 2;
-      wait_values(number);
-      start_output(number, accumulate);
-      barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
+      // What needs no product is done before the next one is started: that would not begin earlier.
       build_mask();
       add_sums(current);
       if (current.last) {
@@ -334,6 +338,10 @@ struct AttentionForwardConsumer {
       } else {
         state = current.state;
       }
+      const u32 number = steps - 2;
+      wait_values(number);
+      start_output(number, accumulate);
+      barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
       wgmma_wait<1>();
       pin(scores);
       release_scored();
@@ -373,6 +381,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
   // Swizzled rows must begin at multiples of 1024 bytes.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<AttentionForwardShared<C>*>(dynamic + skew);
+  let_dependents_start();
   AttentionForwardWalker<C> walker{arguments, shared};
   const u32 warp = uniform(threadIdx.x / 32);
   const bool leads = threadIdx.x % 32 == 0;
@@ -386,6 +395,7 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     walker.find();
   }
   __syncthreads();
+  wait_for_previous();
   if (warp < 4) {
     registers_decrease<C::kProducerRegisters>();
     if (warp == kLoaderWarp && leads) {

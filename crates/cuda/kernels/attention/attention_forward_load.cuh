@@ -60,12 +60,12 @@ struct AttentionForwardLoader {
   __device__ __forceinline__ void run() {
     for (;;) {
       const u32 stage = steps % C::kStages;
+      mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
+      // Consumers are done with the step whose keys were there.
+      if (steps >= C::kStages) mbarrier_arrive(&shared.step_empty[(steps - C::kStages) % kPlanned]);
       mbarrier_wait(&shared.step_full[steps % kPlanned], (steps / kPlanned) & 1);
       const AttentionForwardStep step = shared.steps[steps % kPlanned];
       const AttentionForwardItem& item = shared.items[items % kItems];
-      mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
-      // Consumers are done with the step whose place this one takes.
-      if (steps >= C::kStages) mbarrier_arrive(&shared.step_empty[(steps - C::kStages) % kPlanned]);
       if (step.flags & kStepNone) {
         // Whoever waits for its keys sees that there is no more.
         mbarrier_arrive(&shared.key_full[stage]);

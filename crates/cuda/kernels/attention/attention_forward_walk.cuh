@@ -12,14 +12,15 @@ struct AttentionForwardWalker {
   AttentionForwardShared<C>& shared;
   u32 index = blockIdx.x;  // of the item in `tile` and `head`
   Tile tile;
+  TileRun next;  // its next run
   u32 head;
   u32 items = 0;  // planned so far
   u32 steps = 0;
 
   __device__ __forceinline__ bool more() const { return index < arguments.tile_count * arguments.heads; }
 
-  // Reads the tile of item `index`. Heads go by groups; within a group heaviest tiles first, all heads of the group for
-  // one tile after another.
+  // Reads the tile of item `index` and its first run. Heads go by groups; within a group heaviest tiles first, all heads
+  // of the group for one tile after another.
   __device__ __forceinline__ void find() {
     if (!more()) return;
     const u32 per_group = arguments.tile_count * arguments.heads_per_group;
@@ -29,33 +30,30 @@ struct AttentionForwardWalker {
     const u32 within = index - group * per_group;
     tile = arguments.tiles[within / width];
     head = first + within % width;
+    if (tile.run_begin != tile.run_end) next = arguments.runs[tile.run_begin];
   }
 
-  __device__ __forceinline__ void take_room() {
-    mbarrier_wait(&shared.step_empty[steps % kPlanned], ((steps / kPlanned) & 1) ^ 1);
-  }
+  // `bound` is the first bound of a bounded step.
   __device__ __forceinline__ void plan(const AttentionForwardStep& step, const TileBound& bound) {
-    take_room();
+    mbarrier_wait(&shared.step_empty[steps % kPlanned], ((steps / kPlanned) & 1) ^ 1);
     shared.steps[steps % kPlanned] = step;
     if (step.flags & kStepBounded) shared.bounds[steps % kPlanned] = bound;
     mbarrier_arrive(&shared.step_full[steps % kPlanned]);
     ++steps;
   }
 
-  // Plans the item's steps, and asks for the next item before the last of them, which takes long enough.
+  // Plans the item's steps.
   __device__ __forceinline__ void walk() {
     shared.items[items % kItems] =
         AttentionForwardItem{tile.start, tile.end, head, tile.partial, head / arguments.heads_per_key};
     ++items;
     if (tile.run_begin == tile.run_end) {
-      // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros, and whose bound
-      // holds nothing.
-      take_next();
+      // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros, and a bound that holds
+      // nothing.
       plan(AttentionForwardStep{arguments.rows_k, 0, 1, kStepFirst | kStepLast | kStepBounded}, TileBound{});
       return;
     }
     u32 first = kStepFirst;
-    TileRun next = arguments.runs[tile.run_begin];
     for (u32 r = tile.run_begin; r < tile.run_end; ++r) {
       const TileRun run = next;
       const bool last = r + 1 == tile.run_end;
@@ -66,20 +64,26 @@ struct AttentionForwardWalker {
 #pragma unroll 1
       for (i32 start = run.start; start < run.end; start += i32(C::kBlock)) {
         const bool ends = last && start + i32(C::kBlock) >= run.end;
-        if (ends) take_next();
         plan(AttentionForwardStep{start, run.bound_begin, run.bound_end, first | bounded | (ends ? kStepLast : 0)},
              bound);
         first = 0;
       }
     }
   }
-  __device__ __forceinline__ void take_next() { index = gridDim.x + atomicAdd(&arguments.queue[0], 1u); }
+
+  // Asks for the next item when only the last planned step has no scores yet. Its keys take the place of the step before,
+  // so they could not come earlier; and an item taken early would wait here while another CTA has nothing to do.
+  __device__ __forceinline__ void take_next() {
+    if (steps >= 2) mbarrier_wait(&shared.step_empty[(steps - 2) % kPlanned], ((steps - 2) / kPlanned) & 1);
+    index = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
+    find();
+  }
 
   // The first item is found before; it is not taken from the queue.
   __device__ __forceinline__ void run() {
     while (more()) {
       walk();
-      find();
+      take_next();
     }
     plan(AttentionForwardStep{0, 0, 0, kStepNone}, TileBound{});
     // The last CTA leaves the queue as it was found.

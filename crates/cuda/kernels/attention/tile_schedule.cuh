@@ -51,7 +51,7 @@ struct TurnSpan {
   u32 reserved;
 };
 
-// By two reads; bounds do not change while a kernel runs.
+// Bounds are read by every thread alike.
 __device__ __forceinline__ TileBound load_bound(const TileBound* bound) {
   const int4 low = __ldg(reinterpret_cast<const int4*>(bound));
   const int4 high = __ldg(reinterpret_cast<const int4*>(bound) + 1);
