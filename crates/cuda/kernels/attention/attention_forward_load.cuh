@@ -57,7 +57,7 @@ struct AttentionForwardLoader {
   }
 
   // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void work() {
     for (;;) {
       const u32 stage = steps % C::kStages;
       mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);

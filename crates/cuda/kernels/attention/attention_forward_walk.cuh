@@ -12,7 +12,7 @@ struct AttentionForwardWalker {
   AttentionForwardShared<C>& shared;
   u32 index = blockIdx.x;  // of the item in `tile` and `head`
   Tile tile;
-  TileRun next;  // its next run
+  TileRun run;  // the one of its runs that is planned next
   u32 head;
   u32 items = 0;  // planned so far
   u32 steps = 0;
@@ -30,7 +30,7 @@ struct AttentionForwardWalker {
     const u32 within = index - group * per_group;
     tile = arguments.tiles[within / width];
     head = first + within % width;
-    if (tile.run_begin != tile.run_end) next = arguments.runs[tile.run_begin];
+    if (tile.run_begin != tile.run_end) run = arguments.runs[tile.run_begin];
   }
 
   // `bound` is the first bound of a bounded step.
@@ -55,9 +55,7 @@ struct AttentionForwardWalker {
     }
     u32 first = kStepFirst;
     for (u32 r = tile.run_begin; r < tile.run_end; ++r) {
-      const TileRun run = next;
       const bool last = r + 1 == tile.run_end;
-      if (!last) next = arguments.runs[r + 1];
       const u32 bounded = run.bound_begin != run.bound_end ? kStepBounded : 0;
       TileBound bound = {};
       if (bounded) bound = load_bound(arguments.bounds + run.bound_begin);
@@ -68,6 +66,7 @@ struct AttentionForwardWalker {
              bound);
         first = 0;
       }
+      if (!last) run = arguments.runs[r + 1];
     }
   }
 
@@ -80,7 +79,7 @@ struct AttentionForwardWalker {
   }
 
   // The first item is found before; it is not taken from the queue.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void work() {
     while (more()) {
       walk();
       take_next();
