@@ -70,10 +70,14 @@ struct AttentionForwardWalker {
     }
   }
 
-  // Asks for the next item when only the last planned step has no scores yet. Its keys take the place of the step before,
-  // so they could not come earlier; and an item taken early would wait here while another CTA has nothing to do.
+  // Asks for the next item when two of the planned steps have no scores yet: they take about twice as long as finding it.
+  // An item taken earlier would wait here while another CTA has nothing to do.
   __device__ __forceinline__ void take_next() {
-    if (steps >= 2) mbarrier_wait(&shared.step_empty[(steps - 2) % kPlanned], ((steps - 2) / kPlanned) & 1);
+    constexpr u32 kUnscored = 2;
+    if (steps > kUnscored) {
+      const u32 scored = steps - kUnscored - 1;
+      mbarrier_wait(&shared.step_empty[scored % kPlanned], (scored / kPlanned) & 1);
+    }
     index = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
     find();
   }
