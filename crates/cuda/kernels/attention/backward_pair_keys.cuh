@@ -34,6 +34,21 @@ __device__ __forceinline__ void load_weights(u32 address, u32 (&w)[kRows / 16][4
   }
 }
 
+// Adds to the gradients of 64 keys: those of the scores [64, kRows], in registers, times rows [kRows, kDim].
+template <u32 kDim>
+__device__ __forceinline__ void add_products(float (&d)[kDim / 2], const u32 (&a)[kRows / 16][4], u32 rows) {
+  // The compiler refuses 128 accumulators of one instruction where a thread has 128 registers before its role begins.
+  constexpr u32 kColumns = kDim > 192 ? kDim / 2 : kDim;
+#pragma unroll
+  for (u32 k = 0; k < kRows / 16; ++k) {
+#pragma unroll
+    for (u32 c = 0; c < kDim; c += kColumns) {
+      Wgmma<kColumns>::template rs<Major::kMN>(reinterpret_cast<float (&)[kColumns / 2]>(d[c / 2]), a[k],
+                                               descriptor(rows, c / 64 * kChunkBytes + k * 2048), 1);
+    }
+  }
+}
+
 // S, P and dv.
 __device__ __forceinline__ void value_role(const AttentionBackwardArguments& params, Storage& shared) {
   u32 count = 0;
@@ -89,10 +104,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
       wgmma_fence();
       const u32 dout_rows =
           operand(shared_address(shared.dout[0]) + dout_slot_of(count) * (kChunksV * kChunkBytes), kChunkBytes);
-#pragma unroll
-      for (u32 k = 0; k < kRows / 16; ++k) {
-        Wgmma<kHeadDimV>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
-      }
+      add_products<kHeadDimV>(dv, p, dout_rows);
       wgmma_commit();
       const bool last = step_flags(shared, count) & kLast;
       ++count;
@@ -187,10 +199,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       wgmma_fence();
       const u32 q_rows =
           operand(shared_address(shared.q[0]) + slot_of(count) * (kChunks * kChunkBytes), kChunkBytes);
-#pragma unroll
-      for (u32 k = 0; k < kRows / 16; ++k) {
-        Wgmma<kHeadDim>::template rs<Major::kMN>(dk, ds[k], descriptor(q_rows, k * 2048), 1);
-      }
+      add_products<kHeadDim>(dk, ds, q_rows);
       wgmma_commit();
       const bool last = step_flags(shared, count) & kLast;
       ++count;

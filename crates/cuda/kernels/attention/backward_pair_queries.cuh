@@ -124,8 +124,6 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
 
 // The thread that adds to dq what the warpgroup that computes it leaves in shared memory.
 __device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
-  // With one buffer it is free when it has been read; with two, that of the part before is, and nobody waits.
-  constexpr u32 kBehind = kDqBuffers - 1;
   for (u32 count = 0;; ++count) {
     mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
     const Step& step = shared.steps[count % kSteps];
@@ -149,8 +147,14 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
         }
       }
       tma_store_commit();
-      tma_store_wait_read<kBehind>();
-      if (count * kParts + part >= kBehind) mbarrier_arrive(&shared.empty_dq[(buffer + kBehind) % kDqBuffers]);
+      if constexpr (kDqBuffers == 1) {
+        tma_store_wait_read<0>();
+        mbarrier_arrive(&shared.empty_dq[0]);
+      } else {
+        // The buffer before this one has been read by now.
+        tma_store_wait_read<1>();
+        if (count > 0 || part > 0) mbarrier_arrive(&shared.empty_dq[buffer ^ 1]);
+      }
     }
     if (kDeterministic && rows) {
       // The additions are done: it is the next one's turn.
@@ -162,45 +166,21 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
   tma_store_wait<0>();
 }
 
-// Starts dQ^T of a part: 64 columns x kRows rows, over this CTA's keys or over both CTAs' keys.
-template <bool kWhole>
-__device__ __forceinline__ void multiply_part(float (&dq)[kRows / 2], Storage& shared, u32 part, u32 slot, u32 rank) {
-  const u32 keys = operand(shared_address(shared.k) + part_chunk(part, rank) * kChunkBytes, kChunkBytes);
-  const u32 ds = operand(shared_address(shared.ds[0]) + slot * kChunkBytes, kChunkBytes);
+// Adds to dQ^T of a part, 64 columns x kRows rows, or begins it: the products of 64 keys.
+template <bool kBegin>
+__device__ __forceinline__ void multiply_part(float (&dq)[kRows / 2], const u8* keys, const u8* ds) {
+  const u32 keys_operand = operand(shared_address(keys), kChunkBytes);
+  const u32 ds_operand = operand(shared_address(ds), kChunkBytes);
   wgmma_fence();
-  Wgmma<kRows>::template ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys, 0), descriptor(ds, 0));
-#pragma unroll
-  for (u32 k = 1; k < kOwnKeys / 16; ++k) {
-    Wgmma<kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(keys, k * 2048), descriptor(ds, k * 2048), 1);
+  if (kBegin) {
+    Wgmma<kRows>::template ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, 0), descriptor(ds_operand, 0));
   }
-  if constexpr (kWhole) {
-    const u32 peer_keys = operand(shared_address(shared.peer_k) + part * kChunkBytes, kChunkBytes);
-    const u32 peer_ds = operand(shared_address(shared.peer_ds[0]) + slot * kChunkBytes, kChunkBytes);
 #pragma unroll
-    for (u32 k = 0; k < kOwnKeys / 16; ++k) {
-      Wgmma<kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(peer_keys, k * 2048),
-                                                        descriptor(peer_ds, k * 2048), 1);
-    }
+  for (u32 k = kBegin ? 1 : 0; k < kOwnKeys / 16; ++k) {
+    Wgmma<kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, k * 2048),
+                                                      descriptor(ds_operand, k * 2048), 1);
   }
   wgmma_commit();
-}
-
-// Computes a part and leaves it, times the scale, where `offsets` say, for the adding thread.
-template <bool kWhole>
-__device__ __forceinline__ void query_part(const AttentionBackwardArguments& params, Storage& shared, u32 count,
-                                           u32 part, u32 rank, const u32 (&offsets)[2][2]) {
-  float dq[kRows / 2];
-  const u32 buffer = dq_slot_of(count, part);
-  __syncwarp();
-  multiply_part<kWhole>(dq, shared, part, slot_of(count), rank);
-  mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
-  wgmma_wait<0>();
-  pin(dq);
-  if (part + 1 == kParts) release_to_both(&shared.empty_ds[slot_of(count)]);
-  store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
-  fence_async_proxy();
-  __syncwarp();
-  if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);
 }
 
 // The warpgroup that owns query rows: dQ.
@@ -224,8 +204,23 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     }
     if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
-    for (u32 part = 0; part < kWholeParts; ++part) query_part<true>(params, shared, count, part, rank, offsets);
-    if constexpr (kParts > kWholeParts) query_part<false>(params, shared, count, kWholeParts, rank, offsets);
+    for (u32 part = 0; part < kParts; ++part) {
+      float dq[kRows / 2];
+      const u32 buffer = dq_slot_of(count, part);
+      __syncwarp();
+      multiply_part<true>(dq, shared.k + part_chunk(part, rank) * kChunkBytes, shared.ds[slot]);
+      if (kParts == kWholeParts || part < kWholeParts) {
+        multiply_part<false>(dq, shared.peer_k + part * kChunkBytes, shared.peer_ds[slot]);
+      }
+      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      wgmma_wait<0>();
+      pin(dq);
+      if (part + 1 == kParts) release_to_both(&shared.empty_ds[slot]);
+      store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
+      fence_async_proxy();
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);
+    }
   }
 }
 
