@@ -57,7 +57,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
     u32 flags = step_flags(shared, count);
     if (flags & (kExit | kEmpty)) {
       release_to_both(&shared.empty_q[slot_of(count)]);
-      mbarrier_wait_cluster(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
       if (elect_one()) mbarrier_arrive(&shared.full_p[slot_of(count)]);
       mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
       release_to_both(&shared.empty_dout[dout_slot_of(count)]);
@@ -95,7 +95,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
         __syncwarp();
         release_to_both(&shared.empty_q[slot_of(count)]);
-        mbarrier_wait_cluster(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
+        mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         store_weights(own_weights(shared, slot_of(count)), w);
       }
       __syncwarp();

@@ -14,10 +14,10 @@ __device__ __forceinline__ void announce(Storage& shared, u32 count) {
   Step& step = shared.steps[count % kSteps];
   step = shared.walk.next;
   const u32 to = peer_address(shared_address(&step), 1);
+  const u32 barrier = peer_address(shared_address(&shared.announced[count % kAnnouncements]), 1);
   const u32* words = reinterpret_cast<const u32*>(&shared.walk.next);
 #pragma unroll
-  for (u32 i = 0; i < sizeof(Step) / 4; ++i) peer_store(to + 4 * i, words[i]);
-  peer_arrive(peer_address(shared_address(&shared.announced[count % kAnnouncements]), 1));
+  for (u32 i = 0; i < sizeof(Step) / 4; ++i) peer_store(to + 4 * i, words[i], barrier);
 }
 
 // Half of the rows of a block: both CTAs get it. The other CTA fetches the other half for both.
@@ -70,7 +70,9 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
   __syncwarp();
   for (u32 count = 0;; ++count) {
     if (rank != 0) {
-      mbarrier_wait_cluster(&shared.announced[count % kAnnouncements], count / kAnnouncements % 2);
+      u64* announced = &shared.announced[count % kAnnouncements];
+      if (lane == 0) mbarrier_arrive_expect(announced, sizeof(Step));
+      mbarrier_wait_cluster(announced, count / kAnnouncements % 2);
     }
     const Step& step = shared.steps[count % kSteps];
     const bool rows = has_rows(step);
@@ -87,7 +89,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
       delta[i] = inside ? __ldg(params.row_delta + first + row) : 0.0f;
     }
 
-    mbarrier_wait_cluster(&shared.empty_q[slot], parity_of(count) ^ 1);
+    mbarrier_wait(&shared.empty_q[slot], parity_of(count) ^ 1);
 #pragma unroll
     for (u32 i = 0; i < kRows / 32; ++i) shared.lse[slot][32 * i + lane] = lse[i];
     __syncwarp();
@@ -95,7 +97,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
       mbarrier_arrive_expect(&shared.full_q[slot], rows ? sizeof(shared.q[0]) : 0);
       if (rows) load_half<kChunks>(shared.q[slot], &params.q, &shared.full_q[slot], step, rank);
     }
-    mbarrier_wait_cluster(&shared.empty_dout[dout_slot], dout_parity_of(count) ^ 1);
+    mbarrier_wait(&shared.empty_dout[dout_slot], dout_parity_of(count) ^ 1);
 #pragma unroll
     for (u32 i = 0; i < kRows / 32; ++i) shared.delta[dout_slot][32 * i + lane] = delta[i];
     __syncwarp();
@@ -114,7 +116,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
       // Who has computed dS of the last block reads V no more; when dQ of it is computed, nobody reads K.
       if (!first_step) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
       if (lane == 0) load_v(params, shared, step, rank);
-      if (!first_step) mbarrier_wait_cluster(&shared.empty_ds[slot_of(count - 1)], parity_of(count - 1));
+      if (!first_step) mbarrier_wait(&shared.empty_ds[slot_of(count - 1)], parity_of(count - 1));
       if (lane == 0) load_k(params, shared, step, rank);
       __syncwarp();
     }

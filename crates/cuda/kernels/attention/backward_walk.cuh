@@ -101,6 +101,7 @@ namespace backward {
 
 // The low word of wgmma_descriptor; the high word is the same for all operands. Words are half the registers.
 __device__ __forceinline__ u32 operand(u32 address, u32 chunk_bytes = 16) {
+  if (kCtas > 1) address &= 0x3ffffu;  // in a cluster, higher bits say whose shared memory it is
   return (address >> 4) | ((chunk_bytes >> 4) << 16);
 }
 __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {

@@ -28,13 +28,17 @@ __device__ __forceinline__ u32 peer_address(u32 address, u32 rank) {
 
 // The functions below take addresses that peer_address gave.
 
-__device__ __forceinline__ void peer_store(u32 address, u32 value) {
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// Stores a word, and completes a barrier there by its 4 bytes.
+__device__ __forceinline__ void peer_store(u32 address, u32 value, u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
+               "r"(value), "r"(barrier)
+               : "memory");
 }
 
-// Arrives at another CTA's barrier; whoever waits for it by mbarrier_wait_cluster sees what this thread did before.
+// Arrives at another CTA's barrier, to say that this one reads something no more. It orders no writes: a release to the
+// cluster waits for all of this thread's writes to global memory.
 __device__ __forceinline__ void peer_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // mbarrier_wait for a barrier at which other CTAs arrive.
