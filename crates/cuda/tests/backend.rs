@@ -268,6 +268,7 @@ fn program(rank: usize, world_size: usize) -> Program {
             buffer("twice", DType::F32, ROWS, BufferRole::Scratch),
             buffer("last", DType::F16, ROWS, BufferRole::Output),
         ],
+        slots: Vec::new(),
         num_events: 2,
         num_barriers: 1,
         num_signals: 1,

@@ -39,6 +39,13 @@ pub trait Backend: Clone + Send {
     /// [`ExecError::OutOfMemory`] when it cannot fit.
     fn allocate(&self, spec: &BufferSpec) -> Result<Self::Buffer, ExecError>;
 
+    /// New tensors that take turns in one piece of memory, which is as long as the longest; contents arbitrary. A write of one
+    /// ends what the others held.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] when it cannot fit.
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<Self::Buffer>, ExecError>;
+
     /// A buffer with a tensor's contents, named `name` in errors.
     ///
     /// # Errors

@@ -59,12 +59,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         }
         program.validate().map_err(|reason| error(reason.to_string()))?;
         check_names(&program).map_err(&error)?;
-        let needed = program
-            .buffers
-            .iter()
-            .filter(|spec| spec.role != BufferRole::Input)
-            .map(|spec| spec.bytes())
-            .sum();
+        let needed = program.bytes(|role| role != BufferRole::Input);
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
             return Err(ExecError::OutOfMemory { needed, available });
         }
@@ -90,12 +85,20 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             };
             steps.push((place, step));
         }
-        let buffers = program.buffers.iter().map(|spec| match spec.role {
-            BufferRole::Input => Ok(None),
-            BufferRole::Output | BufferRole::Scratch => backend.allocate(spec).map(Some),
-        });
+        let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
+        for slot in &program.slots {
+            let specs: Vec<_> = slot.iter().map(|id| &program.buffers[id.0]).collect();
+            for (id, buffer) in slot.iter().zip(backend.allocate_in_turns(&specs)?) {
+                buffers[id.0] = Some(buffer);
+            }
+        }
+        for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
+            if spec.role != BufferRole::Input && buffer.is_none() {
+                *buffer = Some(backend.allocate(spec)?);
+            }
+        }
         Ok(Self {
-            buffers: buffers.collect::<Result<_, _>>()?,
+            buffers,
             streams: program
                 .streams
                 .iter()

@@ -20,6 +20,7 @@ mod layout;
 mod outline;
 mod plan;
 mod prediction;
+mod receive_order;
 mod runs;
 mod spec;
 mod stages;
@@ -53,6 +54,6 @@ pub use tile_schedule::{
 pub use topology::Topology;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
-/// rank's received rows), so that every kernel block, and with it every bit of a deterministic result, is the same for
+/// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
 /// any number of stages.
 pub const KEY_BLOCK: usize = 128;

@@ -20,6 +20,7 @@ impl ProgramBuilder {
             world_size,
             streams: Vec::new(),
             buffers: Vec::new(),
+            slots: Vec::new(),
             num_events: 0,
             num_barriers: 0,
             num_signals: 0,
@@ -41,6 +42,15 @@ impl ProgramBuilder {
     pub(crate) fn buffer(&mut self, name: &str, dtype: DType, shape: &[usize], role: BufferRole) -> BufferId {
         self.program.buffers.push(BufferSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), role });
         BufferId(self.program.buffers.len() - 1)
+    }
+
+    /// Has `buffer` take its turn in a slot: the first one opens it.
+    pub(crate) fn share(&mut self, slot: &mut Option<usize>, buffer: BufferId) {
+        let index = *slot.get_or_insert_with(|| {
+            self.program.slots.push(Vec::new());
+            self.program.slots.len() - 1
+        });
+        self.program.slots[index].push(buffer);
     }
 
     /// A barrier where the policy asks for one.

@@ -14,7 +14,7 @@ mod simulate;
 mod timeline;
 mod validate;
 
-pub use attention::{GradientReduction, lower_attention_backward, lower_attention_forward};
+pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
 pub use policy::{OverlapPolicy, PolicyError, StartOrder};
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,

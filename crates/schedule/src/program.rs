@@ -356,6 +356,9 @@ pub struct Program {
     pub streams: Vec<StreamSpec>,
     /// Buffers.
     pub buffers: Vec<BufferSpec>,
+    /// Slots: scratch buffers that take turns in one piece of memory, which is as long as the longest of them. A write of one
+    /// ends what the others held; a buffer is in one slot at most.
+    pub slots: Vec<Vec<BufferId>>,
     /// Number of events.
     pub num_events: usize,
     /// Number of kernel barriers.
@@ -366,4 +369,17 @@ pub struct Program {
     pub sm_margin: usize,
     /// Operations in the order in which they are queued.
     pub ops: Vec<ProgramOp>,
+}
+
+impl Program {
+    /// Bytes of the buffers whose role is `wanted`; those of a slot count once, as the longest of them.
+    pub fn bytes(&self, wanted: impl Fn(BufferRole) -> bool) -> u64 {
+        let mut alone = vec![true; self.buffers.len()];
+        self.slots.iter().flatten().for_each(|id| alone[id.0] = false);
+        let bytes = |spec: &BufferSpec| if wanted(spec.role) { spec.bytes() } else { 0 };
+        let own = self.buffers.iter().zip(alone).filter(|(_, alone)| *alone).map(|(spec, _)| bytes(spec));
+        let longest =
+            |slot: &Vec<BufferId>| slot.iter().map(|id| bytes(&self.buffers[id.0])).max().unwrap_or(0);
+        own.chain(self.slots.iter().map(longest)).fold(0, u64::saturating_add)
+    }
 }

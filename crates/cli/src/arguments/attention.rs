@@ -2,6 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::DType;
 use counterpoint_schedule::OverlapPolicy;
@@ -34,7 +35,9 @@ Examples:
       --check --json
   counterpoint attention --mask causal:4k --cp-size 2 --stages 4 \\
       --slow-link 500,0.2 --trace trace.json
-  counterpoint attention --mask causal:32k --device cuda --backward --cp-size 4")]
+  counterpoint attention --mask causal:32k --device cuda --backward --cp-size 4
+  counterpoint attention --mask causal:32k --device cuda --cp-size 2 \\
+      --transport copy-engine --check")]
 pub(crate) struct AttentionArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]
@@ -102,6 +105,11 @@ pub(crate) struct RunArguments {
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub(crate) device: Device,
 
+    /// How rows travel between GPUs: kernels that read the others' memory, copy engines, or NCCL; auto takes nvlink where
+    /// all GPUs reach each other
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: TransportKind,
+
     /// Compute the gradients too; reads dout
     #[arg(long)]
     pub(crate) backward: bool,
@@ -163,6 +171,6 @@ pub(crate) struct ResultArguments {
 pub(crate) enum Device {
     /// Ranks are threads of this process
     Cpu,
-    /// Ranks are on a GPU, which they share
+    /// Ranks are on GPUs: one each, or in turn where there are fewer
     Cuda,
 }

@@ -32,7 +32,7 @@ pub(crate) use stream::SpanStart;
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 
-use crate::kernel::MissedTurn;
+use crate::kernel::{LinkAbort, LinkEnd, LinkStep, MissedRank, MissedTurn};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -52,6 +52,10 @@ struct Rank {
     capturing: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    /// Likewise waits of kernels for other ranks.
+    links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
+    /// Ends those.
+    abort: Option<LinkAbort>,
 }
 
 impl CudaBackend {
@@ -61,6 +65,7 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
+        abort: Option<LinkAbort>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -74,6 +79,8 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
+            links: Mutex::default(),
+            abort,
         })))
     }
 
@@ -149,6 +156,40 @@ impl CudaBackend {
         lock(&self.0.missed_turns).push((label, missed_turn));
     }
 
+    /// Has the end of every run ask whether a rank was waited for in vain.
+    pub(crate) fn watch_link(&self, label: String, link: Arc<LinkEnd>) {
+        lock(&self.0.links).push((label, link));
+    }
+
+    /// Ends what kernels of this rank wait for, when a rank has failed.
+    pub(crate) fn abort_links(&self) {
+        if let Some(abort) = &self.0.abort {
+            abort.set();
+        }
+    }
+
+    /// Whether all ranks that kernels waited for have come.
+    fn check_links(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, links, .. } = &*self.0;
+        for (label, link) in lock(links).iter() {
+            let missed = link.missed().map_err(|error| self.error(label, error))?;
+            let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
+            let what = match step {
+                LinkStep::Begin => "begun",
+                LinkStep::Pass => "read or written this rank's rows in",
+            };
+            let awaited = Awaited {
+                name: format!("rank {awaited}"),
+                evidence: format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}"),
+                blocker: Some(Blocker::Rank(awaited)),
+            };
+            return Err(world.stalled(*rank, label.clone(), began, awaited));
+        }
+        // Those that nobody else holds belong to calls that were made once.
+        lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
+        Ok(())
+    }
+
     /// Whether every wait on the device came to its end.
     fn check_turns(&self) -> Result<(), ExecError> {
         let Rank { rank, setup, missed_turns, .. } = &*self.0;
@@ -207,6 +248,17 @@ impl Backend for CudaBackend {
         memory
             .and_then(|memory| CudaBuffer::new(memory, &spec.shape, spec.dtype))
             .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
+    }
+
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CudaBuffer>, ExecError> {
+        let names = || specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>().join(", ");
+        let longest = specs.iter().map(|spec| spec.bytes()).max().unwrap_or(0);
+        let memory = DeviceBuffer::new(&self.0.device, longest as usize);
+        let buffers = memory.and_then(|memory| {
+            let buffer = |spec: &&BufferSpec| CudaBuffer::new(memory.clone(), &spec.shape, spec.dtype);
+            specs.iter().map(buffer).collect::<Result<Vec<_>, _>>()
+        });
+        buffers.map_err(|error| self.error(&format_args!("the allocation of {}", names()), error))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CudaBuffer, ExecError> {
@@ -343,7 +395,8 @@ impl Backend for CudaBackend {
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
-        waited.and_then(|()| self.check_turns()).map_err(|error| self.0.world.fail(error))
+        let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_turns());
+        checked.map_err(|error| self.fail(error))
     }
 
     fn take_spans(&self, stream: &CudaStream, index: usize) -> Result<Vec<Span>, ExecError> {
@@ -354,6 +407,8 @@ impl Backend for CudaBackend {
     }
 
     fn fail(&self, error: ExecError) -> ExecError {
-        self.0.world.fail(error)
+        let error = self.0.world.fail(error);
+        self.abort_links();
+        error
     }
 }

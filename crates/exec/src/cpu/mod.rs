@@ -61,7 +61,13 @@ impl CpuBackend {
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
     pub fn workers(sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
+        Self::workers_of(1, sm_margin)
+    }
+
+    /// Likewise for one of `processes` that share the machine.
+    pub(crate) fn workers_of(processes: usize, sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let cores = cores / processes.max(1);
         rayon::ThreadPoolBuilder::new()
             .num_threads(cores.saturating_sub(sm_margin).max(1))
             .thread_name(|index| format!("worker {index}"))
@@ -109,6 +115,12 @@ impl Backend for CpuBackend {
             return Err(ExecError::OutOfMemory { needed: spec.bytes(), available });
         }
         Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
+    }
+
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CpuBuffer>, ExecError> {
+        let Some(longest) = specs.iter().max_by_key(|spec| spec.bytes()) else { return Ok(Vec::new()) };
+        let memory = self.allocate(longest)?;
+        Ok(specs.iter().map(|spec| memory.in_turn(spec)).collect())
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CpuBuffer, ExecError> {
