@@ -141,7 +141,8 @@ mod tests {
     #[test]
     fn heads_take_the_smallest_kernel_that_holds_them() {
         let held = |head_dim, head_dim_v| {
-            BackwardShape::of(head_dim, head_dim_v, false).map(|shape| (shape.head_dim, shape.head_dim_v, shape.ctas()))
+            BackwardShape::of(head_dim, head_dim_v, false)
+                .map(|shape| (shape.head_dim, shape.head_dim_v, shape.ctas()))
         };
         assert_eq!(held(96, 64), Some((128, 128, 1)));
         assert_eq!(held(136, 128), Some((192, 128, 2)));

@@ -29,7 +29,8 @@ impl BackwardChoice {
         let gradient = if rounds_keys { "rounded" } else { "f32" };
         let cap = if softcap { "_softcap" } else { "" };
         let order = if turns { "_turns" } else { "" };
-        let name = format!("attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{order}", element.name());
+        let name =
+            format!("attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{order}", element.name());
         let (body, scope) = match owners {
             KeyOwners::Warpgroups => ("attention_backward", "backward"),
             KeyOwners::Ctas => ("attention_backward_pair", "backward_pair"),
