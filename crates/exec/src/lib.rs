@@ -30,6 +30,8 @@ mod layout;
 mod machine;
 mod memory;
 mod monitor;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod operands;
 mod pass;
 mod place;
@@ -63,6 +65,8 @@ pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
+#[cfg(feature = "mpi")]
+pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
