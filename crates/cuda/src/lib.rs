@@ -52,7 +52,7 @@ pub use compile::{
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
-pub use environment::{ENVIRONMENT, EnvironmentVariable};
+pub use environment::ENVIRONMENT;
 pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};

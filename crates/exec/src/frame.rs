@@ -72,6 +72,14 @@ pub(crate) fn read_frame<H: DeserializeOwned>(
     Ok(Some((header, payload)))
 }
 
+/// Bytes of the message that begins here, once its lengths have come.
+#[cfg(feature = "mpi")]
+pub(crate) fn frame_length(bytes: &[u8]) -> Option<usize> {
+    let [h0, h1, h2, h3, payload @ ..] = *bytes.first_chunk::<12>()?;
+    let header = u64::from(u32::from_le_bytes([h0, h1, h2, h3]));
+    usize::try_from(12 + header + u64::from_le_bytes(payload)).ok()
+}
+
 /// The longest message that is let in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FrameLimits {

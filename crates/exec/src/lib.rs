@@ -31,6 +31,8 @@ mod linear;
 mod machine;
 mod memory;
 mod monitor;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod operands;
 mod pass;
 mod place;
@@ -65,6 +67,8 @@ pub use layout::{dispatch, undispatch};
 pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
+#[cfg(feature = "mpi")]
+pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;

@@ -3,7 +3,8 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use counterpoint_cuda::{CubinCache, CudaError, Device, ENVIRONMENT};
+use counterpoint_cuda::{CubinCache, CudaError, Device};
+use counterpoint_exec::EnvironmentVariable;
 use counterpoint_report::format_bytes;
 use serde::Serialize;
 
@@ -224,10 +225,15 @@ fn unreachable(gpus: usize) -> Vec<[usize; 2]> {
     others.filter(|&[from, to]| !Device::reaches(from, to).unwrap_or(false)).collect()
 }
 
+/// Every variable that something reads.
+fn known_variables() -> impl Iterator<Item = EnvironmentVariable> {
+    counterpoint_exec::ENVIRONMENT.into_iter().chain(counterpoint_cuda::ENVIRONMENT)
+}
+
 /// The variables that something reads, and whatever else is set and called like them.
 fn environment() -> Vec<Variable> {
     let text = |value: std::ffi::OsString| Path::new(&value).display().to_string();
-    let known = ENVIRONMENT.iter().map(|variable| Variable {
+    let known = known_variables().map(|variable| Variable {
         name: variable.name.to_owned(),
         value: std::env::var_os(variable.name).map(text),
         purpose: Some(variable.purpose),
@@ -236,7 +242,7 @@ fn environment() -> Vec<Variable> {
     let mut unknown: Vec<_> = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))
         .filter(|(name, _)| {
-            name.starts_with("COUNTERPOINT_") && ENVIRONMENT.iter().all(|known| known.name != name)
+            name.starts_with("COUNTERPOINT_") && known_variables().all(|known| known.name != name)
         })
         .collect();
     unknown.sort();

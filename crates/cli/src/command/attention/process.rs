@@ -4,9 +4,11 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{
-    ExecError, Facet, Launch, Pass, RankProblem, Rendezvous, RendezvousError, TcpMachine, calibrate,
-    run_attention_ranks,
+    AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
+    TcpMachine, calibrate, run_attention_ranks,
 };
+#[cfg(feature = "mpi")]
+use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel};
 
@@ -30,7 +32,7 @@ pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(),
         return Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
     }
     let rendezvous = Rendezvous::join(launch, arguments.run.limit).map_err(ended)?;
-    let result = Rank { rendezvous: &rendezvous, arguments }.run();
+    let result = Rank { launch, rendezvous: &rendezvous, arguments }.run();
     match &result {
         // A check that fails is a result: the others have done their part.
         Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
@@ -59,13 +61,14 @@ fn ended(source: ExecError) -> CliError {
 }
 
 struct Rank<'a> {
+    launch: &'a Launch,
     rendezvous: &'a Arc<Rendezvous>,
     arguments: &'a AttentionArguments,
 }
 
 impl Rank<'_> {
     fn run(&self) -> Result<(), CliError> {
-        let Self { rendezvous, arguments } = *self;
+        let Self { rendezvous, arguments, .. } = *self;
         let progress = Progress::new();
         rendezvous.agree("arguments", &facets(arguments)).map_err(ended)?;
         let mask = self.mask()?;
@@ -88,17 +91,32 @@ impl Rank<'_> {
         progress.step("reading tensors");
         let plan = &solution.plan;
         let inputs = tensors.read_rank(arguments, &mask, &plan.ranks[rendezvous.rank()])?;
-        let (margin, link) = (arguments.run.overlap.sm_margin, arguments.run.slow_link);
-        let machine = TcpMachine::new(rendezvous.clone(), margin, link).map_err(ended)?;
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run = run_attention_ranks(&machine, &problem, &run_config(arguments), vec![inputs]);
-        let run = run.map_err(|error| ended(rendezvous.fail(error)))?;
+        let run = self.run_ranks(&problem, inputs).map_err(|error| ended(rendezvous.fail(error)))?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
         let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
         over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
+    }
+
+    /// Through MPI where that was built in and started us, else through TCP.
+    fn run_ranks(&self, problem: &RankProblem<'_>, inputs: AttentionInputs) -> Result<RanksRun, ExecError> {
+        let Self { launch, rendezvous, arguments } = *self;
+        let (margin, link) = (arguments.run.overlap.sm_margin, arguments.run.slow_link);
+        let config = run_config(arguments);
+        match launch.launcher {
+            #[cfg(feature = "mpi")]
+            Launcher::OpenMpi | Launcher::Pmi => {
+                let machine = MpiMachine::new(rendezvous.clone(), margin, link)?;
+                run_attention_ranks(&machine, problem, &config, vec![inputs])
+            }
+            _ => {
+                let machine = TcpMachine::new(rendezvous.clone(), margin, link)?;
+                run_attention_ranks(&machine, problem, &config, vec![inputs])
+            }
+        }
     }
 
     fn is_first(&self) -> bool {
