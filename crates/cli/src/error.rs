@@ -230,7 +230,9 @@ impl CliError {
             | Self::Predict { .. }
             | Self::Unstorable { .. }
             | Self::Stdout { .. } => 1,
-            Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
+            Self::Run {
+                source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } | ExecError::Policy { .. },
+            } => 2,
             Self::Cuda { source } if source.is_missing() => 3,
             Self::Cuda { .. } => 1,
             Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,

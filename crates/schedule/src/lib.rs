@@ -9,13 +9,17 @@
 mod attention;
 mod builder;
 mod policy;
+mod policy_record;
 mod program;
 mod simulate;
 mod timeline;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
-pub use policy::{OverlapPolicy, PolicyError, StartOrder};
+pub use policy::{
+    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
+};
+pub use policy_record::{PolicyMeasurement, PolicyRecord};
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
     BufferRole, BufferSpec, EventId, ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, Program,

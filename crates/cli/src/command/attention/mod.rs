@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
 fn note_excessive_margin(arguments: &AttentionArguments) {
-    let (margin, threads) = (arguments.run.overlap.sm_margin, device::cpu_threads());
+    let (margin, threads) = (arguments.run.overlap.sm_margin(), device::cpu_threads());
     if margin >= threads {
         console::note(&format!(
             "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",
