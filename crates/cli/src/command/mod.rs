@@ -2,6 +2,8 @@
 
 mod attention;
 mod bench_attention;
+mod bench_cp;
+mod bench_mask;
 mod bench_plan;
 mod comparison;
 mod doctor;
@@ -22,6 +24,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

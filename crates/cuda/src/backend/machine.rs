@@ -1,6 +1,7 @@
 use std::sync::Arc;
 
-use counterpoint_exec::{Ends, ExecError, Machine, World, check_memory};
+use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
+use counterpoint_plan::DType;
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};
@@ -59,6 +60,10 @@ impl CudaMachine {
 impl Machine for CudaMachine {
     type Backend = CudaBackend;
     type Transport = CudaTransport;
+
+    fn element_types(&self) -> ElementTypes {
+        ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] }
+    }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();

@@ -177,7 +177,8 @@ impl CudaTransport {
             at: Instant::now(),
             payload: part,
         };
-        let own = self.board.publish(self.rank, sequence, post);
+        let users = &call.collective.collective.pattern.outgoing;
+        let own = self.board.publish(self.rank, sequence, post, users);
         Ok(CudaMeeting { sequence, own, started })
     }
 
@@ -227,7 +228,7 @@ impl CudaTransport {
             .iter()
             .map(|peer| self.post_of(call, meeting, peer.rank))
             .collect::<Result<_, _>>()?;
-        self.board.all_copied(&self.world, &self.waiter(call), meeting.sequence)?;
+        self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
         for (post, peer) in outgoing.iter().zip(&pattern.outgoing) {
             if peer.rank != self.rank {
                 stream.queue().wait(&post.payload.done)?;

@@ -64,7 +64,13 @@ impl CpuBackend {
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
     pub fn workers(sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
+        Self::workers_of(1, sm_margin)
+    }
+
+    /// Likewise for one of `processes` that share the machine.
+    pub(crate) fn workers_of(processes: usize, sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let cores = cores / processes.max(1);
         rayon::ThreadPoolBuilder::new()
             .num_threads(cores.saturating_sub(sm_margin).max(1))
             .thread_name(|index| format!("worker {index}"))

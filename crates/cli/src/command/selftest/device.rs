@@ -5,6 +5,7 @@ use std::time::Instant;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_long,
 };
+use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{CpuSubject, Extent, Subject, selftest_attention, selftest_collectives};
 
 use super::ledger::Ledger;
@@ -42,7 +43,11 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     ledger.section("cpu");
     let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)
+    ledger.add(checks)?;
+    ledger.section("collectives through tcp");
+    let checks =
+        selftest_collectives(&TcpLoopback::default(), extent, 8, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks.map_err(|source| CliError::Run { source })?)
 }
 
 fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
@@ -71,7 +76,7 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
         ledger.add(selftest_long(subject.machine()))?;
     }
     ledger.section("collectives");
-    let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
+    let checks = selftest_collectives(subject.machine(), extent, 4, |check, cases| ledger.hear(check, cases));
     ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
     ledger.section("graphs");
     let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
