@@ -272,7 +272,7 @@ fn program(rank: usize, world_size: usize) -> Program {
         num_events: 2,
         num_barriers: 1,
         num_signals: 1,
-        sm_margin: 0,
+        policy: OverlapPolicy::default(),
         ops: ops
             .into_iter()
             .map(|(stream, label, op)| ProgramOp {

@@ -1,7 +1,7 @@
 use std::time::Instant;
 
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, Program, Span, StreamSpec};
+use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, StreamSpec};
 
 use crate::{ExecError, HostTensor, OpPlace};
 
@@ -29,6 +29,12 @@ pub trait Backend: Clone + Send {
 
     /// Ranks that run together.
     fn world_size(&self) -> usize;
+
+    /// Whether it can do what a policy asks of a backend; the order of starts every backend can.
+    ///
+    /// # Errors
+    /// [`ExecError::Policy`] with what it cannot do.
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError>;
 
     /// Bytes that can still be allocated, where that is known.
     fn available_memory(&self) -> Option<u64>;

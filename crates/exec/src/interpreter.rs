@@ -57,6 +57,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 )));
             }
         }
+        backend.check_policy(&program.policy)?;
         program.validate().map_err(|reason| error(reason.to_string()))?;
         check_names(&program).map_err(&error)?;
         let needed = program.bytes(|role| !given(role));

@@ -4,6 +4,8 @@ use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{DType, GroupPart};
 use serde::{Deserialize, Serialize};
 
+use crate::OverlapPolicy;
+
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
@@ -424,8 +426,8 @@ pub struct Program {
     pub num_barriers: usize,
     /// Number of signals.
     pub num_signals: usize,
-    /// Compute workers (threads, SMs) that compute operations leave free.
-    pub sm_margin: usize,
+    /// What the backend is asked to do so that communication runs under computation.
+    pub policy: OverlapPolicy,
     /// Operations in the order in which they are queued.
     pub ops: Vec<ProgramOp>,
 }

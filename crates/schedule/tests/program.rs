@@ -44,7 +44,7 @@ fn program(rank: usize, world_size: usize, buffers: usize, ops: Vec<(usize, Op)>
         num_events: 2,
         num_barriers: 1,
         num_signals: 1,
-        sm_margin: 0,
+        policy: OverlapPolicy::default(),
         ops: ops
             .into_iter()
             .enumerate()

@@ -19,7 +19,10 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Awaited, Backend, Blocker, ExecError, HostData, HostTensor, OpPlace, World};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamKind, StreamSpec};
+use counterpoint_schedule::{
+    BufferSpec, HardwareQueues, Mover, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
+    WorkerShare,
+};
 
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
@@ -208,6 +211,23 @@ impl CudaBackend {
     }
 }
 
+/// What of a policy this backend cannot do. Streams of communication have the high priority whatever the policy, a margin is
+/// the launchers' business; `connections` is what the driver was told.
+fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
+    match policy {
+        OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
+            Err("this backend does not partition a GPU; use sm-margin=N")
+        }
+        OverlapPolicy { mover: Mover::CopyEngine, .. } => {
+            Err("this transport moves rows by kernels; leave copy-engine out")
+        }
+        OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => Err(
+            "the driver reads CUDA_DEVICE_MAX_CONNECTIONS when the program starts; set it to 1 and start again",
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// How long the end of a run is awaited by asking again and again.
 const CLOSE_WATCH: Duration = Duration::from_millis(2);
 /// Between questions after that.
@@ -237,6 +257,12 @@ impl Backend for CudaBackend {
 
     fn world_size(&self) -> usize {
         self.0.world.size()
+    }
+
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        policy_check(policy, crate::environment::max_connections().as_deref()).map_err(|reason| {
+            ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason: reason.to_owned() }
+        })
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -410,5 +436,27 @@ impl Backend for CudaBackend {
         let error = self.0.world.fail(error);
         self.abort_links();
         error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::policy_check;
+
+    #[test]
+    fn policies_that_cannot_be_followed_are_refused() {
+        let check = |policy: &str, connections| policy_check(&policy.parse().unwrap(), connections);
+        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8"] {
+            assert_eq!(check(policy, None), Ok(()));
+        }
+        assert_eq!(check("single-connection", Some("1")), Ok(()));
+        for (policy, connections) in [
+            ("single-connection", None),
+            ("single-connection", Some("8")),
+            ("partition=8", None),
+            ("copy-engine", None),
+        ] {
+            assert!(check(policy, connections).is_err(), "{policy}");
+        }
     }
 }

@@ -29,7 +29,7 @@ pub fn run_linear(
     inputs: &LinearInputs,
     config: &LinearConfig,
 ) -> Result<LinearRun, ExecError> {
-    let machine = CpuMachine::new(config.run.policy.sm_margin, config.run.slow_link)?;
+    let machine = CpuMachine::new(config.run.policy.sm_margin(), config.run.slow_link)?;
     run_linear_on(&machine, plan, inputs, config)
 }
 
