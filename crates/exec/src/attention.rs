@@ -70,8 +70,10 @@ pub struct RunConfig {
     pub poison: bool,
     /// Imitate a slow link.
     pub slow_link: Option<SlowLink>,
-    /// Runs of each pass before the one that is measured and whose results are given: the first one on a GPU loads code.
+    /// Runs of each pass before those that are measured: the first one on a GPU loads code.
     pub warmups: usize,
+    /// Runs of each pass that are measured, at least 1. The timeline given is that of the last, as are the results.
+    pub samples: usize,
     /// Faults to inject; a test tool.
     pub faults: Vec<FaultInjection>,
 }
@@ -85,6 +87,7 @@ impl Default for RunConfig {
             poison: cfg!(debug_assertions),
             slow_link: None,
             warmups: 0,
+            samples: 1,
             faults: Vec::new(),
         }
     }
@@ -99,6 +102,10 @@ pub struct AttentionRun {
     pub forward: Timeline,
     /// Measured backward.
     pub backward: Option<Timeline>,
+    /// Seconds of every measured forward: from the start of the first operation of any rank to the end of the last.
+    pub forward_seconds: Vec<f64>,
+    /// Likewise of the backward; empty without one.
+    pub backward_seconds: Vec<f64>,
 }
 
 /// Runs distributed attention on CPU ranks, which are threads of this process: [`run_attention_on`] a [`CpuMachine`].
@@ -150,7 +157,7 @@ pub fn run_attention_on<M: Machine>(
     for (rank, prepared) in forward.iter_mut().enumerate() {
         local.bind(rank, prepared)?;
     }
-    let forward_timeline = run_warm(&mut forward, config.warmups)?;
+    let (forward_timeline, forward_seconds) = run_measured(&mut forward, config)?;
     let out = output(&forward, "out")?;
     let lse = output(&forward, "lse")?;
     let mut run = AttentionRun {
@@ -164,6 +171,8 @@ pub fn run_attention_on<M: Machine>(
         },
         forward: forward_timeline,
         backward: None,
+        forward_seconds,
+        backward_seconds: Vec::new(),
     };
     drop(forward);
     if backward.is_empty() {
@@ -176,7 +185,8 @@ pub fn run_attention_on<M: Machine>(
         prepared.bind("out", out)?;
         prepared.bind("lse", lse)?;
     }
-    run.backward = Some(run_warm(&mut backward, config.warmups)?);
+    let (timeline, seconds) = run_measured(&mut backward, config)?;
+    (run.backward, run.backward_seconds) = (Some(timeline), seconds);
     let gradient = |name: &str, dispatch: &Dispatch| -> Result<Option<HostTensor>, ExecError> {
         undispatch(dispatch, &download(&backward, name)?).map(Some)
     };
@@ -241,13 +251,19 @@ fn prepare<M: Machine>(
     ranks.map(|(program, (backend, transport))| Rank::<M>::new(program, backend, transport)).collect()
 }
 
-/// The timeline of the last of `warmups + 1` runs.
-fn run_warm<B: Backend, T: Transport<B>>(
+/// The timeline of the last run, and the seconds of all that are measured.
+fn run_measured<B: Backend, T: Transport<B>>(
     ranks: &mut [Prepared<B, T>],
-    warmups: usize,
-) -> Result<Timeline, ExecError> {
-    (0..warmups).try_for_each(|_| Prepared::run_ranks(ranks).map(|_| ()))?;
-    Prepared::run_ranks(ranks)
+    config: &RunConfig,
+) -> Result<(Timeline, Vec<f64>), ExecError> {
+    (0..config.warmups).try_for_each(|_| Prepared::run_ranks(ranks).map(|_| ()))?;
+    let mut timeline = Prepared::run_ranks(ranks)?;
+    let mut seconds = vec![timeline.duration()];
+    for _ in 1..config.samples {
+        timeline = Prepared::run_ranks(ranks)?;
+        seconds.push(timeline.duration());
+    }
+    Ok((timeline, seconds))
 }
 
 /// Every rank's rows of the inputs, shared by forward and backward.

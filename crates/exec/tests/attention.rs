@@ -166,6 +166,24 @@ proptest! {
     }
 }
 
+/// As many times as runs were asked for, each of something that took time; results do not change.
+#[test]
+fn every_measured_run_has_its_time() {
+    let spec = spec(2, 1, 16, 16, DType::F32);
+    let mask = causal(64);
+    let plan =
+        Plan::new(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
+    let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, true);
+    let once = run(&plan, &spec, &inputs, &RunConfig::default());
+    let config = RunConfig { warmups: 2, samples: 3, ..RunConfig::default() };
+    let often = run(&plan, &spec, &inputs, &config);
+    assert_eq!((once.forward_seconds.len(), once.backward_seconds.len()), (1, 1));
+    assert_eq!((often.forward_seconds.len(), often.backward_seconds.len()), (3, 3));
+    assert!(often.forward_seconds.iter().chain(&often.backward_seconds).all(|&seconds| seconds > 0.0));
+    assert_eq!(often.forward_seconds[2], often.forward.duration());
+    assert_eq!(once.outputs.out, often.outputs.out);
+}
+
 /// Ranks that planned from different masks find out where they first meet.
 #[test]
 fn ranks_with_different_masks_are_named() {

@@ -1,6 +1,6 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCollectiveArguments, Device, value};
+use super::{BenchCollectiveArguments, BenchCpArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -9,6 +9,7 @@ pub(crate) enum BenchCommand {
     Attention(BenchAttentionArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
+    Cp(BenchCpArguments),
 }
 
 /// Time the planner, and compare balance and received rows of every dispatch

@@ -6,6 +6,7 @@
 mod attention;
 mod bench;
 mod bench_collective;
+mod bench_cp;
 mod doctor;
 mod mask;
 mod plan;
@@ -22,6 +23,7 @@ pub(crate) use bench::{
     BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
+pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -78,6 +80,7 @@ Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
   counterpoint bench group-cast -b 1M -e 1G -f 4
+  counterpoint bench cp
   counterpoint bench plan --json > rows.jsonl"
     )]
     #[command(subcommand)]

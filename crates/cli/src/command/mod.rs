@@ -3,6 +3,8 @@
 mod attention;
 mod bench_attention;
 mod bench_collective;
+mod bench_cp;
+mod bench_mask;
 mod bench_plan;
 mod comparison;
 mod doctor;
@@ -31,6 +33,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::GroupReduce(arguments)) => {
             bench_collective::run(BenchCollective::GroupReduce, &arguments)
         }
+        Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

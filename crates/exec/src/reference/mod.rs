@@ -66,7 +66,7 @@ pub struct NoiseNorms {
 /// # Panics
 /// When a tensor's shape does not fit `mask` and `spec`.
 pub fn reference_attention(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs) -> Reference {
-    Dense::<f64>::new(mask, spec, inputs, DType::F64).run()
+    Dense::<f64>::new(mask, spec, inputs, DType::F64).run(None)
 }
 
 /// What a plain implementation in the inputs' type gives: the same steps with every sum and statistic in f32 (f64 for
@@ -76,9 +76,28 @@ pub fn reference_attention(mask: &Mask, spec: &AttentionSpec, inputs: &Attention
 /// # Panics
 /// As [`reference_attention`].
 pub fn plain_attention(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs) -> Reference {
+    plain(mask, spec, inputs, None)
+}
+
+/// As [`plain_attention`], with gradients computed from the `out` that a run saved for its backward rather than from its own:
+/// two right roundings of `out` give unlike `delta`, and twice the largest error of one says little about the other.
+///
+/// # Panics
+/// As [`reference_attention`], and when `out` has another shape.
+pub(crate) fn plain_attention_from(
+    mask: &Mask,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    out: &HostTensor,
+) -> Reference {
+    assert_eq!(out.shape(), [mask.seqlen_q(), spec.heads_q, spec.head_dim_v], "shape of out");
+    plain(mask, spec, inputs, Some(out.to_f64()))
+}
+
+fn plain(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs, saved: Option<Vec<f64>>) -> Reference {
     match spec.dtype {
-        DType::F64 => Dense::<f64>::new(mask, spec, inputs, DType::F64).run(),
-        dtype => Dense::<f32>::new(mask, spec, inputs, dtype).run(),
+        DType::F64 => Dense::<f64>::new(mask, spec, inputs, DType::F64).run(saved),
+        dtype => Dense::<f32>::new(mask, spec, inputs, dtype).run(saved),
     }
 }
 
@@ -203,7 +222,8 @@ impl<'a, A: Real> Dense<'a, A> {
         }
     }
 
-    fn run(&self) -> Reference {
+    /// Gradients take `saved` as `out` where it is given.
+    fn run(&self, saved: Option<Vec<f64>>) -> Reference {
         let spec = self.spec;
         let rows = self.columns.len();
         let (heads, dim_v) = (spec.heads_q, spec.head_dim_v);
@@ -221,7 +241,8 @@ impl<'a, A: Real> Dense<'a, A> {
             }
         }
         let out = self.rounded(&out);
-        let gradients = self.dout.as_ref().map(|dout| self.backward(dout, &out, &lse, &mut noise));
+        let saved = saved.as_ref().unwrap_or(&out);
+        let gradients = self.dout.as_ref().map(|dout| self.backward(dout, saved, &lse, &mut noise));
         for norm in [&mut noise.out, &mut noise.dq, &mut noise.dk, &mut noise.dv, &mut noise.dsink] {
             *norm = norm.sqrt();
         }

@@ -70,7 +70,8 @@ impl SampledRows {
             .solve(sample)
     }
 
-    /// In f32, operands and results rounded to the inputs' type: the yardstick of bf16 and f16.
+    /// In f32, operands and results rounded to the inputs' type: the yardstick of bf16 and f16. Gradients are computed from
+    /// the `out` of the run, as its backward did.
     pub(crate) fn plain(
         mask: &Mask,
         spec: &AttentionSpec,
@@ -197,7 +198,10 @@ impl<A: Real> Problem<'_, A> {
         let out = rounded(&out, self.round_to);
         if let Some(dout) = &self.inputs.dout {
             let dout = row_of::<A>(dout, row, head);
-            let delta = dot(&out.iter().map(|&x| A::from_f64(x)).collect::<Vec<A>>(), &dout);
+            let delta = match self.round_to {
+                DType::F64 => dot(&out.iter().map(|&x| A::from_f64(x)).collect::<Vec<A>>(), &dout),
+                _ => dot(&row_of::<A>(&self.outputs.out, row, head), &dout),
+            };
             for ((&col, &(score, slope)), v) in columns.iter().zip(&scores).zip(&values) {
                 let p = exp(score - max) / sum;
                 let ds = p * (dot(&dout, v) - delta) * slope * A::from_f64(spec.scale);

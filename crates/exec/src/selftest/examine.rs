@@ -6,9 +6,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::{Case, Extent, Subject, SubjectError};
+use crate::check::check_against;
 use crate::{
     AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Reference,
-    compare_with_reference, plain_attention, reference_attention,
+    plain_attention, reference_attention,
 };
 
 /// What one check found.
@@ -48,20 +49,7 @@ impl SelfCheck {
         let worst = figures.max_by(|a, b| share(a).total_cmp(&share(b)));
         let (error, bound) = worst.unwrap_or((f64::INFINITY, 0.0));
         let check = SelfCheck { passed: report.passed, ..SelfCheck::of(name, seed, error, bound) };
-        check.because(|| {
-            let wrong = report.tensors.iter().filter(|tensor| !tensor.passed);
-            let words = wrong.map(|tensor| {
-                let largest = match tensor.max_abs_bound {
-                    Some(bound) => format!(", largest {:.2e} of {bound:.2e}", tensor.max_abs_error),
-                    None => String::new(),
-                };
-                format!(
-                    "{}: {:.2e} of {:.2e}{largest}",
-                    tensor.name, tensor.relative_error, tensor.relative_bound
-                )
-            });
-            words.collect::<Vec<_>>().join("; ")
-        })
+        check.because(|| report.failures())
     }
 
     /// A check that could not be made.
@@ -98,14 +86,24 @@ pub fn selftest_attention(
         let stopped = &stopped;
         // The device is driven from this thread alone: workers that block on a full channel hold nothing that it needs.
         let (sender, receiver) = sync_channel(WAITING);
-        scope.spawn(move || {
+        // Threads of their own: while they block on a full channel, this thread may need those of the global pool.
+        let prepare = move || {
             cases.into_par_iter().enumerate().for_each(|(index, case)| {
                 if !stopped.load(Ordering::Relaxed) {
                     // Nobody receives any more once the device has stalled.
                     let _ = sender.send((index, Expected::of(case)));
                 }
             });
-        });
+        };
+        match rayon::ThreadPoolBuilder::new().build() {
+            Ok(pool) => drop(scope.spawn(move || pool.install(prepare))),
+            Err(error) => {
+                let check = SelfCheck::failed("threads for references".to_owned(), 0, error.to_string());
+                on_check(&check, count);
+                checks.push((0, vec![check]));
+                return;
+            }
+        }
         for (index, expected) in receiver {
             let (found, end) = examine(subject, &expected, index);
             found.iter().for_each(|check| on_check(check, count));
@@ -169,7 +167,7 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
             return (vec![check], state);
         }
     };
-    let report = compare_with_reference(case.spec.dtype, reference, plain.as_ref(), &outputs);
+    let report = check_against(&case.mask, &case.spec, inputs, (reference, plain.as_ref()), &outputs);
     let mut checks = vec![SelfCheck::of_report(name.clone(), case.seed, &report)];
     let mut state = DeviceState::Answers;
     if case.run.deterministic || index.is_multiple_of(REPEATED) {

@@ -154,9 +154,7 @@ impl AttentionResult<'_> {
     /// Whether the check, if there was one, found everything within its bounds.
     pub(super) fn verdict(&self) -> Result<(), CliError> {
         let Some(check) = self.check.as_ref().filter(|check| !check.passed) else { return Ok(()) };
-        let wrong = check.tensors.iter().filter(|tensor| !tensor.passed).map(|tensor| tensor.name.as_str());
-        let what =
-            format!("out of bounds against the f64 reference: {}", wrong.collect::<Vec<_>>().join(", "));
+        let what = format!("out of bounds against the f64 reference: {}", check.failures());
         Err(CliError::CheckFailed { what })
     }
 

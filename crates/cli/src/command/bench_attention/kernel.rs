@@ -73,7 +73,11 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
                 ratio: Some(measured.of_matmul),
                 verified: verified(&bench.check, names),
             };
-            section.add(row, json!({"area": bench.area, "threads": bench.threads, "baseline": baseline}));
+            section.add(
+                row,
+                json!({"area": bench.area, "threads": bench.threads, "baseline": baseline}),
+                &bench.check,
+            );
         }
     }
     Ok(section)

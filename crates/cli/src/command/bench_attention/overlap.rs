@@ -41,7 +41,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
     for start in StartOrder::ALL {
         let policy = OverlapPolicy { start, sm_margin: 0 };
         let run = case.run(policy, Some(link))?;
-        let check = compare_with_reference(case.spec.dtype, &reference, None, &run.outputs);
+        let check = compare_with_reference(case.spec.dtype, &reference, &[], &run.outputs);
         all.push(Measured { policy, check, forward: Samples::default(), backward: Samples::default() });
     }
     // In turns, so that all meet the same disturbance by other programs.
@@ -157,7 +157,7 @@ impl Case {
             "total_over_sum": proof.over_sum(),
             "overlap_efficiency": median(&samples.efficiency),
         });
-        section.add(row, detail);
+        section.add(row, detail, &measured.check);
     }
 
     fn run(&self, policy: OverlapPolicy, slow_link: Option<SlowLink>) -> Result<AttentionRun, CliError> {
