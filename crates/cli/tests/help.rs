@@ -5,7 +5,7 @@ mod support;
 use support::Folder;
 
 const LEVELS: [&str; 9] =
-    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "selftest", "doctor"];
+    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "bench group-cast", "bench group-reduce", "selftest", "doctor"];
 
 #[test]
 fn every_level_has_examples() {
