@@ -28,6 +28,8 @@ pub struct Arch {
 impl Arch {
     /// Hopper with wgmma, TMA and `setmaxnreg`.
     pub const SM_90A: Self = Self { capability: Capability { major: 9, minor: 0 }, specific: true };
+    /// Hopper without them, for the portable kernels.
+    pub const SM_90: Self = Self { capability: Capability { major: 9, minor: 0 }, specific: false };
     /// Ampere, and by binary compatibility every 8.x: mma.sync and cp.async.
     pub const SM_80: Self = Self { capability: Capability { major: 8, minor: 0 }, specific: false };
 

@@ -98,7 +98,7 @@ fn matmul_flops_per_second<T: Element>(threads: &ThreadPool) -> f64 {
             b_columns: SIZE,
             out: &mut out,
             n: SIZE,
-            out_rows: &[0..SIZE],
+            out_rows: &[Range::new(0, SIZE)],
             bias: None,
             accumulate: Accumulate::Start,
         };

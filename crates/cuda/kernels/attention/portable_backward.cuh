@@ -163,15 +163,12 @@ struct PortableBackward {
 
   // Writes a patch of scores as elements.
   __device__ __forceinline__ void store_patch(u32 to, const Patch& patch) const {
-    const u32 base = to - keys + C::Scores::offset(C::ScoreWarps::down(warp) * C::kScoreRows + lane / 4,
-                                                   C::ScoreWarps::across(warp) * C::kScoreColumns + 2 * (lane % 4));
+    const PatchStore<typename C::Scores> place(to, C::ScoreWarps::down(warp) * C::kScoreRows,
+                                               C::ScoreWarps::across(warp) * C::kScoreColumns, lane);
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
-        *reinterpret_cast<u32*>(shared + C::Scores::move(base, 16 * m + j % 2 * 8, j / 2)) =
-            pack(patch[m][2 * j], patch[m][2 * j + 1]);
-      }
+      for (u32 n = 0; n < C::kScoreColumns / 16; ++n) place.store(&patch[m][8 * n], m, n);
     }
   }
 
@@ -179,6 +176,16 @@ struct PortableBackward {
   __device__ __forceinline__ float statistic(u32 stage, u32 which, u32 m, u32 i) const {
     const u32 row = C::ScoreWarps::down(warp) * C::kScoreRows + 16 * m + 8 * i + lane / 4;
     return *reinterpret_cast<const float*>(shared + (stage_statistics(stage) - keys) + 4 * (which * C::kBlock + row));
+  }
+
+  // A score's weight; `offset` is minus its row's log-sum-exp, base 2.
+  __device__ __forceinline__ float weight(float score, float offset) const {
+    return exp2_fast(fmaf(score, arguments.scale_log2, offset));
+  }
+  // tanh(x) = 1 - 2 / (1 + e^2x): its error is absolute, like the score's.
+  __device__ __forceinline__ float cap(float score) const {
+    const float double_log2 = 2.0f * kLog2E * arguments.softcap_scale;
+    return fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(score * double_log2)), 1.0f);
   }
 
   // Computes this warp's patch of the weights and of their gradients and leaves both in shared memory.
@@ -197,29 +204,40 @@ struct PortableBackward {
     multiply<C::kHeadDim / 16, kRowTiles, C::kScoreColumns>(
         p, OperandA<typename C::Queries, Lie::kAlong>(stage_queries(stage), q_row, lane),
         OperandB<typename C::Keys, Lie::kAlong>(keys, k_row, lane));
-    multiply<C::kHeadDimV / 16, kRowTiles, C::kScoreColumns>(
-        ds, OperandA<typename C::Outputs, Lie::kAlong>(stage_outputs(stage), q_row, lane),
-        OperandB<typename C::Values, Lie::kAlong>(values, k_row, lane));
+    float offset[kRowTiles][2];
 #pragma unroll
     for (u32 m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
-        const float lse = statistic(stage, 0, m, i), delta = statistic(stage, 1, m, i);
-        // A row that saw nothing has no weights.
-        const float offset = lse == minus_infinity() ? minus_infinity() : -lse * kLog2E;
+        // Infinite for a row that saw nothing, all of whose weights are masked below.
+        offset[m][i] = -kLog2E * statistic(stage, 0, m, i);
+      }
+    }
+    // Exponentials run under the second product, some after each of its steps. With a softcap they are those of tanh.
+    constexpr u32 kSteps = C::kHeadDimV / 16, kColumnValues = C::kScoreColumns / 2, kValues = kRowTiles * kColumnValues;
+    const auto exponentiate = [&](u32 step) {
+#pragma unroll
+      for (u32 value = step * kValues / kSteps; value < (step + 1) * kValues / kSteps; ++value) {
+        const u32 m = value / kColumnValues, at = value % kColumnValues;
+        p[m][at] = C::kSoftcap ? cap(p[m][at]) : weight(p[m][at], offset[m][at / 2 % 2]);
+      }
+    };
+    multiply<kSteps, kRowTiles, C::kScoreColumns>(
+        ds, OperandA<typename C::Outputs, Lie::kAlong>(stage_outputs(stage), q_row, lane),
+        OperandB<typename C::Values, Lie::kAlong>(values, k_row, lane), exponentiate);
+#pragma unroll
+    for (u32 m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const float delta = statistic(stage, 1, m, i);
 #pragma unroll
         for (u32 j = 0; j < C::kScoreColumns / 4; ++j) {
           const u32 at = j / 2 * 4 + 2 * i + j % 2;
-          float score = p[m][at];
+          ds[m][at] -= delta;
           if constexpr (C::kSoftcap) {
-            // tanh(x) = 1 - 2 / (1 + e^2x): its error is absolute, like the score's.
-            const float double_log2 = 2.0f * kLog2E * arguments.softcap_scale;
-            score = fmaf(-2.0f, reciprocal_fast(1.0f + exp2_fast(score * double_log2)), 1.0f);
-            ds[m][at] = (ds[m][at] - delta) * (1.0f - score * score);
-          } else {
-            ds[m][at] -= delta;
+            ds[m][at] *= 1.0f - p[m][at] * p[m][at];
+            p[m][at] = weight(p[m][at], offset[m][i]);
           }
-          p[m][at] = exp2_fast(fmaf(score, arguments.scale_log2, offset));
         }
       }
     }
@@ -250,6 +268,7 @@ struct PortableBackward {
   // Where a patch of dq goes: its rows and columns from this thread's first on, as far as there are any.
   struct QueryPlace {
     float* to;
+    u32 step;  // from a row to the 8th after it
     i32 rows;
     i32 columns;
   };
@@ -258,15 +277,16 @@ struct PortableBackward {
     const u32 token = cursor.blocks.start + C::QueryWarps::down(warp) * C::kQueryPatchRows + lane / 4;
     const u32 column = 16 * C::QueryWarps::across(warp) + 8 * (lane % 2) + 4 * (lane / 2 % 2);
     const u64 place = u64(token) * arguments.heads_q + cursor.head;
-    return {arguments.dq + (place * arguments.head_dim + column), block_end(cursor) - i32(token),
-            i32(arguments.head_dim) - i32(column)};
+    return {arguments.dq + (place * arguments.head_dim + column), 8 * arguments.heads_q * arguments.head_dim,
+            block_end(cursor) - i32(token), i32(arguments.head_dim) - i32(column)};
   }
 
   // Adds one part of 8 rows and 16 columns of a patch to global memory. Threads exchange pairs first: an even one takes the four
   // columns that it shares with its neighbour in the left half, an odd one those in the right half.
   static constexpr u32 kParts = kQueryRowTiles * 2 * (C::kQueryPatchColumns / 16);
   __device__ __forceinline__ void add_part(const QueryPatch& dq, const QueryPlace& place, u32 part) const {
-    const u32 m = part % kQueryRowTiles, i = part / kQueryRowTiles % 2, n = part / kQueryRowTiles / 2;
+    constexpr u32 kAcross = C::kQueryPatchColumns / 16;
+    const u32 n = part % kAcross, i = part / kAcross % 2, m = part / kAcross / 2;
     const bool odd = lane % 2;
     const float* left = &dq[m][8 * n + 2 * i];
     const float* right = left + 4;
@@ -277,7 +297,7 @@ struct PortableBackward {
     const float own[2] = {arguments.scale * kept[0], arguments.scale * kept[1]};
     const u32 row = 16 * m + 8 * i, column = 16 * n * C::QueryWarps::kAcross;
     if (i32(row) >= place.rows || i32(column) >= place.columns) return;
-    reduce_add(place.to + (u64(row) * arguments.heads_q * arguments.head_dim + column),
+    reduce_add(place.to + (u64(row / 8) * place.step + column),
                odd ? make_float4(first, second, own[0], own[1]) : make_float4(own[0], own[1], first, second));
   }
 

@@ -3,7 +3,8 @@
 // Each warp owns 16 or 32 whole query rows, so that a row's softmax stays inside a warp and weights go from accumulators to
 // the next product in registers. Keys and values have one buffer each: values arrive while scores are computed, the next
 // block's keys while weights and values are multiplied (FlashAttention 2's order, https://arxiv.org/abs/2307.08691).
-// The second CTA of a multiprocessor fills the waits. What a warp's rows see nothing of, that warp skips.
+// The second CTA of a multiprocessor fills the waits. Where heads are long, shared memory is what limits: then a warp holds its
+// queries, if registers allow. What a warp's rows see nothing of, that warp skips.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -18,13 +19,16 @@ constexpr float kMaxGrowth = 8.0f;
 // The offset of a row that has seen nothing: finite, so that no infinity meets another, and larger than any score.
 constexpr float kUnseen = 1e30f;
 
-template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, bool kSoftcapOf>
+template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, u32 kHeldColumnsOf,
+          bool kSoftcapOf>
 struct PortableForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
   static constexpr u32 kWarpRows = kWarpRowsOf;
   static constexpr u32 kWarps = kWarpsOf;
   static constexpr u32 kBlock = kBlockOf;
+  // 0, or kHeadDim: columns of its queries that a warp keeps in registers instead of reading them for every block.
+  static constexpr u32 kHeldColumns = kHeldColumnsOf;
   static constexpr bool kSoftcap = kSoftcapOf;
   static constexpr u32 kThreads = 32 * kWarps;
   static constexpr u32 kTileRows = kWarpRows * kWarps;
@@ -35,6 +39,7 @@ struct PortableForwardConfig {
   // Results leave through the queries' rows.
   using Results = SharedRows<kTileRows, kHeadDimV>;
   static_assert(kHeadDimV <= kHeadDim && kWarpRows % 16 == 0 && kBlock % 16 == 0, "shapes of mma");
+  static_assert(kHeldColumns == 0 || kHeldColumns == kHeadDim, "whole rows");
   static constexpr u32 kSharedBytes = Queries::kBytes + Keys::kBytes + Values::kBytes;
 };
 
@@ -88,6 +93,8 @@ struct PortableForward {
   // Of each row what makes its scores exponents: minus the maximum in use, base 2; and this thread's share of the sum.
   float offset[C::kRowTiles][2];
   float sum[C::kRowTiles][2];
+  // Operand A of the scores, step by step.
+  u32 held[C::kHeldColumns / 16 + 1][C::kRowTiles][4];
 
   // The tile's row of this thread's row `i` of row tile `m`.
   __device__ __forceinline__ u32 row(u32 m, u32 i) const { return warp * C::kWarpRows + 16 * m + 8 * i + lane / 4; }
@@ -126,11 +133,31 @@ struct PortableForward {
                  block.start + i32(C::kBlock));
   }
 
+  // Reads one step of this warp's queries as operand A.
+  __device__ __forceinline__ void load_step(u32 (&a)[C::kRowTiles][4], u32 kk) const {
+    const OperandA<typename C::Queries, Lie::kAlong> rows(queries, warp * C::kWarpRows, lane);
+#pragma unroll
+    for (u32 m = 0; m < C::kRowTiles; ++m) rows.load(a[m], m, kk);
+  }
+
+  __device__ __forceinline__ void hold_queries() {
+#pragma unroll
+    for (u32 kk = 0; kk < C::kHeldColumns / 16; ++kk) load_step(held[kk], kk);
+  }
+
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
     clear(scores);
-    multiply<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
-        scores, OperandA<typename C::Queries, Lie::kAlong>(queries, warp * C::kWarpRows, lane),
-        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane));
+    multiply_by<C::kHeadDim / 16, C::kRowTiles, C::kBlock>(
+        scores,
+        [&](u32(&a)[C::kRowTiles][4], u32 kk) {
+          if constexpr (C::kHeldColumns == 0) {
+            load_step(a, kk);
+          } else {
+#pragma unroll
+            for (u32 w = 0; w < 4 * C::kRowTiles; ++w) a[w / 4][w % 4] = held[kk][w / 4][w % 4];
+          }
+        },
+        OperandB<typename C::Keys, Lie::kAlong>(keys, 0, lane), [](u32) {});
   }
 
   __device__ __forceinline__ void cap_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {
@@ -351,10 +378,14 @@ struct PortableForward {
     if (!cursor.done()) load_keys(cursor);
     cp_async_commit();
     begin_rows();
-    if (arguments.negate != 0) {
+    if (C::kHeldColumns != 0 || arguments.negate != 0) {
       cp_async_wait<0>();
       __syncthreads();
-      negate_queries();
+      if (arguments.negate != 0) {
+        negate_queries();
+        __syncthreads();
+      }
+      hold_queries();
     }
     while (!cursor.done()) {
       const BlockCursor block = cursor;

@@ -3,7 +3,7 @@
 
 #include "attention/tile_schedule.cuh"
 #include "ptx/cp_async.cuh"
-#include "ptx/mbarrier.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 
 namespace counterpoint {
@@ -102,6 +102,32 @@ struct OperandB {
     } else {
       ldmatrix_x4_transposed(b, Rows::move(base, 16 * kk, 2 * kShares * n));
     }
+  }
+};
+
+// Where a warp's patch of a product goes as elements; its corner is at a row and column of `Rows`, both multiples of 16.
+template <typename Rows>
+struct PatchStore {
+  u32 base;
+  __device__ __forceinline__ PatchStore(u32 shared, u32 row, u32 column, u32 lane)
+#if __CUDA_ARCH__ >= 900
+      : base(shared + Rows::lane_by_rows(row, column, lane)) {
+#else
+      : base(shared + Rows::offset(row + lane / 4, column + 2 * (lane % 4))) {
+#endif
+  }
+  // Row tile `m`, columns from 16 * n on: `d` are the accumulators of two neighbouring D.
+  __device__ __forceinline__ void store(const float* d, u32 m, u32 n) const {
+    const u32 pairs[4] = {pack(d[0], d[1]), pack(d[2], d[3]), pack(d[4], d[5]), pack(d[6], d[7])};
+#if __CUDA_ARCH__ >= 900
+    store_matrix_x4(Rows::move(base, 16 * m, 2 * n), pairs);
+#else
+#pragma unroll
+    for (u32 w = 0; w < 4; ++w) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(Rows::move(base, 16 * m + w % 2 * 8, 2 * n + w / 2)), "r"(pairs[w])
+                   : "memory");
+    }
+#endif
   }
 };
 

@@ -54,7 +54,7 @@ pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
-pub use specialisation::{MatrixUnit, Specialisation, specialisations};
+pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

@@ -3,7 +3,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_backward_query::PortableBackwardQuery;
-use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::portable_shape::{Traits, check, grid, padded_dims, specialisations_of};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -93,14 +93,17 @@ impl Shape {
         };
         // From the most to the least shared memory: 227 KB on compute capability 9.0, 163 KB on 8.0, 99 KB on 8.6 and 8.9.
         let shapes: &[Self] = match head_dim {
-            64 => {
-                &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
-            }
+            // 128 queries for 64: larger patches of dq read less shared memory.
+            64 => &[
+                shape(128, 128, 2, [2, 4], [4, 2], [4, 2], 1),
+                shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1),
+                shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1),
+            ],
             96 => {
                 &[shape(128, 64, 2, [2, 4], [4, 2], [4, 2], 1), shape(64, 64, 2, [2, 2], [2, 2], [2, 2], 1)]
             }
             128 => {
-                &[shape(128, 64, 2, [2, 4], [4, 2], [2, 4], 1), shape(64, 64, 1, [2, 2], [2, 2], [2, 2], 1)]
+                &[shape(128, 64, 2, [2, 4], [4, 2], [2, 4], 1), shape(64, 64, 1, [2, 4], [2, 4], [2, 4], 1)]
             }
             192 => &[
                 shape(64, 64, 2, [4, 2], [2, 4], [2, 4], 1),
@@ -178,7 +181,7 @@ impl PortableBackward {
         let shared_bytes = device.properties().shared_bytes_per_block;
         let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
         let Choice { shape, .. } = choice;
-        let function = device.function(&choice.source(device.arch()))?;
+        let function = device.function(&choice.source(Arch::portable(device.capability())))?;
 
         let config =
             TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
@@ -253,14 +256,11 @@ impl PortableBackward {
     }
 }
 
-/// For every head, element type, softcap and size of shared memory.
+/// For every head, element type, softcap and kind of GPU.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
-    choices.dedup();
-    let one = |choice: Choice| {
-        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
-    };
-    choices.into_iter().map(one).collect()
+    specialisations_of(Choice::of, |choice, arch| {
+        (choice.source(arch), choice.shape.threads(), choice.shape.ctas)
+    })
 }
 
 /// What host and kernel share.
@@ -296,11 +296,12 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::portable_shape::every_traits;
     use super::*;
 
     #[test]
     fn every_shape_fits_its_device() {
-        for traits in every_traits() {
+        for (_, traits) in every_traits() {
             let Choice { shape, .. } = Choice::of(traits);
             assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
         }

@@ -2,7 +2,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{Traits, every_traits, grid, padded_dims, specialisation};
+use super::portable_shape::{Traits, grid, padded_dims, specialisations_of};
 use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -105,7 +105,7 @@ impl PortableBackwardQuery {
         let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shared_bytes = device.properties().shared_bytes_per_block;
         let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
-        let function = device.function(&choice.source(device.arch()))?;
+        let function = device.function(&choice.source(Arch::portable(device.capability())))?;
         let config =
             TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);
         let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
@@ -159,12 +159,9 @@ impl PortableBackwardQuery {
     }
 }
 
-/// For every head, element type and softcap.
+/// For every head, element type, softcap and kind of GPU.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
-    choices.dedup();
-    let one = |choice: Choice| specialisation(choice.source(Arch::SM_80), THREADS, choice.ctas);
-    choices.into_iter().map(one).collect()
+    specialisations_of(Choice::of, |choice, arch| (choice.source(arch), THREADS, choice.ctas))
 }
 
 /// What host and kernel share.
@@ -198,11 +195,12 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::portable_shape::every_traits;
     use super::*;
 
     #[test]
     fn every_shape_fits_its_device() {
-        for traits in every_traits() {
+        for (_, traits) in every_traits() {
             let choice = Choice::of(traits);
             assert!(choice.shared_bytes() as usize <= traits.3, "{choice:?} for {traits:?}");
         }

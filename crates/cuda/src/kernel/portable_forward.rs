@@ -2,7 +2,7 @@ use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{Traits, check, every_traits, grid, padded_dims, specialisation};
+use super::portable_shape::{Traits, check, fits, grid, padded_dims, specialisations_of};
 use super::{
     AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
     Specialisation, StateTensors,
@@ -27,7 +27,8 @@ struct Choice {
     softcap: bool,
 }
 
-/// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor.
+/// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor. Its
+/// warps keep `held_columns` columns of their queries in registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
     head_dim: u32,
@@ -35,6 +36,7 @@ struct Shape {
     warp_rows: u32,
     warps: u32,
     block: u32,
+    held_columns: u32,
     ctas: u32,
 }
 
@@ -74,17 +76,27 @@ struct PortableForwardArguments {
 impl Shape {
     /// The shape for padded dimensions on a device whose CTAs have at most `shared_bytes` of shared memory.
     fn of((head_dim, head_dim_v): (u32, u32), softcap: bool, shared_bytes: usize) -> Self {
-        let shape =
-            |warp_rows, warps, block, ctas| Self { head_dim, head_dim_v, warp_rows, warps, block, ctas };
-        // 32 rows a warp halve the reads of shared memory, as long as their accumulators find room.
-        let large = match head_dim {
-            // A softcap takes registers that 64 keys leave none of.
-            128 if softcap => shape(32, 4, 48, 2),
-            ..=128 => shape(32, 4, 64, 2),
-            _ => shape(16, 8, 64, 1),
+        let shape = |warp_rows, warps, block, held_columns, ctas| Self {
+            head_dim,
+            head_dim_v,
+            warp_rows,
+            warps,
+            block,
+            held_columns,
+            ctas,
         };
-        // Chips with 99 KB.
-        if large.shared_bytes() as usize <= shared_bytes { large } else { shape(16, 4, 32, 1) }
+        // A softcap takes registers that 64 keys leave none of.
+        let block = if softcap && head_dim_v == 128 { 48 } else { 64 };
+        // 32 rows a warp halve the reads of shared memory, as long as their accumulators find room. Two CTAs wait at different
+        // times; where only one finds room, it is one of twice the warps.
+        let shapes: &[Self] = match (head_dim, head_dim_v) {
+            (..=128, _) => &[shape(32, 4, block, 0, 2)],
+            (192, 128) => &[shape(32, 4, block, 0, 2), shape(16, 8, 64, 192, 1)],
+            (192, _) => &[shape(16, 4, 64, 0, 2), shape(16, 8, 64, 192, 1)],
+            _ => &[shape(16, 4, 64, 0, 2), shape(16, 8, 64, 0, 1), shape(16, 4, 32, 0, 1)],
+        };
+        let fits = |shape: &&Self| fits(shape.shared_bytes(), shape.ctas, shared_bytes);
+        *shapes.iter().find(fits).unwrap_or(&shapes[shapes.len() - 1])
     }
 
     const fn tile_rows(self) -> u32 {
@@ -108,7 +120,7 @@ impl Choice {
 
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap } = self;
-        let Shape { head_dim, head_dim_v, warp_rows, warps, block, ctas } = shape;
+        let Shape { head_dim, head_dim_v, warp_rows, warps, block, held_columns, ctas } = shape;
         let cap = if softcap { "_softcap" } else { "" };
         let tile_rows = shape.tile_rows();
         let name =
@@ -119,7 +131,7 @@ impl Choice {
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
-                 {softcap}>;"
+                 {held_columns}, {softcap}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -150,7 +162,7 @@ impl PortableForward {
             ForwardModeEnd::State => 0,
             ForwardModeEnd::Result { seqlen_sink } => seqlen_sink,
         };
-        let function = device.function(&choice.source(device.arch()))?;
+        let function = device.function(&choice.source(Arch::portable(device.capability())))?;
 
         let config =
             TileScheduleConfig::new(TileDirection::Forward, shape.tile_rows() as usize, shape.block as usize);
@@ -238,14 +250,11 @@ impl PortableForward {
     }
 }
 
-/// For every head, element type, softcap and size of shared memory.
+/// For every head, element type, softcap and kind of GPU.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    let mut choices: Vec<_> = every_traits().into_iter().map(Choice::of).collect();
-    choices.dedup();
-    let one = |choice: Choice| {
-        specialisation(choice.source(Arch::SM_80), choice.shape.threads(), choice.shape.ctas)
-    };
-    choices.into_iter().map(one).collect()
+    specialisations_of(Choice::of, |choice, arch| {
+        (choice.source(arch), choice.shape.threads(), choice.shape.ctas)
+    })
 }
 
 /// What host and kernel share.
@@ -286,11 +295,12 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::portable_shape::every_traits;
     use super::*;
 
     #[test]
     fn every_shape_fits_its_device() {
-        for traits in every_traits() {
+        for (_, traits) in every_traits() {
             let Choice { shape, .. } = Choice::of(traits);
             assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
         }

@@ -1,36 +1,51 @@
 use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
-use crate::KernelSource;
+use crate::{Arch, KernelSource};
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
 const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
 
-/// Shared memory of a CTA in bytes on compute capability 9.0 and 10.0, 8.0, and all others.
-const SHARED_BYTES: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
+/// The kinds of GPUs that the kernels are made for: what they are compiled for, and shared memory of a CTA in bytes. Those are
+/// compute capability 8.0, all other 8.x, and 9.0; newer ones compile what the list of one of them has.
+const TARGETS: [(Arch, usize); 3] =
+    [(Arch::SM_80, 163 << 10), (Arch::SM_80, 99 << 10), (Arch::SM_90, 227 << 10)];
 
 /// Heads, element type, softcap and shared memory of a CTA: what the kernels are chosen by.
 pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
 
-/// Every combination. Those that differ in shared memory alone follow each other.
-pub(super) fn every_traits() -> Vec<Traits> {
+/// Every combination with what it is compiled for. Those that differ in shared memory alone follow each other.
+pub(super) fn every_traits() -> Vec<(Arch, Traits)> {
     let dims = HEAD_DIMS.into_iter().map(|dim| (dim, dim)).chain([(192, 128)]);
     let mut all = Vec::new();
     for dims in dims {
         for element in ElementType::ALL {
             for softcap in [false, true] {
-                all.extend(SHARED_BYTES.map(|bytes| (dims, element, softcap, bytes)));
+                all.extend(TARGETS.map(|(arch, bytes)| (arch, (dims, element, softcap, bytes))));
             }
         }
     }
     all
 }
 
-/// What the machine code of a kernel must be like of whose CTAs a multiprocessor holds `ctas` of `threads` threads.
-pub(super) fn specialisation(source: KernelSource, threads: u32, ctas: u32) -> Specialisation {
-    Specialisation {
-        source,
-        matrix_unit: MatrixUnit::Warp,
-        register_limit: (65536 / (threads * ctas)).min(255),
-    }
+/// What ships of a kernel: each choice that `of` makes, for the GPUs that make it. `source` gives a choice's source, the
+/// threads of its CTA, and how many CTAs a multiprocessor holds.
+pub(super) fn specialisations_of<Choice: PartialEq + Copy>(
+    of: impl Fn(Traits) -> Choice,
+    source: impl Fn(Choice, Arch) -> (KernelSource, u32, u32),
+) -> Vec<Specialisation> {
+    let mut choices: Vec<_> = every_traits().into_iter().map(|(arch, traits)| (arch, of(traits))).collect();
+    choices.dedup();
+    let one = |(arch, choice)| {
+        let (source, threads, ctas) = source(choice, arch);
+        let register_limit = (65536 / (threads * ctas)).min(255);
+        Specialisation { source, matrix_unit: MatrixUnit::Warp, register_limit }
+    };
+    choices.into_iter().map(one).collect()
+}
+
+/// Whether a multiprocessor whose CTAs have at most `limit` bytes of shared memory holds `ctas` of `shared_bytes` each.
+/// The system takes 1 KB of every CTA's.
+pub(super) const fn fits(shared_bytes: u32, ctas: u32, limit: usize) -> bool {
+    (shared_bytes as usize + 1024) * ctas as usize <= limit + 1024
 }
 
 /// The padded dimensions (of q and k, of v) of a kernel for these heads, or why there is none.
@@ -90,6 +105,12 @@ mod tests {
         assert_eq!(padded_dims(200, 256), Ok((256, 256)));
         assert!(padded_dims(100, 64).unwrap_err().starts_with("head_dim is 100"));
         assert!(padded_dims(64, 264).unwrap_err().starts_with("head_dim_v is 264"));
+    }
+
+    #[test]
+    fn multiprocessors_hold_what_fits() {
+        assert!(fits(227 << 10, 1, 227 << 10) && !fits((227 << 10) + 1, 1, 227 << 10));
+        assert!(fits(113 << 10, 2, 227 << 10) && !fits((113 << 10) + 1, 2, 227 << 10));
     }
 
     #[test]

@@ -2,14 +2,19 @@ use bytemuck::{NoUninit, Zeroable};
 use counterpoint_mask::Range;
 
 use super::scalar::Scalar;
-use super::{MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
+use super::{MatrixUnit, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 const THREADS: u32 = 256;
+/// Blocks that a multiprocessor holds: of the copy of aligned rows, which are all that it can, and of others.
+const BLOCKS: u32 = 8;
+const BLOCKS_UNALIGNED: u32 = 4;
 /// Pointers of one launch (`kRowCopySources`, `kRowCopyTargets`).
 const SOURCES: usize = 240;
 const TARGETS: usize = 16;
+/// Bytes that the kernel for aligned rows copies at once.
+const WORD: u64 = 16;
 /// Bytes that a warp copies at most before it looks for more, and at least unless there are no more.
 const MOST_BYTES: u64 = 16 << 10;
 const LEAST_BYTES: u64 = 2 << 10;
@@ -53,6 +58,26 @@ enum Mode {
     Rounded(Scalar, Scalar),
 }
 
+/// A kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    /// For multiples of 16 bytes.
+    Aligned,
+    /// For all others.
+    Unaligned,
+    Rounded(Scalar, Scalar),
+}
+
+impl Mode {
+    /// The kernels for it.
+    fn entries(self) -> Vec<Entry> {
+        match self {
+            Self::Plain => vec![Entry::Aligned, Entry::Unaligned],
+            Self::Rounded(scalar, wire) => vec![Entry::Rounded(scalar, wire)],
+        }
+    }
+}
+
 /// Ranges of rows of many tensors copied to ranges of rows of others, prepared to run many times: the list of pieces is on
 /// the device, and only the tensors' addresses are given anew.
 #[derive(Debug)]
@@ -64,8 +89,7 @@ pub struct RowCopy {
 /// One launch: some tensors of some peers.
 #[derive(Debug)]
 struct Part {
-    function: Function,
-    mode: Mode,
+    kernel: Kernel,
     tensors: Vec<usize>,
     peers: Vec<usize>,
     pieces: DeviceBuffer,
@@ -74,6 +98,17 @@ struct Part {
     piece_bytes: u64,
     /// All row lengths, in bytes, one or-ed into the other.
     row_bytes: u64,
+}
+
+/// What copies a part.
+#[derive(Clone, Debug)]
+enum Kernel {
+    /// Which of the two depends on the tensors' addresses.
+    Plain {
+        aligned: Function,
+        unaligned: Function,
+    },
+    Rounded(Function),
 }
 
 /// `RowCopyTensors` of the kernel.
@@ -101,7 +136,9 @@ impl RowCopy {
     /// # Errors
     /// When one cannot be compiled or loaded.
     pub fn load(device: &Device, tensors: &[RowCopyTensor]) -> Result<(), CudaError> {
-        let sources: Vec<_> = tensors.iter().map(|tensor| source(device.arch(), tensor.mode())).collect();
+        let arch = device.arch();
+        let entries = tensors.iter().flat_map(|tensor| tensor.mode().entries());
+        let sources: Vec<_> = entries.map(|entry| source(arch, entry)).collect();
         device.functions(&sources).map(|_| ())
     }
 
@@ -119,7 +156,14 @@ impl RowCopy {
         peers.dedup();
         let mut launches = Vec::new();
         for mode in modes {
-            let function = device.function(&source(device.arch(), mode))?;
+            let function = |entry| device.function(&source(device.arch(), entry));
+            let kernel = match mode {
+                Mode::Plain => Kernel::Plain {
+                    aligned: function(Entry::Aligned)?,
+                    unaligned: function(Entry::Unaligned)?,
+                },
+                Mode::Rounded(scalar, wire) => Kernel::Rounded(function(Entry::Rounded(scalar, wire))?),
+            };
             let indices: Vec<usize> = (0..tensors.len()).filter(|&i| tensors[i].mode() == mode).collect();
             for tensor_group in indices.chunks(TARGETS) {
                 for peer_group in peers.chunks(SOURCES / tensor_group.len()) {
@@ -129,8 +173,7 @@ impl RowCopy {
                     }
                     let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.bytes)).sum();
                     launches.push(Part {
-                        function: function.clone(),
-                        mode,
+                        kernel: kernel.clone(),
                         tensors: tensor_group.to_vec(),
                         peers: peer_group.to_vec(),
                         count: pieces.len() as u32,
@@ -160,7 +203,7 @@ impl RowCopy {
     ) -> Result<(), CudaError> {
         for part in &self.launches {
             let mut tensors = RowCopyTensors { sources: [0; SOURCES], targets: [0; TARGETS] };
-            let mut alignment = part.row_bytes | 16;
+            let mut alignment = part.row_bytes;
             for (slot, &tensor) in part.tensors.iter().enumerate() {
                 tensors.targets[slot] = targets[tensor];
                 alignment |= targets[tensor];
@@ -170,22 +213,28 @@ impl RowCopy {
                     alignment |= address;
                 }
             }
-            let alignment = 1u32 << alignment.trailing_zeros();
-            let lanes = match part.mode {
-                Mode::Plain => lanes_of(part.piece_bytes, u64::from(alignment)),
-                Mode::Rounded(..) => 32,
+            let (list, count) = (part.pieces.address(), part.count);
+            let launch = |per_block: u32, per_multiprocessor: u32| {
+                let most = self.sm_count.max(1) * per_multiprocessor;
+                Launch::linear(count.div_ceil(per_block).clamp(1, most), THREADS)
             };
-            let blocks = blocks_of(u64::from(part.count).div_ceil(u64::from(THREADS / lanes)), self.sm_count);
-            let launch = Launch::linear(blocks, THREADS);
-            let list = part.pieces.address();
             // SAFETY: the arguments are those of the kernels in `source`, the list lives as long as this value, whose memory
             // is freed only after what is enqueued; the rest is the caller's promise.
             unsafe {
-                match part.mode {
-                    Mode::Plain => {
-                        part.function.launch(stream, &launch, &(tensors, list, part.count, alignment, lanes))
+                match &part.kernel {
+                    Kernel::Plain { aligned, .. } if alignment.is_multiple_of(WORD) => {
+                        let lanes = lanes_of(part.piece_bytes);
+                        let launch = launch(THREADS / lanes, BLOCKS);
+                        aligned.launch(stream, &launch, &(tensors, list, count, lanes))
                     }
-                    Mode::Rounded(..) => part.function.launch(stream, &launch, &(tensors, list, part.count)),
+                    Kernel::Plain { unaligned, .. } => unaligned.launch(
+                        stream,
+                        &launch(THREADS / 32, BLOCKS_UNALIGNED),
+                        &(tensors, list, count),
+                    ),
+                    Kernel::Rounded(rounded) => {
+                        rounded.launch(stream, &launch(THREADS / 32, BLOCKS), &(tensors, list, count))
+                    }
                 }
             }?;
         }
@@ -193,9 +242,9 @@ impl RowCopy {
     }
 }
 
-/// Lanes of a piece: each has at least two words to load at once.
-fn lanes_of(piece_bytes: u64, alignment: u64) -> u32 {
-    [32, 16, 8].into_iter().find(|&lanes| piece_bytes >= 2 * u64::from(lanes) * alignment).unwrap_or(4)
+/// Lanes of a piece: one for each of its words, as far as a power of two up to a warp can be.
+fn lanes_of(piece_bytes: u64) -> u32 {
+    (piece_bytes / WORD).clamp(4, 32).next_power_of_two() as u32
 }
 
 /// The moves of some peers for some tensors, cut into what a warp copies.
@@ -239,43 +288,44 @@ fn pieces(
     pieces
 }
 
-fn source(arch: Arch, mode: Mode) -> KernelSource {
-    let name = match mode {
-        Mode::Plain => "row_copy".to_owned(),
-        Mode::Rounded(scalar, wire) => format!("row_copy_{}_through_{}", scalar.name(), wire.name()),
+fn source(arch: Arch, entry: Entry) -> KernelSource {
+    let (name, blocks, lanes, call) = match entry {
+        Entry::Aligned => {
+            ("row_copy".to_owned(), BLOCKS, true, "row_copy(tensors, pieces, count, lanes)".to_owned())
+        }
+        Entry::Unaligned => {
+            let call = "row_copy_unaligned(tensors, pieces, count)";
+            ("row_copy_unaligned".to_owned(), BLOCKS_UNALIGNED, false, call.to_owned())
+        }
+        Entry::Rounded(scalar, wire) => {
+            let name = format!("row_copy_{}_through_{}", scalar.name(), wire.name());
+            let call = format!("row_copy_rounded<{}, {}>(tensors, pieces, count)", scalar.cpp(), wire.cpp());
+            (name, BLOCKS, false, call)
+        }
     };
-    let start = KernelSource::new(&name, arch)
+    let lanes = if lanes { ", u32 lanes" } else { "" };
+    KernelSource::new(&name, arch)
         .line("#include \"row_copy.cuh\"")
         .line("using namespace counterpoint;")
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, {blocks})"))
         .line(format_args!(
             "{name}(const __grid_constant__ RowCopyTensors tensors, const RowCopyPiece* pieces,"
-        ));
-    match mode {
-        Mode::Plain => start
-            .line("    u32 count, u32 alignment, u32 lanes) {")
-            .line("  counterpoint::row_copy(tensors, pieces, count, alignment, lanes);")
-            .line("}"),
-        Mode::Rounded(scalar, wire) => start
-            .line("    u32 count) {")
-            .line(format_args!(
-                "  counterpoint::row_copy_rounded<{}, {}>(tensors, pieces, count);",
-                scalar.cpp(),
-                wire.cpp()
-            ))
-            .line("}"),
-    }
+        ))
+        .line(format_args!("    u32 count{lanes}) {{"))
+        .line(format_args!("  counterpoint::{call};"))
+        .line("}")
 }
 
 /// Plain, and every rounding that there is.
 pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
     let types = Scalar::ALL.into_iter().flat_map(|a| Scalar::ALL.into_iter().map(move |b| (a, b)));
     let rounded = types.filter(|(scalar, wire)| !scalar.survives(*wire));
-    [Mode::Plain]
+    Mode::Plain
+        .entries()
         .into_iter()
-        .chain(rounded.map(|(scalar, wire)| Mode::Rounded(scalar, wire)))
-        .map(|mode| Specialisation {
-            source: source(arch, mode),
+        .chain(rounded.map(|(scalar, wire)| Entry::Rounded(scalar, wire)))
+        .map(|entry| Specialisation {
+            source: source(arch, entry),
             matrix_unit: MatrixUnit::None,
             register_limit: 64,
         })

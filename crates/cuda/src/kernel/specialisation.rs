@@ -53,3 +53,51 @@ pub fn specialisations() -> Vec<Specialisation> {
         [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
     helpers.flatten().chain(attention.into_iter().chain(links).flatten()).collect()
 }
+
+/// Those that a GPU whose kernels are compiled for `arch` takes, for it. What is not listed for it is listed for the least
+/// architecture that runs it.
+pub fn specialisations_for(arch: Arch) -> Vec<Specialisation> {
+    let all = specialisations();
+    let listed = |unit: MatrixUnit| {
+        all.iter().any(|kernel| kernel.matrix_unit == unit && kernel.source.arch() == arch)
+    };
+    let (helpers, portable) = (listed(MatrixUnit::None), listed(MatrixUnit::Warp) || arch.is_hopper());
+    let takes = |kernel: &Specialisation| {
+        let own = match kernel.matrix_unit {
+            MatrixUnit::None => helpers,
+            MatrixUnit::Warp => portable,
+            MatrixUnit::Warpgroup => true,
+        };
+        kernel.source.arch() == if own { arch } else { Arch::SM_80 }
+    };
+    let kernels: Vec<_> = all.iter().filter(|kernel| takes(kernel)).cloned().collect();
+    let retarget = |kernel: Specialisation| Specialisation { source: kernel.source.for_arch(arch), ..kernel };
+    kernels.into_iter().map(retarget).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Capability;
+
+    #[test]
+    fn every_gpu_has_all_kinds() {
+        for (major, minor, warpgroup) in
+            [(8, 0, false), (8, 9, false), (9, 0, true), (10, 0, false), (12, 0, false)]
+        {
+            let capability = Capability { major, minor };
+            for (arch, warpgroup) in [(Arch::of(capability), warpgroup), (Arch::portable(capability), false)]
+            {
+                let kernels = specialisations_for(arch);
+                assert!(kernels.iter().all(|kernel| kernel.source.arch() == arch));
+                let has = |unit| kernels.iter().any(|kernel| kernel.matrix_unit == unit);
+                assert!(has(MatrixUnit::None));
+                assert_eq!(
+                    (has(MatrixUnit::Warpgroup), has(MatrixUnit::Warp)),
+                    (warpgroup, !warpgroup),
+                    "{arch}"
+                );
+            }
+        }
+    }
+}

@@ -2,10 +2,8 @@ use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention_on};
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 
-use crate::kernel::specialisations;
-use crate::{
-    Arch, CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind,
-};
+use crate::kernel::specialisations_for;
+use crate::{CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind};
 
 /// The first GPU of this machine, on which all ranks of a run live, or all its GPUs.
 #[derive(Clone, Debug)]
@@ -47,11 +45,8 @@ impl CudaSubject {
     /// for its kernel alone. A kernel that cannot be loaded is a failed check.
     pub fn load_all(&self) -> Vec<SelfCheck> {
         let arch = self.gpu().arch();
-        // Portable kernels are listed for the least architecture that runs them.
-        let listed = if arch.is_hopper() { arch } else { Arch::SM_80 };
-        let sources = specialisations().into_iter().map(|kernel| kernel.source);
         let sources: Vec<KernelSource> =
-            sources.filter(|source| source.arch() == listed).map(|source| source.for_arch(arch)).collect();
+            specialisations_for(arch).into_iter().map(|kernel| kernel.source).collect();
         // At the same time first; where that fails, one by one says which.
         let _ = self.gpu().functions(&sources);
         let load = |source: &KernelSource| {

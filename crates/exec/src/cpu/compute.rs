@@ -194,7 +194,6 @@ where
     let bias = op.bias.map(|bias| access.read(bias)).transpose()?;
     let mut out = access.write(op.out)?;
     let n = out.shape()[1];
-    let out_rows: Vec<_> = op.out_rows.iter().map(|rows| rows.start..rows.end).collect();
     let args = GemmArgs::<T, D> {
         layout: op.layout,
         a: pieces(&op.a, &a),
@@ -203,7 +202,7 @@ where
         b_columns: b[0].shape()[1],
         out: elements_mut(&mut out),
         n,
-        out_rows: &out_rows,
+        out_rows: &op.out_rows,
         bias: bias.as_ref().map(|bias| elements(bias)),
         accumulate: op.accumulate,
     };

@@ -1,6 +1,6 @@
 use std::borrow::Cow;
-use std::ops::Range;
 
+use counterpoint_mask::Range;
 use counterpoint_schedule::{Accumulate, GemmLayout};
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -27,7 +27,7 @@ pub(crate) struct GemmArgs<'a, T: Element, D: HostElement> {
     /// Columns of the result.
     pub(crate) n: usize,
     /// Where the rows of the result go: ascending, disjoint.
-    pub(crate) out_rows: &'a [Range<usize>],
+    pub(crate) out_rows: &'a [Range],
     /// `[n]`
     pub(crate) bias: Option<&'a [T]>,
     pub(crate) accumulate: Accumulate,
@@ -150,7 +150,7 @@ impl<'a, R: Real> Operand<'a, R> {
 }
 
 /// The rows of the result in tiles: the first row of the product that is in each, and the memory of its rows.
-fn tiles<'a, D>(out: &'a mut [D], n: usize, out_rows: &[Range<usize>]) -> Vec<(usize, &'a mut [D])> {
+fn tiles<'a, D>(out: &'a mut [D], n: usize, out_rows: &[Range]) -> Vec<(usize, &'a mut [D])> {
     let mut tiles = Vec::new();
     let (mut rest, mut behind, mut first) = (out, 0, 0);
     for rows in out_rows {
@@ -203,7 +203,7 @@ mod tests {
                         b_columns,
                         out: &mut out,
                         n,
-                        out_rows: &[2..92, 97..m + 7],
+                        out_rows: &[Range::new(2, 92), Range::new(97, m + 7)],
                         bias: Some(&bias),
                         accumulate,
                     },

@@ -254,12 +254,12 @@ fn sort_by_work(tiles: &mut [Tile]) {
     for index in 0..=most {
         next[index + 1] += next[index];
     }
-    let mut place = |tile: &Tile| {
+    let place = |tile: &Tile| {
         let place = &mut next[most - tile.blocks as usize];
         *place += 1;
         *place - 1
     };
-    let mut places: Vec<u32> = tiles.iter().map(|tile| place(tile)).collect();
+    let mut places: Vec<u32> = tiles.iter().map(place).collect();
     for index in 0..tiles.len() {
         while places[index] as usize != index {
             let to = places[index] as usize;
