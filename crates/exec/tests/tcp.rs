@@ -93,7 +93,7 @@ fn a_panic_of_any_rank_anywhere_is_the_error_of_all() {
 #[test]
 fn a_stall_is_blamed_on_its_rank_across_processes() {
     let problem = Problem::new(3, DType::F32);
-    for (rank, label, stage) in [(1, "cast kv", 1), (2, "cast kv", 2), (1, "attention", 1)] {
+    for (rank, label, stage) in [(1, "cast k v", 1), (2, "cast k v", 2), (1, "attention forward", 1)] {
         let at = FaultPoint::Label { label: label.to_owned(), stage: Some(stage) };
         let kind = FaultKind::Stall(Duration::from_secs(14));
         let (error, elapsed) =
