@@ -230,10 +230,12 @@ impl CliError {
             | Self::Predict { .. }
             | Self::Unstorable { .. }
             | Self::Stdout { .. } => 1,
-            Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
             Self::Run {
                 source:
-                    ExecError::Rendezvous(
+                    ExecError::Tensor { .. }
+                    | ExecError::OutOfMemory { .. }
+                    | ExecError::Policy { .. }
+                    | ExecError::Rendezvous(
                         RendezvousError::Variable { .. }
                         | RendezvousError::Refused { .. }
                         | RendezvousError::Disagreement { .. },

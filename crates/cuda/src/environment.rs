@@ -9,3 +9,9 @@ pub const ENVIRONMENT: [EnvironmentVariable; 3] = [
     },
     EnvironmentVariable { name: crate::library::NCCL_VARIABLE, purpose: "the folder of libnccl.so.2" },
 ];
+
+/// How many hardware queues the driver was told to use. The driver's own variable: set by whoever starts the program, only looked
+/// at here.
+pub(crate) fn max_connections() -> Option<String> {
+    std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok()
+}

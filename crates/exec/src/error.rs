@@ -17,6 +17,16 @@ pub enum ExecError {
         /// What is wrong.
         reason: String,
     },
+    /// An overlap policy that this machine cannot follow.
+    #[error("rank {rank} cannot overlap by `{policy}`: {reason}")]
+    Policy {
+        /// The rank that says so.
+        rank: usize,
+        /// The policy.
+        policy: String,
+        /// What cannot be done and what to use.
+        reason: String,
+    },
     /// A Program that no backend can run.
     #[error("program `{program}` of rank {rank} cannot run: {reason}")]
     Program {

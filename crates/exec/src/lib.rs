@@ -27,6 +27,7 @@ mod host_element;
 mod interpreter;
 pub mod kernel;
 mod layout;
+mod linear;
 mod machine;
 mod memory;
 mod monitor;
@@ -63,6 +64,7 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
+pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]

@@ -131,6 +131,22 @@ impl HostTensor {
         with_host_element!(dtype, T => Self::from_vec::<T>(shape, bytemuck::pod_collect_to_vec(bytes)))
     }
 
+    /// Gives it another shape and type; contents arbitrary. Memory that is long enough is kept.
+    pub(crate) fn reshape(&mut self, shape: &[usize], dtype: DType) {
+        if dtype != self.dtype() {
+            *self = Self::zeros(shape.to_vec(), dtype);
+            return;
+        }
+        let len = shape.iter().product();
+        self.shape = shape.to_vec();
+        match &mut self.data {
+            HostData::F64(v) => v.resize(len, 0.0),
+            HostData::F32(v) => v.resize(len, 0.0),
+            HostData::Bf16(v) => v.resize(len, bf16::ZERO),
+            HostData::F16(v) => v.resize(len, f16::ZERO),
+        }
+    }
+
     /// NaN everywhere.
     pub(crate) fn fill_nan(&mut self) {
         with_host_element!(self.dtype(), T => {

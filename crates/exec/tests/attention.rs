@@ -52,7 +52,7 @@ fn causal(seqlen: usize) -> Mask {
 }
 
 fn policy(start: StartOrder) -> OverlapPolicy {
-    OverlapPolicy { start, sm_margin: 0 }
+    OverlapPolicy::new(start)
 }
 
 proptest! {
@@ -66,7 +66,7 @@ proptest! {
         seqlens in (1usize..400, 1usize..400, any::<bool>()),
         cp_size in 1usize..9,
         chunk_size in 1usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (1usize..5).prop_map(StageCount::Fixed)],
+        stages in prop_oneof![Just(StageCount::Auto), (1usize..8).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
         order in 0usize..3,
         dtype in 0usize..4,
@@ -272,6 +272,23 @@ fn the_timeline_shows_every_rank_and_stage() {
             }
         }
         assert!(timeline.spans.iter().all(|span| 0.0 <= span.start && span.start <= span.end));
+    }
+}
+
+#[test]
+fn policies_that_cpu_ranks_cannot_follow_are_refused() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let (mask, spec) = (causal(64), spec(1, 1, 8, 8, DType::F32));
+    let plan =
+        Plan::new(&mask, &spec, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+    let inputs = inputs(&mask, &spec, &mut rng);
+    for policy in ["partition=1", "priority", "single-connection", "kernel-barrier+copy-engine"] {
+        let config = RunConfig { policy: policy.parse().unwrap(), ..RunConfig::default() };
+        let error = run_attention(&plan, &spec, &inputs, &config).map(drop).unwrap_err();
+        assert!(
+            matches!(&error, ExecError::Policy { policy: named, .. } if named.contains(policy)),
+            "{error}"
+        );
     }
 }
 

@@ -1,6 +1,6 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCpArguments, Device, value};
+use super::{BenchCollectiveArguments, BenchCpArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -8,6 +8,8 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Cp(BenchCpArguments),
+    GroupCast(BenchCollectiveArguments),
+    GroupReduce(BenchCollectiveArguments),
 }
 
 /// Time the planner, and compare balance and received rows of every dispatch

@@ -2,6 +2,7 @@
 
 mod attention;
 mod bench_attention;
+mod bench_collective;
 mod bench_cp;
 mod bench_mask;
 mod bench_plan;
@@ -12,6 +13,8 @@ mod plan;
 mod prediction;
 mod selftest;
 mod solution;
+
+use counterpoint_cuda::collective_bench::BenchCollective;
 
 use crate::arguments::{BenchCommand, Command};
 use crate::error::CliError;
@@ -25,6 +28,12 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
         Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
+        Command::Bench(BenchCommand::GroupCast(arguments)) => {
+            bench_collective::run(BenchCollective::GroupCast, &arguments)
+        }
+        Command::Bench(BenchCommand::GroupReduce(arguments)) => {
+            bench_collective::run(BenchCollective::GroupReduce, &arguments)
+        }
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

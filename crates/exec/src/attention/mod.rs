@@ -116,7 +116,7 @@ pub fn run_attention(
     inputs: &AttentionInputs,
     config: &RunConfig,
 ) -> Result<AttentionRun, ExecError> {
-    let machine = CpuMachine::new(config.policy.sm_margin, config.slow_link)?;
+    let machine = CpuMachine::new(config.policy.sm_margin(), config.slow_link)?;
     run_attention_on(&machine, plan, spec, inputs, config)
 }
 

@@ -117,7 +117,7 @@ pub fn run_attention_ranks<M: Machine>(
 
 /// Bytes of all buffers of all ranks.
 fn bytes(programs: &[Program]) -> u64 {
-    programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes).fold(0, u64::saturating_add)
+    programs.iter().map(|program| program.bytes(|_| true)).fold(0, u64::saturating_add)
 }
 
 type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;

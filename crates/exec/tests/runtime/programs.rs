@@ -9,8 +9,8 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, Program, ProgramOp, SignalId,
-    SpanKind, StreamId, StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, OverlapPolicy, Program, ProgramOp,
+    SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
 };
 
 use crate::collectives::buffer;
@@ -35,10 +35,11 @@ impl Draft {
                 stream("communication", StreamKind::Communication),
             ],
             buffers: Vec::new(),
+            slots: Vec::new(),
             num_events: 0,
             num_barriers: 0,
             num_signals: 0,
-            sm_margin: 0,
+            policy: OverlapPolicy::default(),
             ops: Vec::new(),
         })
     }

@@ -117,7 +117,7 @@ fn run_config(arguments: &AttentionArguments) -> RunConfig {
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
 fn note_excessive_margin(arguments: &AttentionArguments) {
-    let (margin, threads) = (arguments.run.overlap.sm_margin, device::cpu_threads());
+    let (margin, threads) = (arguments.run.overlap.sm_margin(), device::cpu_threads());
     if margin >= threads {
         console::note(&format!(
             "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",

@@ -104,7 +104,7 @@ impl Rank<'_> {
     /// Through MPI where that was built in and started us, else through TCP.
     fn run_ranks(&self, problem: &RankProblem<'_>, inputs: AttentionInputs) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let (margin, link) = (arguments.run.overlap.sm_margin, arguments.run.slow_link);
+        let (margin, link) = (arguments.run.overlap.sm_margin(), arguments.run.slow_link);
         let config = run_config(arguments);
         match launch.launcher {
             #[cfg(feature = "mpi")]
