@@ -60,7 +60,8 @@ fn a_rank_that_panics_ends_all() {
 fn collectives_of_a_rank() {
     let rendezvous = join(60);
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
-    let checks = selftest_collectives(&machine, Extent::Full, 8, |_, _| {}).unwrap();
+    let extent = if rendezvous.world_size() == 2 { Extent::Full } else { Extent::Quick };
+    let checks = selftest_collectives(&machine, extent, 8, |_, _| {}).unwrap();
     assert!(checks.iter().all(|check| check.passed && check.error == 0.0), "{checks:#?}");
     println!("{} collectives passed on rank {}", checks.len(), rendezvous.rank());
 }

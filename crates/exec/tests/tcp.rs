@@ -10,6 +10,7 @@ use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology,
 };
+use counterpoint_schedule::SpanKind;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -70,7 +71,10 @@ fn results_are_those_of_threads_to_the_last_bit() {
             let here = run_attention(&problem.plan, &problem.spec, &problem.inputs, &config).unwrap();
             let there = problem.through_tcp(&config).unwrap();
             assert_eq!(there.outputs, here.outputs, "{ranks} ranks, {dtype:?}");
-            assert_eq!(there.forward.spans.len(), here.forward.spans.len());
+            let done = |run: &AttentionRun| {
+                run.forward.spans.iter().filter(|span| span.kind != SpanKind::Wait).count()
+            };
+            assert_eq!(done(&there), done(&here));
         }
     }
 }
