@@ -333,6 +333,9 @@ def main():
     arguments = parser.parse_args()
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         arguments.gpus = int(os.environ["WORLD_SIZE"])
+        if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", arguments.gpus)):
+            print(f"{arguments.gpus} GPUs asked for, {torch.cuda.device_count()} here", file=sys.stderr)
+            sys.exit(3)
         rank_main(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), arguments.gpus, arguments)
         return
     arguments.gpus = arguments.gpus or torch.cuda.device_count()

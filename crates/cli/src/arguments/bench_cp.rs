@@ -1,4 +1,5 @@
 use clap::Args;
+use counterpoint_cuda::TransportKind;
 use counterpoint_schedule::OverlapPolicy;
 
 use super::{BenchMask, Device, PlanningArguments, value};
@@ -62,6 +63,10 @@ pub(crate) struct BenchCpArguments {
     /// How communication is brought to run under computation
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
     pub(crate) overlap: OverlapPolicy,
+
+    /// How rows travel between GPUs
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: TransportKind,
 
     /// Timed runs of each row, at least 3
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]

@@ -70,7 +70,8 @@ struct AttentionForwardRows {
   }
 
   // Writes what an item's last step completed.
-  __device__ __forceinline__ void write(const AttentionForwardItem& item, const RowState& state, const Accumulators& acc) const {
+  __device__ __forceinline__ void write(const AttentionForwardItem& item, const RowState& state,
+                                        const Accumulators& acc) const {
     if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
       write_state(item, state, acc);
     } else if (C::kSpan == Span::kStaged && item.partial >= 0) {
@@ -90,7 +91,8 @@ struct AttentionForwardRows {
     }
   }
 
-  __device__ __forceinline__ void write_state(const AttentionForwardItem& item, const RowState& state, const Accumulators& acc) const {
+  __device__ __forceinline__ void write_state(const AttentionForwardItem& item, const RowState& state,
+                                              const Accumulators& acc) const {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(item, i);
@@ -103,7 +105,8 @@ struct AttentionForwardRows {
     }
   }
 
-  __device__ __forceinline__ void write_partial(const AttentionForwardItem& item, const RowState& state, const Accumulators& acc) const {
+  __device__ __forceinline__ void write_partial(const AttentionForwardItem& item, const RowState& state,
+                                                const Accumulators& acc) const {
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const Place at = place(item, i);
@@ -116,7 +119,8 @@ struct AttentionForwardRows {
     }
   }
 
-  __device__ __forceinline__ void write_result(const AttentionForwardItem& item, const RowState& state, const Accumulators& acc) const {
+  __device__ __forceinline__ void write_result(const AttentionForwardItem& item, const RowState& state,
+                                               const Accumulators& acc) const {
     RowEnd ends[2];
     if (arguments.sink_rows == 0) {
 #pragma unroll

@@ -102,8 +102,8 @@ struct alignas(16) AttentionForwardStep {
   u32 flags;
 };
 
-// Steps that are known at a time: those that consumers and the copy engine work on, and two more, whose planning takes
-// as long as reading the schedule does.
+// Steps that are known at a time: those that consumers and the copy engine work on, and two more, so that nobody waits
+// for the schedule.
 constexpr u32 kPlanned = 4;
 
 // Items that are known at a time. At most: one whose results are being written, one whose scores are complete, those of

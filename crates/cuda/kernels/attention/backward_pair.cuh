@@ -22,31 +22,29 @@ constexpr u32 kChunksV = kHeadDimV / 64;
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kHeadDim <= 256 && kHeadDimV <= kHeadDim, "head sizes");
 
 constexpr u32 kThreads = 512;
-constexpr u32 kKeyRegisters = kHeadDim == 256 ? 208 : 192;
-constexpr u32 kQueryRegisters = kHeadDim == 256 ? 64 : 96;
+constexpr u32 kKeyRegisters = 208;
+constexpr u32 kQueryRegisters = 64;
 constexpr u32 kLoadRegisters = 32;
 
 constexpr u32 kChunkBytes = 64 * 128;  // 64 keys or rows x 64 elements
 constexpr u32 kDoutStages = kHeadDim == 256 ? 1 : 2;
 constexpr u32 kAnnouncements = 4;  // steps that the first CTA may be ahead of the second's loading warp
 
-// dQ of a block: each CTA computes its half of the chunks of 64 columns over the keys of both CTAs; where chunks are odd, both
-// compute the last, each over its own keys. It leaves in parts of 32 columns.
-constexpr u32 kWholeChunks = kChunks / 2;
-constexpr u32 kParts = 2 * (kWholeChunks + kChunks % 2);
-constexpr u32 kPartBytes = kRows * 128;
-constexpr u32 kDqBuffers = kHeadDim == 256 ? 2 : 4;
+// dQ of a block: chunks of 64 columns over the keys of both CTAs, each CTA its own; where chunks are odd, the last is
+// computed by each over its own keys.
+constexpr u32 kWholeParts = kChunks / 2;
+constexpr u32 kParts = kWholeParts + kChunks % 2;
+constexpr u32 kDqBuffers = kHeadDim == 256 ? 1 : 2;
 
 // The first column of a part.
-__device__ __forceinline__ u32 part_column(u32 part, u32 rank) {
-  const u32 chunk = part / 2 < kWholeChunks ? kWholeChunks * rank + part / 2 : kChunks - 1;
-  return 64 * chunk + 32 * (part % 2);
+__device__ __forceinline__ u32 part_chunk(u32 part, u32 rank) {
+  return part < kWholeParts ? kWholeParts * rank + part : kChunks - 1;
 }
 
 struct Storage {
   u8 k[kChunks * kChunkBytes];
   u8 v[kChunksV * kChunkBytes];
-  u8 peer_k[kWholeChunks * kChunkBytes];  // the other CTA's keys, the columns of which this one computes dQ
+  u8 peer_k[kWholeParts * kChunkBytes];  // the other CTA's keys, the columns of which this one computes dQ
   u8 q[kStages][kChunks * kChunkBytes];
   u8 dout[kDoutStages][kChunksV * kChunkBytes];
   u8 ds[2][kChunkBytes];  // P until dS is there

@@ -16,7 +16,7 @@ __device__ __forceinline__ void announce(Storage& shared, u32 count) {
   const u32 to = peer_address(shared_address(&step), 1);
   const u32 barrier = peer_address(shared_address(&shared.announced[count % kAnnouncements]), 1);
   const u32* words = reinterpret_cast<const u32*>(&shared.walk.next);
-#pragma unroll 2  // or the addresses take registers that this warp has not
+#pragma unroll
   for (u32 i = 0; i < sizeof(Step) / 4; ++i) peer_store(to + 4 * i, words[i], barrier);
 }
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_k(const AttentionBackwardArguments& params,
                 step.key + i32(rank * kOwnKeys));
   }
 #pragma unroll
-  for (u32 c = 0; c < kWholeChunks; ++c) {
-    tma_load_3d(shared.peer_k + c * kChunkBytes, &params.k, &shared.full_k, part_column(2 * c, rank), step.head_kv,
+  for (u32 c = 0; c < kWholeParts; ++c) {
+    tma_load_3d(shared.peer_k + c * kChunkBytes, &params.k, &shared.full_k, 64 * part_chunk(c, rank), step.head_kv,
                 step.key + i32((rank ^ 1) * kOwnKeys));
   }
 }
@@ -80,12 +80,13 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
     const u32 dout_slot = dout_slot_of(count);
     // The statistics are asked for before the wait, because nobody waits for them then.
     float lse[kRows / 32], delta[kRows / 32];
-    const u64 first = u64(step.head_q) * params.rows_q + u32(step.row) + lane;
+    const u64 first = u64(step.head_q) * params.rows_q;
 #pragma unroll
     for (u32 i = 0; i < kRows / 32; ++i) {
-      const bool inside = rows && u32(step.row) + 32 * i + lane < params.rows_q;
-      lse[i] = inside ? __ldg(params.row_lse + first + 32 * i) : 0.0f;
-      delta[i] = inside ? __ldg(params.row_delta + first + 32 * i) : 0.0f;
+      const u32 row = u32(step.row) + 32 * i + lane;
+      const bool inside = rows && row < params.rows_q;
+      lse[i] = inside ? __ldg(params.row_lse + first + row) : 0.0f;
+      delta[i] = inside ? __ldg(params.row_delta + first + row) : 0.0f;
     }
 
     mbarrier_wait(&shared.empty_q[slot], parity_of(count) ^ 1);
@@ -141,12 +142,21 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
       const u32 buffer = dq_slot_of(count, part);
       if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
       if (rows) {
-        tma_reduce_add_3d(&params.dq, shared.dq[buffer], part_column(part, rank), step.head_q, step.row);
+        const u32 column = 64 * part_chunk(part, rank);
+#pragma unroll 1
+        for (u32 box = 0; box < 2; ++box) {
+          tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, step.row);
+        }
       }
       tma_store_commit();
-      // The buffer before this one has been read by now.
-      tma_store_wait_read<1>();
-      if (count > 0 || part > 0) mbarrier_arrive(&shared.empty_dq[(buffer + kDqBuffers - 1) % kDqBuffers]);
+      if constexpr (kDqBuffers == 1) {
+        tma_store_wait_read<0>();
+        mbarrier_arrive(&shared.empty_dq[0]);
+      } else {
+        // The buffer before this one has been read by now.
+        tma_store_wait_read<1>();
+        if (count > 0 || part > 0) mbarrier_arrive(&shared.empty_dq[buffer ^ 1]);
+      }
     }
     if (kDeterministic && rows) {
       // The additions are done: it is the next one's turn.
@@ -158,53 +168,27 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
   tma_store_wait<0>();
 }
 
-// dQ of 64 columns: products of dS with 64 keys, the first or more of them.
-template <bool kFirstKeys>
-__device__ __forceinline__ void multiply_keys(float (&dq)[32], const u8* ds, const u8* keys) {
-  const u32 ds_operand = operand(shared_address(ds));
-  const u32 keys_operand = operand(shared_address(keys));
-  if (kFirstKeys) {
-    Wgmma<64>::ss_first<Major::kMN, Major::kMN>(dq, descriptor(ds_operand, 0), descriptor(keys_operand, 0));
+// Adds to dQ^T of a part, 64 columns x kRows rows, or begins it: the products of 64 keys.
+template <bool kBegin>
+__device__ __forceinline__ void multiply_part(float (&dq)[kRows / 2], const u8* keys, const u8* ds) {
+  const u32 keys_operand = operand(shared_address(keys), kChunkBytes);
+  const u32 ds_operand = operand(shared_address(ds), kChunkBytes);
+  wgmma_fence();
+  if (kBegin) {
+    Wgmma<kRows>::template ss_first<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, 0), descriptor(ds_operand, 0));
   }
 #pragma unroll
-  for (u32 k = kFirstKeys ? 1 : 0; k < kOwnKeys / 16; ++k) {
-    Wgmma<64>::ss<Major::kMN, Major::kMN>(dq, descriptor(ds_operand, k * 2048), descriptor(keys_operand, k * 2048), 1);
+  for (u32 k = kBegin ? 1 : 0; k < kOwnKeys / 16; ++k) {
+    Wgmma<kRows>::template ss<Major::kMN, Major::kMN>(dq, descriptor(keys_operand, k * 2048),
+                                                      descriptor(ds_operand, k * 2048), 1);
   }
-}
-
-// Leaves two parts of dQ, times the scale, for the adding thread: `begin` and the next.
-__device__ __forceinline__ void hand_over(Storage& shared, u32 count, u32 begin, const float (&dq)[32], float scale) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 row = lane / 4;
-  // A lane's pairs of columns 2 (lane % 4) + 8 j of its rows: piece 2 j + lane % 4 / 2 of a row, which is swizzled. Lanes of
-  // odd rows take j in another order, because otherwise they would meet those of the row before in the same banks.
-  const bool odd = row % 2;
-  const u32 own = (16 * (threadIdx.x % 128 / 32) + row) * 128 + (((lane % 4 / 2) ^ row) << 4) + lane % 2 * 8;
-  const u32 to = odd ? own ^ 64 : own;
-#pragma unroll
-  for (u32 p = 0; p < 2; ++p) {
-    const u32 buffer = dq_slot_of(count, begin + p);
-    mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, begin + p) ^ 1);
-    u8* box = shared.dq[buffer];
-#pragma unroll
-    for (u32 j = 0; j < 4; ++j) {
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
-        const u32 even_at = 16 * p + 4 * j + 2 * i;
-        const u32 odd_at = 16 * p + 4 * (j ^ 2) + 2 * i;
-        const float low = odd ? dq[odd_at] : dq[even_at];
-        const float high = odd ? dq[odd_at + 1] : dq[even_at + 1];
-        *reinterpret_cast<float2*>(box + (to ^ (j << 5)) + 1024 * i) = make_float2(low * scale, high * scale);
-      }
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);
-  }
+  wgmma_commit();
 }
 
 // The warpgroup that owns query rows: dQ.
 __device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
+  u32 offsets[2][2];
+  dq_part_offsets(offsets);
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     mbarrier_wait(&shared.full_ds[slot], parity_of(count));
@@ -221,32 +205,23 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       continue;
     }
     if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
-#pragma unroll 1  // what the compiler would keep for each chunk costs registers that this warpgroup has not
-    for (u32 chunk = 0; chunk < kWholeChunks; ++chunk) {
-      float dq[32];
+#pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
+    for (u32 part = 0; part < kParts; ++part) {
+      float dq[kRows / 2];
+      const u32 buffer = dq_slot_of(count, part);
       __syncwarp();
-      wgmma_fence();
-      multiply_keys<true>(dq, shared.ds[slot], shared.k + (kWholeChunks * rank + chunk) * kChunkBytes);
-      multiply_keys<false>(dq, shared.peer_ds[slot], shared.peer_k + chunk * kChunkBytes);
-      wgmma_commit();
-      if constexpr (kChunks % 2 == 0) {
-        wgmma_wait<0>();
-        pin(dq);
-        if (chunk + 1 == kWholeChunks) release_to_both(&shared.empty_ds[slot]);
-        hand_over(shared, count, 2 * chunk, dq, params.scale);
-      } else {
-        static_assert(kChunks % 2 == 0 || kWholeChunks == 1, "the last chunk goes with the only other");
-        float last[32];
-        multiply_keys<true>(last, shared.ds[slot], shared.k + (kChunks - 1) * kChunkBytes);
-        wgmma_commit();
-        wgmma_wait<1>();
-        pin(dq);
-        hand_over(shared, count, 0, dq, params.scale);
-        wgmma_wait<0>();
-        pin(last);
-        release_to_both(&shared.empty_ds[slot]);
-        hand_over(shared, count, 2, last, params.scale);
+      multiply_part<true>(dq, shared.k + part_chunk(part, rank) * kChunkBytes, shared.ds[slot]);
+      if (kParts == kWholeParts || part < kWholeParts) {
+        multiply_part<false>(dq, shared.peer_k + part * kChunkBytes, shared.peer_ds[slot]);
       }
+      mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
+      wgmma_wait<0>();
+      pin(dq);
+      if (part + 1 == kParts) release_to_both(&shared.empty_ds[slot]);
+      store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
+      fence_async_proxy();
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(&shared.full_dq[buffer]);
     }
   }
 }

@@ -19,9 +19,14 @@ use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 pub(super) struct PushWork {
     streams: CopyStreams,
     row_bytes: Vec<u64>,
-    /// The copies, and the other ranks' parts that they were made from.
-    copies: Mutex<Option<(Vec<Arc<Collective>>, Vec<PeerCopies>)>>,
+    copies: Mutex<Option<Copies>>,
     reduction: Option<StagedReduction>,
+}
+
+/// The copies, and the other ranks' parts that they were made from.
+struct Copies {
+    parts: Vec<Arc<Collective>>,
+    peers: Vec<PeerCopies>,
 }
 
 /// Where partial results arrive, and what sums them.
@@ -112,7 +117,7 @@ impl CudaTransport {
             receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
         let mut copies = lock(&work.copies);
         let current = match copies.take() {
-            Some(current) if are_same(&current.0, &posts) => current,
+            Some(current) if are_same(&current.parts, &posts) => current,
             _ => {
                 let each = receivers.iter().zip(&posts).map(|(peer, post)| {
                     let incoming = &post.collective.pattern;
@@ -124,11 +129,11 @@ impl CudaTransport {
                     copies.runs.iter_mut().for_each(|run| run.to += theirs.tensors[run.tensor].0);
                     copies
                 });
-                let copies = each.collect();
-                (posts.iter().map(|post| post.collective.clone()).collect(), copies)
+                let peers = each.collect();
+                Copies { parts: posts.iter().map(|post| post.collective.clone()).collect(), peers }
             }
         };
-        let (_, peers) = copies.insert(current);
+        let Copies { peers, .. } = copies.insert(current);
         let at = |rank: usize| receivers.iter().position(|peer| peer.rank == rank);
         let writable = |rank: usize| -> Option<Event> {
             at(rank).filter(|_| rank != self.rank).map(|at| posts[at].payload.ready.clone())

@@ -31,7 +31,7 @@ const WARM_UPS: usize = 3;
 
 /// `counterpoint bench cp`.
 pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
-    let ranks = Ranks::open(arguments.device)?;
+    let ranks = Ranks::open(arguments.device, arguments.cp_size, arguments.transport)?;
     let sizes = Sizes::of(arguments, ranks.gpus());
     console::note_development_build();
     let mut wrong = Vec::new();

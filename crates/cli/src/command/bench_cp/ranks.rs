@@ -1,4 +1,4 @@
-use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, calibrate, run_attention, run_attention_on,
 };
@@ -17,11 +17,22 @@ pub(super) enum Ranks {
 }
 
 impl Ranks {
-    pub(super) fn open(device: Device) -> Result<Self, CliError> {
-        match device {
-            Device::Cpu => Ok(Self::Cpu(device::cpu_name())),
-            Device::Cuda => {
-                CudaMachine::open(Timing::Spans).map(Self::Cuda).map_err(|source| CliError::Cuda { source })
+    /// All GPUs, or as many as `cp_size` asks for.
+    pub(super) fn open(
+        device: Device,
+        cp_size: Option<usize>,
+        transport: TransportKind,
+    ) -> Result<Self, CliError> {
+        match (device, transport) {
+            (Device::Cpu, TransportKind::Auto) => Ok(Self::Cpu(device::cpu_name())),
+            (Device::Cpu, named) => {
+                let reason = "is for GPUs; add --device cuda".to_owned();
+                Err(CliError::Flag { flag: "--transport", value: named.to_string(), reason })
+            }
+            (Device::Cuda, transport) => {
+                let machine = CudaMachine::for_ranks(cp_size.unwrap_or(usize::MAX), Timing::Spans)
+                    .and_then(|machine| machine.with_transport(transport));
+                machine.map(Self::Cuda).map_err(|source| CliError::Cuda { source })
             }
         }
     }
