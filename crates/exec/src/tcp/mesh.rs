@@ -87,10 +87,10 @@ impl Mesh {
             match listener.accept() {
                 Ok((stream, _)) => {
                     // Whoever does not know the word is none of ours.
-                    if let Some((peer, stream)) = admit(stream, door.word) {
-                        if peer > rank && peer < ranks {
-                            streams[peer] = Some(stream);
-                        }
+                    if let Some((peer, stream)) = admit(stream, door.word)
+                        && (rank + 1..ranks).contains(&peer)
+                    {
+                        streams[peer] = Some(stream);
                     }
                 }
                 Err(_) => thread::sleep(PAUSE),
