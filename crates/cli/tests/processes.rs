@@ -69,6 +69,19 @@ impl Job {
         assert!(Command::new("kill").args([signal, &id]).status().unwrap().success());
     }
 
+    /// Waits until every process has connections to the others: the names of its threads tell.
+    fn wait_until_connected(&self) {
+        let connected = |process: &Child| {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", process.id()));
+            let names = tasks.into_iter().flatten().flatten().map(|task| task.path().join("comm"));
+            names.filter_map(|name| std::fs::read_to_string(name).ok()).any(|name| name.contains(" from "))
+        };
+        while !self.processes.iter().all(connected) {
+            assert!(self.began.elapsed() < SOON, "the ranks have not met");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Waits for all, which must end within `limit` of the start.
     fn end(mut self, limit: Duration) -> Vec<Ended> {
         for (rank, process) in self.processes.iter_mut().enumerate() {
@@ -242,19 +255,20 @@ fn a_rank_that_is_killed_at_any_time_ends_all_and_is_named() {
 #[test]
 fn a_rank_that_stops_is_blamed_when_the_limit_is_over() {
     let folder = Folder::new();
-    // More than ten seconds of collectives: on a busy machine, too, the ranks are in them when one is stopped.
     let line = format!(
         "{PROBLEM} --cp-size 3 --stages 4 --slow-link 1000000,1 --backward --limit 8 --output out.st"
     );
     let job = Job::start(&folder, &line, 3);
-    std::thread::sleep(Duration::from_secs(3));
+    job.wait_until_connected();
+    // In the first collective, which takes a second.
+    std::thread::sleep(Duration::from_millis(600));
     job.signal(1, "-STOP");
-    std::thread::sleep(Duration::from_secs(14));
+    std::thread::sleep(Duration::from_secs(13));
     job.signal(1, "-CONT");
     let ended = job.end(SOON);
     // Whoever reached the limit first says where, and that the rank does not answer; it hears so itself when it goes on.
     for rank in &ended {
-        rank.is_error(1, &["waited 8.", "for rank 1 in collective", "held up by rank 1", "does not answer"]);
+        rank.is_error(1, &["waited 8.", "in collective", "held up by rank 1", "does not answer"]);
     }
     assert_eq!(folder.names(), [] as [&str; 0]);
 }

@@ -38,6 +38,7 @@ mod pass;
 mod place;
 mod random;
 mod reference;
+mod remote_ranks;
 mod rendezvous;
 pub mod selftest;
 mod tcp;

@@ -52,8 +52,7 @@ pub trait Machine: Sized {
     ///
     /// # Errors
     /// When one of them does not come.
-    fn meet(&self, place: &str) -> Result<(), ExecError> {
-        let _ = place;
+    fn meet(&self, _place: &str) -> Result<(), ExecError> {
         Ok(())
     }
 

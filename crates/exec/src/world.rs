@@ -6,7 +6,8 @@ use counterpoint_schedule::StreamKind;
 
 use crate::fault::FaultInjection;
 use crate::monitor::{Monitor, Wake, lock};
-use crate::{ExecError, OpPlace, RankActivity, Stall};
+use crate::remote_ranks::RemoteRanks;
+use crate::{ExecError, OpPlace, Stall};
 
 /// How ranks that are threads of this process run.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,18 +41,6 @@ pub struct World {
     /// Nanoseconds from `born` to the last start or end of an operation of any rank.
     progress: AtomicU64,
     remote: OnceLock<Arc<dyn RemoteRanks>>,
-}
-
-/// The ranks of a world that are other processes.
-pub(crate) trait RemoteRanks: Send + Sync {
-    /// The only rank that is in this process.
-    fn rank(&self) -> usize;
-
-    /// Tells all others of this process's first error.
-    fn tell(&self, error: &ExecError);
-
-    /// What another rank is doing; `None` when its process does not answer.
-    fn activity_of(&self, rank: usize) -> Option<RankActivity>;
 }
 
 impl std::fmt::Debug for World {
@@ -188,50 +177,8 @@ impl World {
         streams.iter().filter_map(Weak::upgrade).filter(|stream| stream.rank == rank).collect()
     }
 
-    /// What `rank` is doing, for those of other processes that wait for it.
-    pub(crate) fn activity_of(&self, rank: usize) -> RankActivity {
-        let mut visited: Vec<Arc<StreamStatus>> = Vec::new();
-        let mut stream = self.holding_stream(rank);
-        while let Some(current) =
-            stream.filter(|stream| !visited.iter().any(|seen| Arc::ptr_eq(seen, stream)))
-        {
-            let blocked = lock(&current.state).blocked.clone();
-            match blocked {
-                Some(Blocker::Rank(other)) => {
-                    return RankActivity { doing: current.describe(), waits_for: Some(other) };
-                }
-                Some(Blocker::Stream(next)) => stream = Some(next),
-                None => return RankActivity { doing: current.describe(), waits_for: None },
-            }
-            visited.push(current);
-        }
-        RankActivity { doing: self.activity(rank), waits_for: None }
-    }
-
-    /// Follows the chain of waits from `rank`, which is in another process.
-    fn remote_culprit(&self, remote: &dyn RemoteRanks, mut rank: usize) -> (usize, String) {
-        let mut visited = Vec::new();
-        loop {
-            let activity = match rank == remote.rank() {
-                true => Some(self.activity_of(rank)),
-                false => remote.activity_of(rank),
-            };
-            let Some(RankActivity { doing, waits_for }) = activity else {
-                return (rank, "its process does not answer".to_owned());
-            };
-            visited.push(rank);
-            match waits_for {
-                Some(next) if visited.contains(&next) => {
-                    return (rank, format!("in a circle of waits: {doing}"));
-                }
-                Some(next) => rank = next,
-                None => return (rank, doing),
-            }
-        }
-    }
-
     /// What `rank` is doing, all streams, for errors.
-    fn activity(&self, rank: usize) -> String {
+    pub(crate) fn activity(&self, rank: usize) -> String {
         let words: Vec<String> = self.streams_of(rank).iter().map(|stream| stream.describe()).collect();
         if words.is_empty() {
             "it has no stream (never started, or gone)".to_owned()
@@ -261,8 +208,7 @@ impl World {
             if visited.iter().any(|seen| Arc::ptr_eq(seen, &stream)) {
                 return (stream.rank, format!("in a circle of waits: {}", self.activity(stream.rank)));
             }
-            let next = lock(&stream.state).blocked.clone();
-            match next {
+            match stream.blocker() {
                 Some(next) => blocker = next,
                 None => return (stream.rank, stream.describe()),
             }
@@ -272,7 +218,7 @@ impl World {
 
     /// The stream that keeps a rank from reaching a collective: the communication it is in, or, when it is in none, the
     /// computation.
-    fn holding_stream(&self, rank: usize) -> Option<Arc<StreamStatus>> {
+    pub(crate) fn holding_stream(&self, rank: usize) -> Option<Arc<StreamStatus>> {
         let busy = |stream: &Arc<StreamStatus>| lock(&stream.state).current.is_some();
         let streams: Vec<_> = self.streams_of(rank).into_iter().filter(busy).collect();
         let communication = streams.iter().find(|stream| stream.kind == StreamKind::Communication);
@@ -375,6 +321,11 @@ impl StreamStatus {
     /// Notes who holds this stream up; `None` once nobody does.
     pub(crate) fn block(&self, blocker: Option<Blocker>) {
         lock(&self.state).blocked = blocker;
+    }
+
+    /// Who holds this stream up.
+    pub(crate) fn blocker(&self) -> Option<Blocker> {
+        lock(&self.state).blocked.clone()
     }
 
     /// Such as ``stream compute is in `attention` (stage 1) for 2.0 s``.

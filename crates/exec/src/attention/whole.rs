@@ -135,11 +135,14 @@ impl AttentionOutputs {
     }
 }
 
+/// A tensor's type and shape.
+type Layout = (DType, Vec<usize>);
+
 /// What goes before the elements.
 #[derive(Serialize, Deserialize)]
 struct Header {
-    /// Type and shape of the tensors of every rank, in the order of [`AttentionOutputs`].
-    ranks: Vec<(usize, [Option<(DType, Vec<usize>)>; 6])>,
+    /// Those of the tensors of every rank, in the order of [`AttentionOutputs`].
+    ranks: Vec<(usize, [Option<Layout>; 6])>,
     forward: Timeline,
     backward: Option<Timeline>,
     forward_seconds: Vec<f64>,

@@ -13,7 +13,9 @@
 
 mod agreement;
 mod client;
+mod connection;
 mod error;
+mod knock;
 mod launch;
 mod message;
 mod server;

@@ -99,14 +99,14 @@ fn a_rank_that_never_comes_is_named() {
 #[test]
 fn what_nobody_sets_is_named_and_ends_the_job() {
     let errors = ranks(2, Duration::from_millis(500), |rank| match rank.rank() {
-        0 => rank.get("nccl id").map(drop).unwrap_err(),
+        0 => rank.get("an id").map(drop).unwrap_err(),
         _ => {
             thread::sleep(Duration::from_millis(1000));
             rank.barrier("end").unwrap_err()
         }
     });
     assert_eq!(errors[0], errors[1]);
-    assert!(errors[0].to_string().contains("for `nccl id`, which no rank has set"), "{}", errors[0]);
+    assert!(errors[0].to_string().contains("for `an id`, which no rank has set"), "{}", errors[0]);
 }
 
 #[test]

@@ -88,8 +88,7 @@ impl Mesh {
                 Ok((stream, _)) => {
                     // Whoever does not know the word is none of ours.
                     if let Some((peer, stream)) = admit(stream, door.word)
-                        && peer > rank
-                        && peer < ranks
+                        && (rank + 1..ranks).contains(&peer)
                     {
                         streams[peer] = Some(stream);
                     }

@@ -1,0 +1,224 @@
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::RendezvousError;
+use super::launch::Launch;
+use super::message::{RankActivity, Reply, Request};
+use crate::ExecError;
+use crate::frame::{FrameLimits, read_frame, write_frame};
+use crate::monitor::{Monitor, lock};
+use crate::remote_ranks::RemoteRanks;
+use crate::world::{World, after};
+
+/// What only the store, or a reader that does nothing else, must answer.
+pub(super) const ANSWER: Duration = Duration::from_secs(2);
+
+/// A rank's connection to the store, and what it has heard there.
+pub(super) struct Connection {
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+    pub(super) limit: Duration,
+    writer: Mutex<TcpStream>,
+    next: AtomicU64,
+    state: Monitor<State>,
+    worlds: Mutex<Vec<Weak<World>>>,
+}
+
+#[derive(Default)]
+struct State {
+    answers: BTreeMap<u64, (Reply, Vec<u8>)>,
+    /// Questions that wait for an answer, with the place for others that ask where this rank is.
+    waits: BTreeMap<u64, Option<String>>,
+    failure: Option<ExecError>,
+}
+
+impl Connection {
+    /// Takes over a connection that the store has let in, and starts the thread that listens to it.
+    pub(super) fn open(launch: &Launch, stream: TcpStream, limit: Duration) -> io::Result<Arc<Self>> {
+        stream.set_write_timeout(Some(limit))?;
+        let connection = Arc::new(Self {
+            rank: launch.rank,
+            world_size: launch.world_size,
+            limit,
+            writer: Mutex::new(stream.try_clone()?),
+            next: AtomicU64::new(0),
+            state: Monitor::new(State::default()),
+            worlds: Mutex::default(),
+        });
+        let listening = connection.clone();
+        thread::Builder::new()
+            .name(format!("rank {} rendezvous", launch.rank))
+            .spawn(move || listening.listen(stream))?;
+        Ok(connection)
+    }
+
+    /// Closes it, in one direction or both.
+    pub(super) fn close(&self, how: Shutdown) {
+        lock(&self.writer).shutdown(how).ok();
+    }
+
+    /// Lets `world` share the job's failures.
+    pub(super) fn attach(&self, world: &Arc<World>) {
+        let mut worlds = lock(&self.worlds);
+        worlds.retain(|known| known.strong_count() > 0 && !std::ptr::eq(known.as_ptr(), Arc::as_ptr(world)));
+        worlds.push(Arc::downgrade(world));
+        drop(worlds);
+        if let Err(error) = self.check() {
+            world.fail(error);
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), ExecError> {
+        self.state.peek(|state| state.failure.clone()).map_or(Ok(()), Err)
+    }
+
+    pub(super) fn say(&self, request: &Request, payload: &[u8]) -> Result<(), ExecError> {
+        write_frame(&mut *lock(&self.writer), request, &[payload]).map_err(|error| {
+            // What the store said before it went away explains it better.
+            self.state.wait_until(
+                Instant::now() + ANSWER,
+                || false,
+                |state| state.failure.as_ref().map(drop),
+            );
+            self.fail(broken(self.rank, &error))
+        })
+    }
+
+    /// The answer to a question, or `None` at the limit.
+    pub(super) fn ask(
+        &self,
+        question: impl FnOnce(u64) -> Request,
+        payload: &[u8],
+        place: String,
+        limit: Duration,
+    ) -> Result<Option<(Reply, Vec<u8>)>, ExecError> {
+        self.check()?;
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        self.state.update(|state| state.waits.insert(id, Some(place)));
+        let said = self.say(&question(id), payload);
+        let answer = said.map(|()| {
+            let deadline = after(Instant::now(), limit);
+            self.state.wait_until(
+                deadline,
+                || false,
+                |state| {
+                    // An answer that came before the failure is one.
+                    let answer = state.answers.remove(&id).map(Ok);
+                    answer.or_else(|| state.failure.clone().map(Err))
+                },
+            )
+        });
+        self.state.update(|state| state.waits.remove(&id));
+        answer?.transpose()
+    }
+
+    pub(super) fn fail(&self, error: ExecError) -> ExecError {
+        let mut is_first = false;
+        let failure = self.state.update(|state| {
+            is_first = state.failure.is_none();
+            state.failure.get_or_insert(error).clone()
+        });
+        if is_first {
+            // Not by `say`: a store that cannot be told has gone, and with it the job.
+            write_frame(&mut *lock(&self.writer), &Request::Fail { error: failure.clone() }, &[]).ok();
+            self.fail_worlds(&failure);
+        }
+        failure
+    }
+
+    /// What the store said, or what its silence means.
+    fn hear_of_failure(&self, error: ExecError) {
+        let failure = self.state.update(|state| state.failure.get_or_insert(error).clone());
+        self.fail_worlds(&failure);
+    }
+
+    fn fail_worlds(&self, error: &ExecError) {
+        let worlds: Vec<_> = lock(&self.worlds).iter().filter_map(Weak::upgrade).collect();
+        worlds.iter().for_each(|world| drop(world.fail(error.clone())));
+    }
+
+    /// Everything that the store says, until it closes the connection.
+    fn listen(&self, mut stream: TcpStream) {
+        loop {
+            match read_frame::<Reply>(&mut stream, FrameLimits::PEER) {
+                Ok(Some((reply, payload))) => self.hear(reply, payload),
+                Ok(None) => return self.hear_of_failure(self.lost(0)),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return self.hear_of_failure(self.lost(0));
+                }
+                Err(error) => return self.hear_of_failure(broken(self.rank, &error)),
+            }
+        }
+    }
+
+    fn hear(&self, reply: Reply, payload: Vec<u8>) {
+        match reply {
+            Reply::Value { id }
+            | Reply::Count { id, .. }
+            | Reply::Gathered { id, .. }
+            | Reply::Missing { id, .. }
+            | Reply::Activity { id, .. } => self.state.update(|state| {
+                // Nobody takes an answer that comes after the limit.
+                if state.waits.contains_key(&id) {
+                    state.answers.insert(id, (reply, payload));
+                }
+            }),
+            Reply::Describe { asker, id } => {
+                let activity = self.activity();
+                self.say(&Request::Activity { asker, id, activity }, &[]).ok();
+            }
+            Reply::Failed { rank, error } => self.hear_of_failure(error.of_rank(rank)),
+            Reply::Lost { rank } => self.hear_of_failure(self.lost(rank)),
+        }
+    }
+
+    fn lost(&self, lost: usize) -> ExecError {
+        RendezvousError::Lost { lost, rank: self.rank, doing: self.activity().doing }.into()
+    }
+
+    /// What this rank is doing: in its world while it has one, else here.
+    fn activity(&self) -> RankActivity {
+        let world = lock(&self.worlds).iter().rev().find_map(Weak::upgrade);
+        let place = self.state.peek(|state| state.waits.values().flatten().next().cloned());
+        match (place, world) {
+            (Some(place), _) => RankActivity { doing: format!("it waits at {place}"), waits_for: None },
+            (None, Some(world)) => world.activity_of(self.rank),
+            (None, None) => RankActivity { doing: "it is between two steps".to_owned(), waits_for: None },
+        }
+    }
+}
+
+impl RemoteRanks for Connection {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn tell(&self, error: &ExecError) {
+        self.fail(error.clone());
+    }
+
+    fn activity_of(&self, rank: usize) -> Option<RankActivity> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        self.state.update(|state| state.waits.insert(id, None));
+        let said = write_frame(&mut *lock(&self.writer), &Request::Ask { id, rank }, &[]);
+        let deadline = Instant::now() + ANSWER;
+        let answer = said
+            .ok()
+            .and_then(|()| self.state.wait_until(deadline, || false, |state| state.answers.remove(&id)));
+        self.state.update(|state| state.waits.remove(&id));
+        match answer {
+            Some((Reply::Activity { activity, .. }, _)) => Some(activity),
+            _ => None,
+        }
+    }
+}
+
+/// The error of a stream that ends at the store.
+pub(super) fn broken(rank: usize, error: &io::Error) -> ExecError {
+    RendezvousError::Broken { rank, reason: error.to_string() }.into()
+}
