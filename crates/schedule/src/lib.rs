@@ -8,6 +8,7 @@
 
 mod attention;
 mod builder;
+mod crossing;
 mod policy;
 mod policy_record;
 mod program;

@@ -11,9 +11,10 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel};
 
 use super::tensors::Tensors;
-use super::{Ended, checked_outputs, passes, plan_config, refuse_what_does_not_fit, run_config};
+use super::{
+    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit, run_config, solve,
+};
 use crate::arguments::{AttentionArguments, Device};
-use crate::command::solution::Solution;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -79,21 +80,22 @@ impl Rank<'_> {
             Outputs::default()
         };
         progress.step("measuring this machine");
-        let config = plan_config(arguments, self.cost(&spec)?);
+        let (topology, link) = placed(arguments)?;
+        let config = plan_config(arguments, topology, self.cost(&spec)?);
         progress.step("planning");
-        let solution = Solution::solve(&mask, &spec, &config)?;
+        let solution = solve(arguments, &mask, &spec, &config)?;
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
         rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
 
         progress.step("reading tensors");
         let plan = &solution.plan;
         let inputs = tensors.read_rank(arguments, &mask, &plan.ranks[rendezvous.rank()])?;
-        let (margin, link) = (arguments.run.overlap.sm_margin(), arguments.run.slow_link);
+        let margin = arguments.run.overlap.sm_margin();
         let machine = TcpMachine::new(rendezvous.clone(), margin, link).map_err(ended)?;
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run = run_attention_ranks(&machine, &problem, &run_config(arguments), vec![inputs]);
+        let run = run_attention_ranks(&machine, &problem, &run_config(arguments, link), vec![inputs]);
         let run = run.map_err(|error| ended(rendezvous.fail(error)))?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
@@ -145,7 +147,7 @@ impl Rank<'_> {
 
 /// What all command lines must have alike: everything that changes what is computed.
 fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
-    let AttentionArguments { mask, cp_size, planning, tensors, run, results } = arguments;
+    let AttentionArguments { mask, cp_size, nodes, planning, tensors, run, results } = arguments;
     let given = |flag: &str, value: &dyn std::fmt::Debug| Facet::new(flag, format!("{value:?}"));
     vec![
         Facet::new("the version of counterpoint", env!("CARGO_PKG_VERSION")),
@@ -167,6 +169,9 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
         given("--deterministic", &run.deterministic),
         given("--overlap", &run.overlap),
         given("--slow-link", &run.slow_link),
+        given("--nodes", nodes),
+        given("--slow-network", &run.slow_network),
+        given("--exchange", &run.exchange),
         given("--check", &results.check),
     ]
 }
