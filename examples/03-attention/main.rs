@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // A link as slow as this makes communication worth hiding. What a timeline measured, a simulator predicts in the same
     // type; see `counterpoint attention --report` for its picture.
-    let link = Some(SlowLink { alpha: Duration::from_millis(2), bytes_per_second: 50e6 });
+    let link = Some(SlowLink { alpha: Duration::from_millis(2), bytes_per_second: 50e6, network: None });
     println!("\n{:<12} {:>10} {:>15} {:>10}", "policy", "forward", "communication", "exposed");
     for start in StartOrder::ALL {
         let policy = OverlapPolicy::new(start);

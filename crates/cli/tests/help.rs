@@ -87,6 +87,9 @@ fn flags_of_the_interface_exist() {
                 "--overlap",
                 "--limit",
                 "--slow-link",
+                "--slow-network",
+                "--nodes",
+                "--exchange",
             ][..],
         ),
         (
@@ -153,6 +156,8 @@ fn bad_usage_is_one_sentence() {
         ("attention --mask causal:8 --softcap -1", &["--softcap", "at least 0"]),
         ("attention --mask causal:8 --limit 0", &["--limit"]),
         ("attention --mask causal:8 --overlap magic", &["magic", "kernel-barrier"]),
+        ("attention --mask causal:8 --cp-size 3 --nodes 2", &["--nodes", "3", "2"]),
+        ("attention --mask causal:8 --cp-size 2 --slow-network 1,1", &["--slow-network", "--nodes 2"]),
         ("attention --mask causal:8 --overlap auto", &["auto", "measurement"]),
         ("attention --mask causal:8 --overlap sequential+priority", &["sequential", "`priority`"]),
         ("attention --mask causal:8 --overlap copy-engine", &["copy-engine", "CPU ranks"]),

@@ -47,7 +47,7 @@ mod transport;
 mod world;
 
 pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink,
+    AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork,
     run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::Backend;

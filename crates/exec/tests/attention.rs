@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuTransport, ExecError,
-    FaultInjection, FaultKind, FaultPoint, HostTensor, Prepared, RunConfig, SlowLink, World, WorldConfig,
-    available_memory, check_attention, dispatch, run_attention, undispatch,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Prepared, RunConfig, SlowLink, SlowNetwork, World,
+    WorldConfig, available_memory, check_attention, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology};
 use counterpoint_schedule::{
     GradientReduction, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward, lower_attention_forward,
 };
@@ -75,6 +75,7 @@ proptest! {
         sink in 0usize..3,
         softcap in prop_oneof![Just(0.0), Just(3.0)],
         deterministic: bool,
+        nodes in 1usize..4,
     ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let (seqlen_q, other, self_attention) = seqlens;
@@ -84,7 +85,9 @@ proptest! {
         let spec = AttentionSpec {
             softcap, seqlen_sink: sink, ..spec(heads.0, heads.1, dims.0, dims.1, dtype)
         };
-        let plan = Plan::new(&mask, &spec, &config(cp_size, chunk_size, stages, DISPATCHES[algorithm])).unwrap();
+        let topology = Topology { world_size: cp_size, ranks_per_node: cp_size.div_ceil(nodes) };
+        let config = PlanConfig { topology, ..config(cp_size, chunk_size, stages, DISPATCHES[algorithm]) };
+        let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = inputs(&mask, &spec, &mut rng);
         let run_config = RunConfig {
             policy: policy(StartOrder::ALL[order]), deterministic, ..RunConfig::default()
@@ -100,7 +103,10 @@ proptest! {
 
     /// Any policy, number of stages and repetition: the same bits.
     #[test]
-    fn deterministic_runs_are_bit_equal(seed: u64, cp_size in 1usize..6, bf16 in any::<bool>()) {
+    fn deterministic_runs_are_bit_equal(
+        seed: u64, cp_size in 1usize..7, ranks_per_node in 1usize..7, bf16 in any::<bool>(),
+    ) {
+        let topology = Topology { world_size: cp_size, ranks_per_node: ranks_per_node.min(cp_size) };
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let seqlen = rng.random_range(300..900);
         let mask = if rng.random_bool(0.5) { causal(seqlen) } else { random_mask(seqlen, seqlen, &mut rng) };
@@ -111,7 +117,8 @@ proptest! {
         let mut first = None;
         for (order, stages) in [(0, 1), (1, 1), (1, 2), (2, 3), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
-            let plan = Plan::new(&mask, &spec, &config(cp_size, 64, stages, DispatchAlgorithm::MinHeap)).unwrap();
+            let config = PlanConfig { topology, ..config(cp_size, 64, stages, DispatchAlgorithm::MinHeap) };
+            let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
             let start = StartOrder::ALL[order];
             let run_config = RunConfig { policy: policy(start), deterministic: true, ..RunConfig::default() };
             let outputs = run(&plan, &spec, &inputs, &run_config).outputs;
@@ -244,6 +251,38 @@ fn the_number_of_ranks_does_not_matter() {
     }
 }
 
+/// Rows that cross once for a node take less time than rows that cross for every rank, and the forward's bits are the same.
+#[test]
+fn two_levels_are_quicker_over_a_slow_network() {
+    let mut rng = ChaCha8Rng::seed_from_u64(5);
+    let mask = Mask::full(1024).unwrap();
+    let spec = spec(1, 1, 16, 16, DType::F32);
+    let topology = Topology { world_size: 6, ranks_per_node: 3 };
+    let config =
+        PlanConfig { topology, ..config(6, 64, StageCount::Fixed(2), DispatchAlgorithm::Sequential) };
+    let flat = Plan::new(&mask, &spec, &config).unwrap();
+    let inputs = inputs(&mask, &spec, &mut rng);
+    // A rank needs 512 rows of the other node: 0.3 s of the network, three times the node's share.
+    let network = SlowNetwork {
+        alpha: Duration::from_millis(1),
+        bytes_per_second: 512.0 * spec.kv_row_bytes() as f64 / 0.3,
+        topology,
+    };
+    let slow_link =
+        Some(SlowLink { alpha: Duration::ZERO, bytes_per_second: f64::INFINITY, network: Some(network) });
+    let run_config = RunConfig { slow_link, ..RunConfig::default() };
+    let in_one = run(&flat, &spec, &inputs, &run_config);
+    let in_two = run(&flat.over_nodes(&topology), &spec, &inputs, &run_config);
+    assert_eq!((&in_one.outputs.out, &in_one.outputs.lse), (&in_two.outputs.out, &in_two.outputs.lse));
+    assert!(check_attention(&mask, &spec, &inputs, &in_two.outputs).passed);
+    for (one, two) in
+        [(&in_one.forward, &in_two.forward), (&in_one.backward.unwrap(), &in_two.backward.unwrap())]
+    {
+        let (one, two) = (one.makespan(), two.makespan());
+        assert!(two < 0.7 * one, "{two} s in two steps, {one} s in one");
+    }
+}
+
 #[test]
 fn the_timeline_shows_every_rank_and_stage() {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
@@ -252,7 +291,7 @@ fn the_timeline_shows_every_rank_and_stage() {
     let plan =
         Plan::new(&mask, &spec, &config(2, 32, StageCount::Fixed(2), DispatchAlgorithm::MinHeap)).unwrap();
     let inputs = inputs(&mask, &spec, &mut rng);
-    let slow_link = Some(SlowLink { alpha: Duration::from_millis(5), bytes_per_second: 1e9 });
+    let slow_link = Some(SlowLink { alpha: Duration::from_millis(5), bytes_per_second: 1e9, network: None });
     let run = run(&plan, &spec, &inputs, &RunConfig { slow_link, ..RunConfig::default() });
     for (timeline, stages) in
         [(run.forward, plan.ranks[0].forward.len()), (run.backward.unwrap(), plan.ranks[0].backward.len())]

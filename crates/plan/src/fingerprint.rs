@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GroupPart, Link, OwnedSplit, Plan,
-    PlanConfig, RankPlan, RemoteSplit, StageCount, StagePlan, Topology,
+    PlanConfig, RankPlan, RemoteSplit, StageCount, StagePlan, Topology, TwoLevelExchange, TwoLevelPart,
 };
 
 /// A SHA-256 of everything that a plan depends on, or of a plan itself ([`Plan::fingerprint`]): content, never object
@@ -76,13 +76,18 @@ impl Plan {
     /// The fingerprint of the plan's content: all dispatches, parts, work and stages of all ranks. Ranks that each planned
     /// for themselves, or were shipped a plan, compare theirs before the first collective.
     pub fn fingerprint(&self) -> Fingerprint {
-        let Plan { q_dispatch, k_dispatch, ranks } = self;
+        let Plan { q_dispatch, k_dispatch, ranks, two_level } = self;
         let mut words = Words::default();
         words.word(3);
         words.dispatch(q_dispatch);
         words.dispatch(k_dispatch);
         words.size(ranks.len());
         ranks.iter().for_each(|rank| words.rank(rank));
+        words.size(usize::from(two_level.is_some()));
+        if let Some(TwoLevelExchange { forward, backward, whole }) = two_level {
+            forward.iter().chain(backward).for_each(|stages| words.two_level(stages));
+            words.two_level(whole);
+        }
         words.finish()
     }
 }
@@ -231,17 +236,8 @@ impl Words {
     }
 
     fn stage(&mut self, stage: &StagePlan) {
-        let StagePlan { part: GroupPart { owned, remote }, recv_ranges, key_rows, bands, area } = stage;
-        self.size(owned.len());
-        for OwnedSplit { rows, ranks } in owned {
-            self.range(rows);
-            self.ranks(ranks);
-        }
-        self.size(remote.len());
-        for RemoteSplit { rows, rank } in remote {
-            self.range(rows);
-            self.word(u64::from(*rank));
-        }
+        let StagePlan { part, recv_ranges, key_rows, bands, area } = stage;
+        self.part(part);
         self.ranges(recv_ranges);
         self.size(*key_rows);
         self.size(bands.len());
@@ -252,5 +248,26 @@ impl Words {
             self.word(*diag_max as u64);
         }
         self.word(*area);
+    }
+
+    fn two_level(&mut self, stages: &[TwoLevelPart]) {
+        self.size(stages.len());
+        for TwoLevelPart { inter, near, forward, inter_rows } in stages {
+            [inter, near, forward].into_iter().for_each(|part| self.part(part));
+            self.size(*inter_rows);
+        }
+    }
+
+    fn part(&mut self, GroupPart { owned, remote }: &GroupPart) {
+        self.size(owned.len());
+        for OwnedSplit { rows, ranks } in owned {
+            self.range(rows);
+            self.ranks(ranks);
+        }
+        self.size(remote.len());
+        for RemoteSplit { rows, rank } in remote {
+            self.range(rows);
+            self.word(u64::from(*rank));
+        }
     }
 }

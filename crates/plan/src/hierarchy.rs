@@ -3,22 +3,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::exchange::{PlacedRows, sweep};
 use crate::runs::Runs;
-use crate::{Dispatch, GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan, Topology};
+use crate::{GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan, Topology};
 
 /// One rank's part in a group-cast in two steps: between nodes, then inside each node.
 ///
-/// Step one brings each row that a node needs and does not own to one rank of that node, its gateway. Step two casts
-/// inside the node; its input is the rank's own key rows followed by the rows of step one. Its output is the stage's key
-/// buffer, the same as that of the flat group-cast. A gateway that needs a row itself sends it to itself in step two.
+/// Step one brings each row that a node needs and does not own to one rank of that node, its gateway. Step two casts inside
+/// the node: own key rows, which does not have to wait for step one, and what step one brought. Together they fill the
+/// stage's key buffer, as the flat group-cast does. A gateway that needs a row itself sends it to itself in step two.
 ///
 /// The group-reduce runs the steps backwards: partial results are reduced inside the node before they cross.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TwoLevelPart {
     /// Between nodes. `owned` are own key rows, `remote` are rows of the buffer of step one.
     pub inter: GroupPart,
-    /// Inside the node. `owned` are rows of [own key rows | buffer of step one], listed in global key order; `remote` are
-    /// rows of the stage's key buffer.
-    pub intra: GroupPart,
+    /// Inside the node, of own rows. `owned` are own key rows, `remote` are rows of the stage's key buffer.
+    pub near: GroupPart,
+    /// Inside the node, of rows of other nodes. `owned` are rows of the buffer of step one, `remote` are rows of the stage's key
+    /// buffer.
+    pub forward: GroupPart,
     /// Rows of the buffer of step one.
     pub inter_rows: usize,
 }
@@ -32,11 +34,14 @@ pub struct TwoLevelExchange {
     pub forward: Vec<Vec<TwoLevelPart>>,
     /// Backward parts by rank, then stage.
     pub backward: Vec<Vec<TwoLevelPart>>,
+    /// By rank, all stages as one: key buffers laid one after the other. A deterministic backward reduces by it, so that the order
+    /// of its sums does not follow the stages.
+    pub whole: Vec<TwoLevelPart>,
 }
 
 impl TwoLevelExchange {
-    /// The two levels of `plan`, whose ranks are laid out as `topology` says. On one node step one is empty and step two
-    /// is the flat exchange.
+    /// The two levels of `plan`, whose ranks are laid out as `topology` says. On one node only the near part is not empty,
+    /// and is the flat exchange.
     ///
     /// # Panics
     /// When `topology` is not for as many ranks as the plan.
@@ -49,18 +54,32 @@ impl TwoLevelExchange {
                 let ranks = plan.ranks.iter();
                 let received: Vec<Vec<PlacedRows>> =
                     ranks.map(|rank| PlacedRows::of(&stages(rank)[stage].recv_ranges)).collect();
-                let stage_parts = two_levels(&runs, &received, &plan.k_dispatch, topology);
+                let stage_parts = two_levels(&runs, &received, topology);
                 parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
             }
             parts
         };
-        Self { forward: direction(|rank| &rank.forward), backward: direction(|rank| &rank.backward) }
+        let whole = |rank: &RankPlan| {
+            let buffers = rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied();
+            PlacedRows::of(&buffers.collect::<Vec<_>>())
+        };
+        let received: Vec<Vec<PlacedRows>> = plan.ranks.iter().map(whole).collect();
+        Self {
+            forward: direction(|rank| &rank.forward),
+            backward: direction(|rank| &rank.backward),
+            whole: two_levels(&runs, &received, topology),
+        }
     }
 
-    /// Key rows that cross between nodes in a forward: as few as can be, each row once for each node that needs it and
-    /// does not own it.
+    /// Key rows that cross between nodes in a forward: in each stage every row once for each node that needs it then and does
+    /// not own it. With a single stage that is as few as can be.
     pub fn crossing_rows(&self) -> u64 {
         self.forward.iter().flatten().map(|part| part.inter.send_rows()).sum()
+    }
+
+    /// Likewise in a backward, one way; as many sums of gradients cross back.
+    pub fn backward_crossing_rows(&self) -> u64 {
+        self.backward.iter().flatten().map(|part| part.inter.send_rows()).sum()
     }
 }
 
@@ -74,39 +93,36 @@ pub fn flat_crossing_rows(plan: &Plan, topology: &Topology) -> u64 {
 }
 
 /// One stage, all ranks.
-fn two_levels(
-    runs: &Runs,
-    received: &[Vec<PlacedRows>],
-    k_dispatch: &Dispatch,
-    topology: &Topology,
-) -> Vec<TwoLevelPart> {
-    let own_rows: Vec<usize> = (0..received.len()).map(|rank| k_dispatch.tokens(rank)).collect();
+fn two_levels(runs: &Runs, received: &[Vec<PlacedRows>], topology: &Topology) -> Vec<TwoLevelPart> {
+    let node = |rank: u32| topology.node(rank as usize);
     let mut parts = vec![TwoLevelPart::default(); received.len()];
     sweep(runs, received, |owner, piece, receivers| {
-        let home = topology.node(owner.rank as usize);
         let mut gateways = Vec::new();
         // Receivers ascend, so those of one node stand together.
-        for group in receivers.ranks.chunk_by(|&a, &b| topology.node(a as usize) == topology.node(b as usize))
-        {
-            let (source, rows) = if topology.node(group[0] as usize) == home {
-                (owner.rank, owner.local(&piece))
-            } else {
-                // A rank that needs the rows anyway, so that forwarding adds no copy inside the node; of these the one that
-                // has taken in the least so far, and the first of equals.
-                let gateway = group.iter().copied().min_by_key(|&rank| parts[rank as usize].inter_rows);
-                let gateway = gateway.unwrap_or(group[0]);
-                gateways.push(gateway);
-                let part = &mut parts[gateway as usize];
-                let rows = Range::new(part.inter_rows, part.inter_rows + piece.len());
-                part.inter.remote.push(RemoteSplit { rows, rank: owner.rank });
-                part.inter_rows = rows.end;
-                let start = own_rows[gateway as usize] + rows.start;
-                (gateway, Range::new(start, start + piece.len()))
-            };
-            parts[source as usize].intra.owned.push(OwnedSplit { rows, ranks: group.to_vec() });
+        for group in receivers.ranks.chunk_by(|&a, &b| node(a) == node(b)) {
+            let ranks = group.to_vec();
+            if node(group[0]) == node(owner.rank) {
+                let split = OwnedSplit { rows: owner.local(&piece), ranks };
+                parts[owner.rank as usize].near.owned.push(split);
+                for &rank in group {
+                    let split = RemoteSplit { rows: receivers.rows(rank, &piece), rank: owner.rank };
+                    parts[rank as usize].near.remote.push(split);
+                }
+                continue;
+            }
+            // A rank that needs the rows anyway, so that forwarding adds no copy inside the node; of these the one that has
+            // taken in the least so far, and the first of equals.
+            let gateway = group.iter().copied().min_by_key(|&rank| parts[rank as usize].inter_rows);
+            let gateway = gateway.unwrap_or(group[0]);
+            gateways.push(gateway);
+            let part = &mut parts[gateway as usize];
+            let rows = Range::new(part.inter_rows, part.inter_rows + piece.len());
+            part.inter.remote.push(RemoteSplit { rows, rank: owner.rank });
+            part.inter_rows = rows.end;
+            part.forward.owned.push(OwnedSplit { rows, ranks });
             for &rank in group {
-                let rows = receivers.rows(rank, &piece);
-                parts[rank as usize].intra.remote.push(RemoteSplit { rows, rank: source });
+                let split = RemoteSplit { rows: receivers.rows(rank, &piece), rank: gateway };
+                parts[rank as usize].forward.remote.push(split);
             }
         }
         if !gateways.is_empty() {

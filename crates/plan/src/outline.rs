@@ -91,7 +91,7 @@ impl Outline {
             false => rank_work(mask, &Runs::new(&q_dispatch), q_dispatch.cp_size()),
         };
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
-        let order = ReceiveOrder::new(&k_runs, &k_rows);
+        let order = ReceiveOrder::new(&k_runs, &k_rows, &config.topology);
         let ranks: Vec<RankOutline> = work
             .into_iter()
             .enumerate()
@@ -112,7 +112,7 @@ impl Outline {
             .enumerate()
             .map(|(rank, (forward, backward))| self.rank_plan(rank, forward, backward))
             .collect();
-        Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks }
+        Plan { q_dispatch: self.q_dispatch, k_dispatch: self.k_dispatch, ranks, two_level: None }
     }
 
     /// Writes out one rank's part.

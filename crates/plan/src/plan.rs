@@ -4,7 +4,7 @@ use counterpoint_mask::{Band, Mask, Range};
 use serde::{Deserialize, Serialize};
 
 use crate::outline::Outline;
-use crate::{AttentionSpec, Dispatch, GroupPart, PlanConfig, PlanError};
+use crate::{AttentionSpec, Dispatch, GroupPart, PlanConfig, PlanError, Topology, TwoLevelExchange};
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
 /// Stage `s > 0` has a key buffer of its own, filled by one group-cast.
@@ -71,6 +71,8 @@ pub struct Plan {
     pub k_dispatch: Dispatch,
     /// Every rank's part.
     pub ranks: Vec<RankPlan>,
+    /// How the same rows travel on several nodes, where they are to travel in two steps; see [`Plan::over_nodes`].
+    pub two_level: Option<TwoLevelExchange>,
 }
 
 impl Plan {
@@ -107,6 +109,16 @@ impl Plan {
         config: &PlanConfig,
     ) -> Result<Plan, PlanError> {
         Ok(Outline::on(mask, spec, config, self.q_dispatch.clone(), self.k_dispatch.clone())?.into_plan())
+    }
+
+    /// The plan with its exchange in two steps, between nodes and inside each, for ranks that are laid out as `topology` says.
+    /// On one node it stays as it is.
+    ///
+    /// # Panics
+    /// When `topology` is not for as many ranks as the plan.
+    pub fn over_nodes(self, topology: &Topology) -> Plan {
+        let two_level = (topology.nodes() > 1).then(|| TwoLevelExchange::new(&self, topology));
+        Plan { two_level, ..self }
     }
 
     /// The part of `rank`.

@@ -9,8 +9,8 @@
 
 use counterpoint_mask::Range;
 
-use crate::KEY_BLOCK;
 use crate::runs::Runs;
+use crate::{KEY_BLOCK, Topology};
 
 /// More layers spread the load no better, and each is one more piece for every owner and receiver. Where a causal mask on 8
 /// ranks communicates for as long as it computes, stages bring the predicted forward from 27.5 ms to 19.7 in ascending order, to
@@ -41,8 +41,9 @@ pub(crate) struct ReceiveOrder {
 }
 
 impl ReceiveOrder {
-    /// Of the owners of `runs`, `rows[rank]` rows each.
-    pub(crate) fn new(runs: &Runs, rows: &[usize]) -> Self {
+    /// Of the owners of `runs`, `rows[rank]` rows each. Ranks of one of several nodes start where the first of them does: a row
+    /// that several need in one stage crosses between nodes once.
+    pub(crate) fn new(runs: &Runs, rows: &[usize], topology: &Topology) -> Self {
         let most = MOST_LAYERS.min(rows.iter().max().map_or(0, |rows| rows / LEAST_LAYER_ROWS));
         let layers = (MOST_PIECES / rows.len()).min(most).max(1);
         let mut pieces = Vec::new();
@@ -68,7 +69,12 @@ impl ReceiveOrder {
             last = first.unwrap_or(before);
             last
         });
-        Self { layers, pieces, first: first.collect() }
+        let first: Vec<usize> = first.collect();
+        let starts = |index: usize| match topology.nodes() {
+            1 => first[index],
+            _ => first[topology.node(index / layers) * topology.ranks_per_node * layers + index % layers],
+        };
+        Self { layers, pieces, first: (0..first.len()).map(starts).collect() }
     }
 
     /// The ascending `ranges` in the order in which `rank` receives them. Neighbours that follow each other are one range.
@@ -140,7 +146,7 @@ mod tests {
             };
             let needed = Range::merged(drawn.iter().map(clip).filter(|range| !range.is_empty()).collect());
             let needed = crate::work::without(&needed, &dispatch.ranges(rank));
-            let ordered = ReceiveOrder::new(&runs, &rows).of(rank, &needed);
+            let ordered = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len())).of(rank, &needed);
             prop_assert!(ordered.windows(2).all(|pair| pair[0].end != pair[1].start));
             prop_assert_eq!(Range::merged(ordered), needed);
         }
@@ -152,7 +158,7 @@ mod tests {
         let (ranks, chunk_size) = (8, 1024);
         let owners: Vec<usize> = (0..ranks * 16).map(|chunk| chunk / 16).collect();
         let (runs, rows, dispatch) = runs(&owners, ranks, chunk_size);
-        let order = ReceiveOrder::new(&runs, &rows);
+        let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()));
         for rank in 0..ranks {
             let all = [Range::new(0, dispatch.seqlen())];
             let ordered = order.of(rank, &crate::work::without(&all, &dispatch.ranges(rank)));
@@ -177,7 +183,7 @@ mod tests {
         let ranks = 600;
         let owners: Vec<usize> = (0..ranks).collect();
         let (runs, rows, dispatch) = runs(&owners, ranks, 128);
-        let order = ReceiveOrder::new(&runs, &rows);
+        let order = ReceiveOrder::new(&runs, &rows, &Topology::flat(rows.len()));
         let all = [Range::new(0, dispatch.seqlen())];
         for rank in 1..ranks - 1 {
             let ordered = order.of(rank, &crate::work::without(&all, &dispatch.ranges(rank)));

@@ -6,6 +6,7 @@ mod cases;
 use std::collections::{BTreeSet, VecDeque};
 
 use cases::{configs, masks, rows, spec};
+use counterpoint_mask::Range;
 use counterpoint_plan::{
     GroupPart, Plan, RankPlan, StagePlan, Topology, TwoLevelExchange, TwoLevelPart, flat_crossing_rows,
 };
@@ -15,8 +16,9 @@ use proptest::prelude::*;
 fn group_cast(
     parts: &[&GroupPart],
     inputs: &[Vec<usize>],
+    buffers: &mut [Vec<usize>],
     allowed: impl Fn(usize, usize) -> bool,
-) -> Vec<Vec<usize>> {
+) {
     let mut wires = vec![VecDeque::new(); parts.len() * parts.len()];
     for (source, part) in parts.iter().enumerate() {
         for split in &part.owned {
@@ -29,8 +31,7 @@ fn group_cast(
             }
         }
     }
-    let outputs = parts.iter().enumerate().map(|(rank, part)| {
-        let mut buffer = vec![usize::MAX; part.recv_rows() as usize];
+    for (rank, (part, buffer)) in parts.iter().zip(buffers).enumerate() {
         for split in &part.remote {
             let message =
                 wires[split.rank as usize * parts.len() + rank].pop_front().expect("nobody sends this");
@@ -38,12 +39,8 @@ fn group_cast(
             assert!(place.iter().all(|&row| row == usize::MAX), "two splits fill {:?}", split.rows);
             place.copy_from_slice(message);
         }
-        assert!(buffer.iter().all(|&row| row != usize::MAX), "the buffer is packed");
-        buffer
-    });
-    let outputs = outputs.collect();
+    }
     assert!(wires.iter().all(VecDeque::is_empty), "something was sent that nobody takes");
-    outputs
 }
 
 /// The mirror: adds up partial counts where the cast would have read.
@@ -76,13 +73,16 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     let own: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
 
     let inter: Vec<&GroupPart> = parts.iter().map(|part| &part.inter).collect();
-    let first = group_cast(&inter, &own, |source, rank| node(source) != node(rank));
-    let middle: Vec<Vec<usize>> =
-        own.iter().zip(&first).map(|(own, first)| [&own[..], first].concat()).collect();
-    let intra: Vec<&GroupPart> = parts.iter().map(|part| &part.intra).collect();
-    let second = group_cast(&intra, &middle, |source, rank| node(source) == node(rank));
+    let mut first: Vec<Vec<usize>> = parts.iter().map(|part| vec![usize::MAX; part.inter_rows]).collect();
+    group_cast(&inter, &own, &mut first, |source, rank| node(source) != node(rank));
+    let near: Vec<&GroupPart> = parts.iter().map(|part| &part.near).collect();
+    let forward: Vec<&GroupPart> = parts.iter().map(|part| &part.forward).collect();
+    let received = |stage: &&StagePlan| vec![usize::MAX; stage.recv_ranges.iter().map(Range::len).sum()];
+    let mut second: Vec<Vec<usize>> = stages.iter().map(received).collect();
+    group_cast(&near, &own, &mut second, |source, rank| node(source) == node(rank));
+    group_cast(&forward, &first, &mut second, |source, rank| node(source) == node(rank));
     for rank in 0..ranks {
-        assert_eq!(parts[rank].inter_rows, first[rank].len());
+        assert!(first[rank].iter().all(|&row| row != usize::MAX), "the buffer of step one is packed");
         assert_eq!(second[rank], rows(&stages[rank].recv_ranges), "the buffer of rank {rank}");
     }
 
@@ -107,9 +107,11 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
 
     // Backwards, every owner's sum has one share from every rank that held a copy.
     let partials: Vec<Vec<u64>> = (0..ranks).map(|rank| vec![1 << rank; second[rank].len()]).collect();
-    let mut sums: Vec<Vec<u64>> = middle.iter().map(|rows| vec![0; rows.len()]).collect();
-    group_reduce(&intra, &partials, &mut sums);
-    let shares: Vec<Vec<u64>> = (0..ranks).map(|rank| sums[rank].split_off(own[rank].len())).collect();
+    let zeros =
+        |rows: &[Vec<usize>]| -> Vec<Vec<u64>> { rows.iter().map(|rows| vec![0; rows.len()]).collect() };
+    let (mut sums, mut shares) = (zeros(&own), zeros(&first));
+    group_reduce(&near, &partials, &mut sums);
+    group_reduce(&forward, &partials, &mut shares);
     group_reduce(&inter, &shares, &mut sums);
     for owner in 0..ranks {
         for (row, &sum) in own[owner].iter().zip(&sums[owner]) {
@@ -141,12 +143,20 @@ proptest! {
             }
         }
         prop_assert_eq!(two_level.crossing_rows(), crossed);
+        let whole = |rank: &RankPlan| StagePlan {
+            recv_ranges: rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect(),
+            ..rank.backward[0].clone()
+        };
+        let whole: Vec<StagePlan> = plan.ranks.iter().map(whole).collect();
+        let parts: Vec<&TwoLevelPart> = two_level.whole.iter().collect();
+        let once = check_stage(&plan, &whole.iter().collect::<Vec<_>>(), &parts, &topology);
+        prop_assert!(once <= two_level.backward_crossing_rows());
         prop_assert!(crossed <= flat_crossing_rows(&plan, &topology));
         if topology.nodes() == 1 {
             prop_assert_eq!(crossed, 0);
             for (rank, parts) in plan.ranks.iter().zip(&two_level.forward) {
                 for (stage, part) in rank.forward.iter().zip(parts) {
-                    prop_assert_eq!(&stage.part, &part.intra);
+                    prop_assert_eq!(&stage.part, &part.near);
                 }
             }
         }

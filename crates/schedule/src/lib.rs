@@ -8,6 +8,7 @@
 
 mod attention;
 mod builder;
+mod crossing;
 mod linear;
 mod policy;
 mod policy_record;

@@ -282,6 +282,53 @@ fn stage_buffers_take_turns() {
     }
 }
 
+/// In two steps what crosses between nodes is what the plan says, and takes less time than fetching for every rank.
+#[test]
+fn two_levels_cross_once() {
+    let mask = Mask::causal(8192).unwrap();
+    let topology = Topology { world_size: 8, ranks_per_node: 4 };
+    let network = Link { alpha_seconds: 1e-5, bytes_per_second: 2e5 };
+    let cost = CostModel { network, ..cost() };
+    for (dtype, stages) in [(DType::Bf16, 1), (DType::F32, 4)] {
+        let spec = spec(dtype, 1);
+        let flat = plan(&mask, 8, 128, stages);
+        let exchange = TwoLevelExchange::new(&flat, &topology);
+        let sink = |programs: &[Program]| -> u64 {
+            // The sink's gradient goes through rank 0 in either.
+            let far = programs.iter().filter(|program| topology.node(program.rank) != 0).count() as u64;
+            2 * far * 4 * u64::from(dtype.accumulator().size() as u32)
+        };
+        let bytes = |programs: &[Program]| -> u64 {
+            programs.iter().map(|program| program.crossing_bytes(&topology)).sum()
+        };
+        let [flat_forward, flat_backward, _] = programs(&flat, &spec, "concurrent");
+        let rows = flat_crossing_rows(&flat, &topology);
+        assert_eq!(bytes(&flat_forward), rows * spec.kv_row_bytes() as u64);
+        let both = flat.over_nodes(&topology);
+        for policy in POLICIES {
+            let [forward, backward, deterministic] = programs(&both, &spec, policy);
+            assert_eq!(bytes(&forward), exchange.crossing_rows() * spec.kv_row_bytes() as u64);
+            let there = exchange.backward_crossing_rows();
+            let whole = exchange.whole.iter().map(|part| part.inter.send_rows()).sum();
+            for (programs, back) in [(&backward, there), (&deterministic, whole)] {
+                let cast = there * spec.kv_row_bytes() as u64;
+                let reduced = back * spec.kv_gradient_row_bytes() as u64;
+                assert_eq!(bytes(programs), cast + reduced + sink(programs));
+            }
+            for program in forward.iter().chain(&backward).chain(&deterministic) {
+                assert_eq!(program.validate(), Ok(()), "{policy} {}", program.name);
+            }
+            let seconds = |ranks: &[Program]| simulate(ranks, &topology, &cost).unwrap().makespan();
+            if policy == "concurrent" {
+                let (two, one) = (seconds(&forward), seconds(&flat_forward));
+                assert!(two < 0.7 * one, "forward: {two} s, flat {one} s");
+                let (two, one) = (seconds(&backward), seconds(&flat_backward));
+                assert!(two < 0.7 * one, "backward: {two} s, flat {one} s");
+            }
+        }
+    }
+}
+
 /// A Program is plain data: it can be written down and read back.
 #[test]
 fn programs_serialise() {

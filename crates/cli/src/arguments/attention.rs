@@ -47,6 +47,10 @@ pub(crate) struct AttentionArguments {
     #[arg(long, value_name = "N", default_value = "1", value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: usize,
 
+    /// Nodes that the ranks are spread over, evenly
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) nodes: usize,
+
     #[command(flatten)]
     pub(crate) planning: PlanningArguments,
 
@@ -139,6 +143,14 @@ pub(crate) struct RunArguments {
     /// Imitate a slow link: so many microseconds a collective, so many gigabytes a second of each rank
     #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
     pub(crate) slow_link: Option<SlowLink>,
+
+    /// Imitate a slow network between nodes, likewise
+    #[arg(long, value_name = "ALPHA_US,GB_PER_S", value_parser = value::slow_link, allow_hyphen_values = true)]
+    pub(crate) slow_network: Option<SlowLink>,
+
+    /// How rows cross between several nodes: once for a node and on inside it, or for every rank that needs them
+    #[arg(long, value_enum, default_value_t = Exchange::TwoLevel)]
+    pub(crate) exchange: Exchange,
 }
 
 /// Where results go.
@@ -164,6 +176,15 @@ pub(crate) struct ResultArguments {
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// How rows cross between nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Exchange {
+    /// Once for each node that needs them, then inside it; sums of gradients likewise, backwards
+    TwoLevel,
+    /// For every rank that needs them
+    Flat,
 }
 
 /// What computes.

@@ -17,7 +17,7 @@ mod value;
 
 use clap::{Parser, Subcommand};
 
-pub(crate) use attention::{AttentionArguments, Device, TensorArguments};
+pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
 pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,

@@ -158,7 +158,7 @@ pub(crate) fn slow_link(text: &str) -> Result<SlowLink, String> {
     let alpha = non_negative(alpha).map_err(|_| wrong())?;
     let rate = non_negative(rate).ok().filter(|rate| *rate > 0.0).ok_or_else(wrong)?;
     let alpha = Duration::try_from_secs_f64(alpha * 1e-6).map_err(|_| wrong())?;
-    Ok(SlowLink { alpha, bytes_per_second: rate * 1e9 })
+    Ok(SlowLink { alpha, bytes_per_second: rate * 1e9, network: None })
 }
 
 /// An overlap policy.

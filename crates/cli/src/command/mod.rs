@@ -9,6 +9,7 @@ mod bench_plan;
 mod comparison;
 mod doctor;
 mod mask;
+mod nodes;
 mod plan;
 mod prediction;
 mod selftest;

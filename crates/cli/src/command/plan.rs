@@ -1,15 +1,14 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{
-    AttentionSpec, CostModel, PlanConfig, Topology, TwoLevelExchange, flat_crossing_rows,
-};
+use counterpoint_plan::{AttentionSpec, CostModel, PlanConfig, TwoLevelExchange, flat_crossing_rows};
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy};
 
 use super::comparison::{comm_figures, traffic_rows};
+use super::nodes::topology;
 use super::prediction::{Prediction, rank_seconds};
 use super::solution::Solution;
 use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
@@ -21,7 +20,7 @@ use crate::{console, mask_argument};
 
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
-    let topology = topology(arguments)?;
+    let topology = topology(arguments.cp_size, arguments.nodes)?;
     let spec = spec(&arguments.shape)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let input = mask_argument::file(&arguments.mask);
@@ -35,7 +34,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     };
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
-    let solution = Solution::solve(&mask, &spec, &config)?;
+    let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
     let told = Told { arguments, mask: &mask, spec, config, solution };
     if arguments.json && arguments.report.is_none() {
         return console::print_json(&told.solution.summary(&mask, &spec));
@@ -54,16 +53,6 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         return console::print_json(&told.solution.summary(&mask, &spec));
     }
     console::print(&told.text(&prediction, &outputs))
-}
-
-fn topology(arguments: &PlanArguments) -> Result<Topology, CliError> {
-    let (nodes, cp_size) = (arguments.nodes, arguments.cp_size);
-    if !cp_size.is_multiple_of(nodes) {
-        let reason =
-            format!("does not divide --cp-size {cp_size}; every node holds the same number of ranks");
-        return Err(CliError::Flag { flag: "--nodes", value: nodes.to_string(), reason });
-    }
-    Ok(Topology { world_size: cp_size, ranks_per_node: cp_size / nodes })
 }
 
 fn spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
@@ -112,10 +101,10 @@ impl Told<'_> {
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
         if self.config.topology.nodes() > 1 {
-            let crossing = TwoLevelExchange::new(plan, &self.config.topology).crossing_rows();
+            let crossing = plan.two_level.as_ref().map_or(0, TwoLevelExchange::crossing_rows);
             let _ = writeln!(
                 out,
-                "\nbetween nodes: {} key rows in all, each once for a node that needs it ({} if every rank fetched for itself)",
+                "\nbetween nodes: {} key rows in all, each once for a node that needs it in a stage ({} if every rank fetched for itself)",
                 format_count(crossing),
                 format_count(flat_crossing_rows(plan, &self.config.topology)),
             );

@@ -13,6 +13,10 @@ pub(crate) struct Prediction {
     pub(crate) forward: Timeline,
     /// The backward, where it is asked for.
     pub(crate) backward: Option<Timeline>,
+    /// Bytes that the forward sends between nodes, all ranks together.
+    pub(crate) forward_crossing_bytes: u64,
+    /// Likewise the backward.
+    pub(crate) backward_crossing_bytes: Option<u64>,
 }
 
 impl Prediction {
@@ -25,17 +29,22 @@ impl Prediction {
         config: &PlanConfig,
     ) -> Result<Self, CliError> {
         let ranks = || 0..plan.ranks.len();
-        let timeline = |programs: Vec<Program>| {
-            simulate(&programs, &config.topology, &config.cost).map_err(|source| CliError::Predict { source })
+        let predict = |programs: Vec<Program>| {
+            let crossing =
+                programs.iter().map(|program| program.crossing_bytes(&config.topology)).sum::<u64>();
+            let timeline = simulate(&programs, &config.topology, &config.cost);
+            Ok((timeline.map_err(|source| CliError::Predict { source })?, crossing))
         };
-        let forward = timeline(ranks().map(|r| lower_attention_forward(plan, r, spec, policy)).collect())?;
+        let (forward, forward_crossing_bytes) =
+            predict(ranks().map(|r| lower_attention_forward(plan, r, spec, policy)).collect())?;
         let backward = match backward {
             None => None,
-            Some(how) => Some(timeline(
+            Some(how) => Some(predict(
                 ranks().map(|r| lower_attention_backward(plan, r, spec, policy, how)).collect(),
             )?),
         };
-        Ok(Self { forward, backward })
+        let (backward, backward_crossing_bytes) = backward.unzip();
+        Ok(Self { forward, backward, forward_crossing_bytes, backward_crossing_bytes })
     }
 }
 

@@ -1,7 +1,7 @@
 use std::time::Instant;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanSummary};
+use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanSummary, Topology};
 
 use crate::error::CliError;
 
@@ -20,6 +20,13 @@ impl Solution {
         let begin = Instant::now();
         let plan = Plan::new(mask, spec, config).map_err(|source| CliError::Plan { source })?;
         Ok(Self { plan, seconds: begin.elapsed().as_secs_f64() })
+    }
+
+    /// With rows that cross between nodes in two steps; see [`Plan::over_nodes`].
+    pub(crate) fn over_nodes(self, topology: &Topology) -> Self {
+        let begin = Instant::now();
+        let plan = self.plan.over_nodes(topology);
+        Self { plan, seconds: self.seconds + begin.elapsed().as_secs_f64() }
     }
 
     /// The plan in figures.

@@ -3,7 +3,7 @@ mod whole;
 
 use std::time::Duration;
 
-use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan};
+use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
@@ -50,6 +50,19 @@ pub struct SlowLink {
     pub alpha: Duration,
     /// Bytes a second of a rank, the larger of what it sends and what it receives.
     pub bytes_per_second: f64,
+    /// A slower one between nodes. Both work side by side: what takes longer counts.
+    pub network: Option<SlowNetwork>,
+}
+
+/// A network between nodes that the local transport is told to imitate; see [`SlowLink`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SlowNetwork {
+    /// Added to every collective in which a rank exchanges rows with another node.
+    pub alpha: Duration,
+    /// Bytes a second of a rank, as for a link.
+    pub bytes_per_second: f64,
+    /// Ranks and nodes.
+    pub topology: Topology,
 }
 
 /// How to run.

@@ -2,6 +2,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use counterpoint_mask::Range;
+use counterpoint_plan::Topology;
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::{Courier, PeerMessage, Rows, Workspaces, convert, reduce};
@@ -195,8 +196,25 @@ impl Call {
 
     /// How long a link takes for what this rank exchanges with others.
     fn link_time(&self, link: SlowLink) -> Duration {
+        let SlowLink { alpha, bytes_per_second, network } = link;
+        let is_far = |peer: &PeerRows| {
+            let node = |topology: Topology, rank| topology.node(rank);
+            network.is_some_and(|slow| node(slow.topology, peer.rank) != node(slow.topology, self.rank))
+        };
+        let near = self.seconds_of(alpha, bytes_per_second, |peer| !is_far(peer));
+        let far = network.map(|slow| self.seconds_of(slow.alpha, slow.bytes_per_second, is_far));
+        near.max(far.unwrap_or_default())
+    }
+
+    /// What moving the rows shared with some peers takes; nothing where there are none.
+    fn seconds_of(
+        &self,
+        alpha: Duration,
+        bytes_per_second: f64,
+        counts: impl Fn(&PeerRows) -> bool,
+    ) -> Duration {
         let remote = |peers: &[PeerRows]| -> usize {
-            peers.iter().filter(|peer| peer.rank != self.rank).map(PeerRows::total).sum()
+            peers.iter().filter(|peer| peer.rank != self.rank && counts(peer)).map(PeerRows::total).sum()
         };
         let pattern = &self.collective.pattern;
         let rows = remote(&pattern.outgoing).max(remote(&pattern.incoming));
@@ -205,8 +223,8 @@ impl Call {
         }
         let row_bytes = |tensor: &WireTensor| tensor.row_elements * tensor.wire.size();
         let bytes = rows * self.collective.contract.tensors.iter().map(row_bytes).sum::<usize>();
-        let seconds = Duration::try_from_secs_f64(bytes as f64 / link.bytes_per_second);
-        link.alpha.saturating_add(seconds.unwrap_or(Duration::MAX))
+        let seconds = Duration::try_from_secs_f64(bytes as f64 / bytes_per_second);
+        alpha.saturating_add(seconds.unwrap_or(Duration::MAX))
     }
 
     fn waiter<'a>(&'a self, stream: &'a StreamShared) -> Waiter<'a> {

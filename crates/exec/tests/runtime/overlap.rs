@@ -50,7 +50,8 @@ fn seconds(communication: usize) -> (f64, f64) {
     let world = World::new(2, WorldConfig { faults, ..WorldConfig::default() });
     let workers = CpuBackend::workers(0).unwrap();
     // 8 bytes at 8 bytes in half the time, and the other half as latency.
-    let link = SlowLink { alpha: TRANSFER / 2, bytes_per_second: 8.0 / (TRANSFER / 2).as_secs_f64() };
+    let link =
+        SlowLink { alpha: TRANSFER / 2, bytes_per_second: 8.0 / (TRANSFER / 2).as_secs_f64(), network: None };
     let transports = CpuTransport::local(&world, Some(link));
     let mut ranks: Vec<Rank> = transports
         .into_iter()

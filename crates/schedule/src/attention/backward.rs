@@ -1,15 +1,16 @@
 use std::sync::Arc;
 
-use counterpoint_plan::{AttentionSpec, DType, GroupPart, OwnedSplit, Plan, RemoteSplit};
+use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit};
 
 use super::gradient::Gradient;
+use super::homeward::{Homeward, Way};
 use super::keys::KeyPrefetch;
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce,
-    Op, OverlapPolicy, Program, ReduceOp, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, BufferId, BufferRole, GroupCast, GroupReduce, Op,
+    OverlapPolicy, Program, ReduceOp, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows) and `sink`; outputs `dq`, `dk`,
@@ -82,9 +83,19 @@ pub fn lower_attention_backward(
         p.push(reduce, None, "cast dsink", Op::GroupCast(op));
     }
 
-    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier);
+    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
+    let two_level = two_level.map(|exchange| exchange.backward[rank].as_slice());
+    let between_nodes =
+        two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier, between_nodes);
     let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
     let mut share_buffers = Rotation::new(stages.len());
+    let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
+    let mut homeward = Homeward::new(spec, reduce, (dk.written, dv.written), arrive);
+    if two_level.is_some() {
+        let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
+        homeward = homeward.over_nodes(stream, stages.len());
+    }
     for (s, stage) in stages.iter().enumerate() {
         let here = Some(s);
         let (k, v) = keys.enter(&mut p, s);
@@ -131,11 +142,9 @@ pub fn lower_attention_backward(
         if s > 0 {
             match reduction {
                 GradientReduction::PerStage => {
-                    let mark = p.mark(compute, here, "dk dv done");
-                    p.after(reduce, here, "wait for dk dv", mark);
-                    let tensors = vec![(stage_dk, dk.written), (stage_dv, dv.written)];
-                    let op = sum_home(Arc::new(stage.part.clone()), tensors, acc_dtype, reduce_barrier);
-                    p.push(reduce, here, "reduce dk dv", Op::GroupReduce(op));
+                    let done = p.mark(compute, here, "dk dv done");
+                    let way = two_level.map_or(Way::Straight(&stage.part), |parts| Way::OverNodes(&parts[s]));
+                    homeward.send(&mut p, here, way, (stage_dk, stage_dv), done);
                     share_buffers.leave(&mut p, reduce, s);
                 }
                 GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
@@ -151,41 +160,24 @@ pub fn lower_attention_backward(
         let (dks, dvs) = shares.into_iter().unzip();
         p.push(compute, None, "gather dk", Op::Concat { srcs: dks, dst: all_dk });
         p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
-        let mark = p.mark(compute, None, "dk dv done");
-        p.after(reduce, None, "wait for dk dv", mark);
-        let part = GroupPart::concat(stages[1..].iter().map(|stage| (&stage.part, stage.key_rows)));
-        let tensors = vec![(all_dk, dk.written), (all_dv, dv.written)];
-        p.push(
-            reduce,
-            None,
-            "reduce dk dv",
-            Op::GroupReduce(sum_home(Arc::new(part), tensors, acc_dtype, None)),
-        );
+        let done = p.mark(compute, None, "dk dv done");
+        let straight;
+        let way = match &plan.two_level {
+            None => {
+                let parts = stages[1..].iter().map(|stage| (&stage.part, stage.key_rows));
+                straight = GroupPart::concat(parts);
+                Way::Straight(&straight)
+            }
+            Some(exchange) => Way::OverNodes(&exchange.whole[rank]),
+        };
+        homeward.send(&mut p, None, way, (all_dk, all_dv), done);
     }
     dq.round(&mut p, compute, "round dq");
-    let home = p.mark(reduce, None, "dk dv home");
+    let home = homeward.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", home);
     dk.round(&mut p, compute, "round dk");
     dv.round(&mut p, compute, "round dv");
     p.finish()
-}
-
-/// Sums shares of gradients into their owners' rows, on the wire in the accumulator type.
-fn sum_home(
-    part: Arc<GroupPart>,
-    tensors: Vec<(BufferId, BufferId)>,
-    acc_dtype: DType,
-    arrive: Option<BarrierId>,
-) -> GroupReduce {
-    GroupReduce {
-        part,
-        tensors,
-        op: ReduceOp::Sum,
-        accumulate: Accumulate::Continue,
-        wire_dtype: acc_dtype,
-        reduce_dtype: acc_dtype,
-        arrive,
-    }
 }
 
 /// The pattern in which rank 0 owns `rows` rows and every rank, itself included, holds a copy: reduced, then cast, it is

@@ -42,7 +42,12 @@ pub fn lower_attention_forward(
     let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
     let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
     let barrier = p.barrier();
-    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier);
+    let two_level = plan.two_level.as_ref().filter(|_| stages.len() > 1);
+    let between_nodes = two_level.map(|exchange| {
+        let network = p.stream("group-cast between nodes", StreamKind::Communication);
+        (exchange.forward[rank].as_slice(), network)
+    });
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier, between_nodes);
     for (s, stage) in stages.iter().enumerate() {
         let (k, v) = keys.enter(&mut p, s);
         if s != first && !has_work(&s) {

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use counterpoint_plan::{AttentionSpec, StagePlan};
+use counterpoint_plan::{AttentionSpec, GroupPart, StagePlan, TwoLevelPart};
 
 use super::LocalTensors;
 use super::rotation::Rotation;
@@ -16,6 +16,7 @@ pub(super) struct KeyPrefetch<'a> {
     cast: StreamId,
     barrier: Option<BarrierId>,
     buffers: Rotation,
+    between_nodes: Option<BetweenNodes<'a>>,
     /// Of the stage to be entered next, and when they are there.
     keys: (BufferId, BufferId),
     arrived: Option<Mark>,
@@ -29,9 +30,26 @@ impl<'a> KeyPrefetch<'a> {
         compute: StreamId,
         cast: StreamId,
         barrier: Option<BarrierId>,
+        between_nodes: Option<(&'a [TwoLevelPart], StreamId)>,
     ) -> Self {
         let (local, buffers) = ((local.k, local.v), Rotation::new(stages.len()));
-        Self { stages, spec, local, compute, cast, barrier, buffers, keys: local, arrived: None }
+        let between_nodes = between_nodes.map(|(parts, stream)| BetweenNodes {
+            parts,
+            stream,
+            buffers: Rotation::new(stages.len()),
+        });
+        Self {
+            stages,
+            spec,
+            local,
+            compute,
+            cast,
+            barrier,
+            buffers,
+            between_nodes,
+            keys: local,
+            arrived: None,
+        }
     }
 
     /// Sends the keys of stage `s + 1` on their way, has the computation wait for those of stage `s`, and returns them.
@@ -50,7 +68,8 @@ impl<'a> KeyPrefetch<'a> {
                 Some(s),
                 "wait until the next cast has started",
                 self.barrier,
-                s as u64 + 1,
+                // In two steps both the one between nodes and the one of own rows arrive.
+                (s as u64 + 1) * if self.between_nodes.is_some() { 2 } else { 1 },
             );
         }
         keys
@@ -64,16 +83,39 @@ impl<'a> KeyPrefetch<'a> {
     fn cast(&mut self, p: &mut ProgramBuilder, s: usize, stage: &StagePlan) {
         let (k, v) = key_buffers(p, ("k", "v"), s, stage.key_rows, self.spec);
         self.buffers.take(p, self.cast, s, (k, v));
-        let op = GroupCast {
-            part: Arc::new(stage.part.clone()),
-            tensors: vec![(self.local.0, k), (self.local.1, v)],
-            wire_dtype: self.spec.dtype,
-            arrive: self.barrier,
+        let op = |part: &GroupPart, from: (BufferId, BufferId), to: (BufferId, BufferId), arrive| {
+            let (part, tensors) = (Arc::new(part.clone()), vec![(from.0, to.0), (from.1, to.1)]);
+            Op::GroupCast(GroupCast { part, tensors, wire_dtype: self.spec.dtype, arrive })
         };
-        p.push(self.cast, Some(s), "cast k v", Op::GroupCast(op));
+        match &mut self.between_nodes {
+            None => {
+                p.push(self.cast, Some(s), "cast k v", op(&stage.part, self.local, (k, v), self.barrier));
+            }
+            Some(BetweenNodes { parts, stream, buffers }) => {
+                let part = &parts[s];
+                let far = key_buffers(p, ("k_far", "v_far"), s, part.inter_rows, self.spec);
+                buffers.take(p, *stream, s, far);
+                let cast = op(&part.inter, self.local, far, self.barrier);
+                p.push(*stream, Some(s), "cast k v between nodes", cast);
+                let crossed = p.mark(*stream, Some(s), "k v crossed");
+                let cast = op(&part.near, self.local, (k, v), self.barrier);
+                p.push(self.cast, Some(s), "cast k v inside the node", cast);
+                p.after(self.cast, Some(s), "wait for k v of other nodes", crossed);
+                p.push(self.cast, Some(s), "forward k v", op(&part.forward, far, (k, v), None));
+                buffers.leave(p, self.cast, s);
+            }
+        }
         self.keys = (k, v);
         self.arrived = Some(p.mark(self.cast, Some(s), "k v arrived"));
     }
+}
+
+/// The step between nodes.
+struct BetweenNodes<'a> {
+    /// By stage.
+    parts: &'a [TwoLevelPart],
+    stream: StreamId,
+    buffers: Rotation,
 }
 
 /// Scratch for `rows` keys and values of stage `s`.

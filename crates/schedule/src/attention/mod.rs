@@ -4,11 +4,15 @@
 //! of the keys of stage `s - 1` travel home on a stream of their own, so that neither direction waits for the other's
 //! dependencies. Stage 0 is the local work.
 //!
+//! On several nodes every cast is two, between nodes and inside each, and every reduce likewise backwards: where the plan
+//! holds a two-level exchange.
+//!
 //! Buffers of remote stages take turns in [`STAGE_SLOTS`] slots, so that memory does not grow with the number of stages.
 
 mod backward;
 mod forward;
 mod gradient;
+mod homeward;
 mod keys;
 mod rotation;
 

@@ -4,7 +4,8 @@ mod result;
 mod tensors;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Launch, RunConfig, available_memory, check_attention, reference_bytes,
+    AttentionInputs, AttentionRun, Launch, RunConfig, SlowLink, available_memory, check_attention,
+    reference_bytes,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, Link, PlanConfig, Topology};
@@ -13,9 +14,10 @@ use counterpoint_schedule::GradientReduction;
 use self::rank_machine::RankMachine;
 use self::result::AttentionResult;
 use self::tensors::Tensors;
+use super::nodes::{slow_link, topology};
 use super::prediction::Prediction;
 use super::solution::Solution;
-use crate::arguments::{AttentionArguments, Device};
+use crate::arguments::{AttentionArguments, Device, Exchange};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -35,6 +37,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let mut tensors = Tensors::of(arguments, &mask)?;
     let outputs = checked_outputs(arguments)?;
     refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
+    let (topology, slow_link) = placed(arguments)?;
     let machine = RankMachine::open(arguments, tensors.spec().dtype)?;
 
     let progress = Progress::new();
@@ -42,12 +45,12 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let spec = *tensors.spec();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
-    let config = plan_config(arguments, machine.cost(&spec, arguments));
+    let config = plan_config(arguments, topology, machine.cost(&spec, arguments));
     progress.step("planning");
-    let solution = Solution::solve(&mask, &spec, &config)?;
+    let solution = solve(arguments, &mask, &spec, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
     let run = machine
-        .run(&solution.plan, &spec, &inputs, &run_config(arguments))
+        .run(&solution.plan, &spec, &inputs, &run_config(arguments, slow_link))
         .map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();
     let ended = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
@@ -104,12 +107,12 @@ impl Ended<'_> {
     }
 }
 
-fn run_config(arguments: &AttentionArguments) -> RunConfig {
+fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> RunConfig {
     RunConfig {
         policy: arguments.run.overlap,
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
-        slow_link: arguments.run.slow_link,
+        slow_link,
         warmups: usize::from(arguments.run.device == Device::Cuda),
         ..RunConfig::default()
     }
@@ -184,15 +187,38 @@ fn tensor_bytes(mask: &Mask, spec: &AttentionSpec, backward: bool) -> u64 {
     u64::try_from(all * spec.dtype.size() as u128).unwrap_or(u64::MAX)
 }
 
-fn plan_config(arguments: &AttentionArguments, mut cost: CostModel) -> PlanConfig {
-    if let Some(slow) = arguments.run.slow_link {
-        cost.link = Link { alpha_seconds: slow.alpha.as_secs_f64(), bytes_per_second: slow.bytes_per_second };
-    }
+/// The topology, and the link that is to be imitated.
+fn placed(arguments: &AttentionArguments) -> Result<(Topology, Option<SlowLink>), CliError> {
+    let topology = topology(arguments.cp_size, arguments.nodes)?;
+    Ok((topology, slow_link(arguments.run.slow_link, arguments.run.slow_network, topology)?))
+}
+
+/// The plan, with rows that cross between nodes as `--exchange` says.
+fn solve(
+    arguments: &AttentionArguments,
+    mask: &Mask,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Result<Solution, CliError> {
+    let solution = Solution::solve(mask, spec, config)?;
+    Ok(match arguments.run.exchange {
+        Exchange::TwoLevel => solution.over_nodes(&config.topology),
+        Exchange::Flat => solution,
+    })
+}
+
+fn plan_config(arguments: &AttentionArguments, topology: Topology, mut cost: CostModel) -> PlanConfig {
+    let link = |slow: SlowLink| Link {
+        alpha_seconds: slow.alpha.as_secs_f64(),
+        bytes_per_second: slow.bytes_per_second,
+    };
+    cost.link = arguments.run.slow_link.map_or(cost.link, link);
+    cost.network = arguments.run.slow_network.map_or(cost.network, link);
     PlanConfig {
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
         stages: arguments.planning.stages,
-        topology: Topology::flat(arguments.cp_size),
+        topology,
         cost,
     }
 }

@@ -35,11 +35,11 @@ impl RankMachine {
             );
             return refuse("--device", "cuda".to_owned(), &reason);
         }
-        if arguments.run.slow_link.is_some() {
+        if arguments.run.slow_link.is_some() || arguments.run.slow_network.is_some() {
             return refuse(
                 "--device",
                 "cuda".to_owned(),
-                "does not imitate links; leave --slow-link out, or use --device cpu",
+                "does not imitate links; leave --slow-link and --slow-network out, or use --device cpu",
             );
         }
         let machine = CudaMachine::for_ranks(arguments.cp_size, Timing::Spans)

@@ -7,7 +7,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
 use counterpoint_report::{
     CheckFigures, CheckRow, Figures, HtmlReport, Style, TimelinePair, TraceSection, Verified, check_table,
-    chrome_trace, format_count, format_flops, format_seconds, plan_table,
+    chrome_trace, format_bytes, format_count, format_flops, format_seconds, plan_table,
 };
 use counterpoint_schedule::{Overlap, Span, Timeline};
 use serde::Serialize;
@@ -47,6 +47,8 @@ struct Document<'a> {
     dispatch: &'static str,
     overlap_policy: String,
     deterministic: bool,
+    nodes: usize,
+    crossing_bytes: CrossingBytes,
     plan: PlanSummary,
     seconds: Seconds,
     predicted_seconds: Seconds,
@@ -54,6 +56,13 @@ struct Document<'a> {
     overlap_by_pass: BTreeMap<&'static str, Overlap>,
     check: Option<&'a CheckReport>,
     files: BTreeMap<&'static str, &'a Path>,
+}
+
+/// Bytes sent between nodes, all ranks together.
+#[derive(Serialize)]
+struct CrossingBytes {
+    forward: u64,
+    backward: Option<u64>,
 }
 
 /// Seconds until the last rank was done.
@@ -95,6 +104,11 @@ impl AttentionResult<'_> {
             dispatch: dispatch_name(self.arguments.planning.dispatch),
             overlap_policy: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
+            nodes: self.arguments.nodes,
+            crossing_bytes: CrossingBytes {
+                forward: self.prediction.forward_crossing_bytes,
+                backward: self.prediction.backward_crossing_bytes,
+            },
             plan: self.solution.summary(self.mask, &self.spec),
             seconds: Seconds {
                 plan: Some(self.solution.seconds),
@@ -144,6 +158,9 @@ impl AttentionResult<'_> {
         out.push_str(&plan_table(plan, Some(&rank_seconds(&self.prediction.forward)), &style));
         out.push('\n');
         self.passes_text(&mut out);
+        if let Some(crossing) = self.crossing_text() {
+            let _ = writeln!(out, "between {} nodes: {crossing}", self.arguments.nodes);
+        }
         self.check_text(&mut out, &style);
         for (flag, path) in outputs.files() {
             let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
@@ -190,6 +207,17 @@ impl AttentionResult<'_> {
         }
     }
 
+    /// What was sent between nodes, where there are several.
+    fn crossing_text(&self) -> Option<String> {
+        let Prediction { forward_crossing_bytes, backward_crossing_bytes, .. } = self.prediction;
+        let forward = format!("{} in the forward", format_bytes(forward_crossing_bytes));
+        let text = match backward_crossing_bytes {
+            Some(bytes) => format!("{forward}, {} in the backward", format_bytes(bytes)),
+            None => forward,
+        };
+        (self.arguments.nodes > 1).then_some(text)
+    }
+
     fn check_text(&self, out: &mut String, style: &Style) {
         let Some(check) = self.check_figures() else { return };
         let verdict = if check.passed() { "within bounds" } else { "OUT OF BOUNDS" };
@@ -224,6 +252,7 @@ impl AttentionResult<'_> {
             ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
             ("overlap", self.arguments.run.overlap.to_string()),
         ];
+        let crossing = self.crossing_text().map(|text| ("between nodes".to_owned(), text));
         let check = self.check_figures();
         let passes: BTreeMap<_, _> = self.passes().collect();
         HtmlReport {
@@ -231,7 +260,11 @@ impl AttentionResult<'_> {
             mask: self.mask,
             plan,
             figures: Figures {
-                setup: setup.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+                setup: setup
+                    .into_iter()
+                    .map(|(name, value)| (name.to_owned(), value))
+                    .chain(crossing)
+                    .collect(),
                 plan_seconds: Some(self.solution.seconds),
                 comm: Some(comm_figures(&self.solution.summary(self.mask, spec).comm)),
                 kv_row_bytes: Some(spec.kv_row_bytes() as u64),

@@ -181,6 +181,7 @@ impl Case {
         Ok(SlowLink {
             alpha: Duration::from_secs_f64(0.2 * seconds / STAGES as f64),
             bytes_per_second: bytes.max(1.0) / (0.8 * seconds),
+            network: None,
         })
     }
 }

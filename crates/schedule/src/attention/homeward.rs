@@ -1,0 +1,132 @@
+use std::sync::Arc;
+
+use counterpoint_plan::{AttentionSpec, GroupPart, TwoLevelPart};
+
+use super::rotation::Rotation;
+use crate::builder::{Mark, ProgramBuilder};
+use crate::{Accumulate, BarrierId, BufferId, BufferRole, GroupReduce, Op, ReduceOp, StreamId};
+
+/// Sums shares of the gradients of remote keys into their owners' rows, on the wire in the accumulator type.
+pub(super) struct Homeward<'a> {
+    spec: &'a AttentionSpec,
+    reduce: StreamId,
+    /// The owner's dk and dv.
+    sums: (BufferId, BufferId),
+    barrier: Option<BarrierId>,
+    between_nodes: Option<BetweenNodes>,
+}
+
+/// The step between nodes: sums of a node's shares, which cross once.
+struct BetweenNodes {
+    stream: StreamId,
+    buffers: Rotation,
+    /// When the last one is in the owners' sums. Sums of the node itself are added in turn with those that crossed, so that
+    /// their order is fixed.
+    last: Option<Mark>,
+}
+
+/// How shares travel.
+#[derive(Clone, Copy)]
+pub(super) enum Way<'a> {
+    /// In one step.
+    Straight(&'a GroupPart),
+    /// Inside the node, then between nodes.
+    OverNodes(&'a TwoLevelPart),
+}
+
+impl<'a> Homeward<'a> {
+    pub(super) fn new(
+        spec: &'a AttentionSpec,
+        reduce: StreamId,
+        sums: (BufferId, BufferId),
+        barrier: Option<BarrierId>,
+    ) -> Self {
+        Self { spec, reduce, sums, barrier, between_nodes: None }
+    }
+
+    /// In two steps, the second on `stream`.
+    pub(super) fn over_nodes(self, stream: StreamId, stages: usize) -> Self {
+        let between_nodes = BetweenNodes { stream, buffers: Rotation::new(stages), last: None };
+        Self { between_nodes: Some(between_nodes), ..self }
+    }
+
+    /// Sends the shares of stage `s`, or of all stages at once, once `done`.
+    pub(super) fn send(
+        &mut self,
+        p: &mut ProgramBuilder,
+        s: Option<usize>,
+        way: Way<'_>,
+        shares: (BufferId, BufferId),
+        done: Mark,
+    ) {
+        p.after(self.reduce, s, "wait for dk dv", done);
+        let (part, sums) = match (way, &mut self.between_nodes) {
+            (Way::OverNodes(part), Some(between_nodes)) => (part, between_nodes),
+            (Way::OverNodes(TwoLevelPart { near: part, .. }) | Way::Straight(part), _) => {
+                let op = self.op(part, shares, self.sums, Accumulate::Continue, self.barrier);
+                p.push(self.reduce, s, "reduce dk dv", op);
+                return;
+            }
+        };
+        let (stream, last) = (sums.stream, sums.last.take());
+        let far = self.far_buffers(p, s, part.inter_rows);
+        if let (Some(s), Some(between_nodes)) = (s, &mut self.between_nodes) {
+            between_nodes.buffers.take(p, self.reduce, s, far);
+        }
+        let op = self.op(&part.forward, shares, far, Accumulate::Start, self.barrier);
+        p.push(self.reduce, s, "reduce dk dv for other nodes", op);
+        if let Some(last) = last {
+            p.after(self.reduce, s, "wait for the reduce between nodes", last);
+        }
+        let op = self.op(&part.near, shares, self.sums, Accumulate::Continue, None);
+        p.push(self.reduce, s, "reduce dk dv inside the node", op);
+        let mark = p.mark(self.reduce, s, "sums of the node done");
+        p.after(stream, s, "wait for the sums of the node", mark);
+        let op = self.op(&part.inter, far, self.sums, Accumulate::Continue, None);
+        p.push(stream, s, "reduce dk dv between nodes", op);
+        let home = p.mark(stream, s, "dk dv crossed");
+        if let Some(between_nodes) = &mut self.between_nodes {
+            if let Some(s) = s {
+                between_nodes.buffers.leave(p, stream, s);
+            }
+            between_nodes.last = Some(home);
+        }
+    }
+
+    /// When all shares are home.
+    pub(super) fn arrived(mut self, p: &mut ProgramBuilder) -> Mark {
+        if let Some(last) = self.between_nodes.take().and_then(|between_nodes| between_nodes.last) {
+            p.after(self.reduce, None, "wait for the last reduce between nodes", last);
+        }
+        p.mark(self.reduce, None, "dk dv home")
+    }
+
+    fn far_buffers(&self, p: &mut ProgramBuilder, s: Option<usize>, rows: usize) -> (BufferId, BufferId) {
+        let mut scratch = |name: &str, dim| {
+            let name = s.map_or_else(|| name.to_owned(), |s| format!("{name}_{s}"));
+            let shape = [rows, self.spec.heads_kv, dim];
+            p.buffer(&name, self.spec.dtype.accumulator(), &shape, BufferRole::Scratch)
+        };
+        (scratch("dk_far", self.spec.head_dim), scratch("dv_far", self.spec.head_dim_v))
+    }
+
+    fn op(
+        &self,
+        part: &GroupPart,
+        from: (BufferId, BufferId),
+        to: (BufferId, BufferId),
+        accumulate: Accumulate,
+        arrive: Option<BarrierId>,
+    ) -> Op {
+        let dtype = self.spec.dtype.accumulator();
+        Op::GroupReduce(GroupReduce {
+            part: Arc::new(part.clone()),
+            tensors: vec![(from.0, to.0), (from.1, to.1)],
+            op: ReduceOp::Sum,
+            accumulate,
+            wire_dtype: dtype,
+            reduce_dtype: dtype,
+            arrive,
+        })
+    }
+}
