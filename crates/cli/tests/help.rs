@@ -4,8 +4,20 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 9] =
-    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "bench group-cast", "bench group-reduce", "selftest", "doctor"];
+const LEVELS: [&str; 12] = [
+    "",
+    "attention",
+    "plan",
+    "mask",
+    "bench",
+    "bench plan",
+    "bench attention",
+    "bench cp",
+    "bench group-cast",
+    "bench group-reduce",
+    "selftest",
+    "doctor",
+];
 
 #[test]
 fn every_level_has_examples() {
