@@ -1,8 +1,8 @@
 // Partial results of rows in the memories of several GPUs, summed into their owner's rows by few multiprocessors: a
 // group-reduce.
 //
-// One warp has the copy engine fetch the operands of each piece, one after the other in the order of their ranks; the other
-// warps add them in that order, so a result has the same bits every time, and the same as `row_reduce` gives.
+// Some warps have the copy engine fetch the operands of each piece, one after the other in the order of their ranks; the
+// others add them in that order, so a result has the same bits every time, and the same as `row_reduce` gives.
 #pragma once
 
 #include "link_meeting.cuh"
@@ -11,11 +11,16 @@
 
 namespace counterpoint {
 
-constexpr u32 kLinkReduceThreads = 288;
+// How many warps fetch, elements of a piece at most, and stages of so many: chosen when a kernel is compiled.
+#ifndef LINK_FETCHERS
+#define LINK_FETCHERS 1
+#define LINK_ELEMENTS 4096
+#define LINK_STAGES 12
+#endif
+constexpr u32 kLinkFetchers = LINK_FETCHERS;
 constexpr u32 kLinkAdders = 256;
-// Elements of a piece at most.
-constexpr u32 kLinkElements = 4096;
-constexpr u32 kLinkOperandStages = 12;
+constexpr u32 kLinkElements = LINK_ELEMENTS;
+constexpr u32 kLinkOperandStages = LINK_STAGES;
 
 // Elements that lie together and have the same operands.
 struct LinkReducePiece {
@@ -81,7 +86,7 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
                                          u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
-  const u32 thread = threadIdx.x - 32;
+  const u32 thread = threadIdx.x - 32 * kLinkFetchers;
   LinkStage stage;
   if (begin == end) return;
   LinkReducePiece next = pieces[begin];
@@ -119,34 +124,36 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
   }
 }
 
-// One warp. The list is read 32 entries at a time and as many ahead.
+// One of several warps, which take turns. The list is read 32 entries at a time and as many ahead.
 __device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared,
                                            const LinkFetch* __restrict__ fetches, u32 begin, u32 end) {
-  const u32 lane = threadIdx.x;
+  const u32 lane = threadIdx.x % 32;
+  const u32 warp = uniform(threadIdx.x / 32);
+  const u32 mine = end - begin > warp ? (end - begin - warp + kLinkFetchers - 1) / kLinkFetchers : 0;
   const auto listed = [&](u32 first) {
     LinkFetch fetch = {};
-    if (first + lane < end) fetch = fetches[first + lane];
+    if (first + lane < mine) fetch = fetches[begin + warp + (first + lane) * kLinkFetchers];
     return fetch;
   };
-  LinkStage stage;
-  LinkFetch next = listed(begin);
-  for (u32 first = begin; first < end; first += 32) {
-    const LinkFetch held = next;
-    next = listed(first + 32);
-    const u32 listed_here = end - first < 32 ? end - first : 32;
-    for (u32 n = 0; n < listed_here; ++n) {
-      const u64 from = __shfl_sync(0xffffffffu, held.from, n);
-      const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n);
-      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n);
-      if (lane == 0) {
-        const u32 rank = place >> 16;
-        const u32 tensor = place & 0xffffu;
-        const u64 at = rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor];
-        mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
-        mbarrier_arrive_expect(&shared.full[stage.at], bytes);
-        bulk_load(shared.stages[stage.at], reinterpret_cast<const void*>(at + from), bytes, &shared.full[stage.at]);
-      }
-      stage.next();
+  LinkFetch held = {};
+  LinkFetch next = listed(0);
+  for (u32 n = 0; n < mine; ++n) {
+    if (n % 32 == 0) {
+      held = next;
+      next = listed(n + 32);
+    }
+    const u64 from = __shfl_sync(0xffffffffu, held.from, n % 32);
+    const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
+    const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+    if (lane == 0) {
+      const u32 rank = place >> 16;
+      const u32 tensor = place & 0xffffu;
+      const u64 at = rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor];
+      const u32 fetch = warp + n * kLinkFetchers;
+      const u32 stage = fetch % kLinkOperandStages;
+      mbarrier_wait(&shared.empty[stage], fetch / kLinkOperandStages % 2 ^ 1);
+      mbarrier_arrive_expect(&shared.full[stage], bytes);
+      bulk_load(shared.stages[stage], reinterpret_cast<const void*>(at + from), bytes, &shared.full[stage]);
     }
   }
 }
@@ -175,7 +182,9 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   }
   __syncthreads();
   if (shared.begun == 0) return;
-  if (threadIdx.x >= 32) {
+  // What the others wrote before they announced is read by every fetcher's copy engine.
+  fence_async_proxy_all();
+  if (threadIdx.x >= 32 * kLinkFetchers) {
     link_add<Partial, Result>(call, shared, pieces, begin.pieces, end.pieces, accumulate);
   } else {
     link_fetch(call, shared, fetches, begin.fetches, end.fetches);

@@ -5,15 +5,20 @@ use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
-const THREADS: u32 = 32;
-/// Bytes of a piece at most (`kLinkPieceBytes`), and at least unless there are no more.
-const MOST_BYTES: u64 = 16 << 10;
+/// Bytes of a piece at least, unless there are no more.
 const LEAST_BYTES: u64 = 1 << 10;
-/// Pieces that a block has at least, while they are not shorter than that: so many are on their way at once.
+/// Pieces that a warp has at least, while they are not shorter than that: so many are on their way at once.
 const PIECES: u64 = 8;
-/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; rounded up to its alignment.
+
+/// Warps of a block, each with stages of its own: one thread that waits for one piece holds up no other warp's.
+const WARPS: u32 = 1;
+const STAGES: u32 = 12;
+/// Bytes of a stage, and of a piece at most.
+const PIECE_BYTES: u32 = 16 << 10;
+/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; a number; rounded up to its alignment.
 const SHARED_BYTES: u32 =
-    (12 * (MOST_BYTES as u32 + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32).next_multiple_of(128);
+    (WARPS * STAGES * (PIECE_BYTES + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 8).next_multiple_of(128);
+const THREADS: u32 = 32 * WARPS;
 
 /// Which side of a link a rank's kernel writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +27,16 @@ pub enum LinkDirection {
     Pull,
     /// It reads its own and writes theirs.
     Push,
+}
+
+impl LinkDirection {
+    /// Pieces that a warp loads ahead of what it stores: the remote side is the slow one.
+    const fn ahead(self) -> u32 {
+        match self {
+            Self::Pull => 9,
+            Self::Push => 4,
+        }
+    }
 }
 
 /// Ranges of rows between the memories of GPUs that reach each other, for tensors of one pattern, prepared to run many
@@ -102,8 +117,8 @@ impl LinkCopy {
 fn pieces(direction: LinkDirection, row_bytes: &[u64], moves: &[RowMove], num_sms: u32) -> Vec<LinkPiece> {
     let rows: u64 = moves.iter().map(|step| step.from.len() as u64).sum();
     let total = rows * row_bytes.iter().sum::<u64>();
-    let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_BYTES);
-    let most = most.clamp(LEAST_BYTES, MOST_BYTES);
+    let even = total.div_ceil(u64::from(num_sms.max(1) * WARPS) * PIECES);
+    let most = even.next_multiple_of(LEAST_BYTES).clamp(LEAST_BYTES, u64::from(PIECE_BYTES));
     let mut peers: Vec<usize> = moves.iter().map(|step| step.peer).collect();
     peers.sort_unstable();
     peers.dedup();
@@ -145,17 +160,20 @@ fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
         LinkDirection::Pull => ("link_pull", "false"),
         LinkDirection::Push => ("link_push", "true"),
     };
+    let ahead = direction.ahead();
     KernelSource::new(name, arch)
         .line("#include \"link_copy.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!(
-            "static_assert(sizeof(LinkCopyShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
+            "static_assert(sizeof(LinkCopyShared<{WARPS}, {STAGES}, {PIECE_BYTES}>) == {SHARED_BYTES}, \"shared memory\");"
         ))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(
             "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count) {{"
         ))
-        .line(format_args!("  link_copy<{push}>(call, pieces, count);"))
+        .line(format_args!(
+            "  link_copy<{push}, {WARPS}, {STAGES}, {ahead}, {PIECE_BYTES}>(call, pieces, count);"
+        ))
         .line("}")
 }
 
@@ -196,7 +214,7 @@ mod tests {
         for (tensor, row) in row_bytes.into_iter().enumerate() {
             let mut seen = vec![None; 191 * row as usize];
             for piece in found.iter().filter(|piece| usize::from(piece.tensor) == tensor) {
-                assert!(piece.bytes > 0 && u64::from(piece.bytes) <= MOST_BYTES && piece.bytes % 16 == 0);
+                assert!(piece.bytes > 0 && piece.bytes <= PIECE_BYTES && piece.bytes % 16 == 0);
                 for byte in 0..u64::from(piece.bytes) {
                     let at = &mut seen[(piece.own + byte) as usize];
                     assert_eq!(*at, None);

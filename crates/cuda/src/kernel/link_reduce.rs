@@ -9,9 +9,14 @@ use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
-const THREADS: u32 = 288;
-/// Elements of a piece at most (`kLinkElements`), and at least unless there are no more.
-const MOST_ELEMENTS: u64 = 4096;
+/// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
+const FETCHERS: u32 = 1;
+const ADDERS: u32 = 256;
+const THREADS: u32 = 32 * FETCHERS + ADDERS;
+/// Elements of a piece at most, and stages of so many, of four bytes each.
+const MOST_ELEMENTS: u32 = 4096;
+const STAGES: u32 = 12;
+/// Elements of a piece at least, unless there are no more.
 const LEAST_ELEMENTS: u64 = 512;
 /// Pieces that a block has at least, while they are not shorter than that.
 const PIECES: u64 = 8;
@@ -19,7 +24,7 @@ const PIECES: u64 = 8;
 const OWN: u16 = u16::MAX;
 /// `sizeof(LinkReduceShared)`: stages with two barriers each, addresses, a word; rounded up to its alignment.
 const SHARED_BYTES: u32 =
-    (12 * (4 * MOST_ELEMENTS as u32 + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
+    (STAGES * (4 * MOST_ELEMENTS + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
 
 /// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
 /// each other, for tensors of one pattern, prepared to run many times. Ranks meet inside the kernel; operands are added in the
@@ -151,7 +156,7 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     });
     let total: u64 = counted.sum();
     let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_ELEMENTS);
-    let most = most.clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
+    let most = most.clamp(LEAST_ELEMENTS, u64::from(MOST_ELEMENTS));
     let mut all = Vec::new();
     for (tensor, (parts, &(_, row))) in rows.iter().zip(&spec.tensors).enumerate() {
         for part in parts {
@@ -207,6 +212,9 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
     let name = format!("link_reduce_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
+        .define("LINK_FETCHERS", FETCHERS)
+        .define("LINK_ELEMENTS", MOST_ELEMENTS)
+        .define("LINK_STAGES", STAGES)
         .line("#include \"link_reduce.cuh\"")
         .line("using namespace counterpoint;")
         .line(format_args!(
