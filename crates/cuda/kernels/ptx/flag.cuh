@@ -27,4 +27,16 @@ __device__ __forceinline__ void add_release(u32* word, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// The same among all GPUs of the system.
+__device__ __forceinline__ void add_release_system(u32* word, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Adds, and gives the value before. Sees what others wrote before theirs, and lets them see what this thread wrote.
+__device__ __forceinline__ u32 add_acquire_release(u32* word, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
 }  // namespace counterpoint

@@ -89,6 +89,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::attention_delta::layouts(),
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
+        super::gemm::layouts(),
         super::portable_backward::layouts(),
         super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),

@@ -9,6 +9,7 @@ mod attention_merge;
 mod attention_tensors;
 mod cast;
 mod device_schedule;
+mod gemm;
 mod head_resize;
 mod layout;
 mod operand_rows;
@@ -33,6 +34,10 @@ pub use attention_tensors::{
 };
 pub use cast::Cast;
 pub use device_schedule::DeviceSchedule;
+pub use gemm::{
+    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, TileOrder,
+    TilePair, TileUnit,
+};
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};

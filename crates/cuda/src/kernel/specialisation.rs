@@ -1,5 +1,5 @@
 use super::{
-    attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize,
+    attention_backward, attention_delta, attention_forward, attention_merge, cast, gemm, head_resize,
     portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
@@ -40,12 +40,13 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_reduce::specialisations(arch),
         ]
     });
-    let attention = [
+    let products = [
         attention_backward::specialisations(),
         attention_forward::specialisations(),
+        gemm::specialisations(),
         portable_forward::specialisations(),
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    helpers.flatten().chain(attention.into_iter().flatten()).collect()
+    helpers.flatten().chain(products.into_iter().flatten()).collect()
 }

@@ -1,0 +1,124 @@
+// The way of a result from accumulators to memory: a warpgroup puts 64 rows of 128 bytes into shared memory, and a thread that
+// has nothing else to do lets the copy engine store them, or add them, wherever they belong, and tells who waits for them.
+#pragma once
+
+#include "gemm/gemm_work.cuh"
+#include "ptx/flag.cuh"
+#include "ptx/matrix.cuh"
+
+namespace counterpoint {
+
+// The one thread that stores what warpgroup `group` computes.
+template <typename C>
+__device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmShared<C>& shared, u32 group) {
+  for (u32 number = 0;; ++number) {
+    const u32 buffer = number % 2;
+    mbarrier_wait(&shared.chunk_full[group][buffer], (number / 2) & 1);
+    const GemmChunk chunk = shared.chunks[group][buffer];
+    if (chunk.flags & kChunkNone) break;
+    // Destinations hold whole tiles. The second warpgroup's rows may lie below all of them, its tile does not.
+    const u32 destination = u32(chunk.row) / kGemmTileM * kGemmTileM / arguments.rows_per_destination;
+    const i32 row = chunk.row - i32(destination * arguments.rows_per_destination);
+    if (u32(chunk.column) < arguments.n && u32(chunk.row) < arguments.m) {
+      const TensorMap* map = &arguments.d_maps[destination];
+      const void* from = shared.staging[group][buffer];
+      if (arguments.adds) {
+        tma_reduce_add_2d(map, from, chunk.column, row);
+      } else {
+        tma_store_2d(map, from, chunk.column, row);
+      }
+    }
+    tma_store_commit();
+    tma_store_wait_read<0>();
+    mbarrier_arrive(&shared.chunk_empty[group][buffer]);
+    if ((chunk.flags & kChunkLast) && arguments.counters[destination] != 0) {
+      // All of this thread's stores are complete, not only read, before others hear of them.
+      tma_store_wait<0>();
+      fence_async_proxy_all();
+      u32* counter = reinterpret_cast<u32*>(arguments.counters[destination]) + chunk.group;
+      if (arguments.counters_of_peers) {
+        add_release_system(counter, 1);
+      } else {
+        add_release(counter, 1);
+      }
+    }
+  }
+  tma_store_wait<0>();
+}
+
+// One warpgroup's end of it.
+template <typename C>
+struct GemmStaging {
+  const GemmArguments& arguments;
+  GemmShared<C>& shared;
+  const u32 group;
+  const u32 warp;
+  const u32 lane;
+  u32 number = 0;  // chunks so far
+
+  // Waits for room, lets `write` fill it and hands it over.
+  template <typename Write>
+  __device__ __forceinline__ void stage(const GemmChunk& chunk, Write write) {
+    const u32 buffer = number % 2;
+    mbarrier_wait(&shared.chunk_empty[group][buffer], ((number / 2) & 1) ^ 1);
+    write(shared.staging[group][buffer]);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      if (warp == 0) shared.chunks[group][buffer] = chunk;
+      mbarrier_arrive(&shared.chunk_full[group][buffer]);
+    }
+    ++number;
+  }
+
+  // A tile of f32 or of elements, of which `acc` are this thread's accumulators.
+  template <bool kWide>
+  __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], u32 row, u32 column, u32 signal_group) {
+    constexpr u32 kColumns = kWide ? 32 : 64;
+    constexpr u32 kChunks = C::kTileN / kColumns;
+#pragma unroll
+    for (u32 c = 0; c < kChunks; ++c) {
+      const GemmChunk chunk{i32(column + c * kColumns), i32(row + 64 * group), signal_group,
+                            c + 1 == kChunks ? kChunkLast : 0};
+      stage(chunk, [&](u8* to) {
+        const float* from = acc + c * (kColumns / 2);
+        if constexpr (kWide) {
+          write_floats(to, from);
+        } else {
+          write_elements(to, from);
+        }
+      });
+    }
+  }
+
+  // 16-byte pieces of a row change places by the number of the row, as the copy engine expects it.
+  __device__ __forceinline__ void write_elements(u8* to, const float* from) const {
+    const u32 row = 16 * warp + 8 * ((lane / 8) % 2) + lane % 8;
+    const u32 address = shared_address(to) + row * kGemmRowBytes;
+#pragma unroll
+    for (u32 j = 0; j < 8; j += 2) {
+      const u32 piece = (j + lane / 16) ^ (lane % 8);
+      const u32 matrices[4] = {pack(from[4 * j], from[4 * j + 1]), pack(from[4 * j + 2], from[4 * j + 3]),
+                               pack(from[4 * j + 4], from[4 * j + 5]), pack(from[4 * j + 6], from[4 * j + 7])};
+      store_matrix_x4(address + 16 * piece, matrices);
+    }
+  }
+  __device__ __forceinline__ void write_floats(u8* to, const float* from) const {
+#pragma unroll
+    for (u32 j = 0; j < 4; ++j) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const u32 row = 16 * warp + 8 * i + lane / 4;
+        const u32 piece = (2 * j + (lane % 4) / 2) ^ (row % 8);
+        *reinterpret_cast<float2*>(to + row * kGemmRowBytes + 16 * piece + 8 * (lane % 2)) =
+            float2{from[4 * j + 2 * i], from[4 * j + 2 * i + 1]};
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    stage(GemmChunk{0, 0, 0, kChunkNone}, [](u8*) {});
+  }
+};
+
+}  // namespace counterpoint
