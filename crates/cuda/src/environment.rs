@@ -15,5 +15,8 @@ pub const ENVIRONMENT: [EnvironmentVariable; 4] = [
         purpose: "the folder of libnvrtc.so.* and libnvrtc-builtins.so.*",
     },
     EnvironmentVariable { name: crate::library::NCCL_VARIABLE, purpose: "the folder of libnccl.so.2" },
-    EnvironmentVariable { name: crate::library::CUBLASLT_VARIABLE, purpose: "the folder of libcublasLt.so.*" },
+    EnvironmentVariable {
+        name: crate::library::CUBLASLT_VARIABLE,
+        purpose: "the folder of libcublasLt.so.*",
+    },
 ];

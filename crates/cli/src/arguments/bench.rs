@@ -1,12 +1,13 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{Device, value};
+use super::{BenchGemmArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
+    Gemm(BenchGemmArguments),
 }
 
 /// Time the planner, and compare balance and received rows of every dispatch

@@ -5,6 +5,7 @@
 
 mod attention;
 mod bench;
+mod bench_gemm;
 mod doctor;
 mod mask;
 mod plan;
@@ -20,6 +21,7 @@ pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
+pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -75,6 +77,7 @@ pub(crate) enum Command {
 Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
+  counterpoint bench gemm --device cuda
   counterpoint bench plan --json > rows.jsonl"
     )]
     #[command(subcommand)]

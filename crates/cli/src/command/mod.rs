@@ -2,6 +2,7 @@
 
 mod attention;
 mod bench_attention;
+mod bench_gemm;
 mod bench_plan;
 mod comparison;
 mod doctor;
@@ -22,6 +23,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

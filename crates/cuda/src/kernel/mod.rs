@@ -17,6 +17,7 @@ mod portable_backward;
 mod portable_backward_query;
 mod portable_forward;
 mod portable_shape;
+mod random_fill;
 mod row_copy;
 mod row_merge;
 mod row_reduce;
@@ -35,14 +36,15 @@ pub use attention_tensors::{
 pub use cast::Cast;
 pub use device_schedule::DeviceSchedule;
 pub use gemm::{
-    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, TileOrder,
-    TilePair, TileUnit,
+    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec,
+    GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
+pub use random_fill::RandomFill;
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};

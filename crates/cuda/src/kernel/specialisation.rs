@@ -1,6 +1,7 @@
 use super::{
     attention_backward, attention_delta, attention_forward, attention_merge, cast, gemm, head_resize,
-    portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce,
+    portable_backward, portable_backward_query, portable_forward, random_fill, row_copy, row_merge,
+    row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -35,6 +36,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
+            random_fill::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),

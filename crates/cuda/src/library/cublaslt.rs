@@ -88,7 +88,8 @@ impl CublasLt {
         let functions = CublasLtFunctions::resolve(&library).map_err(missing)?;
         // SAFETY: the signatures are those of cublasLt.h.
         let (status_text, version) = unsafe {
-            let text = library.get::<unsafe extern "C" fn(u32) -> *const c_char>(b"cublasLtGetStatusString\0");
+            let text =
+                library.get::<unsafe extern "C" fn(u32) -> *const c_char>(b"cublasLtGetStatusString\0");
             let version = library.get::<unsafe extern "C" fn() -> usize>(b"cublasLtGetVersion\0");
             (
                 *text.map_err(|_| missing("cublasLtGetStatusString"))?,

@@ -110,7 +110,16 @@ impl GemmLibrary {
         let (code, best) = unsafe {
             let mut best: cublasLtMatmulHeuristicResult_t = std::mem::zeroed();
             let code = (library.cublasLtMatmulAlgoGetHeuristic)(
-                *raw, desc.raw, a.raw, b.raw, d.raw, d.raw, preference.raw, 1, &mut best, &mut found,
+                *raw,
+                desc.raw,
+                a.raw,
+                b.raw,
+                d.raw,
+                d.raw,
+                preference.raw,
+                1,
+                &mut best,
+                &mut found,
             );
             (code, best)
         };
@@ -119,7 +128,14 @@ impl GemmLibrary {
             return Err(refused(format!("cuBLASLt has no algorithm for {spec:?}")));
         }
         let workspace = DeviceBuffer::new(device, WORKSPACE_BYTES)?;
-        Ok(LibraryGemm { library: self.clone(), spec: spec.clone(), desc, layouts, algorithm: best.algo, workspace })
+        Ok(LibraryGemm {
+            library: self.clone(),
+            spec: spec.clone(),
+            desc,
+            layouts,
+            algorithm: best.algo,
+            workspace,
+        })
     }
 
     /// The library's matrices are column after column: what it computes is the transpose, `D^T[n, m] = B^T A^T`.
@@ -129,8 +145,9 @@ impl GemmLibrary {
         let mut raw = ptr::null_mut();
         let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F as u32;
         // SAFETY: the pointer is to a local.
-        let code =
-            unsafe { (library.cublasLtMatmulDescCreate)(&mut raw, compute, cudaDataType_t::CUDA_R_32F as u32) };
+        let code = unsafe {
+            (library.cublasLtMatmulDescCreate)(&mut raw, compute, cudaDataType_t::CUDA_R_32F as u32)
+        };
         library.check("cublasLtMatmulDescCreate", code)?;
         let desc = Described { raw, destroy: library.cublasLtMatmulDescDestroy };
         // CUBLAS_OP_N and CUBLAS_OP_T.
@@ -143,7 +160,11 @@ impl GemmLibrary {
         self.set(&desc, A::CUBLASLT_MATMUL_DESC_TRANSA, first)?;
         self.set(&desc, A::CUBLASLT_MATMUL_DESC_TRANSB, second)?;
         if spec.epilogue == GemmEpilogue::StoreBias {
-            self.set(&desc, A::CUBLASLT_MATMUL_DESC_EPILOGUE, cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32)?;
+            self.set(
+                &desc,
+                A::CUBLASLT_MATMUL_DESC_EPILOGUE,
+                cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32,
+            )?;
             self.set(&desc, A::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(spec.element.scalar()))?;
         }
         if spec.sm_margin > 0 {
@@ -195,9 +216,7 @@ impl GemmLibrary {
         ])
     }
 
-    fn preference(
-        &self,
-    ) -> Result<Described<cudarc::cublaslt::sys::cublasLtMatmulPreference_t>, CudaError> {
+    fn preference(&self) -> Result<Described<cudarc::cublaslt::sys::cublasLtMatmulPreference_t>, CudaError> {
         let library = self.0.library;
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local.
@@ -208,7 +227,12 @@ impl GemmLibrary {
         let bytes = ptr::from_ref(&WORKSPACE_BYTES).cast::<c_void>();
         // SAFETY: the pointer is to a constant of the size told.
         let code = unsafe {
-            (library.cublasLtMatmulPreferenceSetAttribute)(preference.raw, attribute, bytes, size_of::<usize>())
+            (library.cublasLtMatmulPreferenceSetAttribute)(
+                preference.raw,
+                attribute,
+                bytes,
+                size_of::<usize>(),
+            )
         };
         library.check("cublasLtMatmulPreferenceSetAttribute", code)?;
         Ok(preference)

@@ -17,9 +17,12 @@ use source::GemmChoice;
 pub(super) use source::specialisations;
 pub use spec::{GEMM_DESTINATIONS, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 
-use super::layout::{SharedLayout, shared_layout};
 use super::Scalar;
-use crate::{CudaError, Device, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
+use super::layout::{SharedLayout, shared_layout};
+use crate::{
+    CudaError, Device, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement,
+    TensorMapSpec,
+};
 
 /// A matrix product on Hopper, prepared to run many times. One run at a time where its k is split: the parts' memory is its
 /// own.
@@ -128,7 +131,17 @@ impl Gemm {
         let launch = Launch::linear(2 * items.min(clusters), GemmShape::THREADS)
             .cluster([2, 1, 1])
             .shared_bytes(GemmShape::shared_bytes(shape.columns));
-        Ok(Self { function, spec: spec.clone(), shape, unit_list, units, signals, partials, arrivals, launch })
+        Ok(Self {
+            function,
+            spec: spec.clone(),
+            shape,
+            unit_list,
+            units,
+            signals,
+            partials,
+            arrivals,
+            launch,
+        })
     }
 
     /// How it is cut up.
@@ -177,7 +190,12 @@ impl Gemm {
         self.check_tensors(tensors).map_err(refused)?;
         let [stride_a, stride_b, stride_d] = spec.strides;
         let element = spec.element.tensor_map_element();
-        let map = |name: &str, kind: TensorMapElement, address, [rows, columns]: [usize; 2], stride: usize, box_dims| {
+        let map = |name: &str,
+                   kind: TensorMapElement,
+                   address,
+                   [rows, columns]: [usize; 2],
+                   stride: usize,
+                   box_dims| {
             TensorMapSpec::new(kind, address, [columns as u64, rows as u64], box_dims)
                 .strides([stride as u64 * u64::from(kind.bytes())])
                 .swizzle(Swizzle::Span128)

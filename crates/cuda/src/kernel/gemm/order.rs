@@ -71,16 +71,22 @@ pub(super) fn units(
             }
             let rows = grid.rows / shards;
             let shards = (0..*shards).map(|index| (first + index) % shards);
-            shards.flat_map(|shard| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows)).collect()
+            shards
+                .flat_map(|shard| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows))
+                .collect()
         }
         TileOrder::Table(table) => {
             let mut seen = vec![false; grid.count()];
             let all = table.iter().map(|&number| number as usize);
-            let each_once = all.clone().all(|number| {
-                seen.get_mut(number).is_some_and(|seen| !std::mem::replace(seen, true))
-            });
+            let each_once = all
+                .clone()
+                .all(|number| seen.get_mut(number).is_some_and(|seen| !std::mem::replace(seen, true)));
             if !each_once || table.len() != grid.count() {
-                return Err(format!("an order of {} units that does not name each of {} once", table.len(), grid.count()));
+                return Err(format!(
+                    "an order of {} units that does not name each of {} once",
+                    table.len(),
+                    grid.count()
+                ));
             }
             all.collect()
         }
@@ -155,7 +161,10 @@ mod tests {
     fn numbers(order: &TileOrder, m: usize, n: usize) -> Vec<usize> {
         let columns = UnitGrid::new(&shape(TilePair::Rows), m, n).columns;
         let units = units(order, &shape(TilePair::Rows), m, n).unwrap();
-        units.iter().map(|unit| usize::from(unit.row_tile) / 2 * columns + usize::from(unit.column_tile)).collect()
+        units
+            .iter()
+            .map(|unit| usize::from(unit.row_tile) / 2 * columns + usize::from(unit.column_tile))
+            .collect()
     }
 
     #[test]

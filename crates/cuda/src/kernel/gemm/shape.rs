@@ -51,7 +51,7 @@ impl GemmShape {
     }
 
     /// Rows and columns of a unit.
-    pub(super) const fn unit(&self) -> [usize; 2] {
+    pub const fn unit(&self) -> [usize; 2] {
         match self.pair {
             TilePair::Rows => [2 * TILE_ROWS, self.columns as usize],
             TilePair::Columns => [TILE_ROWS, 2 * self.columns as usize],
@@ -62,7 +62,9 @@ impl GemmShape {
     pub(super) fn partials(&self, m: usize, n: usize) -> usize {
         match self.splits {
             0 | 1 => 0,
-            splits => UnitGrid::new(self, m, n).count() * 2 * splits as usize * TILE_ROWS * self.columns as usize,
+            splits => {
+                UnitGrid::new(self, m, n).count() * 2 * splits as usize * TILE_ROWS * self.columns as usize
+            }
         }
     }
 

@@ -171,7 +171,9 @@ impl GemmSpec {
         if destinations == 0 || destinations > GEMM_DESTINATIONS {
             return Err(format!("{destinations} destinations; it takes 1 to {GEMM_DESTINATIONS}"));
         }
-        if destinations > 1 && (!m.is_multiple_of(destinations) || !(m / destinations).is_multiple_of(TILE_ROWS)) {
+        if destinations > 1
+            && (!m.is_multiple_of(destinations) || !(m / destinations).is_multiple_of(TILE_ROWS))
+        {
             return Err(format!(
                 "{m} rows among {destinations} destinations; each must have a multiple of {TILE_ROWS}"
             ));
