@@ -113,10 +113,10 @@ struct GemmWalk {
     return (unit.column_tile + (arguments.pairs_columns ? rank : 0)) * kTileN;
   }
   __device__ __forceinline__ u32 k_begin() const {
-    return u32(u64(arguments.k_blocks) * split() / arguments.splits);
+    return arguments.k_blocks * split() / arguments.splits;
   }
   __device__ __forceinline__ u32 k_end() const {
-    return u32(u64(arguments.k_blocks) * (split() + 1) / arguments.splits);
+    return arguments.k_blocks * (split() + 1) / arguments.splits;
   }
 };
 
