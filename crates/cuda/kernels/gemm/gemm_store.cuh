@@ -8,6 +8,31 @@
 
 namespace counterpoint {
 
+// Where piece `piece` of 16 bytes of a row of a chunk lies: as the copy engine wants it.
+__device__ __forceinline__ u32 chunk_offset(u32 row, u32 piece) {
+  return row * kGemmRowBytes + 16 * (piece ^ (row % 8));
+}
+
+// The columns from n_whole on, fewer than 16 bytes of them, of a chunk that has them: by one thread, for they are few.
+template <typename T>
+__device__ __forceinline__ void store_rest(const GemmArguments& arguments, const GemmChunk& chunk, const u8* from, T* d) {
+  constexpr u32 kColumns = kGemmRowBytes / sizeof(T);
+  if (arguments.n_whole >= u32(chunk.column) + kColumns || arguments.n_whole >= arguments.n) return;
+  const u32 rows = min(64u, arguments.m - u32(chunk.row));
+  const u32 piece = (arguments.n_whole - u32(chunk.column)) * sizeof(T) / 16;
+  for (u32 row = 0; row < rows; ++row) {
+    const T* values = reinterpret_cast<const T*>(from + chunk_offset(row, piece));
+    T* to = d + u64(row) * arguments.d_stride + arguments.n_whole;
+    for (u32 e = 0; e < arguments.n - arguments.n_whole; ++e) {
+      if constexpr (sizeof(T) == 4) {
+        to[e] = arguments.adds ? to[e] + values[e] : values[e];
+      } else {
+        to[e] = arguments.adds ? to_element(to_float(to[e]) + to_float(values[e])) : values[e];
+      }
+    }
+  }
+}
+
 // The one thread that stores what warpgroup `group` computes.
 template <typename C>
 __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmShared<C>& shared, u32 group) {
@@ -19,13 +44,21 @@ __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmS
     // Destinations hold whole tiles. The second warpgroup's rows may lie below all of them, its tile does not.
     const u32 destination = u32(chunk.row) / kGemmTileM * kGemmTileM / arguments.rows_per_destination;
     const i32 row = chunk.row - i32(destination * arguments.rows_per_destination);
-    if (u32(chunk.column) < arguments.n && u32(chunk.row) < arguments.m) {
-      const TensorMap* map = &arguments.d_maps[destination];
-      const void* from = shared.staging[group][buffer];
-      if (arguments.adds) {
-        tma_reduce_add_2d(map, from, chunk.column, row);
+    const u8* from = shared.staging[group][buffer];
+    if (u32(chunk.row) < arguments.m && u32(chunk.column) < arguments.n) {
+      if (u32(chunk.column) < arguments.n_whole) {
+        const TensorMap* map = &arguments.d_maps[destination];
+        if (arguments.adds) {
+          tma_reduce_add_2d(map, from, chunk.column, row);
+        } else {
+          tma_store_2d(map, from, chunk.column, row);
+        }
+      }
+      const u64 first = u64(row) * arguments.d_stride;
+      if (arguments.wide) {
+        store_rest(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
       } else {
-        tma_store_2d(map, from, chunk.column, row);
+        store_rest(arguments, chunk, from, reinterpret_cast<Element*>(arguments.d[destination]) + first);
       }
     }
     tma_store_commit();
@@ -91,16 +124,14 @@ struct GemmStaging {
     }
   }
 
-  // 16-byte pieces of a row change places by the number of the row, as the copy engine expects it.
   __device__ __forceinline__ void write_elements(u8* to, const float* from) const {
     const u32 row = 16 * warp + 8 * ((lane / 8) % 2) + lane % 8;
-    const u32 address = shared_address(to) + row * kGemmRowBytes;
+    const u32 address = shared_address(to);
 #pragma unroll
     for (u32 j = 0; j < 8; j += 2) {
-      const u32 piece = (j + lane / 16) ^ (lane % 8);
       const u32 matrices[4] = {pack(from[4 * j], from[4 * j + 1]), pack(from[4 * j + 2], from[4 * j + 3]),
                                pack(from[4 * j + 4], from[4 * j + 5]), pack(from[4 * j + 6], from[4 * j + 7])};
-      store_matrix_x4(address + 16 * piece, matrices);
+      store_matrix_x4(address + chunk_offset(row, j + lane / 16), matrices);
     }
   }
   __device__ __forceinline__ void write_floats(u8* to, const float* from) const {
@@ -109,8 +140,8 @@ struct GemmStaging {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const u32 row = 16 * warp + 8 * i + lane / 4;
-        const u32 piece = (2 * j + (lane % 4) / 2) ^ (row % 8);
-        *reinterpret_cast<float2*>(to + row * kGemmRowBytes + 16 * piece + 8 * (lane % 2)) =
+        const u32 offset = chunk_offset(row, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
+        *reinterpret_cast<float2*>(to + offset) =
             float2{from[4 * j + 2 * i], from[4 * j + 2 * i + 1]};
       }
     }

@@ -49,7 +49,8 @@ struct GemmUnit {
 struct GemmArguments {
   TensorMap a_map;  // [m, k], or [k, m] where it lies along m; boxes as `load_operand` wants them
   TensorMap b_map;  // [n, k], or [k, n]
-  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n] each, box [64, 128 bytes]
+  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n_whole] each, box [64, 128 bytes]
+  u64 d[kGemmDestinations];             // [rows_per_destination, d_stride]: the same memory
   u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
   const GemmUnit* units;                // in the order in which they are begun
   const Element* bias;                  // [n], or null
@@ -60,6 +61,8 @@ struct GemmArguments {
   u32 k_blocks;
   u32 m;
   u32 n;
+  u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
+  u32 d_stride;  // elements from one row of D to the next
   u32 rows_per_destination;
   u32 pairs_columns;  // whether a unit's tiles lie side by side
   u32 wide;           // whether the result is f32

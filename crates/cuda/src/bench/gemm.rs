@@ -212,8 +212,8 @@ fn judge(spec: &GemmSpec, row: usize, column: usize, found: f64) -> Judged {
 pub(crate) fn element_bound(output: Scalar, magnitude: f64, squares: f64, k: usize) -> f64 {
     let half_unit = match output {
         Scalar::F32 => 2f64.powi(-24),
-        Scalar::Bf16 => 2f64.powi(-9),
-        Scalar::F16 => 2f64.powi(-12),
+        Scalar::Bf16 => 2f64.powi(-8),
+        Scalar::F16 => 2f64.powi(-11),
     };
     // Elements of f16 may be smaller than it has normal numbers.
     let smallest = if output == Scalar::F16 { 2f64.powi(-25) } else { 0.0 };

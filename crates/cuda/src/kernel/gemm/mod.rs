@@ -60,6 +60,7 @@ struct GemmArguments {
     a_map: TensorMap,
     b_map: TensorMap,
     d_maps: [TensorMap; GEMM_DESTINATIONS],
+    d: [u64; GEMM_DESTINATIONS],
     counters: [u64; GEMM_DESTINATIONS],
     units: u64,
     bias: u64,
@@ -70,6 +71,8 @@ struct GemmArguments {
     k_blocks: u32,
     m: u32,
     n: u32,
+    n_whole: u32,
+    d_stride: u32,
     rows_per_destination: u32,
     pairs_columns: u32,
     wide: u32,
@@ -214,9 +217,14 @@ impl Gemm {
         let wide = spec.output == Scalar::F32;
         let (kind, box_columns) = if wide { (TensorMapElement::F32, 32) } else { (element, 64) };
         let rows = spec.rows_per_destination();
+        let n_whole = spec.n / (16 / kind.bytes() as usize) * (16 / kind.bytes() as usize);
         let mut d_maps = [None; GEMM_DESTINATIONS];
-        for (to, &address) in d_maps.iter_mut().zip(tensors.d) {
-            *to = Some(map("D", kind, address, [rows, spec.n], stride_d, [box_columns, 64])?);
+        let mut d = [0; GEMM_DESTINATIONS];
+        for (index, &address) in tensors.d.iter().enumerate() {
+            // A tensor of the copy engine has at least one column. The kernel stores none of those beyond n_whole by it.
+            let columns = n_whole.max(1);
+            d_maps[index] = Some(map("D", kind, address, [rows, columns], stride_d, [box_columns, 64])?);
+            d[index] = address;
         }
         // Nobody looks at those that are not there.
         let some = d_maps[0].ok_or_else(|| refused("it has no destination".to_owned()))?;
@@ -226,6 +234,7 @@ impl Gemm {
             a_map: map("A", element, tensors.a, spec.layout.a_dims(spec.m, spec.k), stride_a, box_a)?,
             b_map: map("B", element, tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
             d_maps: d_maps.map(|map| map.unwrap_or(some)),
+            d,
             counters,
             units: self.units.address(),
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
@@ -236,6 +245,8 @@ impl Gemm {
             k_blocks: spec.k.div_ceil(64) as u32,
             m: spec.m as u32,
             n: spec.n as u32,
+            n_whole: n_whole as u32,
+            d_stride: stride_d as u32,
             rows_per_destination: if spec.destinations == 1 { u32::MAX } else { rows as u32 },
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
             wide: u32::from(wide),
@@ -275,6 +286,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 a_map,
                 b_map,
                 d_maps,
+                d,
                 counters,
                 units,
                 bias,
@@ -285,6 +297,8 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 k_blocks,
                 m,
                 n,
+                n_whole,
+                d_stride,
                 rows_per_destination,
                 pairs_columns,
                 wide,
