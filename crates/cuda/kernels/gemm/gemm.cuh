@@ -1,8 +1,7 @@
 // D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters of two, operands by the copy engine, products by warpgroups.
 //
 // Warps: one loads (gemm_work.cuh), two store (gemm_store.cuh), and two warpgroups multiply, each 64 rows of a tile. The
-// warpgroups meet nowhere but at the blocks of operands that both read. The first one goes kLead blocks before the second, so
-// that the one's results go to shared memory while the other keeps the matrix unit busy.
+// warpgroups meet nowhere but at the blocks of operands that both read.
 //
 // The products of an element are added in the order of k whatever the tile's shape, the order of tiles and the end of a result
 // are; only splitting k changes bits, and parts are added in their order.
@@ -14,7 +13,6 @@ namespace counterpoint {
 
 // Barriers that name their users: 0 is __syncthreads, 1 and 2 are the warpgroups' own.
 constexpr u32 kGemmGroupBarrier = 1;
-constexpr u32 kGemmLeadBarrier = 3;
 
 // One consumer warpgroup.
 template <typename C>
@@ -62,9 +60,6 @@ struct GemmConsumer {
 
   // acc = the product over `count` blocks, at least one.
   __device__ __forceinline__ void multiply(u32 count) {
-    // Fewer blocks than stages would let the first warpgroup come here twice before the second comes once.
-    const bool leads = C::kLead > 0 && count >= C::kStages;
-    if (leads && group == 1) barrier_sync(kGemmLeadBarrier, 256);
     multiply_block<true>();
     u32 before = stage;
     next_stage();
@@ -75,7 +70,6 @@ struct GemmConsumer {
       release(before);
       before = stage;
       next_stage();
-      if (leads && group == 0 && i == C::kLead) barrier_arrive(kGemmLeadBarrier, 256);
     }
     wgmma_wait<0>();
     pin(acc);

@@ -1,4 +1,4 @@
-// The way of a result from accumulators to memory: a warpgroup puts 64 rows of 128 bytes into shared memory, and a thread that
+// The way of a result from accumulators to memory: a warpgroup puts 64 rows of 64 or 128 bytes into shared memory, and a thread that
 // has nothing else to do lets the copy engine store them, or add them, wherever they belong, and tells who waits for them.
 #pragma once
 
@@ -8,20 +8,21 @@
 
 namespace counterpoint {
 
-// Where piece `piece` of 16 bytes of a row of a chunk lies: as the copy engine wants it.
+// Where piece `piece` of 16 bytes of a row of a chunk lies, rows having `kPieces`: as the copy engine wants it, which changes
+// pieces' places by the number of the 128 bytes that they are in.
+template <u32 kPieces>
 __device__ __forceinline__ u32 chunk_offset(u32 row, u32 piece) {
-  return row * kGemmRowBytes + 16 * (piece ^ (row % 8));
+  return 16 * (row * kPieces + (piece ^ (row * kPieces / 8 % kPieces)));
 }
 
 // The columns from n_whole on, fewer than 16 bytes of them, of a chunk that has them: by one thread, for they are few.
-template <typename T>
+template <typename T, u32 kColumns>
 __device__ __forceinline__ void store_rest(const GemmArguments& arguments, const GemmChunk& chunk, const u8* from, T* d) {
-  constexpr u32 kColumns = kGemmRowBytes / sizeof(T);
   if (arguments.n_whole >= u32(chunk.column) + kColumns || arguments.n_whole >= arguments.n) return;
   const u32 rows = min(64u, arguments.m - u32(chunk.row));
   const u32 piece = (arguments.n_whole - u32(chunk.column)) * sizeof(T) / 16;
   for (u32 row = 0; row < rows; ++row) {
-    const T* values = reinterpret_cast<const T*>(from + chunk_offset(row, piece));
+    const T* values = reinterpret_cast<const T*>(from + chunk_offset<kColumns * sizeof(T) / 16>(row, piece));
     T* to = d + u64(row) * arguments.d_stride + arguments.n_whole;
     for (u32 e = 0; e < arguments.n - arguments.n_whole; ++e) {
       if constexpr (sizeof(T) == 4) {
@@ -56,9 +57,10 @@ __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmS
       }
       const u64 first = u64(row) * arguments.d_stride;
       if (arguments.wide) {
-        store_rest(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
+        store_rest<float, 32>(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
       } else {
-        store_rest(arguments, chunk, from, reinterpret_cast<Element*>(arguments.d[destination]) + first);
+        store_rest<Element, C::kChunkColumns>(arguments, chunk, from,
+                                              reinterpret_cast<Element*>(arguments.d[destination]) + first);
       }
     }
     tma_store_commit();
@@ -107,7 +109,7 @@ struct GemmStaging {
   // A tile of f32 or of elements, of which `acc` are this thread's accumulators.
   template <bool kWide>
   __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], u32 row, u32 column, u32 signal_group) {
-    constexpr u32 kColumns = kWide ? 32 : 64;
+    constexpr u32 kColumns = kWide ? 32 : C::kChunkColumns;
     constexpr u32 kChunks = C::kTileN / kColumns;
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
@@ -128,10 +130,10 @@ struct GemmStaging {
     const u32 row = 16 * warp + 8 * ((lane / 8) % 2) + lane % 8;
     const u32 address = shared_address(to);
 #pragma unroll
-    for (u32 j = 0; j < 8; j += 2) {
+    for (u32 j = 0; j < C::kChunkColumns / 8; j += 2) {
       const u32 matrices[4] = {pack(from[4 * j], from[4 * j + 1]), pack(from[4 * j + 2], from[4 * j + 3]),
                                pack(from[4 * j + 4], from[4 * j + 5]), pack(from[4 * j + 6], from[4 * j + 7])};
-      store_matrix_x4(address + chunk_offset(row, j + lane / 16), matrices);
+      store_matrix_x4(address + chunk_offset<C::kChunkColumns / 8>(row, j + lane / 16), matrices);
     }
   }
   __device__ __forceinline__ void write_floats(u8* to, const float* from) const {
@@ -140,7 +142,7 @@ struct GemmStaging {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const u32 row = 16 * warp + 8 * i + lane / 4;
-        const u32 offset = chunk_offset(row, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
+        const u32 offset = chunk_offset<8>(row, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
         *reinterpret_cast<float2*>(to + offset) =
             float2{from[4 * j + 2 * i], from[4 * j + 2 * i + 1]};
       }

@@ -17,25 +17,25 @@ constexpr u32 kGemmBlockK = 64;
 constexpr u32 kGemmRowBytes = 128;
 constexpr u32 kGemmThreads = 384;
 constexpr u32 kGemmConsumers = 2;
-// 64 rows of 128 bytes of the result, on their way to memory.
+// 64 rows of at most 128 bytes of the result, on their way to memory.
 constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
 constexpr u32 kGemmDestinations = 8;
 
-// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, and by
-// how many blocks of k the first warpgroup goes before the second, so that one multiplies while the other stores.
-template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, u32 kLeadOf>
+// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, and how operands lie in memory.
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf>
 struct GemmConfig {
   static constexpr u32 kTileN = kTileNOf;
   static constexpr u32 kStages = kStagesOf;
   static constexpr Major kMajorA = kMajorAOf;
   static constexpr Major kMajorB = kMajorBOf;
-  static constexpr u32 kLead = kLeadOf;
   static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
-  static constexpr u32 kBytesB = kTileN * kGemmRowBytes;
+  // Along n, whole chunks of 64 columns are loaded.
+  static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
+  // Columns of a chunk of elements: they must divide a tile.
+  static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : 32;
   static constexpr u32 kProducerRegisters = 40;
   static constexpr u32 kConsumerRegisters = 232;
-  static_assert(kTileN % 64 == 0 && kTileN <= 256, "whole chunks of 64 columns, one instruction");
-  static_assert(kLead < kStages, "a warpgroup cannot be further ahead than blocks are loaded");
+  static_assert(kTileN % 32 == 0 && kTileN <= 256, "whole chunks, one instruction");
 };
 
 // Two tiles, one for each CTA of a cluster. Shared with the host.
@@ -49,7 +49,7 @@ struct GemmUnit {
 struct GemmArguments {
   TensorMap a_map;  // [m, k], or [k, m] where it lies along m; boxes as `load_operand` wants them
   TensorMap b_map;  // [n, k], or [k, n]
-  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n_whole] each, box [64, 128 bytes]
+  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n_whole] each, box [64, 64 or 128 bytes]
   u64 d[kGemmDestinations];             // [rows_per_destination, d_stride]: the same memory
   u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
   const GemmUnit* units;                // in the order in which they are begun
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
     }
   } else {
 #pragma unroll
-    for (u32 chunk = 0; chunk < kRows / 64; ++chunk) {
+    for (u32 chunk = 0; chunk < (kRows + 63) / 64; ++chunk) {
       u8* there = to + chunk * kGemmBlockK * kGemmRowBytes;
       if (!both) {
         tma_load_2d(there, map, full, i32(row + 64 * chunk), k);

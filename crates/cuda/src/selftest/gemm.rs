@@ -263,7 +263,8 @@ impl Case {
                 GemmEpilogue::Accumulate => {
                     let before = decode(spec.output, before);
                     // Each launch rounds the product and the sum.
-                    magnitude = LAUNCHES as f64 * (2.0 * right.abs() + before.abs());
+                    let sums = (1..=LAUNCHES).map(|launch| (before + launch as f64 * right).abs());
+                    magnitude = LAUNCHES as f64 * right.abs() + sums.sum::<f64>();
                     right = before + LAUNCHES as f64 * right;
                     k *= LAUNCHES;
                 }

@@ -198,10 +198,11 @@ impl Gemm {
                    address,
                    [rows, columns]: [usize; 2],
                    stride: usize,
-                   box_dims| {
+                   box_dims: [u32; 2]| {
+            let swizzle = if box_dims[0] * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
             TensorMapSpec::new(kind, address, [columns as u64, rows as u64], box_dims)
                 .strides([stride as u64 * u64::from(kind.bytes())])
-                .swizzle(Swizzle::Span128)
+                .swizzle(swizzle)
                 .encode(name)
         };
         // Along k, a CTA loads all rows of its operand, or half of those that the other reads too.
@@ -215,7 +216,8 @@ impl Gemm {
             GemmLayout::Tn => ([64, 64], [64, 64]),
         };
         let wide = spec.output == Scalar::F32;
-        let (kind, box_columns) = if wide { (TensorMapElement::F32, 32) } else { (element, 64) };
+        let (kind, box_columns) =
+            if wide { (TensorMapElement::F32, 32) } else { (element, shape.chunk_columns()) };
         let rows = spec.rows_per_destination();
         let n_whole = spec.n / (16 / kind.bytes() as usize) * (16 / kind.bytes() as usize);
         let mut d_maps = [None; GEMM_DESTINATIONS];

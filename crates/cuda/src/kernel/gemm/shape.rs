@@ -7,7 +7,7 @@ pub(super) const TILE_ROWS: usize = 128;
 const BLOCK: usize = 64;
 
 /// Columns of the tiles that there are kernels for.
-pub(super) const COLUMNS: [u32; 4] = [64, 128, 192, 256];
+pub(super) const COLUMNS: [u32; 5] = [64, 128, 160, 192, 256];
 
 /// Where the second tile of a unit lies, and so which operand its CTAs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,13 +31,11 @@ pub struct GemmShape {
 
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
-    /// By how many blocks of k the first warpgroup goes before the second.
-    pub(super) const LEAD: u32 = 2;
 
     /// Blocks of k on their way at once: as many as shared memory holds.
     pub(super) const fn stages(columns: u32) -> u32 {
         match columns {
-            256 | 192 => 4,
+            256 | 192 | 160 => 4,
             128 => 6,
             _ => 8,
         }
@@ -45,9 +43,15 @@ impl GemmShape {
 
     /// Dynamic shared memory of a CTA: `GemmShared`, and what aligning it to 1024 bytes may take.
     pub(super) const fn shared_bytes(columns: u32) -> u32 {
-        let stage = (TILE_ROWS as u32 + columns) * 128;
+        // Where B lies along n, whole chunks of 64 columns are loaded.
+        let stage = (TILE_ROWS as u32 + columns.next_multiple_of(64)) * 128;
         // Records and barriers are far smaller than the rounding up of the whole.
         Self::stages(columns) * stage + (32 << 10) + 1024 + 1024
+    }
+
+    /// Columns of elements that are stored at once (`kChunkColumns`).
+    pub(super) const fn chunk_columns(&self) -> u32 {
+        if self.columns.is_multiple_of(64) { 64 } else { 32 }
     }
 
     /// Rows and columns of a unit.
@@ -68,32 +72,46 @@ impl GemmShape {
         }
     }
 
+    /// Cycles of a multiprocessor for one block of a tile while all of them compute, as measured on an H200; 4 a column is what
+    /// the matrix unit takes. Narrow tiles wait for operands.
+    const fn block_cycles(self) -> f64 {
+        match (self.columns, self.pair) {
+            (64, TilePair::Rows) => 500.0,
+            (64, TilePair::Columns) => 420.0,
+            (128, TilePair::Rows) => 610.0,
+            (128, TilePair::Columns) => 640.0,
+            (160, TilePair::Rows) => 730.0,
+            (160, TilePair::Columns) => 750.0,
+            (192, TilePair::Rows) => 900.0,
+            (192, TilePair::Columns) => 930.0,
+            (_, TilePair::Rows) => 1060.0,
+            (_, TilePair::Columns) => 1085.0,
+        }
+    }
+
     /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants are fitted to
     /// an H200's times for the shapes of the benchmark.
     fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
-        /// Bytes that a multiprocessor takes from the second level cache in a cycle when all do, and from memory.
-        const CACHE: f64 = 36.0;
-        const MEMORY: f64 = 2500.0 / 132.0;
-        /// What a tile costs beside its blocks, and a column of it.
-        const TILE: f64 = 1500.0;
-        const COLUMN: f64 = 4.0;
-        let columns = f64::from(self.columns);
-        let (a, b) = match self.pair {
-            TilePair::Rows => (16384.0, 64.0 * columns),
-            TilePair::Columns => (8192.0, 128.0 * columns),
-        };
-        // 64 columns of one block keep the matrix unit busy for 256 cycles.
-        let block = f64::max(4.0 * columns, (a + b) / CACHE);
+        /// Bytes from memory in a cycle, of all 132 multiprocessors.
+        const MEMORY: f64 = 2400.0;
+        /// What a tile costs beside its blocks.
+        const TILE: f64 = 3000.0;
+        /// What putting parts together costs, and for each byte of each part and of the sum.
+        const MERGE: f64 = 8000.0;
+        const MERGED_BYTE: f64 = 0.04;
         let splits = f64::from(self.splits);
         let blocks = (spec.k.div_ceil(BLOCK) as f64 / splits).ceil();
-        // Parts are written by all, and read by who comes last.
-        let merge = if self.splits > 1 { 512.0 * columns * (1.0 + splits) / CACHE } else { 0.0 };
+        let merge = match self.splits {
+            1 => 0.0,
+            _ => MERGE + MERGED_BYTE * 512.0 * f64::from(self.columns) * (1.0 + splits),
+        };
         let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * splits;
         let rounds = (items / f64::from((workers / 2).max(1))).ceil();
-        let computing = rounds * (blocks * block + TILE + COLUMN * columns + merge);
+        let computing = rounds * (blocks * self.block_cycles() + TILE + merge);
         let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
-        let memory = operands / (MEMORY * f64::from(workers.max(1)));
-        computing.max(memory)
+        let loading = operands / MEMORY * 132.0 / f64::from(workers.max(1));
+        // The two hinder each other where they are about the same.
+        (computing.powi(3) + loading.powi(3)).cbrt()
     }
 }
 
@@ -141,5 +159,7 @@ mod tests {
         assert_eq!(few.pair, TilePair::Columns);
         let units = UnitGrid::new(&few, 128, 8192).count() as u32 * few.splits;
         assert!((50..=66).contains(&units), "{few:?}");
+        // 40 units of 256 columns would leave a third of the multiprocessors idle in the last of three rounds.
+        assert_eq!(best(1024, 10240, 8192).columns, 160);
     }
 }

@@ -22,14 +22,11 @@ impl GemmChoice {
             GemmLayout::Tn => ("kMN", "kMN"),
         };
         let stages = GemmShape::stages(columns);
-        let lead = GemmShape::LEAD;
         KernelSource::new(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .line("#include \"gemm/gemm.cuh\"")
             .line("using namespace counterpoint;")
-            .line(format_args!(
-                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, {lead}>;"
-            ))
+            .line(format_args!("using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}>;"))
             .line(format_args!(
                 "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
                  \"threads and shared memory of a launch\");",
