@@ -1,6 +1,6 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchGemmArguments, Device, value};
+use super::{BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -8,6 +8,9 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    Cp(BenchCpArguments),
+    GroupCast(BenchCollectiveArguments),
+    GroupReduce(BenchCollectiveArguments),
 }
 
 /// Time the planner, and compare balance and received rows of every dispatch

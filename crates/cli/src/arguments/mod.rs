@@ -5,6 +5,8 @@
 
 mod attention;
 mod bench;
+mod bench_collective;
+mod bench_cp;
 mod bench_gemm;
 mod doctor;
 mod mask;
@@ -21,6 +23,8 @@ pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
+pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
+pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
@@ -78,6 +82,8 @@ Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
   counterpoint bench gemm --device cuda
+  counterpoint bench cp
+  counterpoint bench group-cast -b 1M -e 1G -f 4
   counterpoint bench plan --json > rows.jsonl"
     )]
     #[command(subcommand)]

@@ -29,7 +29,7 @@ struct GemmConsumer {
 
   // This warp has read a stage: both CTAs' loads wait for that.
   __device__ __forceinline__ void release(u32 of) {
-    if (lane < 2) mbarrier_arrive_at(&shared.empty[of], lane);
+    if (lane < 2) peer_arrive(peer_address(shared_address(&shared.empty[of]), lane));
   }
 
   template <bool kFirst>

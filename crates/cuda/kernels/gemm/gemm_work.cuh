@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
   if constexpr (kMajor == Major::kK) {
     const u32 half = rank * (kRows / 2);
     if (both) {
-      tma_load_multicast_2d(to + half * kGemmRowBytes, map, full, k, i32(row + half), kBothCtas);
+      tma_load_2d_multicast(to + half * kGemmRowBytes, map, full, k, i32(row + half), kBothCtas);
     } else {
       tma_load_2d(to, map, full, k, i32(row));
     }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
       if (!both) {
         tma_load_2d(there, map, full, i32(row + 64 * chunk), k);
       } else if (chunk % 2 == rank) {
-        tma_load_multicast_2d(there, map, full, i32(row + 64 * chunk), k, kBothCtas);
+        tma_load_2d_multicast(there, map, full, i32(row + 64 * chunk), k, kBothCtas);
       }
     }
   }

@@ -32,17 +32,6 @@ __device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
-// The same to every CTA of the cluster whose bit is set in `ctas`, at the same place in each one's shared memory; each one's
-// own barrier hears of the bytes that it was given.
-__device__ __forceinline__ void tma_load_multicast_2d(void* shared, const TensorMap* map, u64* barrier, i32 c0, i32 c1,
-                                                      u16 ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
-      "%4}], [%2], %5;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(ctas)
-      : "memory");
-}
-
 // Shared to global; what lies outside the tensor is not written.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

@@ -12,12 +12,17 @@ mod device_schedule;
 mod gemm;
 mod head_resize;
 mod layout;
+mod link_copy;
+mod link_litmus;
+mod link_meeting;
+mod link_reduce;
 mod operand_rows;
 mod portable_backward;
 mod portable_backward_query;
 mod portable_forward;
 mod portable_shape;
 mod random_fill;
+mod row_check;
 mod row_copy;
 mod row_merge;
 mod row_reduce;
@@ -42,9 +47,16 @@ pub use gemm::{
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
+pub use link_copy::{LinkCopy, LinkDirection};
+pub use link_litmus::{LinkLitmus, LitmusResult};
+pub use link_meeting::{
+    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkStep, MissedRank,
+};
+pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;
+pub use row_check::{CheckedRows, RowCheck, RowContents, RowOrigin};
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};

@@ -1,7 +1,7 @@
 use super::{
     attention_backward, attention_delta, attention_forward, attention_merge, cast, gemm, head_resize,
-    portable_backward, portable_backward_query, portable_forward, random_fill, row_copy, row_merge,
-    row_reduce,
+    link_copy, link_litmus, link_reduce, portable_backward, portable_backward_query, portable_forward,
+    random_fill, row_check, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -37,6 +37,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             cast::specialisations(arch),
             head_resize::specialisations(arch),
             random_fill::specialisations(arch),
+            row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
@@ -50,5 +51,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    helpers.flatten().chain(products.into_iter().flatten()).collect()
+    let links =
+        [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
+    helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()
 }

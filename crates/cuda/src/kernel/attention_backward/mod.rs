@@ -1,4 +1,4 @@
-//! The launcher of `attention/attention_backward.cuh`.
+//! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
 mod shape;
 mod source;
@@ -137,7 +137,7 @@ impl AttentionBackward {
         let AttentionProblem { rows_q, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
         let shape = shape_of(problem).ok_or_else(|| {
             refused(format!(
-                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 128"
+                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 256"
             ))
         })?;
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
@@ -179,7 +179,9 @@ impl AttentionBackward {
         let statistics = DeviceBuffer::new(device, (8 * rows_q * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
-        let launch = Launch::linear(items.clamp(1, workers), THREADS).shared_bytes(SHARED_BYTES);
+        let ctas = shape.ctas();
+        let groups = items.clamp(1, (workers / ctas).max(1));
+        let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
         let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
         let rows_launch =
             Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
@@ -256,7 +258,7 @@ impl AttentionBackward {
             TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
         };
         let kind = element.tensor_map_element();
-        let (key_box, row_box) = ([64, 1, BackwardShape::KEYS], [64, 1, self.shape.rows]);
+        let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
         // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
         let query = |address| if rows_q == 0 { tensors.k } else { address };
