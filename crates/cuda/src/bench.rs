@@ -1,4 +1,6 @@
-//! Timing attention on one GPU: prepared Programs, inputs in place, by the device's clock or the host's.
+//! Timing on one GPU: attention by prepared Programs, inputs in place, by the device's clock or the host's; and matrix products.
+
+mod gemm;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,6 +16,9 @@ use counterpoint_schedule::{
 };
 
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, GraphRun};
+
+pub(crate) use gemm::element_bound;
+pub use gemm::{GemmBench, GemmError, GemmRunner};
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,13 +1,17 @@
 use counterpoint_exec::EnvironmentVariable;
 
 /// All that this crate reads. There are no others, and none of them switches something experimental.
-pub const ENVIRONMENT: [EnvironmentVariable; 3] = [
+pub const ENVIRONMENT: [EnvironmentVariable; 4] = [
     EnvironmentVariable { name: crate::CACHE_VARIABLE, purpose: "the folder of compiled kernels" },
     EnvironmentVariable {
         name: crate::library::NVRTC_VARIABLE,
         purpose: "the folder of libnvrtc.so.* and libnvrtc-builtins.so.*",
     },
     EnvironmentVariable { name: crate::library::NCCL_VARIABLE, purpose: "the folder of libnccl.so.2" },
+    EnvironmentVariable {
+        name: crate::library::CUBLASLT_VARIABLE,
+        purpose: "the folder of libcublasLt.so.*",
+    },
 ];
 
 /// How many hardware queues the driver was told to use. The driver's own variable: set by whoever starts the program, only looked

@@ -60,6 +60,25 @@ pub enum CudaError {
         /// Each place, with the loader's own words.
         tried: Vec<String>,
     },
+    /// No cuBLASLt was found: matrix products can only be computed by our own kernels.
+    #[error(
+        "cuBLASLt was not found; run `pip install nvidia-cublas`, or name its folder in COUNTERPOINT_CUBLAS_DIR. Tried: {}",
+        tried.join("; ")
+    )]
+    NoCublasLt {
+        /// Each place, with the loader's own words.
+        tried: Vec<String>,
+    },
+    /// A call of cuBLASLt failed.
+    #[error("{call} failed: {text} ({code})")]
+    CublasLt {
+        /// The function.
+        call: &'static str,
+        /// Its result.
+        code: u32,
+        /// cuBLASLt's own words.
+        text: String,
+    },
     /// A call of the driver failed.
     #[error("{call} failed: {name} ({code}), {text}")]
     Driver {
@@ -188,6 +207,7 @@ impl CudaError {
                 | Self::DeviceOrdinal { .. }
                 | Self::NoNvrtc { .. }
                 | Self::NoNccl { .. }
+                | Self::NoCublasLt { .. }
                 | Self::NoPeerAccess { .. }
         )
     }

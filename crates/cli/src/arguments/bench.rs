@@ -1,12 +1,13 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCollectiveArguments, BenchCpArguments, Device, value};
+use super::{BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
+    Gemm(BenchGemmArguments),
     Cp(BenchCpArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),

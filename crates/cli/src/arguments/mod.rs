@@ -7,6 +7,7 @@ mod attention;
 mod bench;
 mod bench_collective;
 mod bench_cp;
+mod bench_gemm;
 mod doctor;
 mod mask;
 mod plan;
@@ -24,6 +25,7 @@ pub(crate) use bench::{
 };
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
+pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -79,6 +81,7 @@ pub(crate) enum Command {
 Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
+  counterpoint bench gemm --device cuda
   counterpoint bench cp
   counterpoint bench group-cast -b 1M -e 1G -f 4
   counterpoint bench plan --json > rows.jsonl"

@@ -13,6 +13,7 @@ Examples:
   counterpoint selftest
   counterpoint selftest --device cuda
   counterpoint selftest --device cuda --quick --json > selftest.json
+  counterpoint selftest --device cuda --only gemm
   counterpoint selftest --compile-only
   counterpoint selftest --compile-only --only attention_forward")]
 pub(crate) struct SelftestArguments {
@@ -24,8 +25,8 @@ pub(crate) struct SelftestArguments {
     #[arg(long, conflicts_with_all = ["device", "quick"])]
     pub(crate) compile_only: bool,
 
-    /// Compile only the kernels whose names contain this
-    #[arg(long, value_name = "PART", requires = "compile_only")]
+    /// Only the kernels, or with --device cuda the groups of checks, whose names contain this
+    #[arg(long, value_name = "PART")]
     pub(crate) only: Option<String>,
 
     /// A small set of checks, fit to be run under compute-sanitizer

@@ -61,6 +61,13 @@ pub(crate) fn heads(text: &str) -> Result<(usize, usize), String> {
     if q % kv == 0 { Ok((q, kv)) } else { Err(wrong()) }
 }
 
+/// Rows, columns and terms of a matrix product, such as `8192:8192:3584`.
+pub(crate) fn product(text: &str) -> Result<[usize; 3], String> {
+    let wrong = || format!("`{text}` is no product; give m, n and k, such as 8192:8192:3584 or 4k:4k:4k");
+    let sizes: Vec<_> = text.split(':').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
+    sizes.try_into().map_err(|_| wrong())
+}
+
 /// A number of ranks.
 pub(crate) fn cp_size(text: &str) -> Result<usize, String> {
     let range = format!("it must be between 1 and {MAX_CP_SIZE}");
@@ -241,6 +248,14 @@ mod tests {
             "99999999999999999999999",
         ] {
             assert!(size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn products() {
+        assert_eq!(product("4k:8:3584"), Ok([4096, 8, 3584]));
+        for text in ["", "1", "1:2", "1:2:3:4", "1:0:3", "1:x:3"] {
+            assert!(product(text).unwrap_err().contains("give m, n and k"), "{text}");
         }
     }
 

@@ -4,6 +4,7 @@ mod attention;
 mod bench_attention;
 mod bench_collective;
 mod bench_cp;
+mod bench_gemm;
 mod bench_mask;
 mod bench_plan;
 mod comparison;
@@ -28,6 +29,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
         Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
         Command::Bench(BenchCommand::GroupCast(arguments)) => {
             bench_collective::run(BenchCollective::GroupCast, &arguments)

@@ -75,4 +75,14 @@ __device__ __forceinline__ void tma_load_3d_multicast(void* shared, const Tensor
       : "memory");
 }
 
+// The same of two axes.
+__device__ __forceinline__ void tma_load_2d_multicast(void* shared, const TensorMap* map, u64* barrier, i32 c0, i32 c1,
+                                                      u16 ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(ctas)
+      : "memory");
+}
+
 }  // namespace counterpoint

@@ -28,6 +28,11 @@ __device__ __forceinline__ void add_release(u32* word, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// The same among all GPUs of the system.
+__device__ __forceinline__ void add_release_system(u32* word, u32 value) {
+  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 // Adds; what this thread wrote before is seen by who adds after, and what they wrote by this thread. Gives the value before.
 __device__ __forceinline__ u32 add_acquire_release(u32* word, u32 value) {
   u32 before;

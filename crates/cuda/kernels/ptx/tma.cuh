@@ -24,7 +24,28 @@ __device__ __forceinline__ void tma_load_3d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, u64* barrier, i32 c0, i32 c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+      : "memory");
+}
+
+// Shared to global; what lies outside the tensor is not written.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(c0), "r"(c1)
+               : "memory");
+}
+
 // Shared added to global, element by element, in the tensor's type.
+__device__ __forceinline__ void tma_reduce_add_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(c0), "r"(c1)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_reduce_add_3d(const TensorMap* map, const void* shared, i32 c0, i32 c1, i32 c2) {
   asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2)

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use counterpoint_mask::Band;
 use half::{bf16, f16};
 
+use super::Scalar;
 use crate::tensor_map::TensorMapElement;
 
 /// The type of the elements of q, k, v, out and their gradients. Statistics and sums are f32.
@@ -23,6 +24,14 @@ impl ElementType {
         match self {
             Self::Bf16 => "bf16",
             Self::F16 => "f16",
+        }
+    }
+
+    /// The same among those that kernels convert.
+    pub const fn scalar(self) -> Scalar {
+        match self {
+            Self::Bf16 => Scalar::Bf16,
+            Self::F16 => Scalar::F16,
         }
     }
 

@@ -9,6 +9,7 @@ mod attention_merge;
 mod attention_tensors;
 mod cast;
 mod device_schedule;
+mod gemm;
 mod head_resize;
 mod layout;
 mod link_copy;
@@ -20,6 +21,7 @@ mod portable_backward;
 mod portable_backward_query;
 mod portable_forward;
 mod portable_shape;
+mod random_fill;
 mod row_check;
 mod row_copy;
 mod row_merge;
@@ -38,6 +40,10 @@ pub use attention_tensors::{
 };
 pub use cast::Cast;
 pub use device_schedule::DeviceSchedule;
+pub use gemm::{
+    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec,
+    GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
+};
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
@@ -49,6 +55,7 @@ pub use link_meeting::{
 pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
+pub use random_fill::RandomFill;
 pub use row_check::{CheckedRows, RowCheck, RowContents, RowOrigin};
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};

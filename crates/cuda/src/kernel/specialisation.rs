@@ -1,7 +1,7 @@
 use super::{
-    attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize, link_copy,
-    link_litmus, link_reduce, portable_backward, portable_backward_query, portable_forward, row_check,
-    row_copy, row_merge, row_reduce,
+    attention_backward, attention_delta, attention_forward, attention_merge, cast, gemm, head_resize,
+    link_copy, link_litmus, link_reduce, portable_backward, portable_backward_query, portable_forward,
+    random_fill, row_check, row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -36,22 +36,24 @@ pub fn specialisations() -> Vec<Specialisation> {
             attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
+            random_fill::specialisations(arch),
             row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
         ]
     });
-    let attention = [
+    let products = [
         attention_backward::specialisations(),
         attention_forward::specialisations(),
+        gemm::specialisations(),
         portable_forward::specialisations(),
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
     let links =
         [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
-    helpers.flatten().chain(attention.into_iter().chain(links).flatten()).collect()
+    helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()
 }
 
 /// Those that a GPU whose kernels are compiled for `arch` takes, for it. What is not listed for it is listed for the least

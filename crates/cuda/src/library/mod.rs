@@ -2,6 +2,7 @@
 //! lacks a function, is an error with a sentence, never a panic.
 
 mod child;
+mod cublaslt;
 mod driver;
 mod nccl;
 mod nvrtc;
@@ -13,11 +14,12 @@ use std::path::Path;
 use libloading::Library;
 
 use child::output_of;
+pub(crate) use cublaslt::CublasLt;
 pub(crate) use driver::{Driver, call};
 pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nccl::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 pub(crate) use nvrtc::Nvrtc;
-pub(crate) use search::{NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
+pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 
 /// Opens a library, by path or by a name that the loader knows; an error is the loader's own words.
 ///

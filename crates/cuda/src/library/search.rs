@@ -23,6 +23,9 @@ pub(crate) const NVRTC_VARIABLE: &str = "COUNTERPOINT_NVRTC_DIR";
 /// The variable that names NCCL's folder.
 pub(crate) const NCCL_VARIABLE: &str = "COUNTERPOINT_NCCL_DIR";
 
+/// The variable that names cuBLASLt's folder.
+pub(crate) const CUBLASLT_VARIABLE: &str = "COUNTERPOINT_CUBLAS_DIR";
+
 /// The variables that the search depends on, the loader's and `python3`'s own among them.
 pub(crate) const SEARCH_VARIABLES: [&str; 9] = [
     NVRTC_VARIABLE,
@@ -54,12 +57,30 @@ pub(super) fn nvrtc() -> impl Iterator<Item = Candidate> {
 
 /// The candidates for NCCL, likewise.
 pub(super) fn nccl() -> impl Iterator<Item = PathBuf> {
-    let named = named_folder(NCCL_VARIABLE);
-    let elsewhere = named.is_none();
-    let by_name = ["libnccl.so.2", "libnccl.so"].map(PathBuf::from).into_iter().filter(move |_| elsewhere);
     let parts = &["nvidia/nccl/lib", "nvidia/cu13/lib", "torch/lib"];
+    by_name_then_folder(NCCL_VARIABLE, ["libnccl.so.2", "libnccl.so"], parts, "libnccl.so")
+}
+
+/// The candidates for cuBLASLt, likewise.
+pub(super) fn cublaslt() -> impl Iterator<Item = PathBuf> {
+    let names = ["libcublasLt.so.13", "libcublasLt.so.12"];
+    let parts = &["nvidia/cu13/lib", "nvidia/cublas/lib", "nvidia/cu12/lib", "torch/lib"];
+    by_name_then_folder(CUBLASLT_VARIABLE, names, parts, "libcublasLt.so")
+}
+
+/// What the loader knows by these names, then the files that begin with `prefix` in toolkits and in the `parts` of `python3`'s
+/// packages; only those of the folder that the variable names, where it names one.
+fn by_name_then_folder(
+    variable: &str,
+    names: [&'static str; 2],
+    parts: &'static [&'static str],
+    prefix: &'static str,
+) -> impl Iterator<Item = PathBuf> + use<> {
+    let named = named_folder(variable);
+    let elsewhere = named.is_none();
+    let by_name = names.map(PathBuf::from).into_iter().filter(move |_| elsewhere);
     let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
-    by_name.chain(in_folders.flat_map(|folder| files_named(&folder, "libnccl.so")))
+    by_name.chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
 }
 
 /// Why a search found so little, beside what the loader said of each candidate.

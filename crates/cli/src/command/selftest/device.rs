@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_links, selftest_long,
+    CudaSubject, selftest_cache, selftest_gemm, selftest_graphs, selftest_guard, selftest_links,
+    selftest_long,
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
@@ -16,11 +17,11 @@ use crate::arguments::{Device, SelftestArguments};
 use crate::error::CliError;
 use crate::{console, device};
 
-/// Runs every check that the device has. The CPU is always examined, briefly where a GPU is what was asked for.
+/// Runs the checks that the device has. The CPU is always examined, briefly where a GPU is what was asked for.
 pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let extent = if arguments.quick { Extent::Quick } else { Extent::Full };
     let began = Instant::now();
-    let mut ledger = Ledger::new(arguments.json);
+    let mut ledger = Ledger::new(arguments.json, arguments.only.as_deref());
     let device = match arguments.device {
         Device::Cpu => {
             examine_cpu(extent, &mut ledger)?;
@@ -44,47 +45,57 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 }
 
 fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
-    ledger.section("cpu");
-    let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)?;
-    ledger.section("collectives through tcp");
-    let checks =
-        selftest_collectives(&TcpLoopback::default(), extent, 8, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks.map_err(|source| CliError::Run { source })?)
+    if ledger.section("cpu") {
+        let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if ledger.section("collectives through tcp") {
+        let heard = |check: &SelfCheck, cases: usize| ledger.hear(check, cases);
+        let checks = selftest_collectives(&TcpLoopback::default(), extent, 8, heard);
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
+    Ok(())
 }
 
 fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     let failed = |source| CliError::Cuda { source };
     // What the others rely on, first.
-    ledger.section("guard bytes");
-    ledger.add(selftest_guard(subject.gpu()).map_err(failed)?)?;
-    if extent == Extent::Full {
-        ledger.section("all kernels");
+    if ledger.section("guard bytes") {
+        ledger.add(selftest_guard(subject.gpu()).map_err(failed)?)?;
+    }
+    if extent == Extent::Full && ledger.section("all kernels") {
         ledger.add(subject.load_all())?;
     }
-    ledger.section("attention");
-    let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)?;
-    if let Some(portable) = subject.portable().map_err(failed)? {
-        if extent == Extent::Full {
-            ledger.section("all portable kernels");
-            ledger.add(portable.load_all())?;
-        }
-        ledger.section("portable attention");
-        let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
+    if ledger.section("attention") {
+        let checks = selftest_attention(subject, extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
     }
-    if extent == Extent::Full {
-        ledger.section("long sequence");
+    if let Some(portable) = subject.portable().map_err(failed)? {
+        if extent == Extent::Full && ledger.section("all portable kernels") {
+            ledger.add(portable.load_all())?;
+        }
+        if ledger.section("portable attention") {
+            let checks = selftest_attention(&portable, extent, |check, cases| ledger.hear(check, cases));
+            ledger.add(checks)?;
+        }
+    }
+    if extent == Extent::Full && ledger.section("long sequence") {
         ledger.add(selftest_long(subject.machine()))?;
     }
-    ledger.section("collectives");
-    examine_collectives(subject, 4, extent, ledger)?;
-    ledger.section("graphs");
-    let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)?;
-    ledger.section("compiled kernels");
-    ledger.add(selftest_cache(subject.gpu()).map_err(failed)?)?;
+    if ledger.section("collectives") {
+        examine_collectives(subject, 4, extent, ledger)?;
+    }
+    if subject.gpu().arch().is_hopper() && ledger.section("gemm") {
+        let checks = selftest_gemm(subject.gpu(), extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks.map_err(failed)?)?;
+    }
+    if ledger.section("graphs") {
+        let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if ledger.section("compiled kernels") {
+        ledger.add(selftest_cache(subject.gpu()).map_err(failed)?)?;
+    }
     examine_gpus(subject, extent, ledger)
 }
 
@@ -93,13 +104,15 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
     let failed = |source| CliError::Cuda { source };
     let over = |transport| CudaSubject::over_gpus(transport).map_err(failed);
     let nvlink = over(TransportKind::Auto)?;
-    ledger.section("meetings of kernels");
-    let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
-    ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
+    if ledger.section("meetings of kernels") {
+        let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
+        ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
+    }
     let Some(nvlink) = nvlink else { return Ok(()) };
-    ledger.section("attention on several GPUs");
-    let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)?;
+    if ledger.section("attention on several GPUs") {
+        let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
     let gpus = nvlink.machine().devices().len();
     for (section, transport, most_ranks) in [
         ("collectives by nvlink, a GPU each", TransportKind::Nvlink, gpus),
@@ -108,8 +121,9 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         ("collectives by nccl", TransportKind::Nccl, gpus),
     ] {
         let Some(subject) = over(transport)? else { continue };
-        ledger.section(section);
-        examine_collectives(&subject, most_ranks, extent, ledger)?;
+        if ledger.section(section) {
+            examine_collectives(&subject, most_ranks, extent, ledger)?;
+        }
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ pub(super) struct Ledger {
     heard: usize,
     progress: Option<Progress>,
     quiet: bool,
+    only: Option<String>,
 }
 
 /// What a selftest found, as JSON has it.
@@ -27,16 +28,22 @@ pub(super) struct SelftestDocument {
 }
 
 impl Ledger {
-    /// `quiet` keeps the lines of single checks to itself.
-    pub(super) fn new(quiet: bool) -> Self {
-        Self { checks: Vec::new(), section: "", heard: 0, progress: None, quiet }
+    /// `quiet` keeps the lines of single checks to itself; `only` is a part of the names of sections that are wanted.
+    pub(super) fn new(quiet: bool, only: Option<&str>) -> Self {
+        let only = only.map(str::to_owned);
+        Self { checks: Vec::new(), section: "", heard: 0, progress: None, quiet, only }
     }
 
-    /// Begins the checks of one device or one part; its name goes before theirs.
-    pub(super) fn section(&mut self, name: &'static str) {
-        self.section = name;
-        self.heard = 0;
-        self.progress = Some(Progress::new());
+    /// Begins the checks of one device or one part, if they are wanted; its name goes before theirs.
+    #[must_use]
+    pub(super) fn section(&mut self, name: &'static str) -> bool {
+        let wanted = self.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
+        if wanted {
+            self.section = name;
+            self.heard = 0;
+            self.progress = Some(Progress::new());
+        }
+        wanted
     }
 
     /// A check of `cases` has been made. They come in any order.
@@ -114,8 +121,8 @@ mod tests {
     use super::*;
 
     fn finished(checks: Vec<SelfCheck>) -> SelftestDocument {
-        let mut ledger = Ledger::new(true);
-        ledger.section("gpu");
+        let mut ledger = Ledger::new(true, Some("gp"));
+        assert!(!ledger.section("cpu") && ledger.section("gpu"));
         ledger.add(checks).unwrap();
         ledger.finish("a device".to_owned(), Duration::from_millis(1500))
     }

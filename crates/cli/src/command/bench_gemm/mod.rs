@@ -1,0 +1,189 @@
+//! `counterpoint bench gemm`.
+
+mod products;
+
+use counterpoint_cuda::bench::{GemmBench, GemmError, GemmRunner};
+use counterpoint_cuda::kernel::{ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmSpec, TilePair};
+use counterpoint_cuda::{CudaError, Device};
+use counterpoint_report::Statistics;
+use serde::Serialize;
+
+use crate::arguments::{BenchDType, BenchGemmArguments, Device as Where};
+use crate::console;
+use crate::error::CliError;
+
+/// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
+const SECONDS: f64 = 0.06;
+
+/// `counterpoint bench gemm`.
+pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
+    if arguments.device == Where::Cpu {
+        let message = "bench gemm times the kernels of GPUs; add --device cuda".to_owned();
+        return Err(CliError::Usage { message });
+    }
+    let failed = |source: CudaError| CliError::Cuda { source };
+    let device = Device::open(0).map_err(failed)?;
+    let library = GemmLibrary::open(&device).map_err(failed)?;
+    console::note_development_build();
+    let element = match arguments.dtype.unwrap_or(BenchDType::Bf16) {
+        BenchDType::Bf16 => ElementType::Bf16,
+        BenchDType::F16 => ElementType::F16,
+    };
+    if !arguments.json {
+        console::print(&format!(
+            "matrix products of {} on {}, beside cuBLASLt {}, by the device's clock in turns\n{HEADER}\n",
+            element.name(),
+            device.properties().name,
+            library.version().version
+        ))?;
+    }
+    let (mut best, mut wrong) = (Vec::new(), Vec::new());
+    for mut spec in products::chosen(arguments, element) {
+        spec.sm_margin = arguments.sm_margin;
+        let rows = measure(&device, &library, &spec, arguments).map_err(failed)?;
+        for row in &rows {
+            if row.of_bound <= 1.0 && row.library_of_bound <= 1.0 {
+                if arguments.json { console::print_json(row)? } else { console::print(&row.line())? }
+            } else {
+                wrong.push(format!(
+                    "{} ({:.2} and {:.2} of the bound)",
+                    row.name(),
+                    row.of_bound,
+                    row.library_of_bound
+                ));
+            }
+        }
+        best.extend(rows.first().map(|row| row.ratio));
+    }
+    if !arguments.json {
+        console::print(&finding(&best))?;
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::CheckFailed { what: format!("products out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// A product, ours in one shape beside the library's.
+#[derive(Debug, Serialize)]
+struct Row {
+    m: usize,
+    n: usize,
+    k: usize,
+    layout: &'static str,
+    epilogue: &'static str,
+    tile: String,
+    seconds: f64,
+    tflops: f64,
+    library_seconds: f64,
+    library_tflops: f64,
+    /// The library's time over ours.
+    ratio: f64,
+    /// Relative errors, and shares of bounds.
+    error: f64,
+    of_bound: f64,
+    library_error: f64,
+    library_of_bound: f64,
+    iterations: usize,
+}
+
+/// Times and checks a product in the shapes asked for, the one that would be chosen first.
+fn measure(
+    device: &Device,
+    library: &GemmLibrary,
+    spec: &GemmSpec,
+    arguments: &BenchGemmArguments,
+) -> Result<Vec<Row>, CudaError> {
+    let bench = GemmBench::new(device, spec)?;
+    let shapes: Vec<_> = Gemm::shapes(device, spec)?.into_iter().take(arguments.tiles as usize).collect();
+    let mut runners = Vec::new();
+    for &shape in &shapes {
+        runners.push(GemmRunner::Ours(Gemm::with_shape(bench.stream(), spec, shape)?));
+    }
+    runners.push(GemmRunner::Library(library.gemm(spec)?));
+    let errors = runners.iter().map(|runner| bench.error(runner)).collect::<Result<Vec<GemmError>, _>>()?;
+    let first = bench.seconds(&runners, 1)?;
+    let longest = first.iter().flatten().copied().fold(0.0, f64::max);
+    let iterations = ((SECONDS / longest.max(1e-6)) as usize).clamp(3, arguments.iterations.max(3) as usize);
+    let seconds = bench.seconds(&runners, iterations)?;
+    let median =
+        |samples: &Vec<f64>| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
+    let medians: Vec<f64> = seconds.iter().map(median).collect();
+    let (library_seconds, library_error) = (medians[shapes.len()], errors[shapes.len()]);
+    let row = |(index, shape): (usize, &counterpoint_cuda::kernel::GemmShape)| Row {
+        m: spec.m,
+        n: spec.n,
+        k: spec.k,
+        layout: spec.layout.name(),
+        epilogue: match spec.epilogue {
+            GemmEpilogue::Store => "store",
+            GemmEpilogue::StoreBias => "bias",
+            GemmEpilogue::Accumulate => "add",
+        },
+        tile: {
+            let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
+            format!("128x{} {pair} /{}", shape.columns, shape.splits)
+        },
+        seconds: medians[index],
+        tflops: spec.flops() / medians[index] / 1e12,
+        library_seconds,
+        library_tflops: spec.flops() / library_seconds / 1e12,
+        ratio: library_seconds / medians[index],
+        error: errors[index].relative,
+        of_bound: errors[index].of_bound,
+        library_error: library_error.relative,
+        library_of_bound: library_error.of_bound,
+        iterations,
+    };
+    Ok(shapes.iter().enumerate().map(row).collect())
+}
+
+const HEADER: &str = "     m      n      k  layout end    tile            ours us  TFLOP/s  cuBLASLt us  TFLOP/s  ratio  \
+                      error    its error";
+
+impl Row {
+    fn name(&self) -> String {
+        let Self { m, n, k, layout, tile, .. } = self;
+        format!("{m} x {n} x {k} {layout} in tiles of {tile}")
+    }
+
+    fn line(&self) -> String {
+        let Self { m, n, k, layout, epilogue, tile, .. } = self;
+        format!(
+            "{m:6} {n:6} {k:6}  {layout:6} {epilogue:5}  {tile:14} {:8.1}  {:7.1}  {:11.1}  {:7.1}  {:5.3}  {:.1e}  {:.1e}\n",
+            1e6 * self.seconds,
+            self.tflops,
+            1e6 * self.library_seconds,
+            self.library_tflops,
+            self.ratio,
+            self.error,
+            self.library_error
+        )
+    }
+}
+
+/// What to read from the ratios.
+fn finding(ratios: &[f64]) -> String {
+    if ratios.is_empty() {
+        return String::new();
+    }
+    let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
+    let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);
+    let near = ratios.iter().filter(|ratio| **ratio >= 0.97).count();
+    format!(
+        "{} products: geometric mean {mean:.3} of cuBLASLt's speed, worst {worst:.3}, {near} within 3 %\n",
+        ratios.len()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_finding_counts_what_is_near() {
+        let text = finding(&[1.0, 4.0, 0.5, 0.97]);
+        assert_eq!(text, "4 products: geometric mean 1.180 of cuBLASLt's speed, worst 0.500, 3 within 3 %\n");
+        assert_eq!(finding(&[]), "");
+    }
+}

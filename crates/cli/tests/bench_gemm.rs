@@ -1,0 +1,18 @@
+//! `counterpoint bench gemm`, as far as it goes without a GPU.
+
+mod support;
+
+use support::Folder;
+
+#[test]
+fn what_is_asked_must_be_products_on_a_gpu() {
+    let folder = Folder::new();
+    folder.refuses("bench gemm", &["--device cuda"]);
+    folder.refuses("bench gemm --device cuda --shapes 128:256", &["128:256", "give m, n and k"]);
+    folder.refuses("bench gemm --device cuda --layouts nt", &["--shapes"]);
+    folder.refuses("bench gemm --device cuda --quick --shapes 8:8:8", &["--quick"]);
+    // Without a GPU: what is missing, and status 3.
+    if !std::path::Path::new("/dev/nvidia0").exists() {
+        folder.run("bench gemm --device cuda --quick").is_refusal(3, &["NVIDIA"]);
+    }
+}

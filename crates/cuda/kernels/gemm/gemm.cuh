@@ -1,0 +1,186 @@
+// D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters of two, operands by the copy engine, products by warpgroups.
+//
+// Warps: one loads (gemm_work.cuh), two store (gemm_store.cuh), and two warpgroups multiply, each 64 rows of a tile. The
+// warpgroups meet nowhere but at the blocks of operands that both read.
+//
+// The products of an element are added in the order of k whatever the tile's shape, the order of tiles and the end of a result
+// are; only splitting k changes bits, and parts are added in their order.
+#pragma once
+
+#include "gemm/gemm_store.cuh"
+
+namespace counterpoint {
+
+// Barriers that name their users: 0 is __syncthreads, 1 and 2 are the warpgroups' own.
+constexpr u32 kGemmGroupBarrier = 1;
+
+// One consumer warpgroup.
+template <typename C>
+struct GemmConsumer {
+  const GemmArguments& arguments;
+  GemmShared<C>& shared;
+  const u32 group = uniform(threadIdx.x / 128) - 1;
+  const u32 thread = threadIdx.x % 128;
+  const u32 warp = thread / 32;
+  const u32 lane = thread % 32;
+  u32 stage = 0;  // of the next block of k
+  u32 round = 0;  // how often all stages were used
+  float acc[C::kTileN / 2];
+
+  // This warp has read a stage: both CTAs' loads wait for that.
+  __device__ __forceinline__ void release(u32 of) {
+    if (lane < 2) peer_arrive(peer_address(shared_address(&shared.empty[of]), lane));
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ void multiply_block() {
+    mbarrier_wait(&shared.full[stage], round & 1);
+    const u64 a = wgmma_descriptor(shared.a[stage] + group * 64 * kGemmRowBytes);
+    const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
+    constexpr u32 kStepA = C::kMajorA == Major::kK ? 32 : 16 * kGemmRowBytes;
+    constexpr u32 kStepB = C::kMajorB == Major::kK ? 32 : 16 * kGemmRowBytes;
+    wgmma_fence();
+#pragma unroll
+    for (u32 kk = 0; kk < kGemmBlockK / 16; ++kk) {
+      if (kFirst && kk == 0) {
+        Wgmma<C::kTileN>::template ss_first<C::kMajorA, C::kMajorB>(acc, a, b);
+      } else {
+        Wgmma<C::kTileN>::template ss<C::kMajorA, C::kMajorB>(acc, wgmma_advance(a, kk * kStepA),
+                                                              wgmma_advance(b, kk * kStepB), 1);
+      }
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void next_stage() {
+    if (++stage == C::kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+
+  // acc = the product over `count` blocks, at least one.
+  __device__ __forceinline__ void multiply(u32 count) {
+    multiply_block<true>();
+    u32 before = stage;
+    next_stage();
+#pragma unroll 1
+    for (u32 i = 1; i < count; ++i) {
+      multiply_block<false>();
+      wgmma_wait<1>();
+      release(before);
+      before = stage;
+      next_stage();
+    }
+    wgmma_wait<0>();
+    pin(acc);
+    release(before);
+  }
+
+  // Puts this part of a tile's product beside the others; for whoever comes last, acc becomes their sum, in their order.
+  __device__ __forceinline__ bool merge_parts(const GemmWalk& walk) {
+    constexpr u32 kPieces = C::kTileN / 8;
+    const u32 tile = walk.position() * 2 + walk.rank;
+    const u64 part_stride = u64(kGemmConsumers) * kPieces * 128;
+    float4* parts = arguments.partials + u64(tile) * arguments.splits * part_stride + group * kPieces * 128 + thread;
+    float4* own = parts + walk.split() * part_stride;
+#pragma unroll
+    for (u32 i = 0; i < kPieces; ++i) {
+      __stcg(own + i * 128, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+    }
+    u32* arrivals = arguments.arrivals + tile * kGemmConsumers + group;
+    __threadfence();
+    barrier_sync(kGemmGroupBarrier + group, 128);
+    if (thread == 0) {
+      const u32 before = add_acquire_release(arrivals, 1);
+      shared.arrived[group] = before;
+      // The next launch finds it as this one did.
+      if (before + 1 == arguments.splits) store_relaxed(arrivals, 0);
+    }
+    barrier_sync(kGemmGroupBarrier + group, 128);
+    if (uniform(shared.arrived[group]) + 1 != arguments.splits) return false;
+    __threadfence();
+#pragma unroll
+    for (u32 i = 0; i < C::kTileN / 2; ++i) acc[i] = 0.0f;
+#pragma unroll 1
+    for (u32 part = 0; part < arguments.splits; ++part) {
+#pragma unroll
+      for (u32 i = 0; i < kPieces; ++i) {
+        const float4 four = __ldcg(parts + part * part_stride + i * 128);
+        acc[4 * i] += four.x;
+        acc[4 * i + 1] += four.y;
+        acc[4 * i + 2] += four.z;
+        acc[4 * i + 3] += four.w;
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void add_bias(u32 first_column) {
+    const u32 column = first_column + 2 * (lane % 4);
+#pragma unroll
+    for (u32 j = 0; j < C::kTileN / 8; ++j) {
+#pragma unroll
+      for (u32 e = 0; e < 2; ++e) {
+        const u32 of = column + 8 * j + e;
+        const float bias = of < arguments.n ? to_float(__ldg(arguments.bias + of)) : 0.0f;
+        acc[4 * j + e] += bias;
+        acc[4 * j + 2 + e] += bias;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    GemmStaging<C> staging{arguments, shared, group, warp, lane};
+    for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
+      walk.look_up();
+      multiply(walk.k_end() - walk.k_begin());
+      const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+      // A unit at the edge may have a tile without an element.
+      if (row >= arguments.m || column >= arguments.n) continue;
+      if (arguments.splits > 1 && !merge_parts(walk)) continue;
+      if (arguments.bias != nullptr) add_bias(column);
+      if (arguments.wide) {
+        staging.template tile<true>(acc, row, column, walk.unit.group);
+      } else {
+        staging.template tile<false>(acc, row, column, walk.unit.group);
+      }
+    }
+    staging.finish();
+  }
+};
+
+template <typename C>
+__device__ __forceinline__ void gemm(const GemmArguments& arguments) {
+  extern __shared__ u8 dynamic[];
+  // Swizzled rows must begin at multiples of 1024 bytes. Both CTAs have the same skew.
+  const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
+  auto& shared = *reinterpret_cast<GemmShared<C>*>(dynamic + skew);
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < C::kStages; ++i) {
+      mbarrier_init(&shared.full[i], 1);
+      mbarrier_init(&shared.empty[i], 2 * 4 * kGemmConsumers);
+    }
+    for (u32 g = 0; g < kGemmConsumers; ++g) {
+      for (u32 i = 0; i < 2; ++i) {
+        mbarrier_init(&shared.chunk_full[g][i], 4);
+        mbarrier_init(&shared.chunk_empty[g][i], 1);
+      }
+    }
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  if (uniform(threadIdx.x / 128) == 0) {
+    registers_decrease<C::kProducerRegisters>();
+    if (threadIdx.x == 0) gemm_load<C>(arguments, shared);
+    if (threadIdx.x == 32) gemm_store<C>(arguments, shared, 0);
+    if (threadIdx.x == 64) gemm_store<C>(arguments, shared, 1);
+  } else {
+    registers_increase<C::kConsumerRegisters>();
+    GemmConsumer<C> consumer{arguments, shared};
+    consumer.run();
+  }
+  // A CTA's barriers outlive the other's last arrival at them.
+  cluster_sync();
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,180 @@
+// What the matrix product is specialised for, what it is given, what its warps share, and the thread that feeds them.
+//
+// Two CTAs of a cluster compute two neighbouring tiles of the result, one above the other or side by side. The operand that
+// both read is loaded once: each CTA loads a half of it, and the copy engine writes that half into both.
+#pragma once
+
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace counterpoint {
+
+constexpr u32 kGemmTileM = 128;
+// A block of k: a row of it is 128 bytes, as the copy engine swizzles it.
+constexpr u32 kGemmBlockK = 64;
+constexpr u32 kGemmRowBytes = 128;
+constexpr u32 kGemmThreads = 384;
+constexpr u32 kGemmConsumers = 2;
+// 64 rows of at most 128 bytes of the result, on their way to memory.
+constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
+constexpr u32 kGemmDestinations = 8;
+
+// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, and how operands lie in memory.
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf>
+struct GemmConfig {
+  static constexpr u32 kTileN = kTileNOf;
+  static constexpr u32 kStages = kStagesOf;
+  static constexpr Major kMajorA = kMajorAOf;
+  static constexpr Major kMajorB = kMajorBOf;
+  static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
+  // Along n, whole chunks of 64 columns are loaded.
+  static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
+  // Columns of a chunk of elements: they must divide a tile.
+  static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : 32;
+  static constexpr u32 kProducerRegisters = 40;
+  static constexpr u32 kConsumerRegisters = 232;
+  static_assert(kTileN % 32 == 0 && kTileN <= 256, "whole chunks, one instruction");
+};
+
+// Two tiles, one for each CTA of a cluster. Shared with the host.
+struct GemmUnit {
+  u16 row_tile;  // of the first CTA
+  u16 column_tile;
+  u32 group;  // whose counter hears when the tiles are stored
+};
+
+// The kernel's parameter. Shared with the host.
+struct GemmArguments {
+  TensorMap a_map;  // [m, k], or [k, m] where it lies along m; boxes as `load_operand` wants them
+  TensorMap b_map;  // [n, k], or [k, n]
+  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n_whole] each, box [64, 64 or 128 bytes]
+  u64 d[kGemmDestinations];             // [rows_per_destination, d_stride]: the same memory
+  u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
+  const GemmUnit* units;                // in the order in which they are begun
+  const Element* bias;                  // [n], or null
+  float4* partials;                     // [units, 2 CTAs, splits, 2 warpgroups, kTileN / 8, 128 threads]
+  u32* arrivals;                        // [units, 2 CTAs, 2 warpgroups], zero between launches
+  u32 unit_count;
+  u32 splits;  // parts of k, each of which is an item of its own
+  u32 k_blocks;
+  u32 m;
+  u32 n;
+  u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
+  u32 d_stride;  // elements from one row of D to the next
+  u32 rows_per_destination;
+  u32 pairs_columns;  // whether a unit's tiles lie side by side
+  u32 wide;           // whether the result is f32
+  u32 adds;           // whether it is added to what is there
+  u32 counters_of_peers;
+};
+
+// A chunk of a result in shared memory, for the thread that stores it.
+struct GemmChunk {
+  i32 column;
+  i32 row;
+  u32 group;
+  u32 flags;
+};
+constexpr u32 kChunkLast = 1;  // of this warpgroup's part of a tile
+constexpr u32 kChunkNone = 2;  // there is no more work
+
+template <typename C>
+struct alignas(1024) GemmShared {
+  u8 a[C::kStages][C::kBytesA];
+  u8 b[C::kStages][C::kBytesB];
+  u8 staging[kGemmConsumers][2][kGemmChunkBytes];
+  GemmChunk chunks[kGemmConsumers][2];
+  u64 full[C::kStages];
+  u64 empty[C::kStages];
+  u64 chunk_full[kGemmConsumers][2];
+  u64 chunk_empty[kGemmConsumers][2];
+  u32 arrived[kGemmConsumers];
+};
+
+// The items of this CTA: every warp walks the same list. A unit's parts of k follow each other.
+struct GemmWalk {
+  const GemmArguments& arguments;
+  u32 rank = blockIdx.x % 2;
+  u32 index = blockIdx.x / 2;
+  GemmUnit unit = {0, 0, 0};
+
+  __device__ __forceinline__ bool more() const { return index < arguments.unit_count * arguments.splits; }
+  __device__ __forceinline__ void advance() { index += gridDim.x / 2; }
+  __device__ __forceinline__ u32 position() const { return index / arguments.splits; }
+  __device__ __forceinline__ u32 split() const { return index % arguments.splits; }
+  __device__ __forceinline__ void look_up() {
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + position());
+    unit = GemmUnit{u16(words.x & 0xffffu), u16(words.x >> 16), words.y};
+  }
+  __device__ __forceinline__ u32 row() const {
+    return (unit.row_tile + (arguments.pairs_columns ? 0 : rank)) * kGemmTileM;
+  }
+  template <u32 kTileN>
+  __device__ __forceinline__ u32 column() const {
+    return (unit.column_tile + (arguments.pairs_columns ? rank : 0)) * kTileN;
+  }
+  __device__ __forceinline__ u32 k_begin() const {
+    return arguments.k_blocks * split() / arguments.splits;
+  }
+  __device__ __forceinline__ u32 k_end() const {
+    return arguments.k_blocks * (split() + 1) / arguments.splits;
+  }
+};
+
+// The part of an operand's block that this CTA loads: all of it, or its half of what both read. Along k a box has all rows or
+// half of them; along m or n a box has 64 of them, and the CTAs take turns.
+template <u32 kRows, Major kMajor>
+__device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* full, u32 k_block, u32 row, bool both,
+                                             u32 rank) {
+  constexpr u16 kBothCtas = 3;
+  const i32 k = i32(k_block * kGemmBlockK);
+  if constexpr (kMajor == Major::kK) {
+    const u32 half = rank * (kRows / 2);
+    if (both) {
+      tma_load_2d_multicast(to + half * kGemmRowBytes, map, full, k, i32(row + half), kBothCtas);
+    } else {
+      tma_load_2d(to, map, full, k, i32(row));
+    }
+  } else {
+#pragma unroll
+    for (u32 chunk = 0; chunk < (kRows + 63) / 64; ++chunk) {
+      u8* there = to + chunk * kGemmBlockK * kGemmRowBytes;
+      if (!both) {
+        tma_load_2d(there, map, full, i32(row + 64 * chunk), k);
+      } else if (chunk % 2 == rank) {
+        tma_load_2d_multicast(there, map, full, i32(row + 64 * chunk), k, kBothCtas);
+      }
+    }
+  }
+}
+
+// The one thread that loads.
+template <typename C>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared) {
+  tma_prefetch_map(&arguments.a_map);
+  tma_prefetch_map(&arguments.b_map);
+  u32 stage = 0, round = 0;
+  for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
+    walk.look_up();
+    const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+    const u32 end = walk.k_end();
+#pragma unroll 1
+    for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
+      // Both CTAs' consumers are done with this stage: the halves that come are written into both.
+      mbarrier_wait(&shared.empty[stage], (round & 1) ^ 1);
+      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
+      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_map, &shared.full[stage], k_block, row,
+                                           arguments.pairs_columns != 0, walk.rank);
+      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k_block, column,
+                                          arguments.pairs_columns == 0, walk.rank);
+      if (++stage == C::kStages) {
+        stage = 0;
+        ++round;
+      }
+    }
+  }
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,201 @@
+use std::sync::Arc;
+
+use bytemuck::NoUninit;
+
+use super::shape::{GemmShape, TILE_ROWS, TilePair};
+
+/// The order in which a product's tiles are begun. They come in units of two, which a cluster computes together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TileOrder {
+    /// Tiles that are computed at the same time form a square, so that they share what they read.
+    #[default]
+    Grouped,
+    /// Rows are cut into `shards` equal parts, which follow each other from number `first` on, round to the one before it; in
+    /// this order a rank computes the others' shards first and its own last.
+    Shards {
+        /// How many; their rows are a multiple of a unit's.
+        shards: usize,
+        /// The first one.
+        first: usize,
+    },
+    /// Units by their number, row after row of the grid of units; each once.
+    Table(Arc<[u32]>),
+}
+
+/// `GemmUnit` of the kernel: the place of a unit's first tile in the grid of tiles, and its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C)]
+pub(super) struct GemmUnit {
+    pub(super) row_tile: u16,
+    pub(super) column_tile: u16,
+    pub(super) group: u32,
+}
+
+/// Rows and columns of units of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct UnitGrid {
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+}
+
+impl UnitGrid {
+    pub(super) fn new(shape: &GemmShape, m: usize, n: usize) -> Self {
+        let [rows, columns] = shape.unit();
+        Self { rows: m.div_ceil(rows), columns: n.div_ceil(columns) }
+    }
+
+    pub(super) fn count(self) -> usize {
+        self.rows * self.columns
+    }
+}
+
+/// Elements of D that are computed at the same time should be about a square: 66 units of 256 x 256 are 8 x 8 of them.
+const TOGETHER_ROWS: usize = 2048;
+
+/// The units of a product in their order, or why there is no such order.
+pub(super) fn units(
+    order: &TileOrder,
+    shape: &GemmShape,
+    m: usize,
+    n: usize,
+) -> Result<Vec<GemmUnit>, String> {
+    let grid = UnitGrid::new(shape, m, n);
+    let unit_rows = shape.unit()[0];
+    let numbers: Vec<usize> = match order {
+        TileOrder::Grouped => grouped(0..grid.rows, grid.columns, unit_rows).collect(),
+        TileOrder::Shards { shards, first } => {
+            if *shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
+                return Err(format!(
+                    "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
+                ));
+            }
+            let rows = grid.rows / shards;
+            let shards = (0..*shards).map(|index| (first + index) % shards);
+            shards
+                .flat_map(|shard| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows))
+                .collect()
+        }
+        TileOrder::Table(table) => {
+            let mut seen = vec![false; grid.count()];
+            let all = table.iter().map(|&number| number as usize);
+            let each_once = all
+                .clone()
+                .all(|number| seen.get_mut(number).is_some_and(|seen| !std::mem::replace(seen, true)));
+            if !each_once || table.len() != grid.count() {
+                return Err(format!(
+                    "an order of {} units that does not name each of {} once",
+                    table.len(),
+                    grid.count()
+                ));
+            }
+            all.collect()
+        }
+    };
+    let [row_tiles, column_tiles] = match shape.pair {
+        TilePair::Rows => [2, 1],
+        TilePair::Columns => [1, 2],
+    };
+    // A product's tiles are numbered by 16 bits: its sizes were checked.
+    let unit = |number: usize| GemmUnit {
+        row_tile: (number / grid.columns * row_tiles) as u16,
+        column_tile: (number % grid.columns * column_tiles) as u16,
+        group: 0,
+    };
+    Ok(numbers.into_iter().map(unit).collect())
+}
+
+/// Column after column of a group of rows, then the next group.
+fn grouped(rows: std::ops::Range<usize>, columns: usize, unit_rows: usize) -> impl Iterator<Item = usize> {
+    let height = (TOGETHER_ROWS / unit_rows).max(1);
+    // Groups of even height, so that the last is no narrow strip.
+    let groups = rows.len().div_ceil(height).max(1);
+    (0..groups).flat_map(move |group| {
+        let from = rows.start + rows.len() * group / groups;
+        let to = rows.start + rows.len() * (group + 1) / groups;
+        (0..columns).flat_map(move |column| (from..to).map(move |row| row * columns + column))
+    })
+}
+
+/// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile: once
+/// from each of the two warpgroups of every tile that has elements.
+pub(super) fn group(
+    units: &mut [GemmUnit],
+    sizes: &[u32],
+    shape: &GemmShape,
+    m: usize,
+    n: usize,
+) -> Result<Vec<u32>, String> {
+    let wanted: usize = sizes.iter().map(|&size| size as usize).sum();
+    if wanted != units.len() || sizes.contains(&0) {
+        return Err(format!("groups of {sizes:?} units, {wanted} in all; the product has {}", units.len()));
+    }
+    let mut rest = units;
+    let mut signals = Vec::with_capacity(sizes.len());
+    for (number, &size) in sizes.iter().enumerate() {
+        let (group, after) = std::mem::take(&mut rest).split_at_mut(size as usize);
+        rest = after;
+        let mut tiles = 0;
+        for unit in group {
+            unit.group = number as u32;
+            let (row, column) = (usize::from(unit.row_tile), usize::from(unit.column_tile));
+            let second = match shape.pair {
+                TilePair::Rows => (row + 1) * TILE_ROWS < m,
+                TilePair::Columns => (column + 1) * (shape.columns as usize) < n,
+            };
+            tiles += 1 + u32::from(second);
+        }
+        signals.push(2 * tiles);
+    }
+    Ok(signals)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(pair: TilePair) -> GemmShape {
+        GemmShape { columns: 256, pair, splits: 1 }
+    }
+
+    /// Numbers of the grid's units as an order gives them.
+    fn numbers(order: &TileOrder, m: usize, n: usize) -> Vec<usize> {
+        let columns = UnitGrid::new(&shape(TilePair::Rows), m, n).columns;
+        let units = units(order, &shape(TilePair::Rows), m, n).unwrap();
+        units
+            .iter()
+            .map(|unit| usize::from(unit.row_tile) / 2 * columns + usize::from(unit.column_tile))
+            .collect()
+    }
+
+    #[test]
+    fn every_order_has_every_unit_once() {
+        let table = TileOrder::Table((0..120).rev().collect());
+        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, table] {
+            let mut numbers = numbers(&order, 3072, 2500);
+            numbers.sort_unstable();
+            assert_eq!(numbers, (0..120).collect::<Vec<_>>(), "{order:?}");
+        }
+        let wrong = TileOrder::Table([0, 0, 1, 2].into());
+        assert!(units(&wrong, &shape(TilePair::Rows), 512, 512).is_err());
+        assert!(units(&TileOrder::Shards { shards: 3, first: 0 }, &shape(TilePair::Rows), 512, 512).is_err());
+    }
+
+    #[test]
+    fn groups_are_even_and_shards_begin_where_they_should() {
+        // 12 rows of units: two groups of 6, column by column.
+        assert_eq!(numbers(&TileOrder::Grouped, 3072, 512)[..8], [0, 2, 4, 6, 8, 10, 1, 3]);
+        let rows: Vec<_> = numbers(&TileOrder::Shards { shards: 4, first: 3 }, 1024, 256);
+        assert_eq!(rows, [3, 0, 1, 2]);
+    }
+
+    #[test]
+    fn counters_hear_twice_of_each_tile_that_has_elements() {
+        // Three rows of tiles, so that the second unit's second tile is empty.
+        let shape = shape(TilePair::Rows);
+        let mut all = units(&TileOrder::Grouped, &shape, 300, 256).unwrap();
+        assert_eq!(group(&mut all, &[1, 1], &shape, 300, 256).unwrap(), [4, 2]);
+        assert_eq!(all[1], GemmUnit { row_tile: 2, column_tile: 0, group: 1 });
+        assert!(group(&mut all, &[3], &shape, 300, 256).unwrap_err().contains("has 2"));
+        assert!(group(&mut all, &[2, 0], &shape, 300, 256).is_err());
+    }
+}

@@ -1,0 +1,57 @@
+use super::GemmLayout;
+use super::shape::{COLUMNS, GemmShape};
+use crate::kernel::{ElementType, MatrixUnit, Specialisation};
+use crate::{Arch, KernelSource};
+
+/// What of the kernel is compiled. What a launch does with the product is no part of it: it costs nothing to choose that when
+/// the kernel runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct GemmChoice {
+    pub(super) columns: u32,
+    pub(super) layout: GemmLayout,
+    pub(super) element: ElementType,
+}
+
+impl GemmChoice {
+    pub(super) fn source(self) -> KernelSource {
+        let Self { columns, layout, element } = self;
+        let name = format!("gemm_{}_{}_128x{columns}", element.name(), layout.name());
+        let (a, b) = match layout {
+            GemmLayout::Nt => ("kK", "kK"),
+            GemmLayout::Nn => ("kK", "kMN"),
+            GemmLayout::Tn => ("kMN", "kMN"),
+        };
+        let stages = GemmShape::stages(columns);
+        KernelSource::new(&name, Arch::SM_90A)
+            .define("ELEMENT_BF16", element.define())
+            .line("#include \"gemm/gemm.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!("using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}>;"))
+            .line(format_args!(
+                "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
+                 \"threads and shared memory of a launch\");",
+                GemmShape::THREADS,
+                GemmShape::shared_bytes(columns)
+            ))
+            .line("extern \"C\" __global__ void __launch_bounds__(kGemmThreads, 1)")
+            .line(format_args!("{name}(const __grid_constant__ GemmArguments arguments) {{"))
+            .line("  gemm<Config>(arguments);")
+            .line("}")
+    }
+}
+
+/// Every kernel that [`Gemm`](super::Gemm) may ask for.
+pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
+    let mut all = Vec::new();
+    for element in ElementType::ALL {
+        for layout in GemmLayout::ALL {
+            for columns in COLUMNS {
+                let source = GemmChoice { columns, layout, element }.source();
+                // Those of a launch; consumers then take more from the warps that load and store.
+                let register_limit = 65536 / GemmShape::THREADS / 8 * 8;
+                all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
+            }
+        }
+    }
+    all
+}
