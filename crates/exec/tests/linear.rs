@@ -264,7 +264,8 @@ fn communication_runs_under_the_products() {
         let mut config = config(WeightGradient::Written, start);
         config.run.poison = false;
         config.run.warmups = 0;
-        config.run.slow_link = Some(SlowLink { alpha: Duration::from_millis(1), bytes_per_second: 1e8 });
+        config.run.slow_link =
+            Some(SlowLink { alpha: Duration::from_millis(1), bytes_per_second: 1e8, network: None });
         let run = run(&plan(spec, 2, 4), &given, &config);
         run.backward.expect("there is a dy")
     };
