@@ -41,7 +41,6 @@ struct Row {
 
 /// `counterpoint bench group-cast` and `bench group-reduce`.
 pub(crate) fn run(collective: BenchCollective, arguments: &BenchCollectiveArguments) -> Result<(), CliError> {
-    console::note_development_build();
     let failed = |source| CliError::Cuda { source };
     let gpus = Device::count().map_err(failed)?;
     let ranks = arguments.gpus.map_or(gpus, |gpus| gpus as usize);
@@ -50,6 +49,7 @@ pub(crate) fn run(collective: BenchCollective, arguments: &BenchCollectiveArgume
         return Err(CliError::Flag { flag: "--gpus", value: ranks.to_string(), reason: reason.to_owned() });
     }
     let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?.with_num_sms(arguments.num_sms);
+    console::note_development_build();
     let mut transports = arguments.transports.clone();
     transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
     if !arguments.json {
