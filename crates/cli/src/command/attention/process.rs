@@ -125,7 +125,8 @@ impl Rank<'_> {
 
     /// As rank 0 reads it.
     fn mask(&self) -> Result<Mask, CliError> {
-        let json = self.from_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
+        let json =
+            self.share_of_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
         Mask::from_json(&json)
             .map_err(|source| CliError::MaskExpression { expression: self.arguments.mask.clone(), source })
     }
@@ -136,12 +137,12 @@ impl Rank<'_> {
             let cost = calibrate(spec, self.arguments.cp_size);
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };
-        let json = self.from_first("cost", measure)?;
+        let json = self.share_of_first("cost", measure)?;
         serde_json::from_str(&json).map_err(|error| self.broken(&error))
     }
 
     /// What rank 0 makes, in text. Rank 0 itself goes through the text too, so that all have the same to the last bit.
-    fn from_first(
+    fn share_of_first(
         &self,
         key: &str,
         make: impl FnOnce() -> Result<String, CliError>,
