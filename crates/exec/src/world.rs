@@ -227,6 +227,7 @@ impl World {
 
     /// The error of a wait that reached its limit.
     pub fn stalled(&self, rank: usize, place: String, began: Instant, awaited: Awaited) -> ExecError {
+        let waited = began.elapsed();
         let (culprit, culprit_doing) = match &awaited.blocker {
             Some(blocker) => self.culprit(blocker),
             None => (rank, self.activity(rank)),
@@ -235,7 +236,7 @@ impl World {
             rank,
             place,
             awaited: awaited.name,
-            waited: began.elapsed(),
+            waited,
             evidence: awaited.evidence,
             culprit,
             culprit_doing,

@@ -13,6 +13,7 @@ use super::store::{Letter, Store};
 use super::{RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::frame::{FrameLimits, read_frame, write_frame};
 use crate::monitor::Monitor;
+use crate::world::after;
 
 /// How often a thread that may not block looks again.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -29,6 +30,8 @@ struct Shared {
     job: String,
     /// Of a write to a rank.
     limit: Duration,
+    /// Ranks are let in until then.
+    door_shuts: Instant,
     state: Monitor<State>,
 }
 
@@ -63,24 +66,30 @@ impl Server {
             world_size: launch.world_size,
             job: launch.meeting.job.clone(),
             limit,
+            door_shuts: after(Instant::now(), limit),
             state: Monitor::new(state),
         });
         let accepting = shared.clone();
-        let deadline = Instant::now() + limit;
         thread::Builder::new()
             .name("rendezvous".to_owned())
-            .spawn(move || accepting.accept(&listener, deadline))
+            .spawn(move || accepting.accept(&listener))
             .map_err(refused)?;
         Ok((Self { shared }, address))
     }
 
-    /// Waits until every rank that joined has left, for `limit`.
+    /// Waits until every rank that joined has left, for `limit`. Ranks that come late to a job that has failed are to hear
+    /// why.
     pub(super) fn drain(&self, limit: Duration) {
         let open = |state: &State| {
             state.connections.values().any(|connection| matches!(connection, Connection::Open(_)))
         };
+        let expected = |state: &State| {
+            let shared = &self.shared;
+            state.store.has_failed() && state.joined < shared.world_size && Instant::now() < shared.door_shuts
+        };
         let deadline = Instant::now() + limit;
-        self.shared.state.wait_until(deadline, || false, |state| (!open(state)).then_some(()));
+        let over = |state: &mut State| (!open(state) && !expected(state)).then_some(());
+        self.shared.state.wait_until(deadline, || false, over);
     }
 }
 
@@ -127,9 +136,9 @@ fn not_listening(meeting: &MeetingPoint, reason: String) -> RendezvousError {
 
 impl Shared {
     /// Lets ranks in until all have come, or the time for it is over.
-    fn accept(self: &Arc<Self>, listener: &TcpListener, deadline: Instant) {
+    fn accept(self: &Arc<Self>, listener: &TcpListener) {
         let waiting = || self.state.peek(|state| !state.closing && state.joined < self.world_size);
-        while waiting() && Instant::now() < deadline {
+        while waiting() && Instant::now() < self.door_shuts {
             match listener.accept() {
                 Ok((stream, _)) => {
                     let serving = self.clone();

@@ -86,6 +86,11 @@ impl Store {
         self.end(rank, &Reply::Failed { rank, error })
     }
 
+    /// Whether the job has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
     /// What a rank that joins now must know.
     pub(super) fn greet(&self, rank: usize) -> Vec<Letter> {
         let letter = |reply: &Reply| Letter { to: rank, reply: reply.clone(), payload: Vec::new() };

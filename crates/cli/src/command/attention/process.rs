@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    SlowLink, TcpMachine, calibrate, run_attention_ranks,
+    TcpMachine, calibrate, run_attention_ranks,
 };
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
@@ -13,10 +13,9 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel};
 
 use super::tensors::Tensors;
-use super::{
-    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit, run_config, solve,
-};
+use super::{Ended, checked_outputs, passes, plan_config, refuse_what_does_not_fit, run_config};
 use crate::arguments::{AttentionArguments, Device};
+use crate::command::solution::Solution;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -83,10 +82,9 @@ impl Rank<'_> {
             Outputs::default()
         };
         progress.step("measuring this machine");
-        let (topology, link) = placed(arguments)?;
-        let config = plan_config(arguments, topology, self.cost(&spec)?);
+        let config = plan_config(arguments, self.cost(&spec)?);
         progress.step("planning");
-        let solution = solve(arguments, &mask, &spec, &config)?;
+        let solution = Solution::solve(&mask, &spec, &config)?;
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
         rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
 
@@ -96,7 +94,7 @@ impl Rank<'_> {
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run = self.run_ranks(&problem, inputs, link).map_err(|error| ended(rendezvous.fail(error)))?;
+        let run = self.run_ranks(&problem, inputs).map_err(|error| ended(rendezvous.fail(error)))?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
         let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
@@ -104,15 +102,10 @@ impl Rank<'_> {
     }
 
     /// Through MPI where that was built in and started us, else through TCP.
-    fn run_ranks(
-        &self,
-        problem: &RankProblem<'_>,
-        inputs: AttentionInputs,
-        link: Option<SlowLink>,
-    ) -> Result<RanksRun, ExecError> {
+    fn run_ranks(&self, problem: &RankProblem<'_>, inputs: AttentionInputs) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let margin = arguments.run.overlap.sm_margin();
-        let config = run_config(arguments, link);
+        let (margin, link) = (arguments.run.overlap.sm_margin(), arguments.run.slow_link);
+        let config = run_config(arguments);
         match launch.launcher {
             #[cfg(feature = "mpi")]
             Launcher::OpenMpi | Launcher::Pmi => {
@@ -132,7 +125,8 @@ impl Rank<'_> {
 
     /// As rank 0 reads it.
     fn mask(&self) -> Result<Mask, CliError> {
-        let json = self.made_by_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
+        let json =
+            self.share_of_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
         Mask::from_json(&json)
             .map_err(|source| CliError::MaskExpression { expression: self.arguments.mask.clone(), source })
     }
@@ -143,12 +137,12 @@ impl Rank<'_> {
             let cost = calibrate(spec, self.arguments.cp_size);
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };
-        let json = self.made_by_first("cost", measure)?;
+        let json = self.share_of_first("cost", measure)?;
         serde_json::from_str(&json).map_err(|error| self.broken(&error))
     }
 
     /// What rank 0 makes, in text. Rank 0 itself goes through the text too, so that all have the same to the last bit.
-    fn made_by_first(
+    fn share_of_first(
         &self,
         key: &str,
         make: impl FnOnce() -> Result<String, CliError>,
@@ -170,7 +164,7 @@ impl Rank<'_> {
 
 /// What all command lines must have alike: everything that changes what is computed.
 fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
-    let AttentionArguments { mask, cp_size, nodes, planning, tensors, run, results } = arguments;
+    let AttentionArguments { mask, cp_size, planning, tensors, run, results } = arguments;
     let given = |flag: &str, value: &dyn std::fmt::Debug| Facet::new(flag, format!("{value:?}"));
     vec![
         Facet::new("the version of counterpoint", env!("CARGO_PKG_VERSION")),
@@ -192,9 +186,6 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
         given("--deterministic", &run.deterministic),
         given("--overlap", &run.overlap),
         given("--slow-link", &run.slow_link),
-        given("--nodes", nodes),
-        given("--slow-network", &run.slow_network),
-        given("--exchange", &run.exchange),
         given("--check", &results.check),
     ]
 }
