@@ -1,7 +1,7 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::Plan;
+use counterpoint_plan::{CommSummary, Plan};
 use serde::Serialize;
 
 use crate::{MaskDrawing, TimelinePair, Verified, matrix::CommMatrix, palette::color_properties};
@@ -26,19 +26,6 @@ const MASK_TOOLS: &str = "<div class=\"tools\" id=\"mask-tools\"><div role=\"gro
     <button type=\"button\" data-mask=\"in\" aria-label=\"Zoom in\">+</button>\
     <button type=\"button\" data-mask=\"all\">all</button></div><output>all tokens</output></div>\n";
 
-/// Key rows received by all ranks together, by this plan and by what one would compare it with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct CommFigures {
-    /// This plan.
-    pub recv_rows: u64,
-    /// No plan with this balance can receive less.
-    pub lower_bound_rows: u64,
-    /// A ring: every rank sees every other rank's keys once.
-    pub ring_rows: u64,
-    /// An all-gather of the keys.
-    pub all_gather_rows: u64,
-}
-
 /// Figures that neither mask, plan nor timeline holds. What is `None` is left out of the report.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Figures {
@@ -47,7 +34,7 @@ pub struct Figures {
     /// Seconds that planning took.
     pub plan_seconds: Option<f64>,
     /// Key rows received.
-    pub comm: Option<CommFigures>,
+    pub comm: Option<CommSummary>,
     /// Bytes of a key row and a value row together; the matrix then shows bytes too.
     pub kv_row_bytes: Option<u64>,
     /// Floating-point operations of the forward, all ranks together.

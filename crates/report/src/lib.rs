@@ -19,7 +19,7 @@ mod trace;
 mod write;
 
 pub use error::ReportError;
-pub use html::{CheckFigures, CheckRow, CommFigures, Figures, HtmlReport};
+pub use html::{CheckFigures, CheckRow, Figures, HtmlReport};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
     format_tokens,

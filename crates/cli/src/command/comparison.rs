@@ -1,18 +1,8 @@
 //! A plan's traffic beside what one would compare it with.
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CommSummary, Plan, TrafficBounds};
-use counterpoint_report::{CommFigures, ComparisonRow};
-
-/// The figures as the report takes them.
-pub(crate) fn comm_figures(comm: &CommSummary) -> CommFigures {
-    CommFigures {
-        recv_rows: comm.recv_tokens,
-        lower_bound_rows: comm.lower_bound_tokens,
-        ring_rows: comm.ring_tokens,
-        all_gather_rows: comm.all_gather_tokens,
-    }
-}
+use counterpoint_plan::{AttentionSpec, Plan, TrafficBounds};
+use counterpoint_report::ComparisonRow;
 
 /// Rows of a table: this plan, the lower bound, and other ways to distribute the same attention.
 pub(crate) fn traffic_rows(

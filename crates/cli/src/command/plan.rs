@@ -7,7 +7,7 @@ use counterpoint_report::{
 };
 use counterpoint_schedule::{GradientReduction, OverlapPolicy};
 
-use super::comparison::{comm_figures, traffic_rows};
+use super::comparison::traffic_rows;
 use super::nodes::topology;
 use super::prediction::{Prediction, rank_seconds};
 use super::solution::Solution;
@@ -161,7 +161,7 @@ impl Told<'_> {
             figures: Figures {
                 setup: setup.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
                 plan_seconds: Some(self.solution.seconds),
-                comm: Some(comm_figures(&self.solution.summary(mask, spec).comm)),
+                comm: Some(self.solution.summary(mask, spec).comm),
                 kv_row_bytes: Some(spec.kv_row_bytes() as u64),
                 forward_flops: Some(spec.flops_forward(mask.area())),
                 backward_flops: Some(spec.flops_backward(mask.area())),

@@ -62,8 +62,11 @@ impl HtmlReport<'_> {
             .kv_row_bytes
             .map_or(String::new(), |b| format!(", {}", format_bytes((rows * b as f64) as u64)));
         let against = match figures.comm {
-            Some(comm) if comm.recv_rows > 0 && comm.all_gather_rows > 0 => {
-                format!("; all-gather: {}", format_ratio(comm.all_gather_rows as f64 / comm.recv_rows as f64))
+            Some(comm) if comm.recv_tokens > 0 && comm.all_gather_tokens > 0 => {
+                format!(
+                    "; all-gather: {}",
+                    format_ratio(comm.all_gather_tokens as f64 / comm.recv_tokens as f64)
+                )
             }
             _ => String::new(),
         };
@@ -123,10 +126,10 @@ impl HtmlReport<'_> {
         let Some(comm) = self.figures.comm else { return };
         let total = self.plan.ranks.iter().map(RankPlan::recv_rows).sum::<u64>();
         let rows = [
-            ("lower bound", comm.lower_bound_rows),
-            ("this plan", comm.recv_rows),
-            ("ring", comm.ring_rows),
-            ("all-gather", comm.all_gather_rows),
+            ("lower bound", comm.lower_bound_tokens),
+            ("this plan", comm.recv_tokens),
+            ("ring", comm.ring_tokens),
+            ("all-gather", comm.all_gather_tokens),
         ];
         let longest = rows.iter().map(|row| row.1).max().unwrap_or(0) as f64;
         if longest == 0.0 {
@@ -140,7 +143,7 @@ impl HtmlReport<'_> {
              <th scope=\"col\">to this plan</th></tr></thead><tbody>",
         );
         for (name, rows) in rows {
-            let ratio = if comm.recv_rows > 0 { rows as f64 / comm.recv_rows as f64 } else { f64::NAN };
+            let ratio = if comm.recv_tokens > 0 { rows as f64 / comm.recv_tokens as f64 } else { f64::NAN };
             let class = if name == "this plan" { " class=\"own\"" } else { "" };
             let _ = write!(
                 out,
@@ -153,12 +156,12 @@ impl HtmlReport<'_> {
         }
         out.push_str("</tbody></table>");
         // Two sources for one number must not drift apart unseen.
-        if total != comm.recv_rows {
+        if total != comm.recv_tokens {
             let _ = write!(
                 out,
                 "<p class=\"note\">The exchange moves {} rows in all, {} were stated.</p>",
                 format_count(total),
-                format_count(comm.recv_rows)
+                format_count(comm.recv_tokens)
             );
         }
         out.push_str("</section>\n");

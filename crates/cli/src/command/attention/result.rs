@@ -13,7 +13,6 @@ use counterpoint_schedule::{Overlap, Span, Timeline};
 use serde::Serialize;
 
 use crate::arguments::{AttentionArguments, dispatch_name, dtype_name};
-use crate::command::comparison::comm_figures;
 use crate::command::prediction::{Prediction, rank_seconds};
 use crate::command::solution::Solution;
 use crate::console;
@@ -266,7 +265,7 @@ impl AttentionResult<'_> {
                     .chain(crossing)
                     .collect(),
                 plan_seconds: Some(self.solution.seconds),
-                comm: Some(comm_figures(&self.solution.summary(self.mask, spec).comm)),
+                comm: Some(self.solution.summary(self.mask, spec).comm),
                 kv_row_bytes: Some(spec.kv_row_bytes() as u64),
                 forward_flops: Some(spec.flops_forward(self.mask.area())),
                 backward_flops: Some(spec.flops_backward(self.mask.area())),
