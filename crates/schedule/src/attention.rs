@@ -186,6 +186,7 @@ pub fn lower_attention_backward(
             lse,
             delta,
             dq: dq.written,
+            rounded_dq: dq.rounded.filter(|_| s + 1 == stages.len()),
             dk: stage_dk,
             dv: stage_dv,
             bands: stage.bands.clone(),
@@ -228,7 +229,6 @@ pub fn lower_attention_backward(
             Op::GroupReduce(sum_home(Arc::new(part), tensors, acc_dtype, None)),
         );
     }
-    dq.round(&mut p, compute, "round dq");
     let home = p.mark(reduce, None, "dk dv home");
     p.after(compute, None, "wait for the last reduce", home);
     dk.round(&mut p, compute, "round dk");

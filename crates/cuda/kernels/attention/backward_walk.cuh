@@ -54,8 +54,17 @@ constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
+// A stretch of kRows rows of a head of dq to which nobody will add any more.
+struct Summed {
+  u32 stretch;  // its number, or kNoStretch after the last
+  u32 head;
+};
+constexpr u32 kNoStretch = 0xffffffffu;
+constexpr u32 kSummed = 4;  // on their way to the warp that rounds them
+
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
 constexpr u32 kRowBytes = kChunks * kRows * 128;
+constexpr u32 kStatisticBytes = kRows * 4;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
@@ -68,13 +77,17 @@ struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
+  TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: the rows' lse and delta (attention_backward_rows.cuh)
   void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;           // [rows_k, heads_kv, head_dim_v], likewise
-  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_backward_rows.cuh)
-  const float* row_delta;  // [heads_q, rows_q]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
+  float* dq_rows;            // what the tensor map of dq describes
+  void* rounded_dq;           // elements [rows_q, heads_q, head_dim], dq rounded; or null
+  const u32* coverage;       // rows of each stretch of dq that all tiles add, see backward_dq.cuh
+  u32* cleared;              // [stretches, heads_q], zero before each launch; null where dq goes on from what is there
+  u32* summed_rows;          // likewise; used where there is a result
   u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
@@ -136,7 +149,8 @@ __device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params,
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
-// heads of a key head take turns after a stretch of blocks.
+// heads of a key head take turns after a stretch of blocks; a short item walks head after head, because all rows of one
+// head that its neighbours read fit the cache, however far behind they are.
 //
 // A long item that starts later than its neighbours starts where they are, and goes round: the rows that they read are in
 // the cache, and those of the end no longer. `cursors` says of each key head where the last stretch began; it is a
@@ -145,6 +159,7 @@ struct Walk {
   static constexpr i32 kFirstRow = -1;
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
+  static constexpr u32 kShortItem = 32;  // blocks
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
   u32 run;                 // runs are walked backwards
@@ -153,7 +168,8 @@ struct Walk {
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   u32 tile;                // number of the item's tile, where turns are taken
-  u32 stretch_run, stretch_left;  // blocks that one head walks before the next head walks the same
+  u32 stretch;             // blocks of the item that one head walks before the next head walks the same
+  u32 stretch_run, stretch_left;
   i32 stretch_row;
   u32 count;               // steps announced
   u32 items;               // items opened that have something to see
@@ -221,7 +237,7 @@ struct Walk {
     next.head_q = next.head_kv * params.group;
     stretch_run = run + 1;
     stretch_row = next.row;
-    stretch_left = params.stretch;
+    stretch_left = stretch;
     if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
@@ -253,6 +269,7 @@ struct Walk {
       return;
     }
     ++items;
+    stretch = blocks <= kShortItem ? blocks : params.stretch;
     open_first_run(params, blocks * params.group);
     open_stretch(params);
     open_block(params);
@@ -271,7 +288,7 @@ struct Walk {
       run = stretch_run;
       open_run(params);
       next.row = stretch_row;
-      stretch_left = params.stretch;
+      stretch_left = stretch;
     } else {
       if (next.row > rows_begin) {
         next.row -= kRows;
@@ -295,11 +312,14 @@ struct Storage {
   float lse[kStages][kRows];
   float delta[kStages][kRows];
   Step steps[kSteps];
+  Summed summed[kSummed];
   Walk walk;
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
+  u64 announced[kSteps], ready[kSteps];
+  u64 summed_full[kSummed], summed_empty[kSummed];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);

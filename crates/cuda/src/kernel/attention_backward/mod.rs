@@ -19,6 +19,10 @@ use crate::{
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 3;
+/// Statistics of a row: two, in four copies.
+const STATISTICS: usize = 8;
+/// Words of progress of each stretch of dq and query head.
+const PROGRESS: usize = 3;
 /// Where among them, in bytes, the kernel says that a turn never came.
 const MISSED_TURN_OFFSET: usize = 8;
 
@@ -34,19 +38,22 @@ pub struct AttentionBackward {
     /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
+    /// Rows that all tiles add to each stretch of dq, `shape.rows` long.
+    coverage: DeviceBuffer,
+    /// Of each stretch and query head: whether it is cleared, how many rows were added, and where additions take turns how
+    /// many tiles have added.
+    progress: DeviceBuffer,
     turns: Option<Turns>,
     class_ends: Vec<u32>,
     launch: Launch,
     rows_launch: Launch,
 }
 
-/// In which order key tiles add to dq, and how many have.
+/// In which order key tiles add to dq.
 #[derive(Clone, Debug)]
 struct Turns {
     spans: DeviceBuffer,
     begins: DeviceBuffer,
-    counts: DeviceBuffer,
-    count: u32,
 }
 
 /// Whether in some run of a deterministic backward a key tile's turn to add to dq never came, so that the kernel gave up
@@ -76,13 +83,17 @@ struct AttentionBackwardArguments {
     k: TensorMap,
     v: TensorMap,
     dq: TensorMap,
+    statistics: TensorMap,
     dk: u64,
     dv: u64,
-    row_lse: u64,
-    row_delta: u64,
     tiles: u64,
     runs: u64,
     bounds: u64,
+    dq_rows: u64,
+    rounded_dq: u64,
+    coverage: u64,
+    cleared: u64,
+    summed_rows: u64,
     cursors: u64,
     queue: u64,
     turn_spans: u64,
@@ -109,15 +120,18 @@ struct AttentionBackwardArguments {
 struct AttentionBackwardRowsArguments {
     lse: u64,
     delta: u64,
-    row_lse: u64,
-    row_delta: u64,
+    statistics: u64,
+    words: u64,
+    coverage: u64,
     dq: u64,
-    dq_elements: u64,
-    turns: u64,
-    turn_count: u32,
+    rounded: u64,
+    word_count: u64,
+    stretch: u32,
+    continues: u32,
     rows: u32,
     heads: u32,
-    reserved: u32,
+    head_dim: u32,
+    pitch: u32,
 }
 
 impl AttentionBackward {
@@ -151,14 +165,13 @@ impl AttentionBackward {
             softcap: problem.softcap.is_some(),
             turns: problem.deterministic,
         };
-        let mut functions = device.functions(&[choice.source(), rows_source()])?.into_iter();
+        let mut functions = device.functions(&[choice.source(), rows_source(problem.element)])?.into_iter();
         let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
             return Err(refused("its kernels were not loaded".to_owned()));
         };
 
         let turns = match schedule.dq_turns().filter(|_| problem.deterministic) {
             Some(turns) => {
-                let count = rows_q.div_ceil(shape.rows as usize) * heads_q;
                 // No buffer is empty.
                 let spans = match turns.spans() {
                     [] => &[TurnSpan { first: 0, end: 0, turn: 0, reserved: 0 }],
@@ -167,22 +180,26 @@ impl AttentionBackward {
                 Some(Turns {
                     spans: DeviceBuffer::from_slice(stream, spans)?,
                     begins: DeviceBuffer::from_slice(stream, turns.begins())?,
-                    counts: DeviceBuffer::new(device, (4 * count).max(4))?,
-                    count: count as u32,
                 })
             }
             None => None,
         };
         let class_ends = class_ends(schedule.tiles(), problem.deterministic);
+        // No buffer is empty.
+        let mut coverage = schedule.walked_rows(shape.rows as usize);
+        coverage.resize(coverage.len().max(1), 0);
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
-        let statistics = DeviceBuffer::new(device, (8 * rows_q * heads_q).max(4))?;
+        let statistics =
+            DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let launch = Launch::linear(items.clamp(1, workers), THREADS).shared_bytes(SHARED_BYTES);
-        let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
-        let rows_launch =
-            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
+        let statistic_count = (rows_q * heads_q) as u64;
+        let rows_launch = Launch::linear(
+            blocks_of(statistic_count.div_ceil(u64::from(ROWS_THREADS)), workers),
+            ROWS_THREADS,
+        );
         Ok(Self {
             function,
             rows_function,
@@ -192,6 +209,8 @@ impl AttentionBackward {
             schedule,
             queue,
             statistics,
+            coverage: DeviceBuffer::from_slice(stream, &coverage)?,
+            progress: DeviceBuffer::new(device, 4 * PROGRESS * coverage.len() * heads_q)?,
             turns,
             class_ends,
             launch,
@@ -210,20 +229,22 @@ impl AttentionBackward {
     /// [`CudaError::TensorMap`] for an address that is no multiple of 16, or the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
         let AttentionProblem { rows_q, heads_q, head_dim, .. } = self.problem;
-        let [row_lse, row_delta] = self.statistics();
         if rows_q > 0 {
             let rows = AttentionBackwardRowsArguments {
                 lse: tensors.lse,
                 delta: tensors.delta,
-                row_lse,
-                row_delta,
+                statistics: self.statistics.address(),
+                words: self.progress.address(),
+                coverage: self.coverage.address(),
                 dq: tensors.dq,
-                dq_elements: if self.mode.continues_dq { 0 } else { (rows_q * heads_q * head_dim) as u64 },
-                turns: self.turns.as_ref().map_or(0, |turns| turns.counts.address()),
-                turn_count: self.turns.as_ref().map_or(0, |turns| turns.count),
+                rounded: tensors.rounded_dq.unwrap_or(0),
+                word_count: self.progress.len() as u64 / 4,
+                stretch: self.shape.rows,
+                continues: u32::from(self.mode.continues_dq),
                 rows: rows_q as u32,
                 heads: heads_q as u32,
-                reserved: 0,
+                head_dim: head_dim as u32,
+                pitch: statistic_pitch(rows_q) as u32,
             };
             // SAFETY: the arguments are those of the kernel in `rows_source`, a test compares their layouts; the rest is the
             // caller's promise.
@@ -242,12 +263,6 @@ impl AttentionBackward {
         self.turns.as_ref().map(|_| MissedTurn { queue: self.queue.clone() })
     }
 
-    /// Addresses of the statistics of rows, head by head: the denominators' logarithms and delta.
-    fn statistics(&self) -> [u64; 2] {
-        let address = self.statistics.address();
-        [address, address + 4 * (self.problem.rows_q * self.problem.heads_q) as u64]
-    }
-
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, .. } = self.problem;
@@ -260,12 +275,23 @@ impl AttentionBackward {
         // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
         let query = |address| if rows_q == 0 { tensors.k } else { address };
-        let [row_lse, row_delta] = self.statistics();
         let [tiles, runs, bounds] = self.schedule.addresses();
-        let [turn_spans, turn_begins, turns] = self
+        let [turn_spans, turn_begins] = self
             .turns
             .as_ref()
-            .map_or([0; 3], |turns| [&turns.spans, &turns.begins, &turns.counts].map(DeviceBuffer::address));
+            .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
+        let part = (self.progress.len() / PROGRESS) as u64;
+        let [cleared, summed_rows, turns] = [0, 1, 2].map(|at| self.progress.address() + at * part);
+        let pitch = 4 * statistic_pitch(rows_q) as u64;
+        // Without rows the buffer has 4 bytes, which is as good as any address.
+        let statistics = TensorMapSpec::new(
+            TensorMapElement::F32,
+            self.statistics.address(),
+            [rows as u64, heads_q as u64, STATISTICS as u64],
+            [self.shape.rows, 1, 1],
+        )
+        .strides([pitch.max(16), (pitch * heads_q as u64).max(16)])
+        .encode("statistics")?;
         let mut class_end = [self.schedule.tile_count(); CLASSES];
         class_end[..self.class_ends.len()].copy_from_slice(&self.class_ends);
         Ok(AttentionBackwardArguments {
@@ -274,13 +300,17 @@ impl AttentionBackward {
             k: map("k", kind, tensors.k, [head_dim, heads_kv, rows_k], key_box)?,
             v: map("v", kind, tensors.v, [head_dim_v, heads_kv, rows_k], key_box)?,
             dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
+            statistics,
             dk: tensors.dk,
             dv: tensors.dv,
-            row_lse,
-            row_delta,
             tiles,
             runs,
             bounds,
+            dq_rows: tensors.dq,
+            rounded_dq: tensors.rounded_dq.unwrap_or(0),
+            coverage: self.coverage.address(),
+            cleared: if self.mode.continues_dq { 0 } else { cleared },
+            summed_rows,
             cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
             queue: self.queue.address(),
             turn_spans,
@@ -303,6 +333,11 @@ impl AttentionBackward {
     }
 }
 
+/// Rows of the statistics of a head, padded to what the copy engine takes.
+fn statistic_pitch(rows: usize) -> usize {
+    rows.next_multiple_of(4)
+}
+
 fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
     let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
     let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
@@ -320,13 +355,17 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 k,
                 v,
                 dq,
+                statistics,
                 dk,
                 dv,
-                row_lse,
-                row_delta,
                 tiles,
                 runs,
                 bounds,
+                dq_rows,
+                rounded_dq,
+                coverage,
+                cleared,
+                summed_rows,
                 cursors,
                 queue,
                 turn_spans,
@@ -352,15 +391,18 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             AttentionBackwardRowsArguments {
                 lse,
                 delta,
-                row_lse,
-                row_delta,
+                statistics,
+                words,
+                coverage,
                 dq,
-                dq_elements,
-                turns,
-                turn_count,
+                rounded,
+                word_count,
+                stretch,
+                continues,
                 rows,
                 heads,
-                reserved
+                head_dim,
+                pitch
             }
         ),
     ]
