@@ -48,10 +48,6 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
       mbarrier_init(&shared.announced[i], 1);
       mbarrier_init(&shared.ready[i], 1);
     }
-    for (u32 i = 0; i < kSummed; ++i) {
-      mbarrier_init(&shared.summed_full[i], 1);
-      mbarrier_init(&shared.summed_empty[i], 1);
-    }
     fence_mbarrier_init();
     fence_async_proxy();
   }
@@ -62,7 +58,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
     if (threadIdx.x == 0) load_role(params, shared);
     if (threadIdx.x == 32) add_role(params, shared);
     if (threadIdx.x / 32 == 2) clear_role(params, shared);
-    if (threadIdx.x / 32 == 3) round_role(params, shared);
+    if (threadIdx.x / 32 == 3) round_role<3>(params);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
@@ -74,6 +70,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   } else {
     registers_increase<kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
+    round_role<16>(params);
   }
 }
 

@@ -1,9 +1,10 @@
 // How dq comes to be in attention backward: its rows are cleared by the first CTA that has something to add to them, added
-// to by the copy engine, and rounded to elements by the CTA that adds last. So neither zeros nor sums make a way of their
-// own through memory: what a CTA clears or rounds is in the second level cache.
+// to by the copy engine, and rounded to elements as soon as they are summed. So neither zeros nor sums make a way of their
+// own through memory: what is cleared or rounded is in the second level cache.
 //
 // dq is kept in stretches of kRows rows of a head, which blocks may lie across. A word of each says whether it is cleared;
 // another counts the rows that were added, once for every key tile that sees them, and the host knows how many will be.
+// Stretches that are summed stand in a list, from which any CTA may take them.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -72,6 +73,8 @@ __device__ __forceinline__ void clear_stretch(const AttentionBackwardArguments& 
 __device__ __forceinline__ void clear_role(const AttentionBackwardArguments& params, Storage& shared) {
   if (params.cleared == nullptr) return;
   const u32 lane = threadIdx.x % 32;
+  // What is known to be cleared: blocks go downwards, so the second stretch of one is the first of the one before.
+  u32 known_stretch = 0, known_head = 0xffffffffu;
   for (u32 count = 0;; ++count) {
     const u32 slot = count % kSteps;
     mbarrier_wait(&shared.announced[slot], count / kSteps % 2);
@@ -82,32 +85,46 @@ __device__ __forceinline__ void clear_role(const AttentionBackwardArguments& par
       const Stretches stretches = stretches_of(uniform_load(&step.row), uniform_load(&step.row_end));
       const u32 head = uniform_load(&step.head_q);
       clear_stretch(params, stretches.first, head, lane);
-      if (stretches.rows[1] > 0) clear_stretch(params, stretches.first + 1, head, lane);
+      if (stretches.rows[1] > 0 && (known_stretch != stretches.first + 1 || known_head != head)) {
+        clear_stretch(params, stretches.first + 1, head, lane);
+      }
+      known_stretch = stretches.first;
+      known_head = head;
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(&shared.ready[slot]);
   }
 }
 
-// The warp that rounds what is summed.
-__device__ __forceinline__ void round_role(const AttentionBackwardArguments& params, Storage& shared) {
+// A warp that rounds what is summed, whoever added last: the CTA that lags behind the others of its head would else have to
+// round all that they have added to, and lag the more. While CTAs have work one warp of each does it, whose few registers
+// hold `kAtOnce` pieces; as they run out of work, their other warps join.
+template <u32 kAtOnce>
+__device__ __forceinline__ void round_role(const AttentionBackwardArguments& params) {
   if (params.rounded_dq == nullptr) return;
   const u32 lane = threadIdx.x % 32;
-  const u32 row_stride = params.heads_kv * params.group * params.head_dim;
+  const u32 heads = params.heads_kv * params.group;
+  const u32 row_stride = heads * params.head_dim;
   const u32 column = 4 * lane % kHeadDim;
-  for (u32 count = 0;; ++count) {
-    const u32 slot = count % kSummed;
-    mbarrier_wait(&shared.summed_full[slot], count / kSummed % 2);
-    const u32 stretch = uniform_load(&shared.summed[slot].stretch);
-    const u32 head = uniform_load(&shared.summed[slot].head);
-    if (lane == 0) mbarrier_arrive(&shared.summed_empty[slot]);
-    if (stretch == kNoStretch) break;
+  while (true) {
+    u32 index = 0;
+    if (lane == 0) {
+      const u32 ticket = add_relaxed(params.rounding, 1);
+      while (ticket < params.rounds && index == 0) {
+        index = load_relaxed(params.summed + ticket);
+        if (index == 0) __nanosleep(500);
+      }
+    }
+    index = uniform(index);
+    if (index == 0) break;
+    fence_device();
+    const u32 stretch = (index - 1) / heads;
+    const u32 head = (index - 1) % heads;
     const u64 offset = stretch_offset(params, stretch, head) + column;
     const float* from = params.dq_rows + offset;
     Element* to = static_cast<Element*>(params.rounded_dq) + offset;
     if (column >= params.head_dim) continue;
     const u32 end = stretch_rows(params, stretch) * row_stride;
-    constexpr u32 kAtOnce = 3;
     for (u32 at = 4 * lane / kHeadDim * row_stride; at < end; at += kAtOnce * kWarpRows * row_stride) {
       float4 sums[kAtOnce];
 #pragma unroll
@@ -130,7 +147,6 @@ __device__ __forceinline__ void round_role(const AttentionBackwardArguments& par
 // What the adding thread knows of the sums that it has added to.
 struct Sums {
   u32 before[2];  // the counts of the stretches of the last step that was counted, before it was
-  u32 given = 0;  // stretches handed to the warp that rounds
 
   // Counts a step whose additions are done, behind a fence. What the counts were is looked at a step later, when they have
   // come.
@@ -142,22 +158,18 @@ struct Sums {
     if (added.rows[1] > 0) before[1] = add_relaxed(counts + params.heads_kv * params.group, added.rows[1]);
   }
 
-  // Hands over the stretches of which the step counted last was the last.
-  __device__ __forceinline__ void hand_over(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  // Gives the stretches of which the step counted last was the last to those who round.
+  __device__ __forceinline__ void hand_over(const AttentionBackwardArguments& params, const Step& step) const {
     if (step.flags & kEmpty) return;
     const Stretches added = stretches_of(step.row, step.row_end);
     const u32* coverage = params.coverage + added.first;
-    if (before[0] + added.rows[0] == __ldg(coverage)) give(shared, added.first, step.head_q);
-    if (added.rows[1] > 0 && before[1] + added.rows[1] == __ldg(coverage + 1)) give(shared, added.first + 1, step.head_q);
+    if (before[0] + added.rows[0] == __ldg(coverage)) give(params, added.first, step.head_q);
+    if (added.rows[1] > 0 && before[1] + added.rows[1] == __ldg(coverage + 1)) give(params, added.first + 1, step.head_q);
   }
 
-  __device__ __forceinline__ void give(Storage& shared, u32 stretch, u32 head) {
-    const u32 slot = given % kSummed;
+  static __device__ __forceinline__ void give(const AttentionBackwardArguments& params, u32 stretch, u32 head) {
     fence_device();
-    mbarrier_wait(&shared.summed_empty[slot], given / kSummed % 2 ^ 1);
-    shared.summed[slot] = Summed{stretch, head};
-    mbarrier_arrive(&shared.summed_full[slot]);
-    ++given;
+    store_relaxed(params.summed + add_relaxed(params.rounding + 1, 1), 1 + u32(stretch_index(params, stretch, head)));
   }
 };
 
@@ -220,7 +232,7 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     }
     if (params.rounded_dq != nullptr && count + 1 > kUncounted) {
       // Announcements outlive the two steps after them.
-      if (count > kUncounted) sums.hand_over(params, shared, shared.steps[(count - kUncounted - 1) % kSteps]);
+      if (count > kUncounted) sums.hand_over(params, shared.steps[(count - kUncounted - 1) % kSteps]);
       if (kUncounted > 0) {
         tma_store_wait<kParts>();
         fence_device();
@@ -230,13 +242,12 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
   }
   tma_store_wait<0>();
   if (params.rounded_dq != nullptr) {
-    if (count > kUncounted) sums.hand_over(params, shared, shared.steps[(count - kUncounted - 1) % kSteps]);
+    if (count > kUncounted) sums.hand_over(params, shared.steps[(count - kUncounted - 1) % kSteps]);
     if (kUncounted > 0 && count > 0) {
       fence_device();
       sums.count(params, shared.steps[(count - 1) % kSteps]);
-      sums.hand_over(params, shared, shared.steps[(count - 1) % kSteps]);
+      sums.hand_over(params, shared.steps[(count - 1) % kSteps]);
     }
-    sums.give(shared, kNoStretch, 0);
   }
 }
 

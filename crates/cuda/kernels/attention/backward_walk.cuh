@@ -54,14 +54,6 @@ constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
-// A stretch of kRows rows of a head of dq to which nobody will add any more.
-struct Summed {
-  u32 stretch;  // its number, or kNoStretch after the last
-  u32 head;
-};
-constexpr u32 kNoStretch = 0xffffffffu;
-constexpr u32 kSummed = 4;  // on their way to the warp that rounds them
-
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
 constexpr u32 kRowBytes = kChunks * kRows * 128;
 constexpr u32 kStatisticBytes = kRows * 4;
@@ -87,7 +79,9 @@ struct AttentionBackwardArguments {
   void* rounded_dq;           // elements [rows_q, heads_q, head_dim], dq rounded; or null
   const u32* coverage;       // rows of each stretch of dq that all tiles add, see backward_dq.cuh
   u32* cleared;              // [stretches, heads_q], zero before each launch; null where dq goes on from what is there
-  u32* summed_rows;          // likewise; used where there is a result
+  u32* summed_rows;          // [stretches, heads_q], likewise: rows added; this and the next two where there is a result
+  u32* summed;               // [stretches * heads_q], likewise: 1 + index of the stretches that are summed, in that order
+  u32* rounding;             // two words, likewise: how many of `summed` somebody rounds, and how many there are
   u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
@@ -95,6 +89,7 @@ struct AttentionBackwardArguments {
   u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 num_tiles;
+  u32 rounds;  // stretches and heads that will be summed
   u32 rows_q;
   u32 heads_kv;
   u32 group;  // query heads of a key head
@@ -312,14 +307,12 @@ struct Storage {
   float lse[kStages][kRows];
   float delta[kStages][kRows];
   Step steps[kSteps];
-  Summed summed[kSummed];
   Walk walk;
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
   u64 announced[kSteps], ready[kSteps];
-  u64 summed_full[kSummed], summed_empty[kSummed];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);

@@ -22,7 +22,9 @@ const QUEUE_WORDS: usize = 3;
 /// Statistics of a row: two, in four copies.
 const STATISTICS: usize = 8;
 /// Words of progress of each stretch of dq and query head.
-const PROGRESS: usize = 3;
+const PROGRESS: usize = 4;
+/// Words of progress of all.
+const ROUNDING: usize = 2;
 /// Where among them, in bytes, the kernel says that a turn never came.
 const MISSED_TURN_OFFSET: usize = 8;
 
@@ -40,8 +42,10 @@ pub struct AttentionBackward {
     statistics: DeviceBuffer,
     /// Rows that all tiles add to each stretch of dq, `shape.rows` long.
     coverage: DeviceBuffer,
+    /// Stretches of heads that some tile adds to.
+    rounds: u32,
     /// Of each stretch and query head: whether it is cleared, how many rows were added, and where additions take turns how
-    /// many tiles have added.
+    /// many tiles have added; a list of those that are summed; how much of it somebody rounds, and how long it is.
     progress: DeviceBuffer,
     turns: Option<Turns>,
     class_ends: Vec<u32>,
@@ -94,6 +98,8 @@ struct AttentionBackwardArguments {
     coverage: u64,
     cleared: u64,
     summed_rows: u64,
+    summed: u64,
+    rounding: u64,
     cursors: u64,
     queue: u64,
     turn_spans: u64,
@@ -101,6 +107,7 @@ struct AttentionBackwardArguments {
     turns: u64,
     fault: u64,
     num_tiles: u32,
+    rounds: u32,
     rows_q: u32,
     heads_kv: u32,
     group: u32,
@@ -210,7 +217,8 @@ impl AttentionBackward {
             queue,
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
-            progress: DeviceBuffer::new(device, 4 * PROGRESS * coverage.len() * heads_q)?,
+            rounds: (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32,
+            progress: DeviceBuffer::new(device, 4 * (PROGRESS * coverage.len() * heads_q + ROUNDING))?,
             turns,
             class_ends,
             launch,
@@ -280,8 +288,9 @@ impl AttentionBackward {
             .turns
             .as_ref()
             .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
-        let part = (self.progress.len() / PROGRESS) as u64;
-        let [cleared, summed_rows, turns] = [0, 1, 2].map(|at| self.progress.address() + at * part);
+        let part = (self.progress.len() - 4 * ROUNDING) as u64 / PROGRESS as u64;
+        let [cleared, summed_rows, turns, summed, rounding] =
+            [0, 1, 2, 3, 4].map(|at| self.progress.address() + at * part);
         let pitch = 4 * statistic_pitch(rows_q) as u64;
         // Without rows the buffer has 4 bytes, which is as good as any address.
         let statistics = TensorMapSpec::new(
@@ -311,6 +320,8 @@ impl AttentionBackward {
             coverage: self.coverage.address(),
             cleared: if self.mode.continues_dq { 0 } else { cleared },
             summed_rows,
+            summed,
+            rounding,
             cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
             queue: self.queue.address(),
             turn_spans,
@@ -318,6 +329,7 @@ impl AttentionBackward {
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             num_tiles: self.schedule.tile_count(),
+            rounds: self.rounds,
             rows_q: rows_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
@@ -366,6 +378,8 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 coverage,
                 cleared,
                 summed_rows,
+                summed,
+                rounding,
                 cursors,
                 queue,
                 turn_spans,
@@ -373,6 +387,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 turns,
                 fault,
                 num_tiles,
+                rounds,
                 rows_q,
                 heads_kv,
                 group,
