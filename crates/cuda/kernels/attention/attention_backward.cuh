@@ -39,14 +39,12 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
     for (u32 i = 0; i < 2; ++i) {
       mbarrier_init(&shared.full_ds[i], 8);
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
+      mbarrier_init(&shared.full_added[i], 1);
+      mbarrier_init(&shared.empty_added[i], 1);
     }
     for (u32 i = 0; i < kDqBuffers; ++i) {
       mbarrier_init(&shared.full_dq[i], 4);
       mbarrier_init(&shared.empty_dq[i], 1);
-    }
-    for (u32 i = 0; i < kSteps; ++i) {
-      mbarrier_init(&shared.announced[i], 1);
-      mbarrier_init(&shared.ready[i], 1);
     }
     fence_mbarrier_init();
     fence_async_proxy();
@@ -57,8 +55,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
     registers_decrease<kLoadRegisters>();
     if (threadIdx.x == 0) load_role(params, shared);
     if (threadIdx.x == 32) add_role(params, shared);
-    if (threadIdx.x / 32 == 2) clear_role(params, shared);
-    if (threadIdx.x / 32 == 3) round_role<3>(params);
+    if (threadIdx.x / 32 == 2) count_role(params, shared);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);

@@ -1,10 +1,9 @@
-// How dq comes to be in attention backward: its rows are cleared by the first CTA that has something to add to them, added
-// to by the copy engine, and rounded to elements as soon as they are summed. So neither zeros nor sums make a way of their
-// own through memory: what is cleared or rounded is in the second level cache.
+// The sums of dq in attention backward: the copy engine adds to them, and once a slab of rows is summed it is rounded to
+// elements. CTAs that have run out of work do so while others still work, so that it costs no time of its own.
 //
-// dq is kept in stretches of kRows rows of a head, which blocks may lie across. A word of each says whether it is cleared;
-// another counts the rows that were added, once for every key tile that sees them, and the host knows how many will be.
-// Stretches that are summed stand in a list, from which any CTA may take them.
+// A slab is kRows rows of a head; blocks may lie across slabs. Of each, a word counts the rows that were added, once for
+// every key tile that sees them; the host knows how many will be. Slabs that are summed stand in a list, from which any
+// CTA takes them.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -15,90 +14,54 @@ namespace counterpoint {
 
 namespace backward {
 
-constexpr u32 kUntouched = 0, kClearing = 1, kCleared = 2;
-
-// The two stretches that a step's rows lie in, at most, and how many of its rows lie in each.
-struct Stretches {
-  u32 first;    // number of the first
-  u32 rows[2];  // of the step, in the first and in the one after it
-};
-__device__ __forceinline__ Stretches stretches_of(i32 row, i32 row_end) {
-  const u32 first = u32(row) / kRows;
-  const u32 end = min(u32(row_end), (first + 1) * kRows);
-  return Stretches{first, {end - u32(row), u32(row_end) - end}};
+__device__ __forceinline__ u64 slab_index(const AttentionBackwardArguments& params, u32 slab, u32 head) {
+  return u64(slab) * (params.heads_kv * params.group) + head;
 }
 
-__device__ __forceinline__ u64 stretch_index(const AttentionBackwardArguments& params, u32 stretch, u32 head) {
-  return u64(stretch) * (params.heads_kv * params.group) + head;
+// Where row 0 of a slab begins in a tensor like dq, in elements.
+__device__ __forceinline__ u64 slab_offset(const AttentionBackwardArguments& params, u32 slab, u32 head) {
+  return (u64(slab) * kRows * (params.heads_kv * params.group) + head) * params.head_dim;
 }
-
-// Where row 0 of a stretch begins in a tensor like dq, in elements.
-__device__ __forceinline__ u64 stretch_offset(const AttentionBackwardArguments& params, u32 stretch, u32 head) {
-  return (u64(stretch) * kRows * (params.heads_kv * params.group) + head) * params.head_dim;
-}
-__device__ __forceinline__ u32 stretch_rows(const AttentionBackwardArguments& params, u32 stretch) {
-  return min(kRows, params.rows_q - stretch * kRows);
+__device__ __forceinline__ u32 slab_rows(const AttentionBackwardArguments& params, u32 slab) {
+  return min(kRows, params.rows_q - slab * kRows);
 }
 
 // A warp takes 128 columns at a time: a row, or two rows of short heads.
 constexpr u32 kWarpRows = 128 / kHeadDim;
 
-// Clears a stretch, or waits until the CTA that began has. That one is running, and waits for nobody meanwhile.
-__device__ __forceinline__ void clear_stretch(const AttentionBackwardArguments& params, u32 stretch, u32 head, u32 lane) {
-  u32* word = params.cleared + stretch_index(params, stretch, head);
-  u32 seen = 0;
-  if (lane == 0) {
-    seen = load_acquire(word);
-    if (seen == kUntouched) seen = exchange_if(word, kUntouched, kClearing);
-    while (seen == kClearing) seen = load_acquire(word);
-  }
-  if (uniform(seen) == kCleared) return;
-  const u32 row_stride = params.heads_kv * params.group * params.head_dim;
-  const u32 column = 4 * lane % kHeadDim;
-  float* dq = params.dq_rows + stretch_offset(params, stretch, head) + column;
-  if (column < params.head_dim) {
-    // Offsets in a stretch fit a word.
-    const u32 end = stretch_rows(params, stretch) * row_stride;
-    for (u32 at = 4 * lane / kHeadDim * row_stride; at < end; at += kWarpRows * row_stride) {
-      *reinterpret_cast<float4*>(dq + at) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
-  // The copy engine adds to it, here and elsewhere.
-  fence_async_proxy_all();
-  __syncwarp();
-  if (lane == 0) store_release(word, kCleared);
-}
-
-// The warp that sees to it that rows are cleared before anything is added to them.
-__device__ __forceinline__ void clear_role(const AttentionBackwardArguments& params, Storage& shared) {
-  if (params.cleared == nullptr) return;
+// The warp that counts what was added, item by item, and lists the slabs that are summed.
+__device__ __forceinline__ void count_role(const AttentionBackwardArguments& params, Storage& shared) {
+  if (params.rounded_dq == nullptr) return;
   const u32 lane = threadIdx.x % 32;
-  // What is known to be cleared: blocks go downwards, so the second stretch of one is the first of the one before.
-  u32 known_stretch = 0, known_head = 0xffffffffu;
   for (u32 count = 0;; ++count) {
-    const u32 slot = count % kSteps;
-    mbarrier_wait(&shared.announced[slot], count / kSteps % 2);
-    const Step& step = shared.steps[slot];
-    const u32 flags = uniform_load(&step.flags);
-    if (flags & kExit) break;
-    if (!(flags & kEmpty)) {
-      const Stretches stretches = stretches_of(uniform_load(&step.row), uniform_load(&step.row_end));
-      const u32 head = uniform_load(&step.head_q);
-      clear_stretch(params, stretches.first, head, lane);
-      if (stretches.rows[1] > 0 && (known_stretch != stretches.first + 1 || known_head != head)) {
-        clear_stretch(params, stretches.first + 1, head, lane);
+    const u32 slot = slot_of(count);
+    mbarrier_wait(&shared.full_added[slot], parity_of(count));
+    const u32 head = uniform_load(&shared.added[slot].head_kv) * params.group;
+    const u32 run_begin = uniform_load(&shared.added[slot].run_begin);
+    const u32 run_end = uniform_load(&shared.added[slot].run_end);
+    if (lane == 0) mbarrier_arrive(&shared.empty_added[slot]);
+    if (run_begin == run_end) break;
+    fence_device();
+    for (u32 run = run_begin; run < run_end; ++run) {
+      const int2 rows = __ldg(reinterpret_cast<const int2*>(params.runs + run));
+      const u32 first = u32(rows.x) / kRows;
+      const u32 counts = (u32(rows.y - 1) / kRows + 1 - first) * params.group;
+      for (u32 i = lane; i < counts; i += 32) {
+        const u32 slab = first + i / params.group;
+        const u32 added = min(u32(rows.y), (slab + 1) * kRows) - max(u32(rows.x), slab * kRows);
+        const u64 index = slab_index(params, slab, head + i % params.group);
+        if (add_relaxed(params.summed_rows + index, added) + added == __ldg(params.coverage + slab)) {
+          // What all others added comes before whoever finds it in the list.
+          fence_device();
+          store_relaxed(params.summed + add_relaxed(params.rounding + 1, 1), 1 + u32(index));
+        }
       }
-      known_stretch = stretches.first;
-      known_head = head;
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.ready[slot]);
   }
 }
 
-// A warp that rounds what is summed, whoever added last: the CTA that lags behind the others of its head would else have to
-// round all that they have added to, and lag the more. While CTAs have work one warp of each does it, whose few registers
-// hold `kAtOnce` pieces; as they run out of work, their other warps join.
+// A warp that rounds what is summed, until all is.
 template <u32 kAtOnce>
 __device__ __forceinline__ void round_role(const AttentionBackwardArguments& params) {
   if (params.rounded_dq == nullptr) return;
@@ -118,13 +81,13 @@ __device__ __forceinline__ void round_role(const AttentionBackwardArguments& par
     index = uniform(index);
     if (index == 0) break;
     fence_device();
-    const u32 stretch = (index - 1) / heads;
+    const u32 slab = (index - 1) / heads;
     const u32 head = (index - 1) % heads;
-    const u64 offset = stretch_offset(params, stretch, head) + column;
+    const u64 offset = slab_offset(params, slab, head) + column;
     const float* from = params.dq_rows + offset;
     Element* to = static_cast<Element*>(params.rounded_dq) + offset;
     if (column >= params.head_dim) continue;
-    const u32 end = stretch_rows(params, stretch) * row_stride;
+    const u32 end = slab_rows(params, slab) * row_stride;
     for (u32 at = 4 * lane / kHeadDim * row_stride; at < end; at += kAtOnce * kWarpRows * row_stride) {
       float4 sums[kAtOnce];
 #pragma unroll
@@ -144,35 +107,6 @@ __device__ __forceinline__ void round_role(const AttentionBackwardArguments& par
   }
 }
 
-// What the adding thread knows of the sums that it has added to.
-struct Sums {
-  u32 before[2];  // the counts of the stretches of the last step that was counted, before it was
-
-  // Counts a step whose additions are done, behind a fence. What the counts were is looked at a step later, when they have
-  // come.
-  __device__ __forceinline__ void count(const AttentionBackwardArguments& params, const Step& step) {
-    if (step.flags & kEmpty) return;
-    const Stretches added = stretches_of(step.row, step.row_end);
-    u32* counts = params.summed_rows + stretch_index(params, added.first, step.head_q);
-    before[0] = add_relaxed(counts, added.rows[0]);
-    if (added.rows[1] > 0) before[1] = add_relaxed(counts + params.heads_kv * params.group, added.rows[1]);
-  }
-
-  // Gives the stretches of which the step counted last was the last to those who round.
-  __device__ __forceinline__ void hand_over(const AttentionBackwardArguments& params, const Step& step) const {
-    if (step.flags & kEmpty) return;
-    const Stretches added = stretches_of(step.row, step.row_end);
-    const u32* coverage = params.coverage + added.first;
-    if (before[0] + added.rows[0] == __ldg(coverage)) give(params, added.first, step.head_q);
-    if (added.rows[1] > 0 && before[1] + added.rows[1] == __ldg(coverage + 1)) give(params, added.first + 1, step.head_q);
-  }
-
-  static __device__ __forceinline__ void give(const AttentionBackwardArguments& params, u32 stretch, u32 head) {
-    fence_device();
-    store_relaxed(params.summed + add_relaxed(params.rounding + 1, 1), 1 + u32(stretch_index(params, stretch, head)));
-  }
-};
-
 // Polls of a turn before a CTA gives up waiting: seconds. Whoever is waited for has started, so only a fault gets
 // there.
 constexpr u32 kMostPolls = 1u << 26;
@@ -187,19 +121,20 @@ __device__ __forceinline__ void await_turn(const u32* turns, u32 turn, u32* faul
   }
 }
 
-// Steps whose additions may still be under way when the next one's begin. Where they take turns, others wait for them.
-constexpr u32 kUncounted = kDeterministic ? 0 : 1;
+__device__ __forceinline__ void announce_added(Storage& shared, u32 count, const AddedItem& item) {
+  mbarrier_wait(&shared.empty_added[slot_of(count)], parity_of(count) ^ 1);
+  shared.added[slot_of(count)] = item;
+  mbarrier_arrive(&shared.full_added[slot_of(count)]);
+}
 
 // The thread that adds to dq what the query warpgroup leaves in shared memory.
 __device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared) {
-  Sums sums;
-  u32 count = 0;
-  for (;; ++count) {
+  u32 items = 0;  // that have something to see
+  for (u32 count = 0;; ++count) {
     mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     const bool rows = !(step.flags & kEmpty);
-    if (params.cleared != nullptr) mbarrier_wait(&shared.ready[count % kSteps], count / kSteps % 2);
     u32* turns = nullptr;
     if (kDeterministic && rows) {
       turns = params.turns + u64(u32(step.row) / kRows) * (params.heads_kv * params.group) + step.head_q;
@@ -230,25 +165,13 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
       fence_device();
       add_relaxed(turns, 1);
     }
-    if (params.rounded_dq != nullptr && count + 1 > kUncounted) {
-      // Announcements outlive the two steps after them.
-      if (count > kUncounted) sums.hand_over(params, shared.steps[(count - kUncounted - 1) % kSteps]);
-      if (kUncounted > 0) {
-        tma_store_wait<kParts>();
-        fence_device();
-      }
-      sums.count(params, shared.steps[(count - kUncounted) % kSteps]);
+    if (rows && step.flags & kLast && params.rounded_dq != nullptr) {
+      tma_store_wait<0>();
+      announce_added(shared, items++, AddedItem{step.head_kv, step.run_begin, step.run_end});
     }
   }
   tma_store_wait<0>();
-  if (params.rounded_dq != nullptr) {
-    if (count > kUncounted) sums.hand_over(params, shared.steps[(count - kUncounted - 1) % kSteps]);
-    if (kUncounted > 0 && count > 0) {
-      fence_device();
-      sums.count(params, shared.steps[(count - 1) % kSteps]);
-      sums.hand_over(params, shared.steps[(count - 1) % kSteps]);
-    }
-  }
+  if (params.rounded_dq != nullptr) announce_added(shared, items, AddedItem{0, 0, 0});
 }
 
 }  // namespace backward

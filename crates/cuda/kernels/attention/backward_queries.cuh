@@ -23,7 +23,6 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   u64* full_dout = &shared.full_dout[slot];
   mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
   shared.steps[count % kSteps] = walk.next;
-  mbarrier_arrive(&shared.announced[count % kSteps]);
   walk.count = count + 1;
   if (flags & (kExit | kEmpty)) {
     mbarrier_arrive(full_q);

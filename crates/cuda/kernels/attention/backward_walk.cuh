@@ -49,6 +49,13 @@ struct Step {
   u32 flags;
   u32 head_q;
   u32 turn;  // how many add to these rows before, where turns are taken
+  u32 run_begin, run_end;  // of the item
+};
+
+// An item whose additions to dq are done; without runs: there are no more.
+struct AddedItem {
+  u32 head_kv;
+  u32 run_begin, run_end;
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
@@ -69,19 +76,18 @@ struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
-  TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: the rows' lse and delta (attention_backward_rows.cuh)
+  TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: lse and delta (attention_backward_rows.cuh)
   void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;           // [rows_k, heads_kv, head_dim_v], likewise
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
-  float* dq_rows;            // what the tensor map of dq describes
-  void* rounded_dq;           // elements [rows_q, heads_q, head_dim], dq rounded; or null
-  const u32* coverage;       // rows of each stretch of dq that all tiles add, see backward_dq.cuh
-  u32* cleared;              // [stretches, heads_q], zero before each launch; null where dq goes on from what is there
-  u32* summed_rows;          // [stretches, heads_q], likewise: rows added; this and the next two where there is a result
-  u32* summed;               // [stretches * heads_q], likewise: 1 + index of the stretches that are summed, in that order
-  u32* rounding;             // two words, likewise: how many of `summed` somebody rounds, and how many there are
+  float* dq_rows;              // what the tensor map of dq describes
+  void* rounded_dq;            // elements [rows_q, heads_q, head_dim]: dq rounded; or null
+  const u32* coverage;         // rows of each slab of dq that all tiles add, see backward_dq.cuh
+  u32* summed_rows;            // [slabs, heads_q], zero before each launch: rows added; this and the next two for rounded_dq
+  u32* summed;                 // [slabs * heads_q], likewise: 1 + index of the slabs that are summed, in that order
+  u32* rounding;               // two words, likewise: how many of `summed` somebody rounds, and how many there are
   u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
@@ -89,7 +95,7 @@ struct AttentionBackwardArguments {
   u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 num_tiles;
-  u32 rounds;  // stretches and heads that will be summed
+  u32 rounds;  // slabs that will be summed, of all heads
   u32 rows_q;
   u32 heads_kv;
   u32 group;  // query heads of a key head
@@ -144,8 +150,7 @@ __device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params,
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
-// heads of a key head take turns after a stretch of blocks; a short item walks head after head, because all rows of one
-// head that its neighbours read fit the cache, however far behind they are.
+// heads of a key head take turns after a stretch of blocks.
 //
 // A long item that starts later than its neighbours starts where they are, and goes round: the rows that they read are in
 // the cache, and those of the end no longer. `cursors` says of each key head where the last stretch began; it is a
@@ -154,17 +159,14 @@ struct Walk {
   static constexpr i32 kFirstRow = -1;
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
-  static constexpr u32 kShortItem = 32;  // blocks
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
   u32 run;                 // runs are walked backwards
-  u32 run_begin, run_end;  // of the item
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   u32 tile;                // number of the item's tile, where turns are taken
-  u32 stretch;             // blocks of the item that one head walks before the next head walks the same
-  u32 stretch_run, stretch_left;
+  u32 stretch_run, stretch_left;  // blocks that one head walks before the next head walks the same
   i32 stretch_row;
   u32 count;               // steps announced
   u32 items;               // items opened that have something to see
@@ -188,7 +190,7 @@ struct Walk {
   // Opens the block where the others of this key head are now, if the item has it among its last runs, or else its last
   // block. The walk goes round from there.
   __device__ __forceinline__ void open_first_run(const AttentionBackwardArguments& params, u32 steps) {
-    last_run = run_begin;
+    last_run = next.run_begin;
     last_row = kFirstRow;
     open_run(params);
     // Turns are taken in one order; and a short item has its rows in the cache anyway, and no time to look for a place.
@@ -196,17 +198,17 @@ struct Walk {
     const i32 cursor = i32(load_relaxed(params.cursors + next.head_kv));
     if (cursor >= next.row) return;
     for (u32 i = 0; i < kMostRunsBack && rows_begin > cursor; ++i) {
-      if (run == run_begin) break;
+      if (run == next.run_begin) break;
       open_run(params);
     }
     if (rows_begin > cursor) {
-      run = run_end;
+      run = next.run_end;
       open_run(params);
     } else if (cursor < next.row) {
       next.row = rows_begin + (cursor - rows_begin) / i32(kRows) * i32(kRows);
       last_run = run;
       last_row = next.row + i32(kRows);
-    } else if (run + 1 < run_end) {
+    } else if (run + 1 < next.run_end) {
       last_run = run + 1;
     }
   }
@@ -232,7 +234,7 @@ struct Walk {
     next.head_q = next.head_kv * params.group;
     stretch_run = run + 1;
     stretch_row = next.row;
-    stretch_left = stretch;
+    stretch_left = params.stretch;
     if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
@@ -257,14 +259,13 @@ struct Walk {
     next.key = words.x;
     next.key_end = words.y;
     next.head_kv = rest / tiles;
-    run_begin = u32(words.z);
-    run = run_end = u32(words.w);
-    if (run == run_begin) {
+    next.run_begin = u32(words.z);
+    run = next.run_end = u32(words.w);
+    if (run == next.run_begin) {
       next.flags = kFirst | kLast | kEmpty;
       return;
     }
     ++items;
-    stretch = blocks <= kShortItem ? blocks : params.stretch;
     open_first_run(params, blocks * params.group);
     open_stretch(params);
     open_block(params);
@@ -283,12 +284,12 @@ struct Walk {
       run = stretch_run;
       open_run(params);
       next.row = stretch_row;
-      stretch_left = stretch;
+      stretch_left = params.stretch;
     } else {
       if (next.row > rows_begin) {
         next.row -= kRows;
       } else {
-        if (run == run_begin) run = run_end;
+        if (run == next.run_begin) run = next.run_end;
         open_run(params);
       }
       if (stretch_ends) open_stretch(params);
@@ -307,12 +308,13 @@ struct Storage {
   float lse[kStages][kRows];
   float delta[kStages][kRows];
   Step steps[kSteps];
+  AddedItem added[2];
   Walk walk;
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
-  u64 announced[kSteps], ready[kSteps];
+  u64 full_added[2], empty_added[2];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);

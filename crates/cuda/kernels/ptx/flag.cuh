@@ -22,22 +22,6 @@ __device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Who acquires the value sees what this thread wrote before.
-__device__ __forceinline__ void store_release(u32* word, u32 value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
-// Stores `value` if `expected` is there. Returns what was there, and what is read after was written before that was stored
-// with release.
-__device__ __forceinline__ u32 exchange_if(u32* word, u32 expected, u32 value) {
-  u32 before;
-  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
-               : "=r"(before)
-               : "l"(word), "r"(expected), "r"(value)
-               : "memory");
-  return before;
-}
-
 // Adds, and returns what was there; says nothing of other memory.
 __device__ __forceinline__ u32 add_relaxed(u32* word, u32 value) {
   u32 before;

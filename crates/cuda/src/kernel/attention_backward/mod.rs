@@ -1,32 +1,32 @@
 //! The launcher of `attention/attention_backward.cuh`.
 
+mod arguments;
 mod shape;
 mod source;
 
 use std::f32::consts::LOG2_E;
 
+pub(super) use arguments::layouts;
+use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, STRETCH, class_ends};
+use shape::{BackwardShape, CLASSES, class_ends, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, blocks_of};
-use crate::{
-    CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement, TensorMapSpec,
-};
+use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 3;
-/// Statistics of a row: two, in four copies.
-const STATISTICS: usize = 8;
-/// Words of progress of each stretch of dq and query head.
-const PROGRESS: usize = 4;
-/// Words of progress of all.
-const ROUNDING: usize = 2;
 /// Where among them, in bytes, the kernel says that a turn never came.
 const MISSED_TURN_OFFSET: usize = 8;
+/// Statistics of a row: two, in four copies.
+const STATISTICS: usize = 8;
+/// Words of progress of each slab of dq and query head.
+const PROGRESS: usize = 3;
+/// Words of progress of all.
+const ROUNDING: usize = 2;
 
 /// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
 #[derive(Clone, Debug)]
@@ -40,15 +40,17 @@ pub struct AttentionBackward {
     /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
-    /// Rows that all tiles add to each stretch of dq, `shape.rows` long.
+    /// Rows that all tiles add to each slab of `shape.rows` rows of dq.
     coverage: DeviceBuffer,
-    /// Stretches of heads that some tile adds to.
+    /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
-    /// Of each stretch and query head: whether it is cleared, how many rows were added, and where additions take turns how
-    /// many tiles have added; a list of those that are summed; how much of it somebody rounds, and how long it is.
+    /// Of each slab and query head: how many rows were added, and where additions take turns how many tiles have added; a
+    /// list of those that are summed; how much of it somebody rounds, and how long it is.
     progress: DeviceBuffer,
     turns: Option<Turns>,
     class_ends: Vec<u32>,
+    /// See [`stretch`].
+    stretch: u32,
     launch: Launch,
     rows_launch: Launch,
 }
@@ -76,69 +78,6 @@ impl MissedTurn {
         let words: Vec<u32> = self.queue.download(stream, MISSED_TURN_OFFSET, 1)?;
         Ok(words != [0])
     }
-}
-
-/// `AttentionBackwardArguments` of the kernel.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct AttentionBackwardArguments {
-    q: TensorMap,
-    dout: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-    dq: TensorMap,
-    statistics: TensorMap,
-    dk: u64,
-    dv: u64,
-    tiles: u64,
-    runs: u64,
-    bounds: u64,
-    dq_rows: u64,
-    rounded_dq: u64,
-    coverage: u64,
-    cleared: u64,
-    summed_rows: u64,
-    summed: u64,
-    rounding: u64,
-    cursors: u64,
-    queue: u64,
-    turn_spans: u64,
-    turn_begins: u64,
-    turns: u64,
-    fault: u64,
-    num_tiles: u32,
-    rounds: u32,
-    rows_q: u32,
-    heads_kv: u32,
-    group: u32,
-    head_dim: u32,
-    head_dim_v: u32,
-    stretch: u32,
-    classes: u32,
-    class_end: [u32; CLASSES],
-    scale: f32,
-    scale_log2: f32,
-    cap_log2: f32,
-}
-
-/// `AttentionBackwardRowsArguments` of the kernel.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct AttentionBackwardRowsArguments {
-    lse: u64,
-    delta: u64,
-    statistics: u64,
-    words: u64,
-    coverage: u64,
-    dq: u64,
-    rounded: u64,
-    word_count: u64,
-    stretch: u32,
-    continues: u32,
-    rows: u32,
-    heads: u32,
-    head_dim: u32,
-    pitch: u32,
 }
 
 impl AttentionBackward {
@@ -191,6 +130,7 @@ impl AttentionBackward {
             }
             None => None,
         };
+        let stretch = stretch(schedule.tiles());
         let class_ends = class_ends(schedule.tiles(), problem.deterministic);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
@@ -202,11 +142,9 @@ impl AttentionBackward {
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let launch = Launch::linear(items.clamp(1, workers), THREADS).shared_bytes(SHARED_BYTES);
-        let statistic_count = (rows_q * heads_q) as u64;
-        let rows_launch = Launch::linear(
-            blocks_of(statistic_count.div_ceil(u64::from(ROWS_THREADS)), workers),
-            ROWS_THREADS,
-        );
+        let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
+        let rows_launch =
+            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
         Ok(Self {
             function,
             rows_function,
@@ -221,6 +159,7 @@ impl AttentionBackward {
             progress: DeviceBuffer::new(device, 4 * (PROGRESS * coverage.len() * heads_q + ROUNDING))?,
             turns,
             class_ends,
+            stretch,
             launch,
             rows_launch,
         })
@@ -247,7 +186,7 @@ impl AttentionBackward {
                 dq: tensors.dq,
                 rounded: tensors.rounded_dq.unwrap_or(0),
                 word_count: self.progress.len() as u64 / 4,
-                stretch: self.shape.rows,
+                slab_rows: self.shape.rows,
                 continues: u32::from(self.mode.continues_dq),
                 rows: rows_q as u32,
                 heads: heads_q as u32,
@@ -289,8 +228,8 @@ impl AttentionBackward {
             .as_ref()
             .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
         let part = (self.progress.len() - 4 * ROUNDING) as u64 / PROGRESS as u64;
-        let [cleared, summed_rows, turns, summed, rounding] =
-            [0, 1, 2, 3, 4].map(|at| self.progress.address() + at * part);
+        let [summed_rows, turns, summed, rounding] =
+            [0, 1, 2, 3].map(|at| self.progress.address() + at * part);
         let pitch = 4 * statistic_pitch(rows_q) as u64;
         // Without rows the buffer has 4 bytes, which is as good as any address.
         let statistics = TensorMapSpec::new(
@@ -318,7 +257,6 @@ impl AttentionBackward {
             dq_rows: tensors.dq,
             rounded_dq: tensors.rounded_dq.unwrap_or(0),
             coverage: self.coverage.address(),
-            cleared: if self.mode.continues_dq { 0 } else { cleared },
             summed_rows,
             summed,
             rounding,
@@ -335,7 +273,7 @@ impl AttentionBackward {
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
-            stretch: STRETCH,
+            stretch: self.stretch,
             classes: self.class_ends.len() as u32,
             class_end,
             scale,
@@ -354,71 +292,4 @@ fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
     let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
     let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
     BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
-}
-
-/// What host and kernels share.
-pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
-        shared_layout!(
-            "attention/attention_backward.cuh",
-            AttentionBackwardArguments {
-                q,
-                dout,
-                k,
-                v,
-                dq,
-                statistics,
-                dk,
-                dv,
-                tiles,
-                runs,
-                bounds,
-                dq_rows,
-                rounded_dq,
-                coverage,
-                cleared,
-                summed_rows,
-                summed,
-                rounding,
-                cursors,
-                queue,
-                turn_spans,
-                turn_begins,
-                turns,
-                fault,
-                num_tiles,
-                rounds,
-                rows_q,
-                heads_kv,
-                group,
-                head_dim,
-                head_dim_v,
-                stretch,
-                classes,
-                class_end,
-                scale,
-                scale_log2,
-                cap_log2
-            }
-        ),
-        shared_layout!(
-            "attention/attention_backward_rows.cuh",
-            AttentionBackwardRowsArguments {
-                lse,
-                delta,
-                statistics,
-                words,
-                coverage,
-                dq,
-                rounded,
-                word_count,
-                stretch,
-                continues,
-                rows,
-                heads,
-                head_dim,
-                pitch
-            }
-        ),
-    ]
 }
