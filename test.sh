@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: format, lints, tests, examples, documentation.
-# Runs on a bare Debian machine with Rust; installs the headless browser that the report's tests look through, and below
-# target/ the compiler of the CUDA kernels. No GPU is needed.
+# Runs on a bare Debian machine with Rust; installs the headless browser that the report's tests look through, Open MPI for the
+# transport over it, and below target/ the compiler of the CUDA kernels. No GPU is needed.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -12,6 +12,9 @@ install() {
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$1" >/dev/null
 }
 command -v chromium >/dev/null || install chromium "the report's tests open it headless"
+command -v mpicc >/dev/null || install libopenmpi-dev "the transport over MPI is built against it"
+command -v mpirun >/dev/null || install openmpi-bin "its tests run under it"
+ls /usr/lib/llvm-*/lib/libclang*.so* >/dev/null 2>&1 || install libclang-dev "the bindings of MPI are made with it"
 
 # NVRTC compiles every kernel in the tests; nvdisasm is what machine code is compared with. A folder that is named already
 # is taken as it is.
@@ -39,6 +42,8 @@ step() { echo "== $*"; "$@"; }
 step cargo fmt --all --check
 step cargo clippy --workspace --all-targets --locked -- -D warnings
 step cargo test --workspace --locked
+step cargo clippy -p counterpoint-exec -p counterpoint-cli --features counterpoint-cli/mpi --all-targets --locked -- -D warnings
+step cargo test -p counterpoint-exec --features mpi --test mpi --locked
 for example in examples/*/; do
     step cargo run --quiet --locked --example "$(basename "$example")"
 done

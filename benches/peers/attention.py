@@ -69,9 +69,13 @@ class Data:
 
 
 def documents(seqlen):
-    """The list of that length; for others the shortest list scaled, what is left over going to the longest document."""
+    """The list of that length; multiples of the longest repeat it; for others the shortest list scaled, what is left over
+    going to the longest document."""
     if seqlen in Data.documents:
         return Data.documents[seqlen]
+    longest = max(Data.documents)
+    if seqlen > longest and seqlen % longest == 0:
+        return Data.documents[longest] * (seqlen // longest)
     listed = min(Data.documents)
     scaled = [max(1, n * seqlen // listed) for n in Data.documents[listed]]
     scaled[scaled.index(max(scaled))] += seqlen - sum(scaled)

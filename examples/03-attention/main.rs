@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Deterministic mode: the order in which ranks' shares are added is fixed, so that neither the policy nor the number of
     // stages changes a bit.
     let exact = RunConfig { deterministic: true, ..RunConfig::default() };
-    let sequential = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
+    let sequential = OverlapPolicy::new(StartOrder::Sequential);
     let one = run_attention(&plan, &spec, &inputs, &exact)?;
     let other = run_attention(&plan, &spec, &inputs, &RunConfig { policy: sequential, ..exact.clone() })?;
     assert_eq!(one.outputs, other.outputs);
@@ -61,7 +61,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let link = Some(SlowLink { alpha: Duration::from_millis(2), bytes_per_second: 50e6 });
     println!("\n{:<12} {:>10} {:>15} {:>10}", "policy", "forward", "communication", "exposed");
     for start in StartOrder::ALL {
-        let policy = OverlapPolicy { start, sm_margin: 0 };
+        let policy = OverlapPolicy::new(start);
         let slow = RunConfig { policy, slow_link: link, ..RunConfig::default() };
         let forward = run_attention(&plan, &spec, &inputs, &slow)?.forward;
         let overlap = forward.overlap();

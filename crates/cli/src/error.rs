@@ -224,13 +224,23 @@ pub(crate) enum CliError {
 impl CliError {
     /// 1: it ran and a check or the run failed; 2: bad usage or input; 3: the machine lacks what was asked for.
     pub(crate) fn exit_status(&self) -> u8 {
-        use counterpoint_exec::ExecError;
+        use counterpoint_exec::{ExecError, RendezvousError};
         match self {
             Self::CheckFailed { .. }
             | Self::Predict { .. }
             | Self::Unstorable { .. }
             | Self::Stdout { .. } => 1,
-            Self::Run { source: ExecError::Tensor { .. } | ExecError::OutOfMemory { .. } } => 2,
+            Self::Run {
+                source:
+                    ExecError::Tensor { .. }
+                    | ExecError::OutOfMemory { .. }
+                    | ExecError::Policy { .. }
+                    | ExecError::Rendezvous(
+                        RendezvousError::Variable { .. }
+                        | RendezvousError::Refused { .. }
+                        | RendezvousError::Disagreement { .. },
+                    ),
+            } => 2,
             Self::Cuda { source } if source.is_missing() => 3,
             Self::Cuda { .. } => 1,
             Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,

@@ -1,20 +1,29 @@
 //! Ctrl-C and termination: the process ends at once with status 130, all ranks with it, as they are its threads. The only
 //! thing that must not be cut short is the writing of output files, or a temporary file would stay behind.
 
-use std::process;
 use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 static WRITING: Mutex<()> = Mutex::new(());
 
 /// Exit status of a process that was interrupted: 128 and the number of SIGINT.
 const INTERRUPTED: i32 = 130;
 
-/// Installs the handler. Where the system refuses one, its own stays in place, which ends the process too.
+/// Has a thread wait for signals. Where the system refuses one, its own handling stays in place, which ends the process too.
 pub(crate) fn install() {
-    let _ = ctrlc::set_handler(|| {
-        let _not_while_writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-        process::exit(INTERRUPTED);
-    });
+    let Ok(mut signals) = Signals::new([SIGHUP, SIGINT, SIGTERM]) else { return };
+    let wait = move || {
+        if signals.forever().next().is_some() {
+            let _not_while_writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
+            // Without the handlers of a normal end: libraries would tear down what other threads are still using.
+            signal_hook::low_level::exit(INTERRUPTED);
+        }
+    };
+    // Without a thread nothing would hear them, but then no rank could be started either.
+    let _ = thread::Builder::new().name("signals".to_owned()).spawn(wait);
 }
 
 /// Runs `write`; an interruption takes effect after it.

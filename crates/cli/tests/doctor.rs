@@ -102,6 +102,7 @@ fn every_variable_is_listed() {
         "COUNTERPOINT_CACHE_DIR = cache (the folder of compiled kernels)",
         "COUNTERPOINT_NCCL_DIR",
         "COUNTERPOINT_NVRTC_DIR",
+        "COUNTERPOINT_RENDEZVOUS",
         "COUNTERPOINT_CASH_DIR = x (nothing reads it; is it misspelt?)",
     ] {
         assert!(ran.stdout.contains(words), "{words}: {}", ran.stdout);

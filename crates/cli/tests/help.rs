@@ -4,8 +4,20 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 9] =
-    ["", "attention", "plan", "mask", "bench", "bench plan", "bench attention", "selftest", "doctor"];
+const LEVELS: [&str; 12] = [
+    "",
+    "attention",
+    "plan",
+    "mask",
+    "bench",
+    "bench plan",
+    "bench attention",
+    "bench cp",
+    "bench group-cast",
+    "bench group-reduce",
+    "selftest",
+    "doctor",
+];
 
 #[test]
 fn every_level_has_examples() {
@@ -141,6 +153,9 @@ fn bad_usage_is_one_sentence() {
         ("attention --mask causal:8 --softcap -1", &["--softcap", "at least 0"]),
         ("attention --mask causal:8 --limit 0", &["--limit"]),
         ("attention --mask causal:8 --overlap magic", &["magic", "kernel-barrier"]),
+        ("attention --mask causal:8 --overlap auto", &["auto", "measurement"]),
+        ("attention --mask causal:8 --overlap sequential+priority", &["sequential", "`priority`"]),
+        ("attention --mask causal:8 --overlap copy-engine", &["copy-engine", "CPU ranks"]),
         ("attention --mask causal:8 --slow-link 3", &["--slow-link", "ALPHA_US,GB_PER_S"]),
         ("attention --mask causal:8 --input qkv.safetensors", &["--output"]),
         ("attention --mask causal:8 --input a --output b --seed 3", &["--seed", "--input"]),

@@ -123,7 +123,7 @@ impl AttentionBench {
 }
 
 /// One stream: on one rank there is nothing to overlap.
-const POLICY: OverlapPolicy = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
+const POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Sequential);
 
 impl BenchCase<'_> {
     /// Prepares a pass after the forward, and runs it once over poisoned outputs. It reads what the forward has written.

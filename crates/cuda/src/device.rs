@@ -190,28 +190,33 @@ impl Device {
         unsafe { call!(driver, cuCtxSynchronize()) }
     }
 
-    /// Whether this device can read and write `peer`'s memory in place.
+    /// Whether the GPU with the number `from` can read and write the memory of GPU `to` in place.
     ///
     /// # Errors
-    /// When the driver does not say.
-    pub fn can_access(&self, peer: &Self) -> Result<bool, CudaError> {
+    /// When there are no such GPUs, or the driver does not say.
+    pub fn reaches(from: usize, to: usize) -> Result<bool, CudaError> {
+        let driver = Driver::get()?;
+        let (from, to) = (handle(driver, from)?, handle(driver, to)?);
         let mut can: c_int = 0;
         // SAFETY: both handles are the driver's.
-        unsafe { call!(self.0.driver, cuDeviceCanAccessPeer(&mut can, self.0.handle, peer.0.handle)) }?;
+        unsafe { call!(driver, cuDeviceCanAccessPeer(&mut can, from, to)) }?;
         Ok(can != 0)
     }
 
     /// Lets kernels and copies of this device read and write `peer`'s memory in place. Once is enough, twice is no error.
     ///
     /// # Errors
-    /// When the two cannot reach each other.
+    /// [`CudaError::NoPeerAccess`] when it cannot be reached.
     pub fn enable_access(&self, peer: &Self) -> Result<(), CudaError> {
         const ALREADY_ENABLED: u32 = 704;
         let driver = self.bind()?;
         // SAFETY: the peer's context lives as long as `peer`.
         match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.0.context, 0)) } {
-            Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),
-            other => other,
+            Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),
+            Err(error) => {
+                let (from, to) = (self.ordinal(), peer.ordinal());
+                Err(CudaError::NoPeerAccess { from, to, reason: error.to_string() })
+            }
         }
     }
 

@@ -1,13 +1,6 @@
-/// A variable of the environment that changes what the program does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EnvironmentVariable {
-    /// Its name.
-    pub name: &'static str,
-    /// What it does.
-    pub purpose: &'static str,
-}
+use counterpoint_exec::EnvironmentVariable;
 
-/// All of them. There are no others, and none of them switches something experimental.
+/// All that this crate reads. There are no others, and none of them switches something experimental.
 pub const ENVIRONMENT: [EnvironmentVariable; 3] = [
     EnvironmentVariable { name: crate::CACHE_VARIABLE, purpose: "the folder of compiled kernels" },
     EnvironmentVariable {
@@ -16,3 +9,9 @@ pub const ENVIRONMENT: [EnvironmentVariable; 3] = [
     },
     EnvironmentVariable { name: crate::library::NCCL_VARIABLE, purpose: "the folder of libnccl.so.2" },
 ];
+
+/// How many hardware queues the driver was told to use. The driver's own variable: set by whoever starts the program, only looked
+/// at here.
+pub(crate) fn max_connections() -> Option<String> {
+    std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok()
+}

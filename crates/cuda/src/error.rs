@@ -94,6 +94,37 @@ pub enum CudaError {
         /// NVRTC's own words.
         text: String,
     },
+    /// A call of NCCL failed.
+    #[error("{call} failed: {text} ({code}); NCCL_DEBUG=INFO tells more")]
+    Nccl {
+        /// The function.
+        call: &'static str,
+        /// Its result.
+        code: u32,
+        /// NCCL's own words.
+        text: String,
+    },
+    /// Two GPUs cannot read each other's memory.
+    #[error(
+        "GPU {from} cannot reach the memory of GPU {to} ({reason}); use --transport nccl, or GPUs of one host that \
+         nvidia-smi topo -p2p r shows as OK"
+    )]
+    NoPeerAccess {
+        /// The one that would read and write.
+        from: usize,
+        /// Whose memory it is.
+        to: usize,
+        /// The driver's own words.
+        reason: String,
+    },
+    /// A transport that these ranks cannot use, or that did not come to its end.
+    #[error("transport {transport}: {reason}")]
+    Transport {
+        /// Its name.
+        transport: &'static str,
+        /// Why.
+        reason: String,
+    },
     /// A kernel does not compile.
     #[error("kernel {kernel} does not compile for {arch}:\n{log}")]
     Compile {
@@ -157,6 +188,7 @@ impl CudaError {
                 | Self::DeviceOrdinal { .. }
                 | Self::NoNvrtc { .. }
                 | Self::NoNccl { .. }
+                | Self::NoPeerAccess { .. }
         )
     }
 }

@@ -25,6 +25,7 @@
 mod arch;
 mod backend;
 pub mod bench;
+pub mod collective_bench;
 mod compile;
 mod device;
 mod environment;
@@ -36,6 +37,7 @@ pub mod kernel;
 mod launch;
 mod library;
 mod memory;
+mod nccl;
 pub mod selftest;
 mod stream;
 mod tensor_map;
@@ -50,7 +52,7 @@ pub use compile::{
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
-pub use environment::{ENVIRONMENT, EnvironmentVariable};
+pub use environment::ENVIRONMENT;
 pub use error::CudaError;
 pub use event::Event;
 pub use function::{Function, FunctionAttributes};
@@ -60,4 +62,4 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
-pub use transport::{CudaCollective, CudaMeeting, CudaTransport};
+pub use transport::{CudaCollective, CudaMeeting, CudaTransport, TransportKind};

@@ -268,10 +268,11 @@ fn program(rank: usize, world_size: usize) -> Program {
             buffer("twice", DType::F32, ROWS, BufferRole::Scratch),
             buffer("last", DType::F16, ROWS, BufferRole::Output),
         ],
+        slots: Vec::new(),
         num_events: 2,
         num_barriers: 1,
         num_signals: 1,
-        sm_margin: 0,
+        policy: OverlapPolicy::default(),
         ops: ops
             .into_iter()
             .map(|(stream, label, op)| ProgramOp {

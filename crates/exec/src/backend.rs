@@ -1,7 +1,7 @@
 use std::time::Instant;
 
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, Program, Span, StreamSpec};
+use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, StreamSpec};
 
 use crate::{ExecError, HostTensor, OpPlace};
 
@@ -30,6 +30,12 @@ pub trait Backend: Clone + Send {
     /// Ranks that run together.
     fn world_size(&self) -> usize;
 
+    /// Whether it can do what a policy asks of a backend; the order of starts every backend can.
+    ///
+    /// # Errors
+    /// [`ExecError::Policy`] with what it cannot do.
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError>;
+
     /// Bytes that can still be allocated, where that is known.
     fn available_memory(&self) -> Option<u64>;
 
@@ -38,6 +44,13 @@ pub trait Backend: Clone + Send {
     /// # Errors
     /// [`ExecError::OutOfMemory`] when it cannot fit.
     fn allocate(&self, spec: &BufferSpec) -> Result<Self::Buffer, ExecError>;
+
+    /// New tensors that take turns in one piece of memory, which is as long as the longest; contents arbitrary. A write of one
+    /// ends what the others held.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] when it cannot fit.
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<Self::Buffer>, ExecError>;
 
     /// A buffer with a tensor's contents, named `name` in errors.
     ///

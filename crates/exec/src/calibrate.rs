@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, CostModel, Link};
+use counterpoint_schedule::{Accumulate, GemmLayout};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::bench::Run;
 use crate::host_element::with_host_element;
-use crate::kernel::Element;
+use crate::kernel::{Element, GemmArgs, gemm};
 use crate::{AttentionInputs, HostTensor};
 
 /// What work costs on this machine's CPU when `ranks` ranks share it, measured in a fraction of a second: the kernels on
@@ -35,6 +36,7 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
     CostModel {
         forward_flops_per_second: rates.forward / ranks,
         backward_flops_per_second: rates.backward / ranks,
+        matmul_flops_per_second: rates.matmul / ranks,
         // A copy reads and writes each byte; a pass over memory runs on all threads.
         memory_bytes_per_second: 2.0 * copy * cores as f64 / ranks,
         launch_seconds: rates.launch * turns,
@@ -47,11 +49,12 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
 struct Rates {
     forward: f64,
     backward: f64,
+    matmul: f64,
     launch: f64,
 }
 
 /// Where no thread can be started to measure anything: a slow core.
-const FALLBACK: Rates = Rates { forward: 1e9, backward: 1e9, launch: 1e-5 };
+const FALLBACK: Rates = Rates { forward: 1e9, backward: 1e9, matmul: 1e9, launch: 1e-5 };
 
 /// Operations of the measured forward.
 const FLOPS: f64 = 5e8;
@@ -76,8 +79,32 @@ fn rates<T: Element>(spec: &AttentionSpec, threads: &ThreadPool) -> Rates {
     Rates {
         forward: spec.flops_forward(area) / forward,
         backward: spec.flops_backward(area) / backward,
+        matmul: matmul_flops_per_second::<T>(threads),
         launch,
     }
+}
+
+/// Of a product that is large enough to occupy the threads.
+fn matmul_flops_per_second<T: Element>(threads: &ThreadPool) -> f64 {
+    const SIZE: usize = 384;
+    let values: Vec<T> = (0..SIZE * SIZE).map(|i| T::from_f64((i as f64 * 0.7).sin())).collect();
+    let mut out = values.clone();
+    let seconds = fastest(|| {
+        let args = GemmArgs {
+            layout: GemmLayout::Nt,
+            a: vec![&values[..]],
+            a_columns: SIZE,
+            b: vec![&values[..]],
+            b_columns: SIZE,
+            out: &mut out,
+            n: SIZE,
+            out_rows: &[0..SIZE],
+            bias: None,
+            accumulate: Accumulate::Start,
+        };
+        gemm::<T, T>(args, threads);
+    });
+    2.0 * (SIZE as f64).powi(3) / seconds
 }
 
 /// A full mask of `rows` square. The numbers do not matter, as long as none is special.
@@ -169,6 +196,7 @@ mod tests {
                 for value in [
                     cost.forward_flops_per_second,
                     cost.backward_flops_per_second,
+                    cost.matmul_flops_per_second,
                     cost.memory_bytes_per_second,
                     cost.launch_seconds,
                     cost.link.alpha_seconds,

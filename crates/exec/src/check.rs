@@ -87,7 +87,7 @@ impl CheckReport {
 const F32_BOUND: f64 = 1e-5;
 /// Likewise f64.
 const F64_BOUND: f64 = 1e-12;
-/// The relative error of rounding once to bf16.
+/// The relative error of rounding once to bf16, at worst twice that.
 const BF16_ROUNDING: f64 = 1.0 / 512.0;
 /// Likewise f16.
 const F16_ROUNDING: f64 = 1.0 / 4096.0;
@@ -198,7 +198,9 @@ pub fn check_sample(
             "lse" => check_lse(spec.dtype, values, rows),
             _ => {
                 let plain: Vec<&[f64]> = plain.iter().filter_map(|plain| plain.tensor(name)).collect();
-                check_tensor(name, spec.dtype, values, rows, &plain, 0.0)
+                let mut check = check_tensor(name, spec.dtype, values, rows, &plain, 0.0);
+                check.allow_rounding_of_few(spec.dtype, rows, &plain);
+                check
             }
         });
     }
@@ -288,6 +290,25 @@ impl TensorCheck {
             relative_bound,
             passed,
         }
+    }
+}
+
+impl TensorCheck {
+    /// Of a sample only a few elements are as large as the largest, and a rounding of those is most of a plain implementation's
+    /// largest error: one draw, which may be next to nothing. So a result may be off by what plain is off and by one more
+    /// rounding of the largest. The bound on the relative error, of all elements together, stays.
+    fn allow_rounding_of_few(&mut self, dtype: DType, expected: &[f64], plain: &[&[f64]]) {
+        let worst_rounding = match dtype {
+            DType::F64 | DType::F32 => return,
+            DType::Bf16 => 2.0 * BF16_ROUNDING,
+            DType::F16 => 2.0 * F16_ROUNDING,
+        };
+        let largest = expected.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+        let yardstick = plain.iter().map(|plain| Difference::of(plain, expected).max).fold(0.0, f64::max);
+        let allowed = yardstick + worst_rounding * largest;
+        let bound = self.max_abs_bound.map_or(allowed, |bound| bound.max(allowed));
+        self.max_abs_bound = Some(bound);
+        self.passed = self.relative_error <= self.relative_bound && self.max_abs_error <= bound;
     }
 }
 

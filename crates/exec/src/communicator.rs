@@ -7,7 +7,7 @@ use counterpoint_schedule::{
 };
 
 use crate::{
-    Backend, CollectiveCall, CpuBackend, ExecError, LocalTransport, OpPlace, SlowLink, Transport, World,
+    Backend, CollectiveCall, CpuBackend, CpuTransport, ExecError, OpPlace, SlowLink, Transport, World,
 };
 
 /// Group collectives by themselves, without a Program: one rank's end of them, with a stream of its own.
@@ -34,14 +34,14 @@ pub struct Reduce {
     pub reduce_dtype: DType,
 }
 
-impl Communicator<CpuBackend, LocalTransport> {
+impl Communicator<CpuBackend, CpuTransport> {
     /// A communicator for every rank of `world`, all in this process.
     ///
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
     pub fn local(world: &Arc<World>, slow_link: Option<SlowLink>) -> Result<Vec<Self>, ExecError> {
         let workers = CpuBackend::workers(0)?;
-        LocalTransport::connect(world, slow_link)
+        CpuTransport::local(world, slow_link)
             .into_iter()
             .enumerate()
             .map(|(rank, transport)| Self::new(CpuBackend::new(world, rank, workers.clone()), transport))

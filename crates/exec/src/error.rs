@@ -1,9 +1,12 @@
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::RendezvousError;
+
 /// Why a run ended without a result.
-#[derive(Clone, Debug, PartialEq, Error)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum ExecError {
     /// A tensor's shape or type is not what the plan needs.
@@ -12,6 +15,16 @@ pub enum ExecError {
         /// Its name.
         name: String,
         /// What is wrong.
+        reason: String,
+    },
+    /// An overlap policy that this machine cannot follow.
+    #[error("rank {rank} cannot overlap by `{policy}`: {reason}")]
+    Policy {
+        /// The rank that says so.
+        rank: usize,
+        /// The policy.
+        policy: String,
+        /// What cannot be done and what to use.
         reason: String,
     },
     /// A Program that no backend can run.
@@ -116,6 +129,9 @@ pub enum ExecError {
         /// The call, its code and the driver's own words.
         reason: String,
     },
+    /// Ranks that are processes did not come together, or one of them was lost.
+    #[error(transparent)]
+    Rendezvous(#[from] RendezvousError),
     /// The operating system gave no thread.
     #[error(
         "rank {rank} cannot start a thread for stream `{stream}`: {reason}; use fewer ranks or raise the limit"
@@ -130,8 +146,20 @@ pub enum ExecError {
     },
 }
 
+impl ExecError {
+    /// As others are told of it: with the rank whose error it is, where it does not name one itself.
+    pub(crate) fn of_rank(self, rank: usize) -> Self {
+        match self {
+            Self::Tensor { .. } | Self::OutOfMemory { .. } => {
+                RendezvousError::RankFailed { rank, reason: self.to_string() }.into()
+            }
+            other => other,
+        }
+    }
+}
+
 /// A wait that reached its limit: who waited for whom, where, and who held everything up.
-#[derive(Clone, Debug, PartialEq, Error)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
 #[error(
     "rank {rank} waited {:.3} s for {awaited} in {place}; {evidence}; held up by rank {culprit}: {culprit_doing}. Raise \
      the limit if that may take so long",

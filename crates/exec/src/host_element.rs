@@ -24,6 +24,8 @@ pub trait HostElement: Copy + Send + Sync + PartialEq + std::fmt::Debug + 'stati
     fn narrow(value: Self::Accumulator) -> Self;
     /// `src` in the accumulator type, exactly. Both have the same length.
     fn widen_slice(src: &[Self], dst: &mut [Self::Accumulator]);
+    /// The elements as they are, where the type is its own accumulator.
+    fn accumulators(elements: &[Self]) -> Option<&[Self::Accumulator]>;
     /// `src` rounded to nearest even. Both have the same length.
     fn narrow_slice(src: &[Self::Accumulator], dst: &mut [Self]);
     /// The elements, when they are of this type.
@@ -66,7 +68,7 @@ accumulator!(f64);
 
 macro_rules! host_element {
     ($type:ty, $variant:ident, $accumulator:ty, $to_acc:ident, $from_acc:ident,
-     $to_f32:expr, $to_f64:expr, $from_f32:expr, $from_f64:expr, $widen_slice:expr, $narrow_slice:expr) => {
+     $to_f32:expr, $to_f64:expr, $from_f32:expr, $from_f64:expr, $widen_slice:expr, $narrow_slice:expr, $accumulators:expr) => {
         impl HostElement for $type {
             type Accumulator = $accumulator;
             const DTYPE: DType = DType::$variant;
@@ -90,6 +92,10 @@ macro_rules! host_element {
             }
             fn widen_slice(src: &[Self], dst: &mut [$accumulator]) {
                 $widen_slice(src, dst);
+            }
+            fn accumulators(elements: &[Self]) -> Option<&[$accumulator]> {
+                let accumulators: fn(&[Self]) -> Option<&[$accumulator]> = $accumulators;
+                accumulators(elements)
             }
             fn narrow_slice(src: &[$accumulator], dst: &mut [Self]) {
                 $narrow_slice(src, dst);
@@ -123,7 +129,8 @@ host_element!(
     |v| v as f64,
     |v| v,
     |src, dst: &mut [_]| dst.copy_from_slice(src),
-    |src, dst: &mut [_]| dst.copy_from_slice(src)
+    |src, dst: &mut [_]| dst.copy_from_slice(src),
+    |elements| Some(elements)
 );
 host_element!(
     f32,
@@ -136,7 +143,8 @@ host_element!(
     |v| v,
     |v| v as f32,
     |src, dst: &mut [_]| dst.copy_from_slice(src),
-    |src, dst: &mut [_]| dst.copy_from_slice(src)
+    |src, dst: &mut [_]| dst.copy_from_slice(src),
+    |elements| Some(elements)
 );
 host_element!(
     bf16,
@@ -149,7 +157,8 @@ host_element!(
     bf16::from_f32,
     |v| bf16::from_f32(round_to_odd(v)),
     |src: &[bf16], dst: &mut [f32]| src.convert_to_f32_slice(dst),
-    |src: &[f32], dst: &mut [bf16]| dst.convert_from_f32_slice(src)
+    |src: &[f32], dst: &mut [bf16]| dst.convert_from_f32_slice(src),
+    |_| None
 );
 host_element!(
     f16,
@@ -162,7 +171,8 @@ host_element!(
     f16::from_f32,
     |v| { f16::from_f32(round_to_odd(v)) },
     |src: &[f16], dst: &mut [f32]| src.convert_to_f32_slice(dst),
-    |src: &[f32], dst: &mut [f16]| dst.convert_from_f32_slice(src)
+    |src: &[f32], dst: &mut [f16]| dst.convert_from_f32_slice(src),
+    |_| None
 );
 
 /// f64 to f32, rounding inexact values to the neighbour whose last bit is 1. Rounding that once more, to nearest, to at

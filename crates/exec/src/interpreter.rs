@@ -57,14 +57,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 )));
             }
         }
+        backend.check_policy(&program.policy)?;
         program.validate().map_err(|reason| error(reason.to_string()))?;
         check_names(&program).map_err(&error)?;
-        let needed = program
-            .buffers
-            .iter()
-            .filter(|spec| spec.role != BufferRole::Input)
-            .map(|spec| spec.bytes())
-            .sum();
+        let needed = program.bytes(|role| !given(role));
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
             return Err(ExecError::OutOfMemory { needed, available });
         }
@@ -90,12 +86,20 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             };
             steps.push((place, step));
         }
-        let buffers = program.buffers.iter().map(|spec| match spec.role {
-            BufferRole::Input => Ok(None),
-            BufferRole::Output | BufferRole::Scratch => backend.allocate(spec).map(Some),
-        });
+        let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
+        for slot in &program.slots {
+            let specs: Vec<_> = slot.iter().map(|id| &program.buffers[id.0]).collect();
+            for (id, buffer) in slot.iter().zip(backend.allocate_in_turns(&specs)?) {
+                buffers[id.0] = Some(buffer);
+            }
+        }
+        for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
+            if !given(spec.role) && buffer.is_none() {
+                *buffer = Some(backend.allocate(spec)?);
+            }
+        }
         Ok(Self {
-            buffers: buffers.collect::<Result<_, _>>()?,
+            buffers,
             streams: program
                 .streams
                 .iter()
@@ -181,7 +185,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn poison_ranks(ranks: &[Self]) -> Result<(), ExecError> {
         ranks.iter().try_for_each(|rank| {
             let buffers = rank.program.buffers.iter().zip(&rank.buffers);
-            let written = buffers.filter(|(spec, _)| spec.role != BufferRole::Input);
+            let written = buffers.filter(|(spec, _)| !given(spec.role));
             let poisoned =
                 written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|b| rank.backend.poison(b));
             poisoned.map_err(|error| rank.backend.fail(error))
@@ -332,6 +336,11 @@ struct Meeting<'a, B: Backend, T: Transport<B>> {
     collective: &'a T::Collective,
     barrier: Option<&'a B::Barrier>,
     meeting: T::Meeting,
+}
+
+/// Whether a run finds contents in such a buffer, which the caller has bound.
+fn given(role: BufferRole) -> bool {
+    matches!(role, BufferRole::Input | BufferRole::Updated)
 }
 
 /// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.

@@ -2,7 +2,7 @@
 //!
 //! [`run_attention`] goes from tensors to tensors. Below it, [`Prepared`] is the one interpreter of Programs; it knows a
 //! machine only as a [`Backend`] (streams, events, memory, kernels) and a [`Transport`] (rows between ranks).
-//! A [`Machine`] makes both for the ranks of a run. [`CpuBackend`] and [`LocalTransport`] are those of this process: ranks,
+//! A [`Machine`] makes both for the ranks of a run. [`CpuBackend`] and [`CpuTransport`] are those of this process: ranks,
 //! and the streams of each, are threads that share a [`World`], the place of the first error and of every wait's limit.
 //! [`Communicator`] offers the group collectives alone.
 
@@ -17,29 +17,37 @@ mod check;
 pub mod collective;
 mod communicator;
 mod cpu;
+mod cpu_transport;
 mod draw;
+mod environment;
 mod error;
 mod fault;
+mod frame;
 mod host_element;
 mod interpreter;
 pub mod kernel;
 mod layout;
-mod local;
+mod linear;
 mod machine;
 mod memory;
 mod monitor;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod operands;
 mod pass;
 mod place;
 mod random;
 mod reference;
+mod rendezvous;
 pub mod selftest;
+mod tcp;
 mod tensor;
 mod transport;
 mod world;
 
 pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, RunConfig, SlowLink, run_attention, run_attention_on,
+    AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink,
+    run_attention, run_attention_on, run_attention_ranks,
 };
 pub use backend::Backend;
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
@@ -49,14 +57,18 @@ pub use check::{
 };
 pub use communicator::{Communicator, Handle, Reduce};
 pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
+pub use cpu_transport::{CpuCollective, CpuTransport};
+pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use local::{LocalCollective, LocalTransport};
-pub use machine::{CpuMachine, Ends, Machine};
+pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
+pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
+#[cfg(feature = "mpi")]
+pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
@@ -64,6 +76,11 @@ pub use random::random_inputs;
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
+pub use rendezvous::{
+    ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
+    RendezvousError,
+};
+pub use tcp::{TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -1,12 +1,23 @@
+use std::ops::Range;
 use std::sync::Arc;
 
+use counterpoint_plan::DType;
 use rayon::ThreadPool;
 
 use crate::memory::check_memory;
-use crate::{Backend, CpuBackend, ExecError, LocalTransport, SlowLink, Transport, World};
+use crate::{Backend, CpuBackend, CpuTransport, ExecError, SlowLink, Transport, World};
 
 /// Backend and transport of one rank of a machine.
 pub type Ends<M> = (<M as Machine>::Backend, <M as Machine>::Transport);
+
+/// Element types that a transport moves and combines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ElementTypes {
+    /// Of tensors, and on the wire.
+    pub tensors: &'static [DType],
+    /// In which a group-reduce combines.
+    pub sums: &'static [DType],
+}
 
 /// Where the ranks of a run live: what makes their backends and transports.
 pub trait Machine: Sized {
@@ -15,11 +26,36 @@ pub trait Machine: Sized {
     /// Transport of a rank.
     type Transport: Transport<Self::Backend>;
 
-    /// Backend and transport of every rank of `world`, in the order of ranks.
+    /// The number of ranks, where it is not for the caller to choose.
+    fn world_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// What its transport takes: every type, unless it says otherwise.
+    fn element_types(&self) -> ElementTypes {
+        const ALL: &[DType] = &[DType::F64, DType::F32, DType::Bf16, DType::F16];
+        ElementTypes { tensors: ALL, sums: ALL }
+    }
+
+    /// Those of `world_size` ranks that are in this process.
+    fn ranks_here(&self, world_size: usize) -> Range<usize> {
+        0..world_size
+    }
+
+    /// Backend and transport of every rank of `world` that is in this process, in the order of ranks.
     ///
     /// # Errors
     /// When the machine has too little of something.
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError>;
+
+    /// Waits until all processes of the world's ranks have come here: at once where there is one.
+    ///
+    /// # Errors
+    /// When one of them does not come.
+    fn meet(&self, place: &str) -> Result<(), ExecError> {
+        let _ = place;
+        Ok(())
+    }
 
     /// Refuses what cannot fit, before anything is allocated: `ranks` bytes of all ranks' buffers, and `host` bytes of tensors
     /// in global order beside them.
@@ -47,10 +83,10 @@ impl CpuMachine {
 
 impl Machine for CpuMachine {
     type Backend = CpuBackend;
-    type Transport = LocalTransport;
+    type Transport = CpuTransport;
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
-        let transports = LocalTransport::connect(world, self.slow_link);
+        let transports = CpuTransport::local(world, self.slow_link);
         let backend = |rank| CpuBackend::new(world, rank, self.workers.clone());
         Ok(transports.into_iter().map(|transport| (backend(transport.rank()), transport)).collect())
     }

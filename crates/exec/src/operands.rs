@@ -1,8 +1,10 @@
 //! Checks of an operation's tensors against each other, once, so that kernels need not.
 
-use counterpoint_mask::Band;
+use counterpoint_mask::{Band, Range};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Op, Program};
+use counterpoint_schedule::{
+    AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op, Program, RowBlock,
+};
 
 use crate::ExecError;
 
@@ -70,6 +72,11 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(op.dv, dk, &v.shape)?;
             check.bands(&op.bands, q.rows(), k.rows())
         }
+        Op::Gemm(op) => check.gemm(op),
+        Op::ColumnSum(op) => {
+            let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
+            check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])
+        }
         Op::Cast { src, dst } => {
             let (src, dst_dtype) = (check.spec(*src), check.spec(*dst).dtype);
             check.tensor(*dst, dst_dtype, &src.shape)
@@ -92,6 +99,13 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
 struct Heads {
     q: usize,
     dim_v: usize,
+}
+
+/// An operand that is put together from rows.
+struct Blocks {
+    rows: usize,
+    columns: usize,
+    dtype: DType,
 }
 
 struct Check<'a> {
@@ -140,6 +154,66 @@ impl<'a> Check<'a> {
         self.tensor(k, q.dtype, &[k_spec.rows(), heads_kv, q.shape[2]])?;
         self.tensor(v, q.dtype, &[k_spec.rows(), heads_kv, v_spec.shape[2]])?;
         Ok(Heads { q: heads, dim_v: v_spec.shape[2] })
+    }
+
+    /// A result is of the operands' type or of that of their sums.
+    fn result_type(&self, id: BufferId, operands: DType) -> DType {
+        if self.spec(id).dtype == operands { operands } else { operands.accumulator() }
+    }
+
+    fn blocks(&self, operand: &str, blocks: &[RowBlock]) -> Result<Blocks, ExecError> {
+        let Some(first) = blocks.first().map(|block| self.spec(block.buffer)) else {
+            return Err(self.error(format!("operand {operand} has no rows")));
+        };
+        let columns = first.shape.get(1).copied().unwrap_or_default();
+        let mut rows = 0;
+        for block in blocks {
+            let spec = self.spec(block.buffer);
+            self.tensor(block.buffer, first.dtype, &[spec.rows(), columns])?;
+            if block.rows.is_empty() || block.rows.end > spec.rows() {
+                let (range, name, has) = (block.rows, &spec.name, spec.rows());
+                return Err(self.error(format!(
+                    "{range:?} of operand {operand} are not rows of `{name}`, which has {has}"
+                )));
+            }
+            rows += block.rows.len();
+        }
+        Ok(Blocks { rows, columns, dtype: first.dtype })
+    }
+
+    fn gemm(&self, op: &Gemm) -> Result<(), ExecError> {
+        let (a, b) = (self.blocks("a", &op.a)?, self.blocks("b", &op.b)?);
+        let (m, k) = match op.layout {
+            GemmLayout::Nt | GemmLayout::Nn => (a.rows, a.columns),
+            GemmLayout::Tn => (a.columns, a.rows),
+        };
+        let (b_k, n) = match op.layout {
+            GemmLayout::Nt => (b.columns, b.rows),
+            GemmLayout::Nn | GemmLayout::Tn => (b.rows, b.columns),
+        };
+        if (b.dtype, b_k) != (a.dtype, k) {
+            let (mine, theirs) = (a.dtype, b.dtype);
+            return Err(self.error(format!("a sums over {k} of {mine:?} and b over {b_k} of {theirs:?}")));
+        }
+        let out = self.spec(op.out);
+        self.tensor(op.out, self.result_type(op.out, a.dtype), &[out.rows(), n])?;
+        if let Some(bias) = op.bias {
+            self.tensor(bias, a.dtype, &[n])?;
+        }
+        let mut end = 0;
+        for rows in &op.out_rows {
+            if rows.start < end || rows.is_empty() || rows.end > out.rows() {
+                return Err(
+                    self.error(format!("{rows:?} do not follow row {end} of the result, or leave it"))
+                );
+            }
+            end = rows.end;
+        }
+        let given: usize = op.out_rows.iter().map(Range::len).sum();
+        if given != m {
+            return Err(self.error(format!("the product has {m} rows and places for {given}")));
+        }
+        Ok(())
     }
 
     fn bands(&self, bands: &[Band], q_rows: usize, key_rows: usize) -> Result<(), ExecError> {

@@ -1,8 +1,10 @@
 use std::fmt;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// An operation's place in its Program, as traces and errors name it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpPlace {
     /// Index into the Program's operations; calls outside a Program count from 0.
     pub index: usize,

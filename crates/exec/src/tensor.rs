@@ -118,6 +118,35 @@ impl HostTensor {
         })
     }
 
+    /// The elements as they lie in memory.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        with_host_element!(self.dtype(), T => bytemuck::cast_slice(self.as_slice::<T>().unwrap_or(&[])))
+    }
+
+    /// The inverse of [`HostTensor::bytes`], on a machine of the same byte order.
+    ///
+    /// # Panics
+    /// As [`HostTensor::new`].
+    pub(crate) fn from_bytes(shape: Vec<usize>, dtype: DType, bytes: &[u8]) -> Self {
+        with_host_element!(dtype, T => Self::from_vec::<T>(shape, bytemuck::pod_collect_to_vec(bytes)))
+    }
+
+    /// Gives it another shape and type; contents arbitrary. Memory that is long enough is kept.
+    pub(crate) fn reshape(&mut self, shape: &[usize], dtype: DType) {
+        if dtype != self.dtype() {
+            *self = Self::zeros(shape.to_vec(), dtype);
+            return;
+        }
+        let len = shape.iter().product();
+        self.shape = shape.to_vec();
+        match &mut self.data {
+            HostData::F64(v) => v.resize(len, 0.0),
+            HostData::F32(v) => v.resize(len, 0.0),
+            HostData::Bf16(v) => v.resize(len, bf16::ZERO),
+            HostData::F16(v) => v.resize(len, f16::ZERO),
+        }
+    }
+
     /// NaN everywhere.
     pub(crate) fn fill_nan(&mut self) {
         with_host_element!(self.dtype(), T => {

@@ -1,12 +1,12 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use counterpoint_schedule::StreamKind;
 
 use crate::fault::FaultInjection;
 use crate::monitor::{Monitor, Wake, lock};
-use crate::{ExecError, OpPlace, Stall};
+use crate::{ExecError, OpPlace, RankActivity, Stall};
 
 /// How ranks that are threads of this process run.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +39,19 @@ pub struct World {
     streams: Mutex<Vec<Weak<StreamStatus>>>,
     /// Nanoseconds from `born` to the last start or end of an operation of any rank.
     progress: AtomicU64,
+    remote: OnceLock<Arc<dyn RemoteRanks>>,
+}
+
+/// The ranks of a world that are other processes.
+pub(crate) trait RemoteRanks: Send + Sync {
+    /// The only rank that is in this process.
+    fn rank(&self) -> usize;
+
+    /// Tells all others of this process's first error.
+    fn tell(&self, error: &ExecError);
+
+    /// What another rank is doing; `None` when its process does not answer.
+    fn activity_of(&self, rank: usize) -> Option<RankActivity>;
 }
 
 impl std::fmt::Debug for World {
@@ -64,6 +77,7 @@ impl World {
             waiters: Mutex::new(Vec::new()),
             streams: Mutex::new(Vec::new()),
             progress: AtomicU64::new(0),
+            remote: OnceLock::new(),
         })
     }
 
@@ -89,8 +103,17 @@ impl World {
         if !self.failed.swap(true, Ordering::SeqCst) {
             let waiters = lock(&self.waiters).clone();
             waiters.iter().filter_map(Weak::upgrade).for_each(|waiter| waiter.wake());
+            if let Some(remote) = self.remote.get() {
+                remote.tell(&first);
+            }
         }
         first
+    }
+
+    /// Makes this the world of one rank whose peers are other processes: they hear of its failure, and are asked what they
+    /// do. A world stays with the first.
+    pub(crate) fn attach(&self, remote: Arc<dyn RemoteRanks>) {
+        self.remote.get_or_init(|| remote);
     }
 
     /// Whether there is an error.
@@ -165,6 +188,48 @@ impl World {
         streams.iter().filter_map(Weak::upgrade).filter(|stream| stream.rank == rank).collect()
     }
 
+    /// What `rank` is doing, for those of other processes that wait for it.
+    pub(crate) fn activity_of(&self, rank: usize) -> RankActivity {
+        let mut visited: Vec<Arc<StreamStatus>> = Vec::new();
+        let mut stream = self.holding_stream(rank);
+        while let Some(current) =
+            stream.filter(|stream| !visited.iter().any(|seen| Arc::ptr_eq(seen, stream)))
+        {
+            let blocked = lock(&current.state).blocked.clone();
+            match blocked {
+                Some(Blocker::Rank(other)) => {
+                    return RankActivity { doing: current.describe(), waits_for: Some(other) };
+                }
+                Some(Blocker::Stream(next)) => stream = Some(next),
+                None => return RankActivity { doing: current.describe(), waits_for: None },
+            }
+            visited.push(current);
+        }
+        RankActivity { doing: self.activity(rank), waits_for: None }
+    }
+
+    /// Follows the chain of waits from `rank`, which is in another process.
+    fn remote_culprit(&self, remote: &dyn RemoteRanks, mut rank: usize) -> (usize, String) {
+        let mut visited = Vec::new();
+        loop {
+            let activity = match rank == remote.rank() {
+                true => Some(self.activity_of(rank)),
+                false => remote.activity_of(rank),
+            };
+            let Some(RankActivity { doing, waits_for }) = activity else {
+                return (rank, "its process does not answer".to_owned());
+            };
+            visited.push(rank);
+            match waits_for {
+                Some(next) if visited.contains(&next) => {
+                    return (rank, format!("in a circle of waits: {doing}"));
+                }
+                Some(next) => rank = next,
+                None => return (rank, doing),
+            }
+        }
+    }
+
     /// What `rank` is doing, all streams, for errors.
     fn activity(&self, rank: usize) -> String {
         let words: Vec<String> = self.streams_of(rank).iter().map(|stream| stream.describe()).collect();
@@ -183,6 +248,12 @@ impl World {
             let stream = match &blocker {
                 Blocker::Stream(stream) => stream.clone(),
                 Blocker::Rank(rank) => match self.holding_stream(*rank) {
+                    None if self.remote.get().is_some_and(|remote| remote.rank() != *rank) => {
+                        return self
+                            .remote
+                            .get()
+                            .map_or((*rank, String::new()), |remote| self.remote_culprit(&**remote, *rank));
+                    }
                     Some(stream) => stream,
                     None => return (*rank, self.activity(*rank)),
                 },

@@ -7,8 +7,8 @@ mod support;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind,
-    FaultPoint, HostTensor, LocalTransport, Prepared, RunConfig, SlowLink, World, WorldConfig,
+    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuTransport, ExecError,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Prepared, RunConfig, SlowLink, World, WorldConfig,
     available_memory, check_attention, dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
@@ -52,7 +52,7 @@ fn causal(seqlen: usize) -> Mask {
 }
 
 fn policy(start: StartOrder) -> OverlapPolicy {
-    OverlapPolicy { start, sm_margin: 0 }
+    OverlapPolicy::new(start)
 }
 
 proptest! {
@@ -66,7 +66,7 @@ proptest! {
         seqlens in (1usize..400, 1usize..400, any::<bool>()),
         cp_size in 1usize..9,
         chunk_size in 1usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (1usize..5).prop_map(StageCount::Fixed)],
+        stages in prop_oneof![Just(StageCount::Auto), (1usize..8).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
         order in 0usize..3,
         dtype in 0usize..4,
@@ -166,6 +166,24 @@ proptest! {
     }
 }
 
+/// As many times as runs were asked for, each of something that took time; results do not change.
+#[test]
+fn every_measured_run_has_its_time() {
+    let spec = spec(2, 1, 16, 16, DType::F32);
+    let mask = causal(64);
+    let plan =
+        Plan::new(&mask, &spec, &config(2, 16, StageCount::Fixed(1), DispatchAlgorithm::Affinity)).unwrap();
+    let inputs = counterpoint_exec::random_inputs(&mask, &spec, 3, true);
+    let once = run(&plan, &spec, &inputs, &RunConfig::default());
+    let config = RunConfig { warmups: 2, samples: 3, ..RunConfig::default() };
+    let often = run(&plan, &spec, &inputs, &config);
+    assert_eq!((once.forward_seconds.len(), once.backward_seconds.len()), (1, 1));
+    assert_eq!((often.forward_seconds.len(), often.backward_seconds.len()), (3, 3));
+    assert!(often.forward_seconds.iter().chain(&often.backward_seconds).all(|&seconds| seconds > 0.0));
+    assert_eq!(often.forward_seconds[2], often.forward.duration());
+    assert_eq!(once.outputs.out, often.outputs.out);
+}
+
 /// Ranks that planned from different masks find out where they first meet.
 #[test]
 fn ranks_with_different_masks_are_named() {
@@ -175,7 +193,7 @@ fn ranks_with_different_masks_are_named() {
     let full = Mask::new(64, 64, vec![AttnSlice::new(whole, whole, MaskType::Full)]).unwrap();
     let world = World::new(2, WorldConfig::default());
     let workers = CpuBackend::workers(0).unwrap();
-    let transports = LocalTransport::connect(&world, None).into_iter();
+    let transports = CpuTransport::local(&world, None).into_iter();
     let mut ranks: Vec<_> = [causal(64), full]
         .iter()
         .zip(transports)
@@ -254,6 +272,23 @@ fn the_timeline_shows_every_rank_and_stage() {
             }
         }
         assert!(timeline.spans.iter().all(|span| 0.0 <= span.start && span.start <= span.end));
+    }
+}
+
+#[test]
+fn policies_that_cpu_ranks_cannot_follow_are_refused() {
+    let mut rng = ChaCha8Rng::seed_from_u64(4);
+    let (mask, spec) = (causal(64), spec(1, 1, 8, 8, DType::F32));
+    let plan =
+        Plan::new(&mask, &spec, &config(2, 16, StageCount::Auto, DispatchAlgorithm::Affinity)).unwrap();
+    let inputs = inputs(&mask, &spec, &mut rng);
+    for policy in ["partition=1", "priority", "single-connection", "kernel-barrier+copy-engine"] {
+        let config = RunConfig { policy: policy.parse().unwrap(), ..RunConfig::default() };
+        let error = run_attention(&plan, &spec, &inputs, &config).map(drop).unwrap_err();
+        assert!(
+            matches!(&error, ExecError::Policy { policy: named, .. } if named.contains(policy)),
+            "{error}"
+        );
     }
 }
 

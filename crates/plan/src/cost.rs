@@ -25,6 +25,8 @@ pub struct CostModel {
     pub forward_flops_per_second: f64,
     /// Attention backward, likewise.
     pub backward_flops_per_second: f64,
+    /// Matrix products, likewise.
+    pub matmul_flops_per_second: f64,
     /// Bytes a second that a pass over memory reads and writes, of one rank.
     pub memory_bytes_per_second: f64,
     /// Cost of one more compute launch, in seconds.
@@ -41,6 +43,7 @@ impl CostModel {
     pub const H200: CostModel = CostModel {
         forward_flops_per_second: 600e12,
         backward_flops_per_second: 500e12,
+        matmul_flops_per_second: 700e12,
         memory_bytes_per_second: 4.3e12,
         launch_seconds: 5e-6,
         link: Link { alpha_seconds: 40e-6, bytes_per_second: 330e9 },
@@ -55,6 +58,7 @@ impl CostModel {
         let rates = [
             ("forward_flops_per_second", self.forward_flops_per_second),
             ("backward_flops_per_second", self.backward_flops_per_second),
+            ("matmul_flops_per_second", self.matmul_flops_per_second),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
             ("link.bytes_per_second", self.link.bytes_per_second),
             ("network.bytes_per_second", self.network.bytes_per_second),

@@ -60,6 +60,16 @@ pub enum PlanError {
         /// What it must be.
         wanted: &'static str,
     },
+    /// A linear layer cannot be split so.
+    #[error("{field} is {value}; a tensor-parallel linear layer wants {wanted}")]
+    Linear {
+        /// Which figure.
+        field: &'static str,
+        /// What was given.
+        value: usize,
+        /// What it must be.
+        wanted: String,
+    },
     /// There is no such rank.
     #[error("rank {rank} does not exist; the plan is for {cp_size} ranks, counted from 0")]
     Rank {

@@ -67,19 +67,64 @@ impl GroupPart {
     }
 }
 
+/// Global key rows as they lie in a rank's buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlacedRows {
+    /// Global rows.
+    pub(crate) range: Range,
+    /// Row of the buffer that holds `range.start`.
+    pub(crate) start: usize,
+}
+
+impl PlacedRows {
+    /// Ranges that lie in a buffer one after the other, ascending by their global rows.
+    pub(crate) fn of(buffer: &[Range]) -> Vec<Self> {
+        let mut end = 0;
+        let place = |&range: &Range| {
+            end += range.len();
+            Self { range, start: end - range.len() }
+        };
+        let mut placed: Vec<Self> = buffer.iter().map(place).collect();
+        placed.sort_unstable_by_key(|rows| rows.range.start);
+        placed
+    }
+}
+
+/// Who takes a piece of the key sequence, and where to.
+pub(crate) struct Receivers<'a> {
+    /// Ascending.
+    pub(crate) ranks: &'a [u32],
+    /// By rank: a row's place in the buffer less the row, modulo the size of the type.
+    shift: &'a [usize],
+}
+
+impl Receivers<'_> {
+    /// Where `piece` lies in the buffer of a receiver.
+    pub(crate) fn rows(&self, rank: u32, piece: &Range) -> Range {
+        let start = piece.start.wrapping_add(self.shift[rank as usize]);
+        Range::new(start, start + piece.len())
+    }
+}
+
 /// Walks the key sequence once and names every piece that travels: the longest ranges with one owner and one set of
-/// receivers, ascending. `received[r]` are the global rows that rank `r` receives, merged, ascending and not its own.
+/// receivers that lie in one place of their buffers, ascending. `received[r]` are the rows that rank `r` receives, ascending,
+/// disjoint and not its own.
 ///
 /// One pass over the ends of all ranges and over the owners' runs; between two ends the set of receivers stands still.
-pub(crate) fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&Run, Range, &[u32])) {
-    let mut ends: Vec<(usize, u32, End)> = Vec::new();
-    for (rank, ranges) in received.iter().enumerate() {
-        for range in *ranges {
-            ends.push((range.start, rank as u32, End::Enter));
-            ends.push((range.end, rank as u32, End::Leave));
+pub(crate) fn sweep(
+    runs: &Runs,
+    received: &[Vec<PlacedRows>],
+    mut visit: impl FnMut(&Run, Range, &Receivers<'_>),
+) {
+    let mut ends: Vec<(usize, End, u32, usize)> = Vec::new();
+    for (rank, placed) in received.iter().enumerate() {
+        for &PlacedRows { range, start } in placed {
+            ends.push((range.start, End::Enter, rank as u32, start.wrapping_sub(range.start)));
+            ends.push((range.end, End::Leave, rank as u32, 0));
         }
     }
-    ends.sort_unstable_by_key(|&(row, ..)| row);
+    ends.sort_unstable_by_key(|&(row, end, ..)| (row, end));
+    let mut shift = vec![0; received.len()];
     let mut receivers: Vec<u32> = Vec::new();
     let mut row = 0;
     let mut run = 0;
@@ -92,18 +137,21 @@ pub(crate) fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&R
             }
             let owner = &runs.all()[run];
             let piece = Range::new(row, owner.range.end.min(until));
-            visit(owner, piece, &receivers);
+            visit(owner, piece, &Receivers { ranks: &receivers, shift: &shift });
             row = piece.end;
         }
         row = until;
         while next < ends.len() && ends[next].0 == until {
-            let (_, rank, end) = ends[next];
+            let (_, end, rank, place) = ends[next];
             match (end, receivers.binary_search(&rank)) {
-                (End::Enter, Err(place)) => receivers.insert(place, rank),
-                (End::Leave, Ok(place)) => {
-                    receivers.remove(place);
+                (End::Enter, Err(index)) => {
+                    receivers.insert(index, rank);
+                    shift[rank as usize] = place;
                 }
-                // Ranges of a rank are merged: it never enters or leaves twice.
+                (End::Leave, Ok(index)) => {
+                    receivers.remove(index);
+                }
+                // Ranges of a rank share no row: it leaves one before it enters the next.
                 (End::Enter, Ok(_)) | (End::Leave, Err(_)) => {
                     debug_assert!(false, "rank {rank} at row {until}")
                 }
@@ -113,24 +161,20 @@ pub(crate) fn sweep(runs: &Runs, received: &[&[Range]], mut visit: impl FnMut(&R
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// At one row ranges end before others begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
-    Enter,
     Leave,
-}
-
-pub(crate) fn push_remote(part: &mut GroupPart, owner: u32, length: usize) {
-    let start = part.remote.last().map_or(0, |split| split.rows.end);
-    part.remote.push(RemoteSplit { rows: Range::new(start, start + length), rank: owner });
+    Enter,
 }
 
 /// Every rank's part of the group-cast that gives rank `r` the global rows `received[r]`.
-pub(crate) fn exchange(runs: &Runs, received: &[&[Range]]) -> Vec<GroupPart> {
+pub(crate) fn exchange(runs: &Runs, received: &[Vec<PlacedRows>]) -> Vec<GroupPart> {
     // Counting first: parts of a thousand ranks have a million splits, and growing their lists would copy them.
     let mut counts = vec![(0_usize, 0_usize); received.len()];
     sweep(runs, received, |owner, _, receivers| {
         counts[owner.rank as usize].0 += 1;
-        for &rank in receivers {
+        for &rank in receivers.ranks {
             counts[rank as usize].1 += 1;
         }
     });
@@ -142,24 +186,25 @@ pub(crate) fn exchange(runs: &Runs, received: &[&[Range]]) -> Vec<GroupPart> {
         })
         .collect();
     sweep(runs, received, |owner, piece, receivers| {
-        let split = OwnedSplit { rows: owner.local(&piece), ranks: receivers.to_vec() };
+        let split = OwnedSplit { rows: owner.local(&piece), ranks: receivers.ranks.to_vec() };
         parts[owner.rank as usize].owned.push(split);
-        for &rank in receivers {
-            push_remote(&mut parts[rank as usize], owner.rank, piece.len());
+        for &rank in receivers.ranks {
+            let rows = receivers.rows(rank, &piece);
+            parts[rank as usize].remote.push(RemoteSplit { rows, rank: owner.rank });
         }
     });
     parts
 }
 
 /// The part of `rank` alone; the same as `exchange(..)[rank]`.
-pub(crate) fn exchange_part(runs: &Runs, received: &[&[Range]], rank: usize) -> GroupPart {
+pub(crate) fn exchange_part(runs: &Runs, received: &[Vec<PlacedRows>], rank: usize) -> GroupPart {
     let mut part = GroupPart::default();
     let me = rank as u32;
     sweep(runs, received, |owner, piece, receivers| {
         if owner.rank == me {
-            part.owned.push(OwnedSplit { rows: owner.local(&piece), ranks: receivers.to_vec() });
-        } else if receivers.binary_search(&me).is_ok() {
-            push_remote(&mut part, owner.rank, piece.len());
+            part.owned.push(OwnedSplit { rows: owner.local(&piece), ranks: receivers.ranks.to_vec() });
+        } else if receivers.ranks.binary_search(&me).is_ok() {
+            part.remote.push(RemoteSplit { rows: receivers.rows(me, &piece), rank: owner.rank });
         }
     });
     part

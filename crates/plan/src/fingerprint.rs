@@ -188,14 +188,19 @@ impl Words {
         let CostModel {
             forward_flops_per_second,
             backward_flops_per_second,
+            matmul_flops_per_second,
             memory_bytes_per_second,
             launch_seconds,
             link,
             network,
         } = *cost;
-        for real in
-            [forward_flops_per_second, backward_flops_per_second, memory_bytes_per_second, launch_seconds]
-        {
+        for real in [
+            forward_flops_per_second,
+            backward_flops_per_second,
+            matmul_flops_per_second,
+            memory_bytes_per_second,
+            launch_seconds,
+        ] {
             self.real(real);
         }
         for Link { alpha_seconds, bytes_per_second } in [link, network] {

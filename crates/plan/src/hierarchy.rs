@@ -1,9 +1,9 @@
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use crate::exchange::{push_remote, sweep};
+use crate::exchange::{PlacedRows, sweep};
 use crate::runs::Runs;
-use crate::{Dispatch, GroupPart, OwnedSplit, Plan, RankPlan, StagePlan, Topology};
+use crate::{Dispatch, GroupPart, OwnedSplit, Plan, RankPlan, RemoteSplit, StagePlan, Topology};
 
 /// One rank's part in a group-cast in two steps: between nodes, then inside each node.
 ///
@@ -46,8 +46,9 @@ impl TwoLevelExchange {
         let direction = |stages: fn(&RankPlan) -> &[StagePlan]| {
             let mut parts = vec![Vec::new(); plan.cp_size()];
             for stage in 0..stages(&plan.ranks[0]).len() {
-                let received: Vec<&[Range]> =
-                    plan.ranks.iter().map(|rank| stages(rank)[stage].recv_ranges.as_slice()).collect();
+                let ranks = plan.ranks.iter();
+                let received: Vec<Vec<PlacedRows>> =
+                    ranks.map(|rank| PlacedRows::of(&stages(rank)[stage].recv_ranges)).collect();
                 let stage_parts = two_levels(&runs, &received, &plan.k_dispatch, topology);
                 parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
             }
@@ -75,7 +76,7 @@ pub fn flat_crossing_rows(plan: &Plan, topology: &Topology) -> u64 {
 /// One stage, all ranks.
 fn two_levels(
     runs: &Runs,
-    received: &[&[Range]],
+    received: &[Vec<PlacedRows>],
     k_dispatch: &Dispatch,
     topology: &Topology,
 ) -> Vec<TwoLevelPart> {
@@ -85,7 +86,8 @@ fn two_levels(
         let home = topology.node(owner.rank as usize);
         let mut gateways = Vec::new();
         // Receivers ascend, so those of one node stand together.
-        for group in receivers.chunk_by(|&a, &b| topology.node(a as usize) == topology.node(b as usize)) {
+        for group in receivers.ranks.chunk_by(|&a, &b| topology.node(a as usize) == topology.node(b as usize))
+        {
             let (source, rows) = if topology.node(group[0] as usize) == home {
                 (owner.rank, owner.local(&piece))
             } else {
@@ -95,14 +97,16 @@ fn two_levels(
                 let gateway = gateway.unwrap_or(group[0]);
                 gateways.push(gateway);
                 let part = &mut parts[gateway as usize];
-                push_remote(&mut part.inter, owner.rank, piece.len());
-                let start = own_rows[gateway as usize] + part.inter_rows;
-                part.inter_rows += piece.len();
+                let rows = Range::new(part.inter_rows, part.inter_rows + piece.len());
+                part.inter.remote.push(RemoteSplit { rows, rank: owner.rank });
+                part.inter_rows = rows.end;
+                let start = own_rows[gateway as usize] + rows.start;
                 (gateway, Range::new(start, start + piece.len()))
             };
             parts[source as usize].intra.owned.push(OwnedSplit { rows, ranks: group.to_vec() });
             for &rank in group {
-                push_remote(&mut parts[rank as usize].intra, source, piece.len());
+                let rows = receivers.rows(rank, &piece);
+                parts[rank as usize].intra.remote.push(RemoteSplit { rows, rank: source });
             }
         }
         if !gateways.is_empty() {

@@ -17,9 +17,11 @@ mod fingerprint;
 mod group_part;
 mod hierarchy;
 mod layout;
+mod linear;
 mod outline;
 mod plan;
 mod prediction;
+mod receive_order;
 mod runs;
 mod spec;
 mod stages;
@@ -41,6 +43,7 @@ pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
+pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
@@ -53,6 +56,6 @@ pub use tile_schedule::{
 pub use topology::Topology;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
-/// rank's received rows), so that every kernel block, and with it every bit of a deterministic result, is the same for
+/// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
 /// any number of stages.
 pub const KEY_BLOCK: usize = 128;

@@ -1,6 +1,7 @@
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::exchange::{exchange, exchange_part};
+use crate::receive_order::ReceiveOrder;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, rank_work, without};
@@ -15,7 +16,7 @@ pub(crate) struct RankOutline {
     pub(crate) own: Vec<Range>,
     /// Local query rows, global key columns.
     pub(crate) work: Vec<Band>,
-    /// Global key rows that it needs and does not own.
+    /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub(crate) remote: RowList,
 }
 
@@ -89,12 +90,14 @@ impl Outline {
             true => rank_work(mask, &k_runs, q_dispatch.cp_size()),
             false => rank_work(mask, &Runs::new(&q_dispatch), q_dispatch.cp_size()),
         };
+        let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
+        let order = ReceiveOrder::new(&k_runs, &k_rows);
         let ranks: Vec<RankOutline> = work
             .into_iter()
             .enumerate()
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
-                let remote = RowList::new(without(&needed_rows(&work), &own));
+                let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
                 RankOutline { own, work, remote }
             })
             .collect();
@@ -122,7 +125,7 @@ impl Outline {
         let mut parts = vec![Vec::with_capacity(cuts.stages()); self.ranks.len()];
         parts.iter_mut().for_each(|parts| parts.push(GroupPart::default()));
         for stage in 1..cuts.stages() {
-            let stage_parts = exchange(&self.k_runs, &cuts.rows_of_all(stage));
+            let stage_parts = exchange(&self.k_runs, &cuts.placed_rows(stage));
             parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
         }
         parts
@@ -132,7 +135,7 @@ impl Outline {
     fn parts_of_one(&self, cuts: &StageCuts, rank: usize) -> Vec<GroupPart> {
         let mut parts = vec![GroupPart::default()];
         parts.extend(
-            (1..cuts.stages()).map(|stage| exchange_part(&self.k_runs, &cuts.rows_of_all(stage), rank)),
+            (1..cuts.stages()).map(|stage| exchange_part(&self.k_runs, &cuts.placed_rows(stage), rank)),
         );
         parts
     }

@@ -13,7 +13,8 @@ pub struct StagePlan {
     /// This rank's part in the stage's group-cast (and, mirrored, in the group-reduce of dk and dv): `owned` rows are
     /// rows of the rank's own keys, `remote` rows are rows of the stage's key buffer. Empty for stage 0.
     pub part: GroupPart,
-    /// Global key rows that the stage receives, merged and ascending: the stage's key buffer in order.
+    /// Global key rows that the stage receives, in the order of the stage's key buffer. Stages are cuts of one list, whose order
+    /// is fixed by the dispatch and starts each rank at another owner, so that owners send evenly in every stage.
     pub recv_ranges: Vec<Range>,
     /// Rows of the stage's key buffer.
     pub key_rows: usize,
@@ -57,15 +58,7 @@ impl RankPlan {
 
     /// Global key rows that it receives over all stages, merged and ascending.
     pub fn recv_ranges(&self) -> Vec<Range> {
-        // Stages are cuts of one ascending list, so neighbours can touch only where one stage ends and the next begins.
-        let mut ranges: Vec<Range> = Vec::new();
-        for range in self.forward.iter().flat_map(|stage| &stage.recv_ranges) {
-            match ranges.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => ranges.push(*range),
-            }
-        }
-        ranges
+        Range::merged(self.forward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect())
     }
 }
 

@@ -83,10 +83,10 @@ pub(crate) fn without(rows: &[Range], own: &[Range]) -> Vec<Range> {
     left
 }
 
-/// A list of global rows, ascending, numbered by their place in the list.
+/// A list of global rows, numbered by their place in the list.
 #[derive(Clone, Debug)]
 pub(crate) struct RowList {
-    /// Merged and ascending.
+    /// Disjoint, in the order of the list; neighbours that follow each other are one range.
     pub(crate) ranges: Vec<Range>,
     /// Place of each range's first row, and the length of the list at the end.
     places: Vec<usize>,
@@ -120,7 +120,7 @@ impl RowList {
         self.ranges[index].start + (place - self.places[index])
     }
 
-    /// The rows at places `[start, end)`, merged and ascending.
+    /// The rows at places `[start, end)`, in the order of the list.
     pub(crate) fn rows(&self, start: usize, end: usize) -> Vec<Range> {
         if start >= end {
             return Vec::new();
@@ -145,41 +145,42 @@ pub(crate) struct KeySegment {
     pub(crate) start: usize,
 }
 
-/// Segments that a band crosses, for every stage, from which on the columns that all its rows see are looked up stage by
-/// stage: two searches in each stage's list then cost less than a walk.
+/// Segments that a band crosses, for every stretch of the buffers, from which on the columns that all its rows see are looked
+/// up stretch by stretch: two searches in each then cost less than a walk.
 const WALKED_SEGMENTS: usize = 4;
+
+/// Segments that lie in one stage's buffer one after the other, their global rows ascending.
+type Stretch = Vec<KeySegment>;
 
 /// Cuts `work` (local rows, global columns) into stages: columns become rows of the stage's key buffer. `segments` are
 /// ascending and disjoint and hold every column of the work.
 ///
 /// The rows of a long causal sequence see nearly all of the segments. Walking over these for every band would take time in
-/// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each stage's buffer,
+/// the square of the number of chunks, but columns that all rows of a band see are one rectangle in each stretch of a buffer,
 /// and those that only some see are no more than its rows on either side.
 pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: usize) -> Vec<Vec<Band>> {
-    let mut buffers: Vec<Vec<KeySegment>> = vec![Vec::new(); stages];
-    for segment in segments {
-        buffers[segment.stage].push(*segment);
-    }
+    let stretches = stretches(segments);
     let mut bands: Vec<Vec<Band>> = vec![Vec::new(); stages];
+    let mut walked = Vec::new();
     for band in work {
         let k = band.k_range;
-        let seen = match overlapping(segments, &k).len() > WALKED_SEGMENTS * stages {
+        let seen = match overlapping(segments, &k).len() > WALKED_SEGMENTS * stretches.len() {
             true => seen_by_all(band),
             false => Range::new(k.end, k.end),
         };
-        walk(band, segments, &Range::new(k.start, seen.start), &mut bands);
+        walk(band, segments, &Range::new(k.start, seen.start), &mut walked, &mut bands);
         if seen.is_empty() {
             continue;
         }
-        for (buffer, bands) in buffers.iter().zip(&mut bands) {
-            let segments = overlapping(buffer, &seen);
+        for stretch in &stretches {
+            let segments = overlapping(stretch, &seen);
             if let (Some(first), Some(last)) = (segments.first(), segments.last()) {
                 let start = first.start + seen.start.saturating_sub(first.range.start);
                 let end = last.start + (last.range.end.min(seen.end) - last.range.start);
-                push_fused(bands, Band::full(band.q_range, Range::new(start, end)));
+                push_fused(&mut bands[first.stage], Band::full(band.q_range, Range::new(start, end)));
             }
         }
-        walk(band, segments, &Range::new(seen.end, k.end), &mut bands);
+        walk(band, segments, &Range::new(seen.end, k.end), &mut walked, &mut bands);
     }
     for stage in &mut bands {
         stage.sort_unstable();
@@ -187,9 +188,27 @@ pub(crate) fn cut_into_stages(work: &[Band], segments: &[KeySegment], stages: us
     bands
 }
 
-/// Cuts the part of `band` in the columns of `k` segment by segment.
-fn walk(band: &Band, segments: &[KeySegment], k: &Range, bands: &mut [Vec<Band>]) {
-    for segment in overlapping(segments, k) {
+/// The buffers' segments in stretches, by stage and place.
+fn stretches(segments: &[KeySegment]) -> Vec<Stretch> {
+    let mut placed = segments.to_vec();
+    placed.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+    let ascends = |a: &KeySegment, b: &KeySegment| a.stage == b.stage && a.range.start < b.range.start;
+    placed.chunk_by(ascends).map(<[KeySegment]>::to_vec).collect()
+}
+
+/// Cuts the part of `band` in the columns of `k` segment by segment, in the order of the buffers, so that neighbours meet and
+/// are fused. `walked` is a list to use.
+fn walk(
+    band: &Band,
+    segments: &[KeySegment],
+    k: &Range,
+    walked: &mut Vec<KeySegment>,
+    bands: &mut [Vec<Band>],
+) {
+    walked.clear();
+    walked.extend_from_slice(overlapping(segments, k));
+    walked.sort_unstable_by_key(|segment| (segment.stage, segment.start));
+    for segment in walked {
         let part = band.clip(&band.q_range, &segment.range.intersect(k));
         // A part of a rectangle is a rectangle, and trimmed.
         let part = if is_rectangle(band) { Some(part) } else { part.trim() };

@@ -69,23 +69,27 @@ fn group_cast(parts: &[&GroupPart], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
     }
     let mut outputs = Vec::new();
     for (rank, part) in parts.iter().enumerate() {
-        let mut buffer = Vec::new();
+        let mut buffer = vec![None; part.recv_rows() as usize];
         for split in &part.remote {
             let message: Vec<usize> = wires[split.rank as usize * parts.len() + rank]
                 .pop_front()
                 .expect("a split without a sender");
             assert_eq!(message.len(), split.rows.len());
-            assert_eq!(split.rows.start, buffer.len(), "the buffer is packed, in order");
-            buffer.extend(message);
+            for (place, row) in (split.rows.start..split.rows.end).zip(message) {
+                assert_eq!(buffer[place].replace(row), None, "two splits fill row {place}");
+            }
         }
-        outputs.push(buffer);
+        let filled: Option<Vec<usize>> = buffer.into_iter().collect();
+        outputs.push(filled.expect("the buffer is packed"));
     }
     assert!(wires.iter().all(VecDeque::is_empty), "something was sent that nobody takes");
     outputs
 }
 
-/// Exactly the needed rows arrive, each once over all stages, in ascending order, from cuts at multiples of a key block.
+/// Exactly the needed rows arrive, each once over all stages, from cuts at multiples of a key block of one list.
 fn check_exchange(mask: &Mask, plan: &Plan) {
+    let list = |rank: &RankPlan| rank.forward.iter().flat_map(|stage| rows(&stage.recv_ranges)).collect();
+    let lists: Vec<Vec<usize>> = plan.ranks.iter().map(list).collect();
     for direction in 0..2 {
         let inputs: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.k_ranges)).collect();
         let stages = directions(&plan.ranks[0])[direction].len();
@@ -121,9 +125,12 @@ fn check_exchange(mask: &Mask, plan: &Plan) {
                     needed.extend(rows(&[slice.band().columns(row)]));
                 }
             }
-            assert_eq!(*received, needed.difference(&own).copied().collect::<Vec<_>>());
+            assert_eq!(*received, lists[rank.rank], "the order does not depend on the stages");
+            let mut received = received.clone();
+            received.sort_unstable();
+            assert_eq!(received, needed.difference(&own).copied().collect::<Vec<_>>());
             assert_eq!(rank.recv_rows(), received.len() as u64);
-            assert_eq!(rows(&rank.recv_ranges()), *received);
+            assert_eq!(rows(&rank.recv_ranges()), received);
         }
     }
 }
@@ -199,6 +206,37 @@ fn masks_of_the_builders() {
                 check_pairs(mask, &plan);
                 check_exchange(mask, &plan);
             }
+        }
+    }
+}
+
+/// Long enough for owners' rows to be received in several layers.
+#[test]
+fn rows_received_in_layers() {
+    let mask = Mask::causal(4000).unwrap();
+    for dispatch in [DispatchAlgorithm::Affinity, DispatchAlgorithm::MinHeap] {
+        for (ranks, chunk_size, stages) in [(2, 100, 3), (3, 64, 5)] {
+            let stages = StageCount::Fixed(stages);
+            let config =
+                PlanConfig { chunk_size: Some(chunk_size), dispatch, stages, ..PlanConfig::new(ranks) };
+            let plan = Plan::new(&mask, &spec(), &config).unwrap();
+            check_pairs(&mask, &plan);
+            check_exchange(&mask, &plan);
+            let layered = |rank: &RankPlan| {
+                let firsts: Vec<usize> = rank
+                    .forward
+                    .iter()
+                    .flat_map(|stage| &stage.recv_ranges)
+                    .map(|range| range.start)
+                    .collect();
+                firsts.windows(2).filter(|pair| pair[1] < pair[0]).count() > 1
+            };
+            let in_layers = plan.ranks.iter().any(layered);
+            assert_eq!(
+                in_layers,
+                ranks > 2 || dispatch == DispatchAlgorithm::MinHeap,
+                "{dispatch:?} on {ranks}"
+            );
         }
     }
 }

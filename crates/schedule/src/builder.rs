@@ -9,7 +9,6 @@ use crate::{
 /// streams, events and barriers.
 pub(crate) struct ProgramBuilder {
     program: Program,
-    policy: OverlapPolicy,
 }
 
 impl ProgramBuilder {
@@ -20,18 +19,19 @@ impl ProgramBuilder {
             world_size,
             streams: Vec::new(),
             buffers: Vec::new(),
+            slots: Vec::new(),
             num_events: 0,
             num_barriers: 0,
             num_signals: 0,
-            sm_margin: policy.sm_margin,
+            policy,
             ops: Vec::new(),
         };
-        Self { program, policy }
+        Self { program }
     }
 
     /// A stream of its own; under `Sequential` everything shares the first one.
     pub(crate) fn stream(&mut self, name: &str, kind: StreamKind) -> StreamId {
-        if self.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {
+        if self.program.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {
             return StreamId(0);
         }
         self.program.streams.push(StreamSpec { name: name.to_owned(), kind });
@@ -43,9 +43,18 @@ impl ProgramBuilder {
         BufferId(self.program.buffers.len() - 1)
     }
 
+    /// Has `buffer` take its turn in a slot: the first one opens it.
+    pub(crate) fn share(&mut self, slot: &mut Option<usize>, buffer: BufferId) {
+        let index = *slot.get_or_insert_with(|| {
+            self.program.slots.push(Vec::new());
+            self.program.slots.len() - 1
+        });
+        self.program.slots[index].push(buffer);
+    }
+
     /// A barrier where the policy asks for one.
     pub(crate) fn barrier(&mut self) -> Option<BarrierId> {
-        (self.policy.start == StartOrder::KernelBarrier).then(|| {
+        (self.program.policy.start == StartOrder::KernelBarrier).then(|| {
             self.program.num_barriers += 1;
             BarrierId(self.program.num_barriers - 1)
         })

@@ -8,18 +8,24 @@
 
 mod attention;
 mod builder;
+mod linear;
 mod policy;
+mod policy_record;
 mod program;
 mod simulate;
 mod timeline;
 mod validate;
 
-pub use attention::{GradientReduction, lower_attention_backward, lower_attention_forward};
-pub use policy::{OverlapPolicy, PolicyError, StartOrder};
+pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
+pub use linear::{WeightGradient, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient};
+pub use policy::{
+    CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
+};
+pub use policy_record::{PolicyMeasurement, PolicyRecord};
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
-    BufferRole, BufferSpec, EventId, ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, Program,
-    ProgramOp, ReduceOp, SignalId, StreamId, StreamKind, StreamSpec,
+    BufferRole, BufferSpec, ColumnSum, EventId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast,
+    GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock, SignalId, StreamId, StreamKind, StreamSpec,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -32,22 +32,108 @@ impl StartOrder {
     }
 }
 
+/// Who may use the machine's workers (threads, SMs).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WorkerShare {
+    /// Computation and communication, all of them.
+    #[default]
+    Common,
+    /// Compute operations start on so many fewer, which are then free for communication.
+    Margin(usize),
+    /// Disjoint sets: so many for communication, the others for computation (green contexts on CUDA).
+    Partition(usize),
+}
+
+/// The priority of communication streams over compute streams.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CommunicationPriority {
+    /// As the backend sets it for all streams of that kind.
+    #[default]
+    Usual,
+    /// Above computation.
+    High,
+}
+
+/// Hardware queues that streams are fed through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HardwareQueues {
+    /// As the machine has them.
+    #[default]
+    Many,
+    /// One: operations start in the order in which they are enqueued (`CUDA_DEVICE_MAX_CONNECTIONS=1`).
+    Single,
+}
+
+/// What moves rows between ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mover {
+    /// What the transport uses by itself.
+    #[default]
+    Transport,
+    /// Copy engines, which take no worker.
+    CopyEngine,
+}
+
 /// How the machine is brought to run a Program's communication under its computation. Never changes results.
 ///
-/// Written `kernel-barrier+sm-margin=2`: an order of starts, then what combines with it.
+/// Written as words joined by `+`, such as `kernel-barrier+sm-margin=2`; without an order of starts it is `concurrent`.
+/// A lowering turns the order of starts into streams and barriers; everything else is for the backend, which refuses what
+/// it cannot do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct OverlapPolicy {
     /// Order of starts.
     pub start: StartOrder,
-    /// Compute workers (threads, SMs) left to communication.
-    pub sm_margin: usize,
+    /// Who may use which workers.
+    pub workers: WorkerShare,
+    /// Priority of communication.
+    pub priority: CommunicationPriority,
+    /// Hardware queues.
+    pub queues: HardwareQueues,
+    /// What moves rows.
+    pub mover: Mover,
+}
+
+impl OverlapPolicy {
+    /// An order of starts and nothing else.
+    pub const fn new(start: StartOrder) -> Self {
+        Self {
+            start,
+            workers: WorkerShare::Common,
+            priority: CommunicationPriority::Usual,
+            queues: HardwareQueues::Many,
+            mover: Mover::Transport,
+        }
+    }
+
+    /// Workers that compute operations leave free by themselves.
+    pub const fn sm_margin(&self) -> usize {
+        match self.workers {
+            WorkerShare::Margin(workers) => workers,
+            WorkerShare::Common | WorkerShare::Partition(_) => 0,
+        }
+    }
 }
 
 impl fmt::Display for OverlapPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.start.name())?;
-        if self.sm_margin > 0 {
-            write!(f, "+sm-margin={}", self.sm_margin)?;
+        match self.workers {
+            WorkerShare::Common => {}
+            WorkerShare::Margin(workers) => write!(f, "+sm-margin={workers}")?,
+            WorkerShare::Partition(workers) => write!(f, "+partition={workers}")?,
+        }
+        if self.priority == CommunicationPriority::High {
+            f.write_str("+priority")?;
+        }
+        if self.queues == HardwareQueues::Single {
+            f.write_str("+single-connection")?;
+        }
+        if self.mover == Mover::CopyEngine {
+            f.write_str("+copy-engine")?;
         }
         Ok(())
     }
@@ -55,34 +141,87 @@ impl fmt::Display for OverlapPolicy {
 
 /// Why a text names no overlap policy.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum PolicyError {
-    /// The order of starts is unknown.
-    #[error("unknown overlap policy `{0}`; use sequential, concurrent or kernel-barrier")]
-    Start(String),
-    /// What follows a `+` is unknown.
-    #[error("unknown overlap option `{0}`; use sm-margin=N, with N the number of workers to leave free")]
-    Option(String),
+    /// A word is unknown.
+    #[error(
+        "unknown overlap policy `{0}`; use sequential, concurrent, kernel-barrier, single-connection, priority, copy-engine, \
+         sm-margin=N or partition=N, joined by +"
+    )]
+    Word(String),
+    /// A number of workers is none.
+    #[error("overlap policy `{0}` needs a number of workers of at least 1, as in {1}=8")]
+    Workers(String, &'static str),
+    /// Two words that contradict each other.
+    #[error("overlap policy `{0}` and `{1}` exclude each other; use one of them")]
+    Exclusive(String, String),
+    /// Something beside `sequential`.
+    #[error("overlap policy `sequential` overlaps nothing, so `{0}` has nothing to act on; leave it out")]
+    BesideSequential(String),
+    /// `auto`, where no measurement is at hand.
+    #[error(
+        "overlap policy `auto` picks by measurement, and this machine has no record of one; name a policy"
+    )]
+    NoRecord,
 }
 
 impl FromStr for OverlapPolicy {
     type Err = PolicyError;
 
     fn from_str(text: &str) -> Result<Self, PolicyError> {
-        let mut words = text.split('+');
-        let start = words.next().unwrap_or_default();
-        let start = StartOrder::ALL
-            .into_iter()
-            .find(|order| order.name() == start)
-            .ok_or_else(|| PolicyError::Start(start.to_owned()))?;
-        let mut policy = OverlapPolicy { start, sm_margin: 0 };
-        for word in words {
-            policy.sm_margin = word
-                .strip_prefix("sm-margin=")
-                .and_then(|n| n.parse().ok())
-                .ok_or_else(|| PolicyError::Option(word.to_owned()))?;
+        if text == "auto" {
+            return Err(PolicyError::NoRecord);
         }
-        Ok(policy)
+        let mut policy = OverlapPolicy::default();
+        // What each aspect was set by.
+        let (mut order, mut share, mut last) = (None, None, None);
+        for word in text.split('+') {
+            let start = StartOrder::ALL.into_iter().find(|order| order.name() == word);
+            let exclusive = match (start, word) {
+                (Some(start), _) => {
+                    policy.start = start;
+                    order.replace(word)
+                }
+                (None, "priority") => {
+                    policy.priority = CommunicationPriority::High;
+                    None
+                }
+                (None, "single-connection") => {
+                    policy.queues = HardwareQueues::Single;
+                    None
+                }
+                (None, "copy-engine") => {
+                    policy.mover = Mover::CopyEngine;
+                    None
+                }
+                (None, _) => {
+                    policy.workers = worker_share(word)?;
+                    share.replace(word)
+                }
+            };
+            if let Some(other) = exclusive {
+                return Err(PolicyError::Exclusive(other.to_owned(), word.to_owned()));
+            }
+            if start != Some(StartOrder::Sequential) {
+                last = Some(word);
+            }
+        }
+        match (policy.start, last) {
+            (StartOrder::Sequential, Some(word)) => Err(PolicyError::BesideSequential(word.to_owned())),
+            _ => Ok(policy),
+        }
     }
+}
+
+fn worker_share(word: &str) -> Result<WorkerShare, PolicyError> {
+    let share = |name: &'static str, share: fn(usize) -> WorkerShare| {
+        let number = word.strip_prefix(name)?.strip_prefix('=')?;
+        let workers = number.parse().ok().filter(|workers| *workers > 0);
+        Some(workers.map(share).ok_or_else(|| PolicyError::Workers(word.to_owned(), name)))
+    };
+    let found =
+        share("sm-margin", WorkerShare::Margin).or_else(|| share("partition", WorkerShare::Partition));
+    found.unwrap_or_else(|| Err(PolicyError::Word(word.to_owned())))
 }
 
 #[cfg(test)]
@@ -91,11 +230,41 @@ mod tests {
 
     #[test]
     fn text_and_back() {
-        for text in ["sequential", "concurrent", "kernel-barrier", "kernel-barrier+sm-margin=3"] {
+        let canonical = [
+            "sequential",
+            "concurrent",
+            "kernel-barrier",
+            "kernel-barrier+sm-margin=3",
+            "concurrent+partition=16+priority",
+            "kernel-barrier+sm-margin=8+priority+single-connection+copy-engine",
+        ];
+        for text in canonical {
             assert_eq!(text.parse::<OverlapPolicy>().unwrap().to_string(), text);
         }
-        for text in ["", "fast", "concurrent+", "concurrent+sm-margin=x", "sm-margin=1"] {
-            assert!(text.parse::<OverlapPolicy>().is_err(), "{text}");
+        for (text, same) in [
+            ("sm-margin=1", "concurrent+sm-margin=1"),
+            ("copy-engine+kernel-barrier", "kernel-barrier+copy-engine"),
+            ("single-connection", "concurrent+single-connection"),
+        ] {
+            assert_eq!(text.parse::<OverlapPolicy>().unwrap().to_string(), same);
         }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        let refused = |text: &str| text.parse::<OverlapPolicy>().unwrap_err();
+        for text in ["", "fast", "concurrent+", "kernel-barrier+sm_margin=2"] {
+            assert!(matches!(refused(text), PolicyError::Word(_)), "{text}");
+        }
+        for text in ["concurrent+sm-margin=x", "partition=0", "sm-margin=-1"] {
+            assert!(matches!(refused(text), PolicyError::Workers(..)), "{text}");
+        }
+        for text in ["sm-margin=2+partition=2", "concurrent+kernel-barrier"] {
+            assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
+        }
+        for text in ["sequential+sm-margin=1", "priority+sequential"] {
+            assert!(matches!(refused(text), PolicyError::BesideSequential(_)), "{text}");
+        }
+        assert_eq!(refused("auto"), PolicyError::NoRecord);
     }
 }

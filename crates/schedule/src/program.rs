@@ -1,8 +1,10 @@
 use std::sync::Arc;
 
-use counterpoint_mask::Band;
+use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{DType, GroupPart};
 use serde::{Deserialize, Serialize};
+
+use crate::OverlapPolicy;
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -59,6 +61,9 @@ pub enum BufferRole {
     Input,
     /// Handed to the caller under the buffer's name; the Program writes every element.
     Output,
+    /// Given by the caller under the buffer's name; the Program adds to it. What is added to it in a run that fails, nobody
+    /// knows.
+    Updated,
     /// Lives inside a run. Its contents before the first write are arbitrary.
     Scratch,
 }
@@ -275,6 +280,58 @@ pub struct GroupReduce {
     pub arrive: Option<BarrierId>,
 }
 
+/// Some rows of a buffer `[rows, columns]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowBlock {
+    /// The buffer.
+    pub buffer: BufferId,
+    /// The rows, at least one.
+    pub rows: Range,
+}
+
+/// How the operands of a [`Gemm`] lie, each row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GemmLayout {
+    /// `a` is `[m, k]`, `b` is `[n, k]`: activations times a weight, the forward of a linear layer.
+    Nt,
+    /// `a` is `[m, k]`, `b` is `[k, n]`: gradients times a weight, the gradient of the input.
+    Nn,
+    /// `a` is `[k, m]`, `b` is `[k, n]`: gradients times activations, the gradient of the weight.
+    Tn,
+}
+
+/// `out = a b`, summed in the accumulator type and rounded once. An operand is the rows of its blocks one after the other. An
+/// element is summed over `k` in one order, whatever rows are computed together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gemm {
+    /// How the operands lie.
+    pub layout: GemmLayout,
+    /// The first operand.
+    pub a: Vec<RowBlock>,
+    /// The second operand.
+    pub b: Vec<RowBlock>,
+    /// `[rows, n]`.
+    pub out: BufferId,
+    /// Where the `m` rows of the result go: ascending, disjoint.
+    pub out_rows: Vec<Range>,
+    /// `[n]`, added to every row.
+    pub bias: Option<BufferId>,
+    /// Whether the product is written or added to what is there.
+    pub accumulate: Accumulate,
+}
+
+/// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ColumnSum {
+    /// `[rows, columns]`.
+    pub src: Vec<RowBlock>,
+    /// `[columns]`.
+    pub dst: BufferId,
+    /// Whether the sum is written or added to what is there.
+    pub accumulate: Accumulate,
+}
+
 /// What one operation does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -286,6 +343,10 @@ pub enum Op {
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
     AttentionBackward(AttentionBackward),
+    /// A matrix product.
+    Gemm(Gemm),
+    /// Sums of columns.
+    ColumnSum(ColumnSum),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.
@@ -358,14 +419,30 @@ pub struct Program {
     pub streams: Vec<StreamSpec>,
     /// Buffers.
     pub buffers: Vec<BufferSpec>,
+    /// Slots: scratch buffers that take turns in one piece of memory, which is as long as the longest of them. A write of one
+    /// ends what the others held; a buffer is in one slot at most.
+    pub slots: Vec<Vec<BufferId>>,
     /// Number of events.
     pub num_events: usize,
     /// Number of kernel barriers.
     pub num_barriers: usize,
     /// Number of signals.
     pub num_signals: usize,
-    /// Compute workers (threads, SMs) that compute operations leave free.
-    pub sm_margin: usize,
+    /// What the backend is asked to do so that communication runs under computation.
+    pub policy: OverlapPolicy,
     /// Operations in the order in which they are queued.
     pub ops: Vec<ProgramOp>,
+}
+
+impl Program {
+    /// Bytes of the buffers whose role is `wanted`; those of a slot count once, as the longest of them.
+    pub fn bytes(&self, wanted: impl Fn(BufferRole) -> bool) -> u64 {
+        let mut alone = vec![true; self.buffers.len()];
+        self.slots.iter().flatten().for_each(|id| alone[id.0] = false);
+        let bytes = |spec: &BufferSpec| if wanted(spec.role) { spec.bytes() } else { 0 };
+        let own = self.buffers.iter().zip(alone).filter(|(_, alone)| *alone).map(|(spec, _)| bytes(spec));
+        let longest =
+            |slot: &Vec<BufferId>| slot.iter().map(|id| bytes(&self.buffers[id.0])).max().unwrap_or(0);
+        own.chain(self.slots.iter().map(longest)).fold(0, u64::saturating_add)
+    }
 }

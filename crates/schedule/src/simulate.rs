@@ -4,7 +4,9 @@ use counterpoint_mask::Band;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 use thiserror::Error;
 
-use crate::{BufferId, GroupCast, GroupReduce, Op, Program, ProgramOp, Span, SpanKind, Timeline};
+use crate::{
+    BufferId, GemmLayout, GroupCast, GroupReduce, Op, Program, ProgramOp, RowBlock, Span, SpanKind, Timeline,
+};
 
 /// Why a timeline cannot be predicted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -313,6 +315,15 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
     let work = match &op.op {
         Op::AttentionForward(a) => flops(&a.bands, a.q, a.v) / cost.forward_flops_per_second,
         Op::AttentionBackward(a) => 2.5 * flops(&a.bands, a.q, a.v) / cost.backward_flops_per_second,
+        Op::Gemm(gemm) => {
+            let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
+            let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
+            let (m, k) = match gemm.layout {
+                GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
+                GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
+            };
+            2.0 * m as f64 * k as f64 * shape(gemm.out)[1] as f64 / cost.matmul_flops_per_second
+        }
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             let bytes: u64 = touched.map(|id| program.buffers[id.0].bytes()).sum();

@@ -64,6 +64,14 @@ impl Timeline {
         self.spans.iter().map(|span| span.end).fold(0.0, f64::max)
     }
 
+    /// Seconds from the start of the first operation, waits apart, to the end of the last.
+    pub fn duration(&self) -> f64 {
+        let work = self.spans.iter().filter(|span| span.kind != SpanKind::Wait);
+        let (start, end) = work
+            .fold((f64::INFINITY, 0.0f64), |(start, end), span| (start.min(span.start), end.max(span.end)));
+        (end - start).max(0.0)
+    }
+
     /// How much of the communication ran under computation.
     pub fn overlap(&self) -> Overlap {
         let mut by_rank = vec![(Vec::new(), Vec::new()); self.world_size];

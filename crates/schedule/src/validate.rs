@@ -48,7 +48,29 @@ pub enum ProgramError {
         /// Name of the buffer.
         buffer: String,
     },
-    /// Two operations use one buffer, at least one writes it, and nothing orders them.
+    /// What a slot says makes no sense.
+    #[error("slot {slot} {reason}")]
+    Slot {
+        /// Index of the slot.
+        slot: usize,
+        /// Such as `names a buffer that is no scratch`.
+        reason: &'static str,
+    },
+    /// An operation reads a buffer after another one has had its turn in the slot.
+    #[error(
+        "op {op} ({label}) reads buffer `{buffer}`, whose slot holds `{other}` by then; read it earlier or give it a slot of its own"
+    )]
+    Overwritten {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Name of the buffer.
+        buffer: String,
+        /// Name of the buffer that the slot holds.
+        other: String,
+    },
+    /// Two operations use one buffer (or one slot), at least one writes it, and nothing orders them.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) race on buffer `{buffer}`; order them by an event"
     )]
@@ -95,6 +117,20 @@ impl Op {
                 }
                 out
             }
+            Op::Gemm(op) => {
+                let mut out: Vec<_> = op.a.iter().chain(&op.b).map(|block| block.buffer).collect();
+                out.extend(op.bias);
+                // Rows that it does not name stay as they are, so what was there counts in any case.
+                out.push(op.out);
+                out
+            }
+            Op::ColumnSum(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                if op.accumulate == Continue {
+                    out.push(op.dst);
+                }
+                out
+            }
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
             Op::GroupReduce(op) => {
                 let mut out: Vec<_> = op.tensors.iter().map(|&(input, _)| input).collect();
@@ -128,6 +164,8 @@ impl Op {
                 out.extend(op.rounded_dq);
                 out
             }
+            Op::Gemm(op) => vec![op.out],
+            Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
@@ -140,7 +178,8 @@ impl Op {
 
 impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
-    /// read, and that no two unordered operations touch one buffer with a write among them.
+    /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
+    /// that count as one, are read before the next one has its turn.
     ///
     /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
     ///
@@ -148,7 +187,10 @@ impl Program {
     /// The first thing found wrong.
     pub fn validate(&self) -> Result<(), ProgramError> {
         let clocks = self.clocks()?;
-        let mut users: Vec<Vec<(usize, bool)>> = vec![Vec::new(); self.buffers.len()];
+        let memory = self.memory()?;
+        // By piece of memory: who uses it, whether to write, and as which buffer.
+        let mut users: Vec<Vec<(usize, bool, usize)>> =
+            vec![Vec::new(); self.buffers.len() + self.slots.len()];
         for (index, op) in self.ops.iter().enumerate() {
             for (buffers, write) in [(op.op.reads(), false), (op.op.writes(), true)] {
                 for BufferId(buffer) in buffers {
@@ -159,14 +201,15 @@ impl Program {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
                         return Err(ProgramError::WritesInput { op, label, buffer });
                     }
-                    users[buffer].push((index, write));
+                    users[memory[buffer]].push((index, write, buffer));
                 }
             }
         }
-        for (buffer, users) in users.iter().enumerate() {
-            for (i, &(first, first_writes)) in users.iter().enumerate() {
-                for &(second, second_writes) in &users[i + 1..] {
-                    let ordered = first == second || clocks[second].follows(self.ops[first].stream.0, first);
+        for users in &users {
+            for (i, &(first, first_writes, first_buffer)) in users.iter().enumerate() {
+                for &(second, second_writes, buffer) in &users[i + 1..] {
+                    let together = first == second && first_buffer == buffer;
+                    let ordered = together || clocks[second].follows(self.ops[first].stream.0, first);
                     if (first_writes || second_writes) && !ordered {
                         return Err(ProgramError::Race {
                             first,
@@ -177,6 +220,47 @@ impl Program {
                         });
                     }
                 }
+            }
+            self.check_turns(users)?;
+        }
+        Ok(())
+    }
+
+    /// For every buffer the piece of memory that it lies in: its own, or from `buffers.len()` on its slot's.
+    fn memory(&self) -> Result<Vec<usize>, ProgramError> {
+        let mut memory: Vec<usize> = (0..self.buffers.len()).collect();
+        for (slot, buffers) in self.slots.iter().enumerate() {
+            for &BufferId(buffer) in buffers {
+                let reason = match self.buffers.get(buffer) {
+                    None => "names a buffer that the Program does not have",
+                    Some(spec) if spec.role != BufferRole::Scratch => "names a buffer that is no scratch",
+                    Some(_) if memory[buffer] != buffer => "names a buffer that has a slot already",
+                    Some(_) => {
+                        memory[buffer] = self.buffers.len() + slot;
+                        continue;
+                    }
+                };
+                return Err(ProgramError::Slot { slot, reason });
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
+    /// one of two writes, and an operation's reads come before its writes.
+    fn check_turns(&self, users: &[(usize, bool, usize)]) -> Result<(), ProgramError> {
+        let mut held: Option<usize> = None;
+        for &(op, write, buffer) in users {
+            match held {
+                Some(other) if other != buffer && !write => {
+                    return Err(ProgramError::Overwritten {
+                        op,
+                        label: self.ops[op].label.clone(),
+                        buffer: self.buffers[buffer].name.clone(),
+                        other: self.buffers[other].name.clone(),
+                    });
+                }
+                _ => held = Some(buffer),
             }
         }
         Ok(())

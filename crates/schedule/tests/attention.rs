@@ -25,6 +25,7 @@ fn cost() -> CostModel {
     CostModel {
         forward_flops_per_second: 1e9,
         backward_flops_per_second: 8e8,
+        matmul_flops_per_second: 8e8,
         memory_bytes_per_second: 1e10,
         launch_seconds: 1e-6,
         link,
@@ -153,6 +154,32 @@ fn communication_hides_completely_where_there_is_enough_computation() {
     }
 }
 
+/// Where a causal mask, dispatched in runs, communicates for as long as it computes, stages hide a good part of it: no stage
+/// waits for a few owners that everyone asks at once.
+#[test]
+fn stages_of_a_causal_mask_pay_off() {
+    let (ranks, seqlen) = (8, 65_536);
+    let mask = Mask::causal(seqlen).unwrap();
+    let spec =
+        AttentionSpec { heads_q: 64, heads_kv: 8, head_dim: 128, head_dim_v: 128, ..spec(DType::Bf16, 0) };
+    let one_stage = PlanConfig { stages: StageCount::Fixed(1), ..PlanConfig::new(ranks) };
+    let flat = Plan::new(&mask, &spec, &one_stage).unwrap();
+    let busiest = flat.ranks.iter().map(|rank| rank.recv_rows().max(rank.send_rows())).max().unwrap();
+    let compute = spec.flops_forward(mask.area() / ranks as u64) / CostModel::H200.forward_flops_per_second;
+    let bytes_per_second = busiest as f64 * spec.kv_row_bytes() as f64 / compute;
+    let cost = CostModel { link: Link { bytes_per_second, ..CostModel::H200.link }, ..CostModel::H200 };
+    let staged =
+        Plan::new(&mask, &spec, &PlanConfig { stages: StageCount::Auto, cost, ..one_stage }).unwrap();
+    let seconds = |plan: &Plan| {
+        let [forward, backward, _] = programs(plan, &spec, "concurrent");
+        [forward, backward].map(|ranks| simulate(&ranks, &Topology::flat(8), &cost).unwrap().makespan())
+    };
+    let [forward, backward] = seconds(&staged);
+    let [flat_forward, flat_backward] = seconds(&flat);
+    assert!(forward < 0.85 * flat_forward, "forward {forward} s, in one stage {flat_forward} s");
+    assert!(backward < 0.75 * flat_backward, "backward {backward} s, in one stage {flat_backward} s");
+}
+
 /// A forward has a state only between stages with work, and its last stage with work writes the results; without remote
 /// stages the backward writes `dk` and `dv` themselves.
 #[test]
@@ -218,6 +245,41 @@ fn barriers_follow_the_casts() {
     let plain = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), OverlapPolicy::default());
     assert!(plain.ops.iter().all(|op| !matches!(op.op, Op::Await { .. })));
     assert_eq!(plain.num_barriers, 0);
+}
+
+/// Buffers of remote stages take turns, so that many stages need the memory of a few.
+#[test]
+fn stage_buffers_take_turns() {
+    let spec = spec(DType::Bf16, 0);
+    let mask = Mask::full(4096).unwrap();
+    let lowered = |stages| programs(&plan(&mask, 2, 128, stages), &spec, "concurrent");
+    let scratch = |program: &Program| program.bytes(|role| role == BufferRole::Scratch) as f64;
+    let ([one, one_back, _], [few, few_back, _], [many, many_back, deterministic]) =
+        (lowered(1), lowered(3), lowered(12));
+    assert_eq!((one[0].slots.len(), few[0].slots.len(), many[0].slots.len()), (2, 6, 6));
+    assert!(many[0].slots.iter().all(|slot| slot.len() == 4));
+    assert_eq!((few_back[0].slots.len(), many_back[0].slots.len()), (12, 12));
+    // Shares that wait for one reduction at the end are alive together.
+    assert_eq!(deterministic[0].slots.len(), 6);
+    let keys =
+        one[0].bytes(|role| role == BufferRole::Scratch) as f64 - 4.0 * 2048.0 * (4.0 * 8.0 + 2.0 * 4.0);
+    let saved = scratch(&one[0]) - scratch(&many[0]);
+    assert!(saved > 0.5 * keys, "{saved} of {keys} bytes: stages are not all of one length");
+    // Shares of gradients are of twice the width.
+    assert!(scratch(&one_back[0]) - scratch(&many_back[0]) > 0.5 * 3.0 * keys);
+    // It costs no time where stages are alike.
+    let seconds = |ranks: &[Program]| simulate(ranks, &Topology::flat(2), &cost()).unwrap().makespan();
+    let alone = |ranks: &[Program]| {
+        let no_turn = |op: &ProgramOp| op.label != "wait for a free buffer";
+        let free = |program: &Program| {
+            let ops = program.ops.iter().filter(|op| no_turn(op)).cloned().collect();
+            Program { slots: Vec::new(), ops, ..program.clone() }
+        };
+        seconds(&ranks.iter().map(free).collect::<Vec<_>>())
+    };
+    for ranks in [&many, &many_back] {
+        assert!(seconds(ranks) <= 1.001 * alone(ranks), "{} s, {} s", seconds(ranks), alone(ranks));
+    }
 }
 
 /// A Program is plain data: it can be written down and read back.

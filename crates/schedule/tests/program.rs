@@ -15,6 +15,7 @@ fn cost() -> CostModel {
     CostModel {
         forward_flops_per_second: 1.0,
         backward_flops_per_second: 1.0,
+        matmul_flops_per_second: 1.0,
         memory_bytes_per_second: 2.0 * bytes,
         launch_seconds: 0.0,
         link,
@@ -39,10 +40,11 @@ fn program(rank: usize, world_size: usize, buffers: usize, ops: Vec<(usize, Op)>
                 role: if i == 0 { BufferRole::Input } else { BufferRole::Scratch },
             })
             .collect(),
+        slots: Vec::new(),
         num_events: 2,
         num_barriers: 1,
         num_signals: 1,
-        sm_margin: 0,
+        policy: OverlapPolicy::default(),
         ops: ops
             .into_iter()
             .enumerate()
@@ -199,4 +201,26 @@ fn validation() {
     check(vec![(0, copy(1, 0))], Err("op 0 (op0) writes input `b0`"));
     check(vec![(0, copy(0, 9))], Err("op 0 (op0) names a buffer that the Program does not have"));
     check(vec![(7, copy(0, 1))], Err("op 0 (op0) names a stream that the Program does not have"));
+}
+
+/// Buffers of a slot are one piece of memory: unordered uses race, and nobody reads what the next one has overwritten.
+#[test]
+fn turns_in_a_slot_are_checked() {
+    let turns = |slots: &[&[usize]], ops: Vec<(usize, Op)>| {
+        let slots = slots.iter().map(|slot| slot.iter().map(|&id| BufferId(id)).collect()).collect();
+        Program { slots, ..program(0, 1, 4, ops) }.validate()
+    };
+    let in_turn = vec![(0, copy(0, 1)), (0, copy(1, 3)), (0, copy(0, 2)), (0, copy(2, 3))];
+    assert_eq!(turns(&[&[1, 2]], in_turn), Ok(()));
+    let late = || vec![(0, copy(0, 1)), (0, copy(0, 2)), (0, copy(1, 3))];
+    assert_eq!(turns(&[], late()), Ok(()));
+    assert!(matches!(turns(&[&[1, 2]], late()), Err(ProgramError::Overwritten { op: 2, .. })));
+    let apart = || vec![(0, copy(0, 1)), (1, copy(0, 2))];
+    assert_eq!(turns(&[], apart()), Ok(()));
+    assert!(matches!(turns(&[&[1, 2]], apart()), Err(ProgramError::Race { first: 0, second: 1, .. })));
+    let onto_itself = vec![(0, copy(0, 1)), (0, copy(1, 2))];
+    assert!(matches!(turns(&[&[1, 2]], onto_itself), Err(ProgramError::Race { first: 1, second: 1, .. })));
+    for slots in [&[&[0][..]][..], &[&[9]], &[&[1], &[1]]] {
+        assert!(matches!(turns(slots, Vec::new()), Err(ProgramError::Slot { .. })), "{slots:?}");
+    }
 }

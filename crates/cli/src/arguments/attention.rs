@@ -2,6 +2,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::DType;
 use counterpoint_schedule::OverlapPolicy;
@@ -34,7 +35,9 @@ Examples:
       --check --json
   counterpoint attention --mask causal:4k --cp-size 2 --stages 4 \\
       --slow-link 500,0.2 --trace trace.json
-  counterpoint attention --mask causal:32k --device cuda --backward --cp-size 4")]
+  counterpoint attention --mask causal:32k --device cuda --backward --cp-size 4
+  counterpoint attention --mask causal:32k --device cuda --cp-size 2 \\
+      --transport copy-engine --check")]
 pub(crate) struct AttentionArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]
@@ -102,6 +105,11 @@ pub(crate) struct RunArguments {
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     pub(crate) device: Device,
 
+    /// How rows travel between GPUs: kernels that read the others' memory, copy engines, or NCCL; auto takes nvlink where
+    /// all GPUs reach each other
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: TransportKind,
+
     /// Compute the gradients too; reads dout
     #[arg(long)]
     pub(crate) backward: bool,
@@ -119,8 +127,8 @@ pub(crate) struct RunArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation: sequential, concurrent or kernel-barrier, with
-    /// +sm-margin=N to leave N workers free
+    /// How communication is brought to run under computation: sequential, or concurrent or kernel-barrier with any of
+    /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
     pub(crate) overlap: OverlapPolicy,
 
@@ -163,6 +171,6 @@ pub(crate) struct ResultArguments {
 pub(crate) enum Device {
     /// Ranks are threads of this process
     Cpu,
-    /// Ranks are on a GPU, which they share
+    /// Ranks are on GPUs: one each, or in turn where there are fewer
     Cuda,
 }

@@ -1,12 +1,15 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{Device, value};
+use super::{BenchCollectiveArguments, BenchCpArguments, Device, value};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
+    Cp(BenchCpArguments),
+    GroupCast(BenchCollectiveArguments),
+    GroupReduce(BenchCollectiveArguments),
 }
 
 /// Time the planner, and compare balance and received rows of every dispatch

@@ -5,6 +5,8 @@
 
 mod attention;
 mod bench;
+mod bench_collective;
+mod bench_cp;
 mod doctor;
 mod mask;
 mod plan;
@@ -20,6 +22,8 @@ pub(crate) use bench::{
     BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
+pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
+pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -75,6 +79,8 @@ pub(crate) enum Command {
 Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
+  counterpoint bench cp
+  counterpoint bench group-cast -b 1M -e 1G -f 4
   counterpoint bench plan --json > rows.jsonl"
     )]
     #[command(subcommand)]

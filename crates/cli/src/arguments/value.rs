@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, StageCount};
 use counterpoint_schedule::OverlapPolicy;
@@ -26,6 +27,25 @@ pub(crate) fn size(text: &str) -> Result<usize, String> {
         Some(0) => Err("it is 0; it must be at least 1".to_owned()),
         Some(size) if size < 1 << 32 => Ok(size),
         _ => Err(format!("{text} is too large; sizes stay below 2^32")),
+    }
+}
+
+/// A number of bytes, with `K`, `M` or `G` (or the same in lower case) for powers of 1024, as nccl-tests takes them.
+pub(crate) fn bytes(text: &str) -> Result<u64, String> {
+    let wrong = || format!("`{text}` is no number of bytes; give one such as 65536, 64K, 8M or 1G");
+    let (digits, shift) = match text.as_bytes().last().map(u8::to_ascii_lowercase) {
+        Some(b'k') => (&text[..text.len() - 1], 10),
+        Some(b'm') => (&text[..text.len() - 1], 20),
+        Some(b'g') => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(wrong());
+    }
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    match number.checked_mul(1 << shift) {
+        Some(bytes) if (1..=1 << 40).contains(&bytes) => Ok(bytes),
+        _ => Err(format!("{text} is not between 1 byte and 1024G")),
     }
 }
 
@@ -168,6 +188,11 @@ pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
     named(DTYPES)
 }
 
+/// A transport between GPUs.
+pub(crate) fn transport() -> impl TypedValueParser<Value = TransportKind> {
+    named(TransportKind::NAMES)
+}
+
 /// The name of a dispatch algorithm.
 pub(crate) fn dispatch_name(algorithm: DispatchAlgorithm) -> &'static str {
     name_of(DISPATCHES, algorithm)
@@ -216,6 +241,16 @@ mod tests {
             "99999999999999999999999",
         ] {
             assert!(size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_bytes() {
+        for (text, value) in [("1", 1), ("64K", 64 << 10), ("8m", 8 << 20), ("1G", 1 << 30)] {
+            assert_eq!(bytes(text), Ok(value), "{text}");
+        }
+        for text in ["", "M", "0", "-1", "1.5G", "2000G", "99999999999999999999G"] {
+            assert!(bytes(text).is_err(), "{text}");
         }
     }
 

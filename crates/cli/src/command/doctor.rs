@@ -3,7 +3,8 @@
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-use counterpoint_cuda::{CubinCache, CudaError, Device, ENVIRONMENT};
+use counterpoint_cuda::{CubinCache, CudaError, Device};
+use counterpoint_exec::EnvironmentVariable;
 use counterpoint_report::format_bytes;
 use serde::Serialize;
 
@@ -19,6 +20,8 @@ struct Machine {
     cpu_threads: usize,
     memory_available_bytes: Option<u64>,
     gpus: Vec<Gpu>,
+    /// Pairs of GPUs that do not reach each other's memory.
+    unreachable: Vec<[usize; 2]>,
     /// The newest CUDA that the driver supports.
     driver_cuda: Option<String>,
     nvrtc: Option<Library>,
@@ -95,6 +98,11 @@ impl Machine {
             );
             note("GPU that kernels can run on", "this GPU is of no use", remedy);
         }
+        let unreachable = unreachable(gpus.len());
+        if let Some([from, to]) = unreachable.first() {
+            let remedy = format!("GPU {from} does not reach GPU {to}; see nvidia-smi topo -p2p r");
+            note("access between GPUs", "ranks exchange rows through NCCL (--transport nccl)", remedy);
+        }
         let nvrtc = counterpoint_cuda::compiler_version().map(|found| {
             let (major, minor) = found.version;
             Library { version: format!("{major}.{minor}"), path: found.path }
@@ -119,6 +127,7 @@ impl Machine {
             memory_available_bytes: counterpoint_exec::available_memory(),
             driver_cuda: Device::driver_version().ok().map(|(major, minor)| format!("{major}.{minor}")),
             gpus,
+            unreachable,
             nvrtc: nvrtc.ok(),
             nccl: nccl.ok(),
             cache: cache.folder().map(|folder| Cache {
@@ -149,6 +158,14 @@ impl Machine {
                 format!("{name}, {memory}, {sm_count} SMs, capability {capability}"),
             );
             line("", format!("{kernels} kernels, compiled for {arch}; {uuid}"));
+        }
+        if self.gpus.len() > 1 {
+            let pairs = self.unreachable.iter().map(|[from, to]| format!("{from} to {to}"));
+            let reach = match pairs.collect::<Vec<_>>() {
+                none if none.is_empty() => "all reach each other's memory".to_owned(),
+                some => format!("do not reach the other's memory: {}", some.join(", ")),
+            };
+            line("GPUs", reach);
         }
         if let Some(version) = &self.driver_cuda {
             line("driver", format!("for CUDA {version} and older"));
@@ -201,10 +218,22 @@ fn gpus() -> Result<Vec<Gpu>, CudaError> {
     (0..Device::count()?).map(gpu).collect()
 }
 
+/// Pairs (from, to) of GPUs of which the first cannot read and write the second's memory.
+fn unreachable(gpus: usize) -> Vec<[usize; 2]> {
+    let pairs = (0..gpus).flat_map(|from| (0..gpus).map(move |to| [from, to]));
+    let others = pairs.filter(|[from, to]| from != to);
+    others.filter(|&[from, to]| !Device::reaches(from, to).unwrap_or(false)).collect()
+}
+
+/// Every variable that something reads.
+fn known_variables() -> impl Iterator<Item = EnvironmentVariable> {
+    counterpoint_exec::ENVIRONMENT.into_iter().chain(counterpoint_cuda::ENVIRONMENT)
+}
+
 /// The variables that something reads, and whatever else is set and called like them.
 fn environment() -> Vec<Variable> {
     let text = |value: std::ffi::OsString| Path::new(&value).display().to_string();
-    let known = ENVIRONMENT.iter().map(|variable| Variable {
+    let known = known_variables().map(|variable| Variable {
         name: variable.name.to_owned(),
         value: std::env::var_os(variable.name).map(text),
         purpose: Some(variable.purpose),
@@ -213,7 +242,7 @@ fn environment() -> Vec<Variable> {
     let mut unknown: Vec<_> = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))
         .filter(|(name, _)| {
-            name.starts_with("COUNTERPOINT_") && ENVIRONMENT.iter().all(|known| known.name != name)
+            name.starts_with("COUNTERPOINT_") && known_variables().all(|known| known.name != name)
         })
         .collect();
     unknown.sort();

@@ -2,6 +2,9 @@
 
 mod attention;
 mod bench_attention;
+mod bench_collective;
+mod bench_cp;
+mod bench_mask;
 mod bench_plan;
 mod comparison;
 mod doctor;
@@ -10,6 +13,8 @@ mod plan;
 mod prediction;
 mod selftest;
 mod solution;
+
+use counterpoint_cuda::collective_bench::BenchCollective;
 
 use crate::arguments::{BenchCommand, Command};
 use crate::error::CliError;
@@ -22,6 +27,13 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
+        Command::Bench(BenchCommand::GroupCast(arguments)) => {
+            bench_collective::run(BenchCollective::GroupCast, &arguments)
+        }
+        Command::Bench(BenchCommand::GroupReduce(arguments)) => {
+            bench_collective::run(BenchCollective::GroupReduce, &arguments)
+        }
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

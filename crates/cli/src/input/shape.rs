@@ -1,5 +1,5 @@
 use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use safetensors::Dtype;
 
@@ -84,18 +84,24 @@ impl Problem {
         self.has_unused_dout
     }
 
-    /// Reads the tensors, and refuses NaN and infinity unless they are allowed.
-    pub(crate) fn read(mut self, allow_non_finite: bool) -> Result<AttentionInputs, CliError> {
-        let mut tensor = |name| {
-            let tensor = self.file.read(name)?;
+    /// Reads these rows of queries and keys, and refuses NaN and infinity in them unless they are allowed.
+    pub(crate) fn read(
+        &mut self,
+        q_rows: &[Range],
+        k_rows: &[Range],
+        allow_non_finite: bool,
+    ) -> Result<AttentionInputs, CliError> {
+        let mut tensor = |name, rows: &[Range]| {
+            let tensor = self.file.read_rows(name, rows)?;
             if !allow_non_finite {
-                refuse_non_finite(self.file.path(), name, &tensor)?;
+                refuse_non_finite(self.file.path(), name, &tensor, rows)?;
             }
             Ok(tensor)
         };
-        let (q, k, v) = (tensor("q")?, tensor("k")?, tensor("v")?);
-        let dout = if self.backward { Some(tensor("dout")?) } else { None };
-        let sink = if self.spec.seqlen_sink > 0 { Some(tensor("sink")?) } else { None };
+        let (q, k, v) = (tensor("q", q_rows)?, tensor("k", k_rows)?, tensor("v", k_rows)?);
+        let dout = if self.backward { Some(tensor("dout", q_rows)?) } else { None };
+        let all_of_sink = [Range::new(0, self.spec.seqlen_sink)];
+        let sink = if self.spec.seqlen_sink > 0 { Some(tensor("sink", &all_of_sink)?) } else { None };
         let sink = sink.map(|sink| widened(sink, self.spec.dtype.accumulator()));
         Ok(AttentionInputs { q, k, v, sink, dout })
     }

@@ -4,6 +4,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use counterpoint_exec::{HostData, HostTensor, available_memory};
+use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 use safetensors::Dtype;
@@ -107,21 +108,27 @@ impl TensorFile {
         })
     }
 
-    /// Reads a tensor.
-    pub(crate) fn read(&mut self, name: &'static str) -> Result<HostTensor, CliError> {
+    /// Reads rows of a tensor, those of `ranges` one after the other. The ranges must lie inside it.
+    pub(crate) fn read_rows(&mut self, name: &'static str, ranges: &[Range]) -> Result<HostTensor, CliError> {
         let info = self.tensors.get(name).cloned().ok_or_else(|| self.missing(name))?;
         let dtype = self.float(name)?;
-        let unreadable = |source| CliError::Unreadable { what: "input", path: self.path.clone(), source };
-        self.file.seek(SeekFrom::Start(self.data_start + info.data_offsets.0 as u64)).map_err(unreadable)?;
-        let elements = info.shape.iter().product();
-        let file = &mut self.file;
-        let data = match dtype {
-            DType::F64 => read_elements(file, elements, f64::from_le_bytes).map(HostData::F64),
-            DType::F32 => read_elements(file, elements, f32::from_le_bytes).map(HostData::F32),
-            DType::Bf16 => read_elements(file, elements, bf16::from_le_bytes).map(HostData::Bf16),
-            DType::F16 => read_elements(file, elements, f16::from_le_bytes).map(HostData::F16),
+        let mut shape = info.shape;
+        shape[0] = ranges.iter().map(Range::len).sum();
+        let row_elements: usize = shape[1..].iter().product();
+        let rows = RowsOfFile {
+            file: &mut self.file,
+            start: self.data_start + info.data_offsets.0 as u64,
+            row_elements,
+            ranges,
         };
-        Ok(HostTensor::new(info.shape, data.map_err(unreadable)?))
+        let data = match dtype {
+            DType::F64 => rows.read(f64::from_le_bytes).map(HostData::F64),
+            DType::F32 => rows.read(f32::from_le_bytes).map(HostData::F32),
+            DType::Bf16 => rows.read(bf16::from_le_bytes).map(HostData::Bf16),
+            DType::F16 => rows.read(f16::from_le_bytes).map(HostData::F16),
+        };
+        let unreadable = |source| CliError::Unreadable { what: "input", path: self.path.clone(), source };
+        Ok(HostTensor::new(shape, data.map_err(unreadable)?))
     }
 }
 
@@ -136,21 +143,34 @@ fn float_type(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// Reads `elements` numbers of `N` little-endian bytes, in blocks that stay in the cache.
-fn read_elements<T, const N: usize>(
-    file: &mut File,
-    elements: usize,
-    convert: impl Fn([u8; N]) -> T,
-) -> io::Result<Vec<T>> {
-    let mut out = Vec::with_capacity(elements);
-    let mut block = vec![0; N * elements.min(1 << 15)];
-    while out.len() < elements {
-        let bytes = &mut block[..N * (elements - out.len()).min(1 << 15)];
-        file.read_exact(bytes)?;
-        let (numbers, _) = bytes.as_chunks::<N>();
-        out.extend(numbers.iter().map(|&number| convert(number)));
+/// Rows of a tensor in its file.
+struct RowsOfFile<'a> {
+    file: &'a mut File,
+    /// Where the tensor begins.
+    start: u64,
+    row_elements: usize,
+    ranges: &'a [Range],
+}
+
+impl RowsOfFile<'_> {
+    /// Reads numbers of `N` little-endian bytes, in blocks that stay in the cache.
+    fn read<T, const N: usize>(self, convert: impl Fn([u8; N]) -> T) -> io::Result<Vec<T>> {
+        let elements = self.ranges.iter().map(|range| range.len() * self.row_elements).sum();
+        let mut out: Vec<T> = Vec::with_capacity(elements);
+        let mut block = vec![0; N * elements.min(1 << 15)];
+        for range in self.ranges {
+            let row_bytes = (self.row_elements * N) as u64;
+            self.file.seek(SeekFrom::Start(self.start + range.start as u64 * row_bytes))?;
+            let end = out.len() + range.len() * self.row_elements;
+            while out.len() < end {
+                let bytes = &mut block[..N * (end - out.len()).min(1 << 15)];
+                self.file.read_exact(bytes)?;
+                let (numbers, _) = bytes.as_chunks::<N>();
+                out.extend(numbers.iter().map(|&number| convert(number)));
+            }
+        }
+        Ok(out)
     }
-    Ok(out)
 }
 
 #[cfg(test)]
@@ -173,9 +193,21 @@ mod tests {
         let mut tensors = TensorFile::open(file.path()).unwrap();
         assert_eq!(tensors.names().collect::<Vec<_>>(), ["empty", "k", "q"]);
         assert_eq!(tensors.header("q"), Some((Dtype::F32, &[70, 10, 100][..])));
-        assert_eq!(tensors.read("q").unwrap(), HostTensor::new(vec![70, 10, 100], HostData::F32(values)));
+        assert_eq!(
+            tensors.read_rows("q", &[Range::new(0, 70)]).unwrap(),
+            HostTensor::new(vec![70, 10, 100], HostData::F32(values))
+        );
+        let rows = tensors.read_rows("q", &[Range::new(69, 70), Range::new(0, 0), Range::new(3, 5)]).unwrap();
+        let numbers = (69_000..70_000).chain(3_000..5_000).map(|i| i as f32 * 0.25).collect();
+        assert_eq!(rows, HostTensor::new(vec![3, 10, 100], HostData::F32(numbers)));
         let expected = HostData::Bf16(vec![bf16::from_f32(1.0), bf16::from_f32(-2.5)]);
-        assert_eq!(tensors.read("k").unwrap(), HostTensor::new(vec![2, 1, 1], expected));
-        assert_eq!(tensors.read("empty").unwrap(), HostTensor::new(vec![0, 4], HostData::F64(vec![])));
+        assert_eq!(
+            tensors.read_rows("k", &[Range::new(0, 2)]).unwrap(),
+            HostTensor::new(vec![2, 1, 1], expected)
+        );
+        assert_eq!(
+            tensors.read_rows("empty", &[]).unwrap(),
+            HostTensor::new(vec![0, 4], HostData::F64(vec![]))
+        );
     }
 }

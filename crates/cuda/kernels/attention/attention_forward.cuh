@@ -1,17 +1,18 @@
 // Attention forward for Hopper (sm_90a): one CTA owns a tile of query rows and walks the runs of its schedule.
 //
-// A producer warpgroup feeds shared memory by the copy engine; each consumer warpgroup owns 64 rows. The blocks of all
-// tiles of a CTA form one stream of steps. In each step a consumer starts scores = q k^T of the NEXT step, then acc +=
-// weights v of this one, and does the next step's softmax while both run; so the matrix units also stay busy from one
-// tile to the next. Consumers take turns at starting products, so that one's softmax runs under the other's products.
+// In the first warpgroup one thread walks the schedule and another one feeds shared memory by the copy engine; each of the
+// others, a consumer, owns 64 rows. The blocks of all tiles of a CTA form one stream of steps. In each step a consumer
+// starts scores = q k^T of the NEXT step, then acc += weights v of this one, and does the next step's softmax while both
+// run; so the matrix units also stay busy from one tile to the next. Consumers take turns at starting products, so that
+// one's softmax runs under the other's products.
 // (The two-level overlap is FlashAttention 3's, https://arxiv.org/abs/2407.08608; the stream across tiles is not.)
 #pragma once
 
-#include "attention/attention_forward_work.cuh"
+#include "attention/attention_forward_load.cuh"
+#include "attention/attention_forward_rows.cuh"
+#include "attention/attention_forward_walk.cuh"
 #include "attention/attention_mask.cuh"
-#include "attention/attention_softmax.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace counterpoint {
@@ -19,15 +20,18 @@ namespace counterpoint {
 // Barriers that name their users: 0 is __syncthreads.
 constexpr u32 kTurnBarrier = 1;
 
+// Warps of the first warpgroup.
+constexpr u32 kLoaderWarp = 0;
+constexpr u32 kWalkerWarp = 1;
+
 // One consumer warpgroup.
 template <typename C>
 struct AttentionForwardConsumer {
   const AttentionForwardArguments& arguments;
   AttentionForwardShared<C>& shared;
   const u32 group = uniform(threadIdx.x / 128) - 1;
-  const u32 thread = threadIdx.x % 128;
-  const u32 warp = thread / 32;
-  const u32 lane = thread % 32;
+  const u32 lane = threadIdx.x % 32;
+  const AttentionForwardRows<C> rows{arguments, 64 * group + 16 * (threadIdx.x % 128 / 32) + lane / 4, lane};
 
   // What of the step just taken must outlive the next one's.
   struct Stage {
@@ -47,8 +51,6 @@ struct AttentionForwardConsumer {
   u32 items = 0;              // taken so far, that of `step` included
   u32 steps = 0;              // taken so far, `step` included, so that the one before is number steps - 2
 
-  // The tile's row of this thread's row `i`.
-  __device__ __forceinline__ u32 row(u32 i) const { return 64 * group + 16 * warp + lane / 4 + 8 * i; }
   __device__ __forceinline__ u32 slot() const { return (items - 1) % C::kQuerySlots; }
 
   // Waits for the keys of the next step; false when there is no more work. A negative `settled` would spoil the wait;
@@ -56,7 +58,7 @@ struct AttentionForwardConsumer {
   __device__ __forceinline__ bool take_step(float settled = 0.0f) {
     const u32 stage = steps % C::kStages;
     mbarrier_wait(&shared.key_full[stage], ((steps / C::kStages) & 1) ^ (settled < 0.0f ? 1 : 0));
-    step = shared.steps[stage];
+    step = shared.steps[steps % kPlanned];
     step.flags = uniform(step.flags);
     ++steps;
     if (step.flags & kStepFirst) ++items;
@@ -65,7 +67,7 @@ struct AttentionForwardConsumer {
 
   __device__ __forceinline__ void wait_query() {
     if (step.flags & kStepFirst) {
-      mbarrier_wait(&shared.query_full[slot()], ((items - 1) / C::kQuerySlots) & 1);
+      mbarrier_wait(&shared.query_full[slot()][group], ((items - 1) / C::kQuerySlots) & 1);
     }
   }
   __device__ __forceinline__ void wait_values(u32 number) {
@@ -79,7 +81,7 @@ struct AttentionForwardConsumer {
   // go.
   __device__ __forceinline__ void release_scored() {
     release(&shared.key_empty[(steps - 1) % C::kStages]);
-    if (step.flags & kStepLast) release(&shared.query_empty[slot()]);
+    if (step.flags & kStepLast) release(&shared.query_empty[slot()][group]);
   }
 
   // Starts scores = q k^T of the step just taken.
@@ -119,16 +121,13 @@ struct AttentionForwardConsumer {
     if (!(step.flags & kStepBounded)) return;
     mask.clear();
     const i32 first = item(items - 1).start;
-    for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
-      const TileBound bound = load_bound(arguments.bounds + b);
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(row(i) / C::kPack), step.start, lane);
-    }
+    unmask(shared.bounds[(steps - 1) % kPlanned], first);
+    // Few steps have more than one.
+    for (u32 b = step.bound_begin + 1; b < step.bound_end; ++b) unmask(load_bound(arguments.bounds + b), first);
   }
-
-  // What turns a score into a power of two.
-  __device__ __forceinline__ float score_scale() const {
-    return C::kScores == Scores::kScaled ? arguments.scale_log2 : 1.0f;
+  __device__ __forceinline__ void unmask(const TileBound& bound, i32 first) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) mask.unmask(i, bound, first + i32(rows.row(i) / C::kPack), step.start, lane);
   }
 
   // The new block's scores, complete: transforms and masks them, and takes their maxima.
@@ -142,11 +141,11 @@ struct AttentionForwardConsumer {
       }
     }
     if (step.flags & kStepBounded) mask.apply(scores);
-    return update_maximum(scores, state, score_scale());
+    return update_maximum(scores, state, rows.score_scale());
   }
   template <u32 kFrom, u32 kTo>
   __device__ __forceinline__ void take_weights(const RowScaling& scaling, float (&share)[2]) {
-    exponentiate<kFrom, kTo>(scores, share, score_scale(), scaling);
+    exponentiate<kFrom, kTo>(scores, share, rows.score_scale(), scaling);
   }
   // Sums are made whole for each step, so that they do not depend on where a row's keys were cut into stages.
   __device__ __forceinline__ static void add_sums(Stage& stage) {
@@ -164,136 +163,22 @@ struct AttentionForwardConsumer {
     return shared.items[number % kItems];
   }
 
-  // Where row `i` of an item lies in tensors of [rows_q, heads_q].
-  struct Place {
-    i32 token;
-    u64 index;
-    bool owned;  // rows beyond the tile's end belong to another tile
-  };
-  __device__ __forceinline__ Place place(u32 number, u32 i) const {
-    const AttentionForwardItem& of = item(number);
-    const i32 token = of.start + i32(row(i) / C::kPack);
-    const u64 index = u64(token) * arguments.heads_q + of.head * C::kPack + row(i) % C::kPack;
-    return Place{token, index, token < of.end};
-  }
-
-  // Whether items go on from a state that an earlier stage wrote.
-  __device__ __forceinline__ bool continues() const {
-    return C::kSpan == Span::kStaged && arguments.begin_acc != nullptr;
-  }
-
-  // Maxima and sums with which the item just taken begins.
-  __device__ __forceinline__ void begin_state() {
-    state.clear();
-    if (continues()) {
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
-        const Place at = place(items - 1, i);
-        if (!at.owned) continue;
-        state.max[i] = arguments.begin_max[at.index];
-        state.sum[i] = arguments.begin_sum[at.index];
-      }
-    }
-  }
-
-  // Likewise the accumulators, once those of the item before are written.
+  // The accumulators with which an item begins, once those of the item before are written.
   __device__ __forceinline__ void begin_output(u32 number, const RowScaling& scaling) {
-    if (continues()) {
-#pragma unroll
-      for (u32 i = 0; i < 2; ++i) {
-        const Place at = place(number, i);
-        const float* from = arguments.begin_acc + at.index * arguments.head_dim_v + 2 * (lane % 4);
-#pragma unroll
-        for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
-          float2 pair = {0.0f, 0.0f};
-          if (at.owned && 8 * j < arguments.head_dim_v) pair = *reinterpret_cast<const float2*>(from + 8 * j);
-          acc[4 * j + 2 * i] = pair.x;
-          acc[4 * j + 2 * i + 1] = pair.y;
-        }
-      }
-      rescale_output(scaling);
-    }
-  }
-
-  // Writes what `last` completes.
-  __device__ __forceinline__ void write(const Stage& last) {
-    if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
-      write_state(last);
-    } else if (C::kSpan == Span::kStaged && item(last.item).partial >= 0) {
-      write_partial(last);
-    } else {
-      write_result(last);
-    }
-  }
-
-  // Accumulators of row `i`, times `factor`, to f32.
-  __device__ __forceinline__ void write_floats(float* to, u32 i, float factor) {
-#pragma unroll
-    for (u32 j = 0; j < C::kHeadDimV / 8; ++j) {
-      if (8 * j >= arguments.head_dim_v) break;
-      *reinterpret_cast<float2*>(to + 8 * j + 2 * (lane % 4)) =
-          float2{acc[4 * j + 2 * i] * factor, acc[4 * j + 2 * i + 1] * factor};
-    }
-  }
-
-  __device__ __forceinline__ void write_state(const Stage& last) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const Place at = place(last.item, i);
-      if (!at.owned) continue;
-      write_floats(arguments.end_acc + at.index * arguments.head_dim_v, i, 1.0f);
-      if (lane % 4 == 0) {
-        arguments.end_max[at.index] = last.state.max[i];
-        arguments.end_sum[at.index] = last.state.sum[i];
-      }
-    }
-  }
-
-  __device__ __forceinline__ void write_partial(const Stage& last) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const Place at = place(last.item, i);
-      if (!at.owned) continue;
-      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], nullptr, 0, 0);
-      const u64 slot_row = u64(u32(item(last.item).partial)) * (C::kTileRows / C::kPack) + row(i) / C::kPack;
-      const u64 index = slot_row * arguments.heads_q + item(last.item).head * C::kPack + row(i) % C::kPack;
-      write_floats(arguments.partial_out + index * arguments.head_dim_v, i, end.factor);
-      if (lane % 4 == 0) arguments.partial_lse[index] = end.lse;
-    }
-  }
-
-  __device__ __forceinline__ void write_result(const Stage& last) {
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      const Place at = place(last.item, i);
-      const u32 head = item(last.item).head * C::kPack + row(i) % C::kPack;
-      const RowEnd end = row_end(last.state.max[i] * score_scale(), last.state.sum[i], arguments.sink + head,
-                                 arguments.sink_rows, arguments.heads_q);
-      if (at.owned && lane % 4 == 0) arguments.lse[at.index] = end.lse;
-      Element* to = arguments.out + at.index * arguments.head_dim_v + 8 * (lane % 4);
-#pragma unroll
-      for (u32 j = 0; j < C::kHeadDimV / 8; j += 4) {
-        u32 pairs[4];
-#pragma unroll
-        for (u32 g = 0; g < 4; ++g) {
-          const u32 place = 4 * (j + g) + 2 * i;
-          pairs[g] = pack(acc[place] * end.factor, acc[place + 1] * end.factor);
-        }
-        const uint4 bits = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3], lane);
-        if (at.owned && 8 * (j + lane % 4) < arguments.head_dim_v) *reinterpret_cast<uint4*>(to + 8 * j) = bits;
-      }
-    }
+    if (!rows.continues()) return;
+    rows.begin_output(item(number), acc);
+    rescale_output(scaling);
   }
 
   // Groups of 8 columns: of a block, and of those whose weights are computed before the product is waited for.
   static constexpr u32 kGroups = C::kBlock / 8;
   static constexpr u32 kEarly = kGroups / 4;
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void work() {
     // The last of the ring lets the first one begin.
     if (group == C::kConsumers - 1) barrier_arrive(kTurnBarrier, 256);
     if (!take_step()) return;
-    begin_state();
+    rows.begin_state(item(items - 1), state);
     wait_query();
     start_scores();
     build_mask();
@@ -310,23 +195,24 @@ struct AttentionForwardConsumer {
       begin_output(items - 1, scaling);
       current = Stage{items - 1, state, {current.share[0], current.share[1]}, (step.flags & kStepLast) != 0};
     }
-    bool accumulate = continues();
+    bool accumulate = rows.continues();
     bool more = take_step();
     while (more) {
       wait_query();
       barrier_sync(kTurnBarrier + group, 256);
       start_scores();
+      // What needs no product is done before the next one is started: that would not begin earlier.
+      build_mask();
+      add_sums(current);
+      if (current.last) {
+        rows.begin_state(item(items - 1), state);
+      } else {
+        state = current.state;
+      }
       const u32 number = steps - 2;
       wait_values(number);
       start_output(number, accumulate);
       barrier_arrive(kTurnBarrier + (group + 1) % C::kConsumers, 256);
-      build_mask();
-      add_sums(current);
-      if (current.last) {
-        begin_state();
-      } else {
-        state = current.state;
-      }
       wgmma_wait<1>();
       pin(scores);
       release_scored();
@@ -343,12 +229,12 @@ struct AttentionForwardConsumer {
       take_weights<kEarly, kGroups>(scaling, next.share);
       pack_weights();
       if (current.last) {
-        write(current);
+        rows.write(item(current.item), current.state, acc);
         begin_output(next.item, scaling);
       } else {
         rescale_output(scaling);
       }
-      accumulate = continues() || !current.last;
+      accumulate = rows.continues() || !current.last;
       current = next;
     }
     wait_values(steps - 2);
@@ -356,7 +242,7 @@ struct AttentionForwardConsumer {
     wgmma_wait<0>();
     pin(acc);
     add_sums(current);
-    write(current);
+    rows.write(item(current.item), current.state, acc);
   }
 };
 
@@ -366,27 +252,33 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
   // Swizzled rows must begin at multiples of 1024 bytes.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<AttentionForwardShared<C>*>(dynamic + skew);
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < C::kQuerySlots; ++i) {
-      mbarrier_init(&shared.query_full[i], 1);
-      mbarrier_init(&shared.query_empty[i], 4 * C::kConsumers);
-    }
-    for (u32 i = 0; i < C::kStages; ++i) {
-      mbarrier_init(&shared.key_full[i], 1);
-      mbarrier_init(&shared.key_empty[i], 4 * C::kConsumers);
-      mbarrier_init(&shared.value_full[i], 1);
-      mbarrier_init(&shared.value_empty[i], 4 * C::kConsumers);
-    }
-    fence_mbarrier_init();
+  let_dependents_start();
+  AttentionForwardWalker<C> walker{arguments, shared};
+  const u32 warp = uniform(threadIdx.x / 32);
+  const bool leads = threadIdx.x % 32 == 0;
+  if (warp == kLoaderWarp && leads) {
+    shared.initialise();
+  } else if (warp == kWalkerWarp && leads) {
+    // What the first copies need is on its way while barriers are made.
+    tma_prefetch_map(&arguments.q_map);
+    tma_prefetch_map(&arguments.k_map);
+    tma_prefetch_map(&arguments.v_map);
+    walker.find();
   }
   __syncthreads();
-  if (uniform(threadIdx.x / 128) == 0) {
+  wait_for_previous();
+  if (warp < 4) {
     registers_decrease<C::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<C>(arguments, shared);
+    if (warp == kLoaderWarp && leads) {
+      AttentionForwardLoader<C> loader{arguments, shared};
+      loader.work();
+    } else if (warp == kWalkerWarp && leads) {
+      walker.work();
+    }
   } else {
     registers_increase<C::kConsumerRegisters>();
     AttentionForwardConsumer<C> consumer{arguments, shared};
-    consumer.run();
+    consumer.work();
   }
 }
 

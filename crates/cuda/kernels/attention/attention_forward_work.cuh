@@ -1,4 +1,4 @@
-// What the forward kernel is specialised for, what it is given, what its warps share, and the warp that feeds them.
+// What the forward kernel is specialised for, what it is given, and what its warps share.
 #pragma once
 
 #include "attention/tile_schedule.cuh"
@@ -48,7 +48,7 @@ struct AttentionForwardConfig {
 // The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the
 // host.
 struct AttentionForwardArguments {
-  TensorMap q_map;  // [rows_q, heads_q, head_dim], box [kTileRows / kPack, kPack, 64]
+  TensorMap q_map;  // [rows_q, heads_q, head_dim], box [64 / kPack, kPack, 64]
   TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
   TensorMap v_map;  // [rows_k, heads_kv, head_dim_v], box [kBlock, 1, 64]
   const Tile* tiles;
@@ -80,12 +80,13 @@ struct AttentionForwardArguments {
   u32 reserved;
 };
 
-// A tile of one head, as consumers see it.
+// A tile of one head.
 struct AttentionForwardItem {
   i32 start;
   i32 end;
   u32 head;
   i32 partial;
+  u32 key_head;
 };
 
 constexpr u32 kStepFirst = 1;    // of its item
@@ -94,156 +95,61 @@ constexpr u32 kStepBounded = 4;  // not all pairs are unmasked
 constexpr u32 kStepNone = 8;     // no step: the work is done
 
 // A block of keys.
-struct AttentionForwardStep {
+struct alignas(16) AttentionForwardStep {
   i32 start;
   u32 bound_begin;
   u32 bound_end;
   u32 flags;
 };
 
-// Items that are known at a time. At most: one whose results are being written, one whose scores are in work, one whose
-// first keys were waited for, one whose first keys are on their way, and one for whose keys the producer wants room.
+// Steps that are known at a time: those that consumers and the copy engine work on, and two more, so that nobody waits
+// for the schedule.
+constexpr u32 kPlanned = 4;
+
+// Items that are known at a time. At most: one whose results are being written, one whose scores are complete, those of
+// the planned steps, and the one that wants room for its first.
 constexpr u32 kItems = 8;
+static_assert(kItems >= kPlanned + 3, "items are overwritten only when nobody looks at them");
 
 template <typename C>
 struct alignas(1024) AttentionForwardShared {
   u8 queries[C::kQuerySlots][C::kKeyChunks * C::kTileRows * kRowBytes];
   u8 keys[C::kStages][C::kKeyChunks * C::kBlock * kRowBytes];
   u8 values[C::kStages][C::kValueChunks * C::kBlock * kRowBytes];
-  AttentionForwardStep steps[C::kStages];
-  AttentionForwardItem items[kItems];  // item number n is in n % kItems
-  u64 query_full[C::kQuerySlots];
-  u64 query_empty[C::kQuerySlots];
+  AttentionForwardStep steps[kPlanned];  // step number n is in n % kPlanned
+  TileBound bounds[kPlanned];            // the first bound of each, if it has any
+  AttentionForwardItem items[kItems];    // item number n is in n % kItems
+  u64 step_full[kPlanned];
+  u64 step_empty[kPlanned];
+  // Of each warpgroup's rows: whoever is done with its own need not wait for the others to get the next.
+  u64 query_full[C::kQuerySlots][C::kConsumers];
+  u64 query_empty[C::kQuerySlots][C::kConsumers];
   u64 key_full[C::kStages];
   u64 key_empty[C::kStages];
   u64 value_full[C::kStages];
   u64 value_empty[C::kStages];
-};
 
-// The one thread that hands out work and starts copies.
-template <typename C>
-struct AttentionForwardProducer {
-  const AttentionForwardArguments& arguments;
-  AttentionForwardShared<C>& shared;
-  u32 items = 0;
-  u32 steps = 0;
-  i32 value_start = 0;
-  i32 value_head = 0;
-
-  __device__ __forceinline__ u32 item_count() const { return arguments.tile_count * arguments.heads; }
-
-  // Heads go by groups; within a group heaviest tiles first, all heads of the group for one tile after another.
-  __device__ __forceinline__ void locate(u32 index, u32& tile, u32& head) const {
-    const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-    const u32 group = index / per_group;
-    const u32 first = group * arguments.heads_per_group;
-    const u32 width = min(arguments.heads_per_group, arguments.heads - first);
-    const u32 within = index - group * per_group;
-    tile = within / width;
-    head = first + within % width;
-  }
-
-  // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.
-  __device__ __forceinline__ void load_step(const AttentionForwardStep& step, i32 key_head) {
-    const u32 stage = steps % C::kStages;
-    mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
-    shared.steps[stage] = step;
-    mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
-      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, &arguments.k_map, &shared.key_full[stage],
-                  i32(64 * chunk), key_head, step.start);
+  // By one thread, before anybody waits.
+  __device__ __forceinline__ void initialise() {
+    for (u32 i = 0; i < kPlanned; ++i) {
+      mbarrier_init(&step_full[i], 1);
+      mbarrier_init(&step_empty[i], 1);
     }
-    load_value();
-    if (step.flags & kStepFirst) load_query();
-    value_start = step.start;
-    value_head = key_head;
-    ++steps;
-  }
-
-  __device__ __forceinline__ void load_query() {
-    const AttentionForwardItem& item = shared.items[items % kItems];
-    const u32 slot = items % C::kQuerySlots;
-    mbarrier_wait(&shared.query_empty[slot], ((items / C::kQuerySlots) & 1) ^ 1);
-    mbarrier_arrive_expect(&shared.query_full[slot], C::kKeyChunks * C::kTileRows * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
-      tma_load_3d(shared.queries[slot] + chunk * C::kTileRows * kRowBytes, &arguments.q_map, &shared.query_full[slot],
-                  i32(64 * chunk), i32(item.head * C::kPack), item.start);
-    }
-    ++items;
-  }
-
-  // Values of the step before.
-  __device__ __forceinline__ void load_value() {
-    if (steps == 0) return;
-    const u32 number = steps - 1;
-    const u32 stage = number % C::kStages;
-    mbarrier_wait(&shared.value_empty[stage], ((number / C::kStages) & 1) ^ 1);
-    mbarrier_arrive_expect(&shared.value_full[stage], C::kValueChunks * C::kBlock * kRowBytes);
-#pragma unroll
-    for (u32 chunk = 0; chunk < C::kValueChunks; ++chunk) {
-      tma_load_3d(shared.values[stage] + chunk * C::kBlock * kRowBytes, &arguments.v_map, &shared.value_full[stage],
-                  i32(64 * chunk), value_head, value_start);
-    }
-  }
-
-  __device__ __forceinline__ void walk(const Tile& tile, u32 head) {
-    // Consumers look at it when they have waited for its first keys.
-    shared.items[items % kItems] = AttentionForwardItem{tile.start, tile.end, head, tile.partial};
-    const i32 key_head = i32(head / arguments.heads_per_key);
-    u32 first = kStepFirst;
-    if (tile.run_begin == tile.run_end) {
-      // Nothing to see: one step whose keys lie beyond the tensor, where the copy engine reads zeros.
-      load_step(AttentionForwardStep{arguments.rows_k, 0, 0, kStepFirst | kStepLast | kStepBounded}, key_head);
-      return;
-    }
-    TileRun next = arguments.runs[tile.run_begin];
-    for (u32 r = tile.run_begin; r < tile.run_end; ++r) {
-      const TileRun run = next;
-      const bool last = r + 1 == tile.run_end;
-      if (!last) next = arguments.runs[r + 1];
-      const u32 bounded = run.bound_begin != run.bound_end ? kStepBounded : 0;
-#pragma unroll 1
-      for (i32 start = run.start; start < run.end; start += i32(C::kBlock)) {
-        const u32 flags = first | bounded | (last && start + i32(C::kBlock) >= run.end ? kStepLast : 0);
-        load_step(AttentionForwardStep{start, run.bound_begin, run.bound_end, flags}, key_head);
-        first = 0;
+    // Consumers arrive once a warp.
+    for (u32 i = 0; i < C::kQuerySlots; ++i) {
+      for (u32 group = 0; group < C::kConsumers; ++group) {
+        mbarrier_init(&query_full[i][group], 1);
+        mbarrier_init(&query_empty[i][group], 4);
       }
     }
-  }
-
-  __device__ __forceinline__ void finish() {
-    const u32 stage = steps % C::kStages;
-    mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
-    shared.steps[stage] = AttentionForwardStep{0, 0, 0, kStepNone};
-    mbarrier_arrive(&shared.key_full[stage]);
-    load_value();
-  }
-
-  __device__ __forceinline__ void run() {
-    tma_prefetch_map(&arguments.q_map);
-    tma_prefetch_map(&arguments.k_map);
-    tma_prefetch_map(&arguments.v_map);
-    u32 index = blockIdx.x;
-    while (index < item_count()) {
-      // The next item is asked for while this one's copies wait for room.
-      const u32 next = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
-      u32 tile, head;
-      locate(index, tile, head);
-      walk(arguments.tiles[tile], head);
-      index = next;
+    for (u32 i = 0; i < C::kStages; ++i) {
+      mbarrier_init(&key_full[i], 1);
+      mbarrier_init(&key_empty[i], 4 * C::kConsumers);
+      mbarrier_init(&value_full[i], 1);
+      mbarrier_init(&value_empty[i], 4 * C::kConsumers);
     }
-    finish();
-    // The last CTA leaves the queue as it was found.
-    if (atomicInc(&arguments.queue[1], gridDim.x - 1) == gridDim.x - 1) arguments.queue[0] = 0;
+    fence_mbarrier_init();
   }
 };
-
-template <typename C>
-__device__ __forceinline__ void produce(const AttentionForwardArguments& arguments, AttentionForwardShared<C>& shared) {
-  AttentionForwardProducer<C> producer{arguments, shared};
-  producer.run();
-}
 
 }  // namespace counterpoint

@@ -58,11 +58,4 @@ struct ColumnMask {
   }
 };
 
-// Bounds are read by every thread alike.
-__device__ __forceinline__ TileBound load_bound(const TileBound* bound) {
-  const int4 low = __ldg(reinterpret_cast<const int4*>(bound));
-  const int4 high = __ldg(reinterpret_cast<const int4*>(bound) + 1);
-  return TileBound{low.x, low.y, low.z, low.w, high.x, high.y, {0, 0}};
-}
-
 }  // namespace counterpoint

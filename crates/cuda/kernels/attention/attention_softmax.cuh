@@ -16,17 +16,12 @@ __device__ __forceinline__ float quad_sum(float value) {
   return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of four groups of 8 columns; the result is the
-// whole group lane % 4: 16 bytes to store at once.
-__device__ __forceinline__ uint4 quad_transpose(u32 g0, u32 g1, u32 g2, u32 g3, u32 lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-  const u32 from_even = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
-  const u32 from_odd = __shfl_xor_sync(0xffffffffu, odd ? g2 : g3, 1);
-  const u32 low0 = odd ? from_even : g0, low1 = odd ? g1 : from_even;
-  const u32 high0 = odd ? from_odd : g2, high1 = odd ? g3 : from_odd;
-  const u32 other0 = __shfl_xor_sync(0xffffffffu, upper ? low0 : high0, 2);
-  const u32 other1 = __shfl_xor_sync(0xffffffffu, upper ? low1 : high1, 2);
-  return upper ? uint4{other0, other1, high0, high1} : uint4{low0, low1, other0, other1};
+// Each lane of a quad holds pairs of columns 2 * (lane % 4) + {0, 1} of two groups of 8 columns; the result is columns
+// 4 * (lane % 4 / 2) + {0, 1, 2, 3} of group lane % 2: 8 bytes to store at once, 32 beside each other by a quad.
+__device__ __forceinline__ uint2 pair_transpose(u32 g0, u32 g1, u32 lane) {
+  const bool odd = lane & 1;
+  const u32 other = __shfl_xor_sync(0xffffffffu, odd ? g0 : g1, 1);
+  return odd ? uint2{other, g1} : uint2{g0, other};
 }
 
 // The maximum in use and the sum of two rows, the same in all threads of a quad.
@@ -101,8 +96,13 @@ struct RowEnd {
   float lse;
 };
 
-// Ends a row whose weights were taken relative to 2^maximum and add up to `sum`. `sinks` scores, `stride` apart, join
-// the sum without a value. A row that has seen nothing: factor 0, and lse that of the sinks alone.
+// Ends a row whose weights were taken relative to 2^maximum and add up to `sum`. One that has seen nothing: factor 0, and
+// lse minus infinity.
+__device__ __forceinline__ RowEnd row_end(float maximum, float sum) {
+  return RowEnd{sum > 0.0f ? reciprocal_fast(sum) : 0.0f, (maximum + log2_fast(sum)) * kLn2};
+}
+
+// The same where `sinks` scores, `stride` apart, join the sum without a value: lse is then at least that of the sinks.
 __device__ __forceinline__ RowEnd row_end(float maximum, float sum, const float* sink, u32 sinks, u32 stride) {
   float top = sum > 0.0f ? maximum : minus_infinity();
   const float own = top;
@@ -113,7 +113,7 @@ __device__ __forceinline__ RowEnd row_end(float maximum, float sum, const float*
   float total = sum * weight;
 #pragma unroll 1
   for (u32 t = 0; t < sinks; ++t) total += exp2_fast(sink[u64(t) * stride] * kLog2E - top);
-  return RowEnd{weight / total, (top + log2_fast(total)) * kLn2};
+  return RowEnd{weight * reciprocal_fast(total), (top + log2_fast(total)) * kLn2};
 }
 
 // softcap * tanh(scale * product / softcap) in powers of two, for all products. tanh(x) = 1 - 2 / (1 + e^2x): the

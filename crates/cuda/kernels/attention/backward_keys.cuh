@@ -4,6 +4,7 @@
 #include "attention/backward_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -19,8 +20,9 @@ __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
 // The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
 // the main loop has no register to keep it.
 __device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x - 256;  // the key warpgroups come last
-  return i32(16 * (thread / 32) + thread % 32 / 4);
+  const u32 thread = threadIdx.x % (2 * kOwnKeys);  // the warpgroups that own keys come last
+  const u32 first = kCtas == 2 ? kOwnKeys * cluster_rank() : 0;
+  return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
 // Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane %
@@ -59,9 +61,10 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
   for (u32 w = 0; w < kRows / 32; ++w) words[w] >>= 2 * (threadIdx.x % 4);
 }
 
-// Stores 64 keys x kHeadDim accumulators of a warpgroup, times `factor`.
+// Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
+template <u32 kCount>
 __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
-                                               const Step& step, const float (&d)[kHeadDim / 2], float factor) {
+                                               const Step& step, const float (&d)[kCount], float factor) {
   const i32 key = uniform_load(&step.key) + own_key();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
@@ -75,7 +78,7 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
     if (kOutputF32) {
       float* to = static_cast<float*>(out) + base;
 #pragma unroll
-      for (u32 j = 0; j < kHeadDim / 8; ++j) {
+      for (u32 j = 0; j < kCount / 4; ++j) {
         const u32 column = 8 * j + 2 * c;
         if (owned && column < head_dim) {
           *reinterpret_cast<float2*>(to + column) =
@@ -87,7 +90,7 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
       Element* to = static_cast<Element*>(out) + base;
       const bool odd = c & 1;
 #pragma unroll
-      for (u32 j = 0; j < kHeadDim / 8; j += 2) {
+      for (u32 j = 0; j < kCount / 4; j += 2) {
         const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
         const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
         const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
@@ -119,12 +122,13 @@ __device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const Atten
   }
 }
 
-// S^T or dP^T of 64 keys: keys [64, head_dim] times rows [kRows, head_dim].
+// S^T or dP^T of 64 keys: keys [64, kDim] times rows [kRows, kDim].
+template <u32 kDim = kHeadDim>
 __device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
   Wgmma<kRows>::template ss_first<Major::kK, Major::kK>(d, descriptor(keys, 0), descriptor(rows, 0));
 #pragma unroll
-  for (u32 k = 1; k < kHeadDim / 16; ++k) {
-    Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kKeys * 128) + (k % 4) * 32),
+  for (u32 k = 1; k < kDim / 16; ++k) {
+    Wgmma<kRows>::template ss<Major::kK, Major::kK>(d, descriptor(keys, (k / 4) * (kOwnKeys * 128) + (k % 4) * 32),
                                                     descriptor(rows, (k / 4) * (kRows * 128) + (k % 4) * 32), 1);
   }
 }
@@ -157,7 +161,7 @@ __device__ __forceinline__ float2 unpack_half(u32 pair) {
 // Where this lane's row of a stored dS^T matrix lies in a buffer: 128 bytes a key, 16-byte pieces swizzled by the key.
 // Asked for again at every block, like own_key.
 __device__ __forceinline__ u32 own_matrix_row(u32 buffer) {
-  const u32 thread = threadIdx.x - 256;
+  const u32 thread = threadIdx.x % (2 * kOwnKeys);
   const u32 key = 16 * (thread / 32) + thread % 16;
   return buffer + key * 128 + (((thread % 32 / 16) ^ (key % 8)) << 4);
 }
@@ -168,6 +172,59 @@ __device__ __forceinline__ float tanh_of(float x) { return fmaf(-2.0f, reciproca
 // What a row of queries has: the value of the columns 8 j + 2 (lane % 4) + {0, 1} of an accumulator.
 __device__ __forceinline__ float2 column_values(const float* columns, u32 j) {
   return *reinterpret_cast<const float2*>(columns + 2 * (threadIdx.x % 4) + 8 * j);
+}
+
+// P of a block from its scores, as operand A of dv: `p`. And `w`: P (times the softcap's slope) for dS, in f16 whatever
+// the elements are: it is at most one, so that f16 has it three bits better than bf16, and dS is as good as if P had
+// stayed in f32. `row_lse` is of the block's rows; `rows` says which are unmasked, where the block is `bounded`.
+__device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, const float* row_lse, bool bounded,
+                                      const u32 (&rows)[2][kRows / 32], float (&s)[kRows / 2], u32 (&p)[kRows / 16][4],
+                                      u32 (&w)[kRows / 16][4]) {
+  // The scores in powers of two, less the row's denominator; with a softcap only its tanh, as yet.
+#pragma unroll
+  for (u32 j = 0; j < kRows / 8; ++j) {
+    const float2 lse = column_values(row_lse, j);
+#pragma unroll
+    for (u32 m = 0; m < 4; ++m) {
+      float& score = s[4 * j + m];
+      if (kSoftcap) {
+        score = tanh_of(score * params.scale_log2);
+      } else {
+        score = fmaf(score, params.scale_log2, m % 2 ? lse.y : lse.x);
+      }
+    }
+  }
+  if (bounded) {
+#pragma unroll
+    for (u32 j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+      for (u32 m = 0; m < 4; ++m) {
+        if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
+      }
+    }
+  }
+#pragma unroll
+  for (u32 j = 0; j < kRows / 8; ++j) {
+    const float2 lse = column_values(row_lse, j);
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      float low = s[4 * j + 2 * i];
+      float high = s[4 * j + 2 * i + 1];
+      const u32 at = 2 * (j % 2) + i;
+      if constexpr (kSoftcap) {
+        const float slope_low = fmaxf(1.0f - low * low, 0.0f);
+        const float slope_high = fmaxf(1.0f - high * high, 0.0f);
+        low = exp2_fast(fmaf(low, params.cap_log2, lse.x));
+        high = exp2_fast(fmaf(high, params.cap_log2, lse.y));
+        w[j / 2][at] = pack_half(low * slope_low, high * slope_high);
+      } else {
+        low = exp2_fast(low);
+        high = exp2_fast(high);
+        w[j / 2][at] = pack_half(low, high);
+      }
+      p[j / 2][at] = pack(low, high);
+    }
+  }
 }
 
 // The two warpgroups that own keys.
@@ -200,8 +257,6 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     while (true) {
       flags = step_flags(shared, count);
       u32 p[kRows / 16][4], ds[kRows / 16][4];
-      // P (times the softcap's slope) for dS, in f16 whatever the elements are: it is at most one, so that f16 has it
-      // three bits better than bf16, and dS is as good as if P had stayed in f32.
       u32 w[kRows / 16][4];
       {
         float s[kRows / 2];
@@ -226,51 +281,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         }
         wgmma_wait<0>();
         pin(s);
-        // The scores in powers of two, less the row's denominator; with a softcap only its tanh, as yet.
-#pragma unroll
-        for (u32 j = 0; j < kRows / 8; ++j) {
-          const float2 lse = column_values(shared.lse[slot_of(count)], j);
-#pragma unroll
-          for (u32 m = 0; m < 4; ++m) {
-            float& score = s[4 * j + m];
-            if (kSoftcap) {
-              score = tanh_of(score * params.scale_log2);
-            } else {
-              score = fmaf(score, params.scale_log2, m % 2 ? lse.y : lse.x);
-            }
-          }
-        }
-        if (bounded) {
-#pragma unroll
-          for (u32 j = 0; j < kRows / 8; ++j) {
-#pragma unroll
-            for (u32 m = 0; m < 4; ++m) {
-              if (!(rows[m / 2][j / 4] & (1u << (8 * (j % 4) + m % 2)))) s[4 * j + m] = minus_infinity();
-            }
-          }
-        }
-#pragma unroll
-        for (u32 j = 0; j < kRows / 8; ++j) {
-          const float2 lse = column_values(shared.lse[slot_of(count)], j);
-#pragma unroll
-          for (u32 i = 0; i < 2; ++i) {
-            float low = s[4 * j + 2 * i];
-            float high = s[4 * j + 2 * i + 1];
-            const u32 at = 2 * (j % 2) + i;
-            if constexpr (kSoftcap) {
-              const float slope_low = fmaxf(1.0f - low * low, 0.0f);
-              const float slope_high = fmaxf(1.0f - high * high, 0.0f);
-              low = exp2_fast(fmaf(low, params.cap_log2, lse.x));
-              high = exp2_fast(fmaf(high, params.cap_log2, lse.y));
-              w[j / 2][at] = pack_half(low * slope_low, high * slope_high);
-            } else {
-              low = exp2_fast(low);
-              high = exp2_fast(high);
-              w[j / 2][at] = pack_half(low, high);
-            }
-            p[j / 2][at] = pack(low, high);
-          }
-        }
+        weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
       }
       {
         float dp[kRows / 2];
@@ -278,12 +289,12 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
-      const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+        const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
 #pragma unroll
-      for (u32 k = 0; k < kRows / 16; ++k) {
-        Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
-      }
-      wgmma_commit();
+        for (u32 k = 0; k < kRows / 16; ++k) {
+          Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
+        }
+        wgmma_commit();
         mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         wgmma_wait<1>();
         pin(dp);

@@ -72,26 +72,40 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
   }
 }
 
-// The warpgroup that owns query rows: dq.
-__device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared) {
-  const u32 thread = threadIdx.x % 128;
-  const u32 lane = thread % 32;
-  const u32 warp = thread / 32;
-  // Element (column lane / 4 + 8 i of 16 warp .., row 8 j + 2 (lane % 4) + e) of a part goes to box column / 32,
-  // swizzled.
-  const u32 column = 16 * warp + lane / 4;
-  const u32 row0 = 2 * (lane % 4);
-  u32 offsets[2][2];
+// Where a thread's elements of a part of dq go, which is computed transposed: element (column lane / 4 + 8 i of 16 warp ..,
+// row 8 j + 2 (lane % 4) + e) to box column / 32, swizzled, and 1024 j bytes further.
+__device__ __forceinline__ void dq_part_offsets(u32 (&offsets)[2][2]) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 column = 16 * (threadIdx.x % 128 / 32) + lane / 4;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
 #pragma unroll
     for (u32 e = 0; e < 2; ++e) {
       const u32 x = column + 8 * i;
-      const u32 r = row0 + e;
+      const u32 r = 2 * (lane % 4) + e;
       offsets[i][e] = (x / 32) * (64 * 128) + r * 128 + ((((x % 32) / 4) ^ r) << 4) + (x % 4) * 4;
     }
   }
+}
 
+__device__ __forceinline__ void store_dq_part(u8* to, const u32 (&offsets)[2][2], const float (&dq)[32], float scale) {
+#pragma unroll
+  for (u32 j = 0; j < 8; ++j) {
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+#pragma unroll
+      for (u32 e = 0; e < 2; ++e) {
+        *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = dq[4 * j + 2 * i + e] * scale;
+      }
+    }
+  }
+}
+
+// The warpgroup that owns query rows: dq.
+__device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared) {
+  const u32 lane = threadIdx.x % 32;
+  u32 offsets[2][2];
+  dq_part_offsets(offsets);
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
@@ -129,17 +143,7 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       wgmma_wait<0>();
       pin(dq);
       if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
-      u8* to = shared.dq[buffer];
-#pragma unroll
-      for (u32 j = 0; j < 8; ++j) {
-#pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-#pragma unroll
-          for (u32 e = 0; e < 2; ++e) {
-            *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = dq[4 * j + 2 * i + e] * params.scale;
-          }
-        }
-      }
+      store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);

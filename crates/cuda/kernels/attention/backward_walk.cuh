@@ -30,6 +30,8 @@ constexpr u32 kKeys = 128;                     // keys of a tile
 constexpr u32 kRows = HEAD_DIM <= 64 && !SOFTCAP ? 128 : 64;  // query rows of a block
 constexpr u32 kStages = 2;  // of q and dout
 constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
+constexpr u32 kCtas = HEAD_DIM > 128 ? 2 : 1;  // that share a tile; a cluster of two in attention_backward_pair.cuh
+constexpr u32 kOwnKeys = kKeys / kCtas;        // of a tile's keys
 constexpr u32 kThreads = 512;
 constexpr u32 kKeyRegisters = 208;
 constexpr u32 kQueryRegisters = 64;
@@ -38,7 +40,7 @@ constexpr u32 kItemClasses = 16;
 constexpr bool kSoftcap = SOFTCAP != 0;
 constexpr bool kDeterministic = DETERMINISTIC != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
-static_assert(kHeadDim == 64 || kHeadDim == 128, "head sizes that the accumulators of two warpgroups hold");
+static_assert(kHeadDim == 64 || kHeadDim == 128 || kCtas == 2, "head sizes that the accumulators of two warpgroups hold");
 
 // A block of query rows, as the query warpgroup announces it to the key warpgroups.
 struct Step {
@@ -73,8 +75,8 @@ constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have
 
 // The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
 struct AttentionBackwardArguments {
-  TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows, swizzle 128
-  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x 128, swizzle 128
+  TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows / kCtas, swizzle 128
+  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x kOwnKeys, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: lse and delta (attention_backward_rows.cuh)
   void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
@@ -113,6 +115,7 @@ namespace backward {
 
 // The low word of wgmma_descriptor; the high word is the same for all operands. Words are half the registers.
 __device__ __forceinline__ u32 operand(u32 address, u32 chunk_bytes = 16) {
+  if (kCtas > 1) address &= 0x3ffffu;  // in a cluster, higher bits say whose shared memory it is
   return (address >> 4) | ((chunk_bytes >> 4) << 16);
 }
 __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
@@ -318,7 +321,7 @@ struct Storage {
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);
-static_assert(kSharedBytes <= 232448, "shared memory of a CTA");
+static_assert(kCtas == 2 || kSharedBytes <= 232448, "shared memory of a CTA");
 
 // Aligned by declaration, so that every address in it is a constant: the key warpgroups have no register for a base.
 extern __shared__ __align__(1024) u8 dynamic_shared[];

@@ -30,7 +30,7 @@ struct TileRun {
 
 // One part of the mask, in tokens: a rectangle and a range of diagonals. A pair is unmasked when any bound of its run
 // holds it: q_start <= q < q_end, k_start <= k < k_end, diag_min <= k - q <= diag_max. Bounds of one run are disjoint.
-struct TileBound {
+struct alignas(16) TileBound {
   i32 q_start, q_end;
   i32 k_start, k_end;
   i32 diag_min, diag_max;  // -2^30 and 2^30 where there is no limit
@@ -50,6 +50,13 @@ struct TurnSpan {
   u32 turn;
   u32 reserved;
 };
+
+// Bounds are read by every thread alike.
+__device__ __forceinline__ TileBound load_bound(const TileBound* bound) {
+  const int4 low = __ldg(reinterpret_cast<const int4*>(bound));
+  const int4 high = __ldg(reinterpret_cast<const int4*>(bound) + 1);
+  return TileBound{low.x, low.y, low.z, low.w, high.x, high.y, {0, 0}};
+}
 
 static_assert(sizeof(Tile) == 32 && sizeof(TileRun) == 16 && sizeof(TileBound) == 32, "layouts shared with the host");
 static_assert(sizeof(TileMerge) == 16 && sizeof(TurnSpan) == 16, "layouts shared with the host");

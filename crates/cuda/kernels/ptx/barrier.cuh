@@ -45,6 +45,14 @@ __device__ __forceinline__ i32 uniform_load(const i32* word) {
   return i32(uniform_load(reinterpret_cast<const u32*>(word)));
 }
 
+// Lets kernels that were launched to overlap with this one start as soon as there is room for them (PTX ISA,
+// "griddepcontrol").
+__device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// In a kernel that was launched to overlap with the one before: waits until that one has finished and what it wrote can be
+// seen. In others it does nothing.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // One thread of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;

@@ -1,4 +1,5 @@
-// Words in global memory by which CTAs tell each other what is done (PTX ISA, "ld", "red", memory consistency).
+// Words in global memory by which CTAs, of one GPU or of several, tell each other what is done (PTX ISA, "ld", "red", memory
+// consistency).
 #pragma once
 
 #include "types.cuh"
@@ -31,5 +32,40 @@ __device__ __forceinline__ u32 add_relaxed(u32* word, u32 value) {
 
 // Makes relaxed accesses after it release what this thread wrote before it, and those before it acquire what it reads after.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Adds; what this thread wrote before is seen by who adds after, and what they wrote by this thread. Gives the value before.
+__device__ __forceinline__ u32 add_acquire_release(u32* word, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
+// The same among all GPUs and the host: words in a peer's memory or in pinned memory.
+__device__ __forceinline__ u64 load_acquire_system(const u64* word) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ u64 load_relaxed_system(const u64* word) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release_system(u64* word, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed_system(u64* word, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// What this thread wrote or has seen written comes before what it releases, for all GPUs.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Nanoseconds since some time in the past, the same clock for all of a GPU.
+__device__ __forceinline__ u64 global_nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
 
 }  // namespace counterpoint

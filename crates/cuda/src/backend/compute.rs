@@ -89,7 +89,7 @@ impl<'a> Prepare<'a> {
     }
 
     pub(super) fn sm_margin(&self) -> u32 {
-        self.program.sm_margin.try_into().unwrap_or(u32::MAX)
+        self.program.policy.sm_margin().try_into().unwrap_or(u32::MAX)
     }
 
     /// Has the end of every run ask whether a turn was missed.

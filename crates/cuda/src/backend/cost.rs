@@ -19,6 +19,7 @@ impl CudaMachine {
         CostModel {
             forward_flops_per_second: h200.forward_flops_per_second * share,
             backward_flops_per_second: h200.backward_flops_per_second * share,
+            matmul_flops_per_second: h200.matmul_flops_per_second * share,
             memory_bytes_per_second: h200.memory_bytes_per_second * share,
             launch_seconds: h200.launch_seconds,
             link: if sharing > 1.0 { memory } else { h200.link },

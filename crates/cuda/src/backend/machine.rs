@@ -1,10 +1,14 @@
 use std::sync::Arc;
 
-use counterpoint_exec::{Ends, ExecError, Machine, World, check_memory};
+use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
+use counterpoint_plan::DType;
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};
-use crate::{CudaError, CudaTransport, Device, compiler_version};
+use crate::kernel::{LINK_RANKS, LinkAbort};
+use crate::nccl::NcclRank;
+use crate::transport::Means;
+use crate::{CudaError, CudaTransport, Device, Stream, StreamPriority, TransportKind, compiler_version};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,10 +25,16 @@ pub enum Timing {
 pub struct CudaMachine {
     devices: Vec<Device>,
     timing: Timing,
+    /// Never [`TransportKind::Auto`].
+    transport: TransportKind,
+    num_sms: u32,
 }
 
+/// Multiprocessors that a kernel of the transport takes, unless told otherwise.
+const NUM_SMS: u32 = 16;
+
 impl CudaMachine {
-    /// These devices, each of which must be able to read the others' memory.
+    /// These devices, whose ranks exchange rows in the way that suits them.
     ///
     /// # Errors
     /// [`CudaError::NoNvrtc`] when there is no compiler for the kernels; the driver's refusal.
@@ -34,12 +44,8 @@ impl CudaMachine {
     pub fn new(devices: Vec<Device>, timing: Timing) -> Result<Self, CudaError> {
         assert!(!devices.is_empty(), "a machine has a device");
         compiler_version()?;
-        for device in &devices {
-            for peer in devices.iter().filter(|peer| *peer != device) {
-                device.enable_access(peer)?;
-            }
-        }
-        Ok(Self { devices, timing })
+        Self { devices, timing, transport: TransportKind::Auto, num_sms: NUM_SMS }
+            .with_transport(TransportKind::Auto)
     }
 
     /// All ranks on the first GPU.
@@ -50,9 +56,83 @@ impl CudaMachine {
         Self::new(vec![Device::open(0)?], timing)
     }
 
+    /// A GPU for each of `ranks` ranks, or all that this process sees when there are fewer.
+    ///
+    /// # Errors
+    /// When there is no driver, GPU or compiler.
+    pub fn for_ranks(ranks: usize, timing: Timing) -> Result<Self, CudaError> {
+        let count = Device::count()?.min(ranks.max(1));
+        Self::new((0..count).map(Device::open).collect::<Result<_, _>>()?, timing)
+    }
+
+    /// The same with another transport.
+    ///
+    /// # Errors
+    /// [`CudaError::NoPeerAccess`] when GPUs do not reach each other's memory and the transport needs it.
+    pub fn with_transport(mut self, transport: TransportKind) -> Result<Self, CudaError> {
+        self.transport = match (transport, self.reach_each_other()) {
+            (TransportKind::Nccl, _) | (TransportKind::Auto, Err(CudaError::NoPeerAccess { .. })) => {
+                TransportKind::Nccl
+            }
+            (_, Err(error)) => return Err(error),
+            (TransportKind::Auto, Ok(())) => TransportKind::Nvlink,
+            (kind, Ok(())) => kind,
+        };
+        Ok(self)
+    }
+
+    /// The same, whose transport's kernels take at most `num_sms` multiprocessors.
+    #[must_use]
+    pub fn with_num_sms(mut self, num_sms: u32) -> Self {
+        self.num_sms = num_sms.max(1);
+        self
+    }
+
+    fn reach_each_other(&self) -> Result<(), CudaError> {
+        for device in &self.devices {
+            for peer in self.devices.iter().filter(|peer| *peer != device) {
+                device.enable_access(peer)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The devices.
     pub fn devices(&self) -> &[Device] {
         &self.devices
+    }
+
+    /// How ranks exchange rows.
+    pub fn transport(&self) -> TransportKind {
+        self.transport
+    }
+
+    /// The device of each rank.
+    fn of_ranks(&self, ranks: usize) -> Vec<Device> {
+        (0..ranks).map(|rank| self.devices[rank % self.devices.len()].clone()).collect()
+    }
+
+    /// What moves the rows of each rank of a world.
+    fn means(&self, world: &World) -> Result<Vec<Means>, CudaError> {
+        let devices = self.of_ranks(world.size());
+        // Kernels that wait for each other must all be running.
+        let alone = world.size() <= self.devices.len().min(LINK_RANKS);
+        let hopper = devices.iter().all(|device| device.arch().is_hopper());
+        match self.transport {
+            TransportKind::Nccl => {
+                let ranks = NcclRank::connect(&devices, world.config().limit)?;
+                Ok(ranks.into_iter().map(Means::Exchange).collect())
+            }
+            TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
+            TransportKind::Nvlink | TransportKind::Auto if alone && hopper && world.size() > 1 => {
+                let link = |device: &Device| {
+                    let stream = Stream::new(device, StreamPriority::Low)?;
+                    Ok(Means::Link { num_sms: self.num_sms, abort: LinkAbort::new(&stream)? })
+                };
+                devices.iter().map(link).collect()
+            }
+            TransportKind::Nvlink | TransportKind::Auto => Ok(devices.iter().map(|_| Means::Pull).collect()),
+        }
     }
 }
 
@@ -60,16 +140,22 @@ impl Machine for CudaMachine {
     type Backend = CudaBackend;
     type Transport = CudaTransport;
 
+    fn element_types(&self) -> ElementTypes {
+        ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] }
+    }
+
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();
-        let device_of = |rank: usize| rank % self.devices.len();
-        CudaTransport::connect(world, (0..world.size()).map(|rank| self.devices[device_of(rank)].clone()))
+        let means = self.means(world).map_err(|error| exec_error(0, "the connection of ranks", error))?;
+        let aborts: Vec<Option<LinkAbort>> = means.iter().map(Means::abort).collect();
+        CudaTransport::connect(world, self.of_ranks(world.size()), means)
             .into_iter()
+            .zip(aborts)
             .enumerate()
-            .map(|(rank, transport)| {
-                let place = device_of(rank);
+            .map(|(rank, (transport, abort))| {
+                let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, abort)?;
                 Ok((backend, transport))
             })
             .collect()

@@ -19,7 +19,10 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Awaited, Backend, Blocker, ExecError, HostData, HostTensor, OpPlace, World};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamKind, StreamSpec};
+use counterpoint_schedule::{
+    BufferSpec, HardwareQueues, Mover, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
+    WorkerShare,
+};
 
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
@@ -32,7 +35,7 @@ pub(crate) use stream::SpanStart;
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 
-use crate::kernel::MissedTurn;
+use crate::kernel::{LinkAbort, LinkEnd, LinkStep, MissedRank, MissedTurn};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -52,6 +55,10 @@ struct Rank {
     capturing: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    /// Likewise waits of kernels for other ranks.
+    links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
+    /// Ends those.
+    abort: Option<LinkAbort>,
 }
 
 impl CudaBackend {
@@ -61,6 +68,7 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
+        abort: Option<LinkAbort>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -74,6 +82,8 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
+            links: Mutex::default(),
+            abort,
         })))
     }
 
@@ -149,6 +159,40 @@ impl CudaBackend {
         lock(&self.0.missed_turns).push((label, missed_turn));
     }
 
+    /// Has the end of every run ask whether a rank was waited for in vain.
+    pub(crate) fn watch_link(&self, label: String, link: Arc<LinkEnd>) {
+        lock(&self.0.links).push((label, link));
+    }
+
+    /// Ends what kernels of this rank wait for, when a rank has failed.
+    pub(crate) fn abort_links(&self) {
+        if let Some(abort) = &self.0.abort {
+            abort.set();
+        }
+    }
+
+    /// Whether all ranks that kernels waited for have come.
+    fn check_links(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, links, .. } = &*self.0;
+        for (label, link) in lock(links).iter() {
+            let missed = link.missed().map_err(|error| self.error(label, error))?;
+            let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
+            let what = match step {
+                LinkStep::Begin => "begun",
+                LinkStep::Pass => "read or written this rank's rows in",
+            };
+            let awaited = Awaited {
+                name: format!("rank {awaited}"),
+                evidence: format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}"),
+                blocker: Some(Blocker::Rank(awaited)),
+            };
+            return Err(world.stalled(*rank, label.clone(), began, awaited));
+        }
+        // Those that nobody else holds belong to calls that were made once.
+        lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
+        Ok(())
+    }
+
     /// Whether every wait on the device came to its end.
     fn check_turns(&self) -> Result<(), ExecError> {
         let Rank { rank, setup, missed_turns, .. } = &*self.0;
@@ -164,6 +208,23 @@ impl CudaBackend {
             }
         }
         Ok(())
+    }
+}
+
+/// What of a policy this backend cannot do. Streams of communication have the high priority whatever the policy, a margin is
+/// the launchers' business; `connections` is what the driver was told.
+fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
+    match policy {
+        OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
+            Err("this backend does not partition a GPU; use sm-margin=N")
+        }
+        OverlapPolicy { mover: Mover::CopyEngine, .. } => {
+            Err("this transport moves rows by kernels; leave copy-engine out")
+        }
+        OverlapPolicy { queues: HardwareQueues::Single, .. } if connections != Some("1") => Err(
+            "the driver reads CUDA_DEVICE_MAX_CONNECTIONS when the program starts; set it to 1 and start again",
+        ),
+        _ => Ok(()),
     }
 }
 
@@ -198,6 +259,12 @@ impl Backend for CudaBackend {
         self.0.world.size()
     }
 
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        policy_check(policy, crate::environment::max_connections().as_deref()).map_err(|reason| {
+            ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason: reason.to_owned() }
+        })
+    }
+
     fn available_memory(&self) -> Option<u64> {
         self.0.device.memory().ok().map(|memory| memory.free as u64)
     }
@@ -207,6 +274,17 @@ impl Backend for CudaBackend {
         memory
             .and_then(|memory| CudaBuffer::new(memory, &spec.shape, spec.dtype))
             .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
+    }
+
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CudaBuffer>, ExecError> {
+        let names = || specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>().join(", ");
+        let longest = specs.iter().map(|spec| spec.bytes()).max().unwrap_or(0);
+        let memory = DeviceBuffer::new(&self.0.device, longest as usize);
+        let buffers = memory.and_then(|memory| {
+            let buffer = |spec: &&BufferSpec| CudaBuffer::new(memory.clone(), &spec.shape, spec.dtype);
+            specs.iter().map(buffer).collect::<Result<Vec<_>, _>>()
+        });
+        buffers.map_err(|error| self.error(&format_args!("the allocation of {}", names()), error))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CudaBuffer, ExecError> {
@@ -343,7 +421,8 @@ impl Backend for CudaBackend {
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
-        waited.and_then(|()| self.check_turns()).map_err(|error| self.0.world.fail(error))
+        let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_turns());
+        checked.map_err(|error| self.fail(error))
     }
 
     fn take_spans(&self, stream: &CudaStream, index: usize) -> Result<Vec<Span>, ExecError> {
@@ -354,6 +433,30 @@ impl Backend for CudaBackend {
     }
 
     fn fail(&self, error: ExecError) -> ExecError {
-        self.0.world.fail(error)
+        let error = self.0.world.fail(error);
+        self.abort_links();
+        error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::policy_check;
+
+    #[test]
+    fn policies_that_cannot_be_followed_are_refused() {
+        let check = |policy: &str, connections| policy_check(&policy.parse().unwrap(), connections);
+        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8"] {
+            assert_eq!(check(policy, None), Ok(()));
+        }
+        assert_eq!(check("single-connection", Some("1")), Ok(()));
+        for (policy, connections) in [
+            ("single-connection", None),
+            ("single-connection", Some("8")),
+            ("partition=8", None),
+            ("copy-engine", None),
+        ] {
+            assert!(check(policy, connections).is_err(), "{policy}");
+        }
     }
 }

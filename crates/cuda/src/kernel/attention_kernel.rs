@@ -1,8 +1,8 @@
 //! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
 use super::{
-    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, Cast, ElementType,
-    ForwardMode, ForwardTensors, MissedTurn, PortableBackward, PortableForward, Scalar,
+    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, DqRounding,
+    ForwardMode, ForwardTensors, MissedTurn, PortableBackward, PortableForward,
 };
 use crate::{CudaError, Stream};
 
@@ -46,33 +46,13 @@ impl ForwardKernel {
     }
 }
 
-/// dq to elements.
-#[derive(Clone, Debug)]
-pub struct Rounding {
-    cast: Cast,
-    elements: u64,
-}
-
-impl Rounding {
-    fn new(setup: &Stream, problem: &AttentionProblem) -> Result<Self, CudaError> {
-        let element = match problem.element {
-            ElementType::Bf16 => Scalar::Bf16,
-            ElementType::F16 => Scalar::F16,
-        };
-        Ok(Self {
-            cast: Cast::new(setup.device(), Scalar::F32, element)?,
-            elements: (problem.rows_q * problem.heads_q * problem.head_dim) as u64,
-        })
-    }
-}
-
 /// The backward on a device: a problem prepared to run many times.
 #[derive(Clone, Debug)]
 pub enum BackwardKernel {
     /// On Hopper.
     Hopper(Box<AttentionBackward>),
     /// Elsewhere, and for heads that the kernel for Hopper has no registers for; dq may be rounded by a pass of its own.
-    Portable(Box<PortableBackward>, Option<Rounding>),
+    Portable(Box<PortableBackward>, Option<DqRounding>),
 }
 
 impl BackwardKernel {
@@ -84,7 +64,7 @@ impl BackwardKernel {
         if setup.device().arch().is_hopper() && AttentionBackward::takes(problem) {
             Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode)?)))
         } else {
-            let rounding = mode.rounds_queries.then(|| Rounding::new(setup, problem)).transpose()?;
+            let rounding = DqRounding::new(setup, problem, mode)?;
             Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?), rounding))
         }
     }
@@ -111,12 +91,7 @@ impl BackwardKernel {
                 Self::Hopper(kernel) => kernel.launch(stream, tensors),
                 Self::Portable(kernel, rounding) => {
                     kernel.launch(stream, tensors)?;
-                    match (rounding, tensors.rounded_dq) {
-                        (Some(Rounding { cast, elements }), Some(rounded)) => {
-                            cast.launch(stream, tensors.dq, rounded, *elements)
-                        }
-                        _ => Ok(()),
-                    }
+                    rounding.as_ref().map_or(Ok(()), |rounding| rounding.launch(stream, tensors))
                 }
             }
         }

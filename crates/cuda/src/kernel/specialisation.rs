@@ -1,6 +1,7 @@
 use super::{
-    attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize,
-    portable_backward, portable_backward_query, portable_forward, row_copy, row_merge, row_reduce,
+    attention_backward, attention_delta, attention_forward, attention_merge, cast, head_resize, link_copy,
+    link_litmus, link_reduce, portable_backward, portable_backward_query, portable_forward, row_check,
+    row_copy, row_merge, row_reduce,
 };
 use crate::{Arch, KernelSource};
 
@@ -35,6 +36,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             attention_merge::specialisations(arch),
             cast::specialisations(arch),
             head_resize::specialisations(arch),
+            row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
@@ -47,5 +49,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    helpers.flatten().chain(attention.into_iter().flatten()).collect()
+    let links =
+        [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
+    helpers.flatten().chain(attention.into_iter().chain(links).flatten()).collect()
 }

@@ -15,6 +15,7 @@ use libloading::Library;
 use child::output_of;
 pub(crate) use driver::{Driver, call};
 pub use nccl::{LibraryVersion, nccl_version};
+pub(crate) use nccl::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 pub(crate) use nvrtc::Nvrtc;
 pub(crate) use search::{NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 

@@ -1,7 +1,13 @@
-use std::ffi::c_int;
-use std::path::PathBuf;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::CUstream;
+use libloading::Library;
 
 use super::search;
+use super::table::function_table;
 use crate::CudaError;
 
 /// A library that was found.
@@ -18,30 +24,153 @@ pub struct LibraryVersion {
 /// # Errors
 /// [`CudaError::NoNccl`] with the places that were tried.
 pub fn nccl_version() -> Result<LibraryVersion, CudaError> {
-    let mut tried = Vec::new();
-    for path in search::nccl() {
-        match open(&path) {
-            Ok(version) => return Ok(LibraryVersion { version, path: search::opened_file(&path) }),
-            Err(reason) => tried.push(super::tell(&path, &reason)),
-        }
-    }
-    tried.extend(search::notes(search::NCCL_VARIABLE, "libnccl.so"));
-    Err(CudaError::NoNccl { tried })
+    Nccl::get().map(|nccl| nccl.version.clone())
 }
 
-fn open(path: &PathBuf) -> Result<String, String> {
-    // SAFETY: initialisers of NCCL do not depend on us. The library stays open: it may have started threads.
-    let library = std::mem::ManuallyDrop::new(unsafe { super::open(path) }?);
-    let mut version: c_int = 0;
-    // SAFETY: the signature is that of nccl.h, the pointer is to a local.
-    let code = unsafe {
-        let function = library
-            .get::<unsafe extern "C" fn(*mut c_int) -> u32>(b"ncclGetVersion\0")
-            .map_err(|error| error.to_string())?;
-        function(&mut version)
-    };
-    if code != 0 {
-        return Err(format!("ncclGetVersion gave {code}"));
+/// What names a group of ranks that are to find each other.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct NcclUniqueId {
+    pub(crate) bytes: [u8; 128],
+}
+
+/// A rank's end; only NCCL looks into it.
+pub(crate) type NcclHandle = *mut c_void;
+
+/// `ncclConfig_t` as NCCL 2.18 has it; newer ones take it, and choose what it lacks.
+#[repr(C)]
+pub(crate) struct NcclConfig {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl NcclConfig {
+    /// Calls come back when they are done.
+    pub(crate) fn blocking() -> Self {
+        const UNDEFINED: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: 21_800,
+            blocking: 1,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
     }
-    Ok(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+}
+
+function_table! {
+    /// Functions of NCCL, by their C names.
+    NcclFunctions {
+        ncclGetVersion(version: *mut c_int);
+        ncclGetUniqueId(id: *mut NcclUniqueId);
+        ncclCommInitRankConfig(
+            handle: *mut NcclHandle, ranks: c_int, id: NcclUniqueId, rank: c_int, config: *mut NcclConfig,
+        );
+        ncclCommGetAsyncError(handle: NcclHandle, result: *mut u32);
+        ncclCommAbort(handle: NcclHandle);
+        ncclGroupStart();
+        ncclGroupEnd();
+        ncclSend(from: *const c_void, count: usize, kind: c_int, peer: c_int, handle: NcclHandle, stream: CUstream);
+        ncclRecv(to: *mut c_void, count: usize, kind: c_int, peer: c_int, handle: NcclHandle, stream: CUstream);
+    }
+}
+
+/// NCCL: opened once a process, on first use.
+pub(crate) struct Nccl {
+    functions: NcclFunctions,
+    text_of: unsafe extern "C" fn(u32) -> *const c_char,
+    version: LibraryVersion,
+    // Never closed: it may have started threads.
+    _library: Library,
+}
+
+impl std::ops::Deref for Nccl {
+    type Target = NcclFunctions;
+
+    fn deref(&self) -> &NcclFunctions {
+        &self.functions
+    }
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "NCCL {}", self.version.version)
+    }
+}
+
+const SUCCESS: u32 = 0;
+const IN_PROGRESS: u32 = 7;
+
+impl Nccl {
+    /// The process's NCCL.
+    ///
+    /// # Errors
+    /// [`CudaError::NoNccl`] with the places that were tried.
+    pub(crate) fn get() -> Result<&'static Self, CudaError> {
+        static NCCL: OnceLock<Result<Nccl, CudaError>> = OnceLock::new();
+        NCCL.get_or_init(Self::find).as_ref().map_err(Clone::clone)
+    }
+
+    fn find() -> Result<Self, CudaError> {
+        let mut tried = Vec::new();
+        for path in search::nccl() {
+            match Self::open(&path) {
+                Ok(nccl) => return Ok(nccl),
+                Err(reason) => tried.push(super::tell(&path, &reason)),
+            }
+        }
+        tried.extend(search::notes(search::NCCL_VARIABLE, "libnccl.so"));
+        Err(CudaError::NoNccl { tried })
+    }
+
+    fn open(path: &Path) -> Result<Self, String> {
+        // SAFETY: initialisers of NCCL do not depend on us.
+        let library = unsafe { super::open(path) }?;
+        let functions = NcclFunctions::resolve(&library).map_err(|symbol| format!("it has no {symbol}"))?;
+        // SAFETY: the signature is that of nccl.h, and the library stays open.
+        let text_of = unsafe {
+            let symbol = library.get::<unsafe extern "C" fn(u32) -> *const c_char>(b"ncclGetErrorString\0");
+            *symbol.map_err(|error| error.to_string())?
+        };
+        let mut version: c_int = 0;
+        // SAFETY: the pointer is to a local.
+        let code = unsafe { (functions.ncclGetVersion)(&mut version) };
+        if code != SUCCESS {
+            return Err(format!("ncclGetVersion gave {code}"));
+        }
+        let version = format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
+        let version = LibraryVersion { version, path: search::opened_file(path) };
+        Ok(Self { functions, text_of, version, _library: library })
+    }
+
+    /// A result as ours; whether what was called has come to its end.
+    pub(crate) fn check(&self, call: &'static str, code: u32) -> Result<NcclProgress, CudaError> {
+        match code {
+            SUCCESS => Ok(NcclProgress::Done),
+            IN_PROGRESS => Ok(NcclProgress::Running),
+            code => {
+                // SAFETY: NCCL gives a string of its own for every code.
+                let text = unsafe { CStr::from_ptr((self.text_of)(code)) }.to_string_lossy().into_owned();
+                Err(CudaError::Nccl { call, code, text })
+            }
+        }
+    }
+}
+
+/// How far a call has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NcclProgress {
+    Done,
+    Running,
 }

@@ -56,6 +56,12 @@ impl PinnedBuffer {
         self.0.bytes == 0
     }
 
+    /// Its first byte's address for kernels, which reach it over PCIe.
+    pub fn device_address(&self) -> u64 {
+        // With unified addressing, which every GPU here has, the host's own.
+        self.0.address as u64
+    }
+
     pub(super) fn address(&self) -> *mut u8 {
         self.0.address
     }

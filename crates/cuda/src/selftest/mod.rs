@@ -1,14 +1,17 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
-//! crate has, graphs, the cache of compiled kernels, and the guard bytes that the other checks rely on.
+//! crate has, graphs, meetings of kernels on several GPUs, the cache of compiled kernels, and the guard bytes that the other checks
+//! rely on.
 
 mod cache;
 mod graph;
 mod guard;
+mod links;
 mod long;
 mod subject;
 
 pub use cache::selftest_cache;
 pub use graph::selftest_graphs;
 pub use guard::selftest_guard;
+pub use links::selftest_links;
 pub use long::selftest_long;
 pub use subject::CudaSubject;

@@ -3,9 +3,11 @@ use counterpoint_exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attent
 use counterpoint_plan::{AttentionSpec, DType, Plan};
 
 use crate::kernel::specialisations;
-use crate::{Arch, CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing};
+use crate::{
+    Arch, CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind,
+};
 
-/// The first GPU of this machine, on which all ranks of a run live.
+/// The first GPU of this machine, on which all ranks of a run live, or all its GPUs.
 #[derive(Clone, Debug)]
 pub struct CudaSubject {
     machine: CudaMachine,
@@ -18,6 +20,15 @@ impl CudaSubject {
     /// When there is no driver, GPU or compiler.
     pub fn open() -> Result<Self, CudaError> {
         Ok(Self { machine: CudaMachine::open(Timing::Off)? })
+    }
+
+    /// All GPUs with the kernels that the first one picks, and this transport between them; `None` where there is only one.
+    ///
+    /// # Errors
+    /// As [`CudaSubject::open`]; [`CudaError::NoPeerAccess`] when the transport needs it.
+    pub fn over_gpus(transport: TransportKind) -> Result<Option<Self>, CudaError> {
+        let machine = CudaMachine::for_ranks(Device::count()?, Timing::Off)?.with_transport(transport)?;
+        Ok((machine.devices().len() > 1).then_some(Self { machine }))
     }
 
     /// The same GPU with the portable kernels; `None` where those are what it has anyway.
@@ -80,9 +91,11 @@ impl Subject for CudaSubject {
         inputs: &AttentionInputs,
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError> {
-        let guard = MemoryGuard::begin(self.gpu());
+        // A GPU without a rank has nothing to watch.
+        let used = self.machine.devices().iter().take(plan.cp_size());
+        let guards: Vec<MemoryGuard> = used.map(MemoryGuard::begin).collect();
         let run = run_attention_on(&self.machine, plan, spec, inputs, config)?;
-        clean(&guard.report())?;
+        guards.iter().try_for_each(|guard| clean(&guard.report()))?;
         Ok(run.outputs)
     }
 }

@@ -1,28 +1,39 @@
-//! The CUDA transport between ranks of one process: receivers read straight from senders' memory, of their own device or of
-//! a peer's.
+//! The CUDA transport between ranks of one process, on one GPU or several.
 //!
-//! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready" and publishes
-//! it with the inputs' addresses. *Fetch*: once those it receives from have published theirs, it enqueues waits for their
-//! events, one kernel that fetches all rows, and an event "I have read". *End*: once those that it sends to have come as
-//! far, it enqueues waits for their events; after that its inputs may be overwritten. So every event is recorded before anyone
-//! is told to wait for it, and the device can never be left waiting: not on any number of hardware queues, and not when a
-//! rank fails.
+//! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
+//! be written" and publishes it with where its tensors are. *Fetch*: once those that it takes part with have published theirs,
+//! it enqueues its work: waits for their events, what moves the rows, and an event "done". *End*: it enqueues waits for the
+//! events of those who have used what it published. So every event is recorded before anyone is told to wait for it, and the
+//! device can never be left waiting: not on any number of hardware queues, and not when a rank fails.
+//!
+//! Who moves the rows is a matter of the [`TransportKind`]: their receivers by kernels that read the others' memory (`pull`),
+//! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
+//! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod copies;
+mod exchange;
+mod kind;
+mod link;
+mod pull;
+mod push;
 mod rows;
+mod staging;
 
-use std::sync::Arc;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
 use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 
-use rows::{Incoming, RowWork};
-
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
-use crate::{CudaError, Device, Event};
+use crate::kernel::LinkAbort;
+use crate::nccl::NcclRank;
+use crate::{CudaError, Device, DeviceBuffer, Event};
+
+pub use kind::TransportKind;
+use link::LinkWork;
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
@@ -31,43 +42,96 @@ pub struct CudaTransport {
     rank: usize,
     device: Device,
     next: AtomicU64,
+    means: Means,
+}
+
+/// What moves the rows of one rank.
+pub(crate) enum Means {
+    /// Kernels that read the other ranks' memory, after events.
+    Pull,
+    /// Kernels of `num_sms` blocks that do so and meet by themselves.
+    Link { num_sms: u32, abort: LinkAbort },
+    /// Copy engines.
+    Push,
+    /// NCCL.
+    Exchange(NcclRank),
+}
+
+impl Means {
+    /// What ends waits of a rank's kernels, where they wait.
+    pub(crate) fn abort(&self) -> Option<LinkAbort> {
+        match self {
+            Self::Link { abort, .. } => Some(abort.clone()),
+            Self::Pull | Self::Push | Self::Exchange(_) => None,
+        }
+    }
 }
 
 /// What a rank publishes of its part in a collective.
 struct Part {
     inputs: Vec<CudaBuffer>,
-    /// Passed when the inputs may be read.
+    outputs: Vec<CudaBuffer>,
+    /// Where others write partial results, when copy engines do.
+    staging: Option<DeviceBuffer>,
+    /// Where others' kernels write to, when kernels meet.
+    mailbox: Option<DeviceBuffer>,
+    /// Passed when the inputs may be read and the outputs be written.
     ready: Event,
-    /// Passed when this rank has read those of others.
+    /// Passed when this rank is through with the tensors of others.
     done: Event,
 }
 
 impl Payload for Part {
     fn spent(&self) -> Self {
-        // Who has been read from still waits for the reader's event.
-        Self { inputs: Vec::new(), ready: self.ready.clone(), done: self.done.clone() }
+        // Others still wait for the events, and kernels still meet.
+        let Self { mailbox, ready, done, .. } = self;
+        let (mailbox, ready, done) = (mailbox.clone(), ready.clone(), done.clone());
+        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, ready, done }
     }
 }
 
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
+    world: Arc<World>,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
     done: Mutex<Option<Event>>,
-    /// Made when the ranks first meet, since it takes the peers' rows too, and again only if those change.
-    work: Mutex<Option<RowWork>>,
+    work: Work,
+}
+
+/// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.
+enum Work {
+    Pull(Mutex<Option<pull::PullWork>>),
+    Link(LinkWork),
+    Push(push::PushWork),
+    Exchange(exchange::ExchangeWork),
+}
+
+impl Drop for CudaCollective {
+    fn drop(&mut self) {
+        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
+        if let Work::Link(link) = &self.work
+            && self.world.has_failed()
+        {
+            link.abort();
+        }
+    }
 }
 
 impl CudaTransport {
-    /// A transport for every rank of `world`, the first on the first of `devices`.
-    pub(crate) fn connect(world: &Arc<World>, devices: impl IntoIterator<Item = Device>) -> Vec<Self> {
+    /// A transport for every rank of `world`, the first on the first of `devices` and by the first of `means`.
+    pub(crate) fn connect(
+        world: &Arc<World>,
+        devices: impl IntoIterator<Item = Device>,
+        means: impl IntoIterator<Item = Means>,
+    ) -> Vec<Self> {
         let board = Arc::new(Board::new(world));
-        let rank = |(rank, device)| {
+        let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
-            Self { world, board, rank, device, next: AtomicU64::new(0) }
+            Self { world, board, rank, device, next: AtomicU64::new(0), means }
         };
-        (0..world.size()).zip(devices).map(rank).collect()
+        (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
 
     fn prepare(
@@ -84,18 +148,46 @@ impl CudaTransport {
                 collective: place.to_string(),
                 reason,
             })?;
-            rows::load(&self.device, &collective, &outputs)
+            let work = self
+                .work(&collective, &outputs)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(CudaCollective {
+                world: self.world.clone(),
                 collective: Arc::new(collective),
                 outputs,
                 ready: Mutex::new(None),
                 done: Mutex::new(None),
-                work: Mutex::new(None),
+                work,
             })
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
+    }
+
+    /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
+    fn work(&self, collective: &Collective, outputs: &[BufferSpec]) -> Result<Work, CudaError> {
+        let pull = || {
+            rows::load(&self.device, collective, outputs)?;
+            Ok(Work::Pull(Mutex::new(None)))
+        };
+        match &self.means {
+            Means::Pull => pull(),
+            Means::Link { num_sms, abort } if link::takes(collective) => {
+                LinkWork::new(&self.device, collective, outputs, *num_sms, abort).map(Work::Link)
+            }
+            Means::Link { .. } => pull(),
+            // No copy engine rounds.
+            Means::Push
+                if collective.reduction.is_none()
+                    && collective.contract.tensors.iter().any(rows::is_rounded) =>
+            {
+                pull()
+            }
+            Means::Push => push::PushWork::new(&self.device, self.rank, collective, outputs).map(Work::Push),
+            Means::Exchange(_) => {
+                exchange::ExchangeWork::new(&self.device, self.rank, collective, outputs).map(Work::Exchange)
+            }
+        }
     }
 }
 
@@ -135,7 +227,13 @@ impl Transport<CudaBackend> for CudaTransport {
     }
 
     fn fetch(&self, call: &Call<'_>, meeting: &mut CudaMeeting) -> Result<(), ExecError> {
-        self.report(call, self.fetch_rows(call, meeting))
+        let enqueued = match &call.collective.work {
+            Work::Pull(work) => self.pull(call, meeting, work),
+            Work::Link(work) => self.link(call, meeting, work),
+            Work::Push(work) => self.push(call, meeting, work),
+            Work::Exchange(work) => self.exchange(call, meeting, work),
+        };
+        self.report(call, enqueued)
     }
 
     fn end(&self, call: &Call<'_>, meeting: CudaMeeting) -> Result<(), ExecError> {
@@ -148,7 +246,8 @@ type Call<'a> = CollectiveCall<'a, CudaBackend, CudaCollective>;
 /// A collective that is being enqueued.
 pub struct CudaMeeting {
     sequence: u64,
-    own: Arc<Post<Part>>,
+    /// `None` where nobody needs to know any more.
+    own: Option<Arc<Post<Part>>>,
     /// Where its time is taken, when it is.
     started: Option<SpanStart>,
 }
@@ -163,75 +262,44 @@ impl CudaTransport {
         if let Some(barrier) = barrier {
             barrier.arrive(queue)?;
         }
+        let sequence = self.next.fetch_add(1, Ordering::Relaxed);
+        let pattern = &collective.collective.pattern;
+        let (staging, mailbox, users) = match &collective.work {
+            Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
+            Work::Exchange(exchange) if exchange.has_met() => {
+                return Ok(CudaMeeting { sequence, own: None, started });
+            }
+            Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
+            Work::Pull(_) => (None, None, &pattern.outgoing[..]),
+            Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
+            Work::Exchange(_) => (None, None, &[][..]),
+        };
         let tensors = &collective.collective.tensors;
         let part = Part {
             inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
+            outputs: tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect(),
+            staging,
+            mailbox,
             ready: event(&collective.ready, backend.device())?,
             done: event(&collective.done, backend.device())?,
         };
         part.ready.record(queue)?;
-        let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let post = Post {
             place: place.clone(),
             collective: collective.collective.clone(),
             at: Instant::now(),
             payload: part,
         };
-        let own = self.board.publish(self.rank, sequence, post);
+        let own = Some(self.board.publish(self.rank, sequence, post, users));
         Ok(CudaMeeting { sequence, own, started })
-    }
-
-    fn fetch_rows(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, collective, buffers, .. } = *call;
-        let queue = stream.queue();
-        let pattern = &collective.collective.pattern;
-        let mut incoming = Vec::with_capacity(pattern.incoming.len());
-        for peer in &pattern.incoming {
-            let post = self.post_of(call, meeting, peer.rank)?;
-            if peer.rank != self.rank {
-                queue.wait(&post.payload.ready)?;
-            }
-            incoming.push(post);
-        }
-        let parts: Vec<Incoming<'_>> = incoming
-            .iter()
-            .zip(&pattern.incoming)
-            .map(|(post, peer)| Incoming {
-                collective: &post.collective,
-                inputs: &post.payload.inputs,
-                rows: &peer.rows,
-            })
-            .collect();
-        let tensors = &collective.collective.tensors;
-        let outputs: Vec<u64> = tensors.iter().map(|(_, output)| buffers[output.0].address()).collect();
-        let mut work = lock(&collective.work);
-        let current = match work.take() {
-            Some(work) if work.is_for(&parts) => work,
-            _ => {
-                RowWork::new(backend.setup(), self.rank, &collective.collective, &collective.outputs, &parts)?
-            }
-        };
-        work.insert(current).launch(queue, &parts, &outputs)?;
-        meeting.own.payload.done.record(queue)?;
-        for peer in &pattern.incoming {
-            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
-        }
-        Ok(())
     }
 
     fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
         let CollectiveCall { stream, place, collective, .. } = *call;
-        let pattern = &collective.collective.pattern;
-        let outgoing: Vec<_> = pattern
-            .outgoing
-            .iter()
-            .map(|peer| self.post_of(call, meeting, peer.rank))
-            .collect::<Result<_, _>>()?;
-        self.board.all_copied(&self.world, &self.waiter(call), meeting.sequence)?;
-        for (post, peer) in outgoing.iter().zip(&pattern.outgoing) {
-            if peer.rank != self.rank {
-                stream.queue().wait(&post.payload.done)?;
-            }
+        match &collective.work {
+            Work::Pull(_) => self.end_pull(call, meeting)?,
+            Work::Push(work) => self.end_push(call, meeting, work)?,
+            Work::Link(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
         stream.end_span(place, SpanKind::Communication, meeting.started)?;
@@ -247,7 +315,9 @@ impl CudaTransport {
         peer: usize,
     ) -> Result<Arc<Post<Part>>, ExecError> {
         let post = self.board.post_of(&self.world, &self.waiter(call), peer, meeting.sequence)?;
-        meeting.own.meet(self.rank, meeting.sequence, peer, &post)?;
+        if let Some(own) = &meeting.own {
+            own.meet(self.rank, meeting.sequence, peer, &post)?;
+        }
         Ok(post)
     }
 
@@ -257,12 +327,20 @@ impl CudaTransport {
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            self.world.fail(match error {
+            let error = self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            })
+            });
+            call.backend.abort_links();
+            error
         })
     }
+}
+
+/// Addresses of a call's tensors.
+fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
+    let tensors = call.collective.collective.tensors.iter();
+    tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
 }
 
 /// A collective's event, made on its first run.

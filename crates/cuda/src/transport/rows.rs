@@ -1,36 +1,23 @@
 //! What a rank does with the rows that it receives.
 
-use std::sync::Arc;
-
 use counterpoint_exec::collective::{Collective, Reduction, WireTensor};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
-use crate::backend::CudaBuffer;
 use crate::kernel::{
     ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
 };
 use crate::{CudaError, Device, Stream};
 
-/// What one peer has for this rank.
+/// What one peer has for this rank: rows of its tensors, and the own rows that they meet, in order.
 pub(super) struct Incoming<'a> {
-    /// The peer's part.
-    pub(super) collective: &'a Arc<Collective>,
-    /// Its inputs.
-    pub(super) inputs: &'a [CudaBuffer],
-    /// The own rows that its rows meet, in order.
-    pub(super) rows: &'a [Range],
+    pub(super) from: &'a [Range],
+    pub(super) to: &'a [Range],
 }
 
 /// The kernels of one collective on one rank, with their lists of rows on the device.
-pub(super) struct RowWork {
-    /// The peers' parts that the lists were made from.
-    parts: Vec<Arc<Collective>>,
-    kernels: Kernels,
-}
-
-enum Kernels {
+pub(super) enum RowWork {
     Copy(RowCopy),
     /// One a tensor.
     Reduce(Vec<RowReduce>),
@@ -58,17 +45,39 @@ fn scalar(dtype: DType) -> Result<Scalar, String> {
 }
 
 fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {
-    let row_elements = tensor.row_elements as u64;
     if tensor.dtype == tensor.wire {
-        // Nothing is converted, so that only the number of bytes counts.
-        let scalar = if tensor.dtype.size() == 2 { Scalar::Bf16 } else { Scalar::F32 };
-        let row_elements = row_elements * (tensor.dtype.size() as u64).div_ceil(4);
-        return Ok(RowCopyTensor { scalar, row_elements, wire: scalar });
+        return Ok(unconverted(tensor));
     }
+    let row_elements = tensor.row_elements as u64;
     Ok(RowCopyTensor { scalar: scalar(tensor.dtype)?, row_elements, wire: scalar(tensor.wire)? })
 }
 
-fn types(tensor: &WireTensor, reduction: &Reduction, output: &BufferSpec) -> Result<ReduceTypes, String> {
+/// A tensor whose elements stay as they are, so that only the number of bytes counts.
+pub(super) fn unconverted(tensor: &WireTensor) -> RowCopyTensor {
+    let scalar = if tensor.dtype.size() == 2 { Scalar::Bf16 } else { Scalar::F32 };
+    let row_elements = tensor.row_elements as u64 * (tensor.dtype.size() as u64).div_ceil(4);
+    RowCopyTensor { scalar, row_elements, wire: scalar }
+}
+
+/// Whether elements lose something on the wire.
+pub(super) fn is_rounded(tensor: &WireTensor) -> bool {
+    match (Scalar::of(tensor.dtype), Scalar::of(tensor.wire)) {
+        (Some(scalar), Some(wire)) => !scalar.survives(wire),
+        _ => tensor.dtype != tensor.wire,
+    }
+}
+
+/// Bytes of one row of each tensor.
+pub(super) fn row_bytes(collective: &Collective) -> Vec<u64> {
+    let tensors = collective.contract.tensors.iter();
+    tensors.map(|tensor| (tensor.row_elements * tensor.dtype.size()) as u64).collect()
+}
+
+pub(super) fn types(
+    tensor: &WireTensor,
+    reduction: &Reduction,
+    output: &BufferSpec,
+) -> Result<ReduceTypes, String> {
     Ok(ReduceTypes {
         partial: scalar(tensor.dtype)?,
         wire: scalar(tensor.wire)?,
@@ -104,7 +113,6 @@ impl RowWork {
     /// Makes the lists for what `parts` have for this rank, on `setup`, which is waited for.
     pub(super) fn new(
         setup: &Stream,
-        rank: usize,
         collective: &Collective,
         outputs: &[BufferSpec],
         parts: &[Incoming<'_>],
@@ -114,16 +122,15 @@ impl RowWork {
             .iter()
             .enumerate()
             .flat_map(|(peer, part)| {
-                let theirs = part.collective.pattern.to(rank);
-                theirs.iter().zip(part.rows).map(move |(&from, &to)| RowMove { peer, from, to })
+                part.from.iter().zip(part.to).map(move |(&from, &to)| RowMove { peer, from, to })
             })
             .collect();
         let tensors = &collective.contract.tensors;
-        let kernels = match &collective.reduction {
+        Ok(match &collective.reduction {
             None => {
                 let tensors: Vec<_> =
                     tensors.iter().map(copy_tensor).collect::<Result<_, _>>().map_err(refuse)?;
-                Kernels::Copy(RowCopy::new(setup, &tensors, &moves)?)
+                Self::Copy(RowCopy::new(setup, &tensors, &moves)?)
             }
             Some(reduction) if reduction.op == ReduceOp::Lse => {
                 let pairs = tensors.chunks_exact(2).zip(outputs.chunks_exact(2));
@@ -138,7 +145,7 @@ impl RowWork {
                     };
                     RowMerge::new(setup, &spec, &moves)
                 };
-                Kernels::Merge(pairs.map(merge).collect::<Result<_, _>>()?)
+                Self::Merge(pairs.map(merge).collect::<Result<_, _>>()?)
             }
             Some(reduction) => {
                 let reduce = |(tensor, output): (&WireTensor, &BufferSpec)| {
@@ -151,38 +158,30 @@ impl RowWork {
                     };
                     RowReduce::new(setup, &spec, &moves)
                 };
-                Kernels::Reduce(tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?)
+                Self::Reduce(tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?)
             }
-        };
-        Ok(Self { parts: parts.iter().map(|part| part.collective.clone()).collect(), kernels })
+        })
     }
 
-    /// Whether the lists were made from the same parts: the same values, not only equal ones.
-    pub(super) fn is_for(&self, parts: &[Incoming<'_>]) -> bool {
-        self.parts.len() == parts.len()
-            && self.parts.iter().zip(parts).all(|(own, part)| Arc::ptr_eq(own, part.collective))
-    }
-
+    /// Enqueues them. `input` gives the address of a peer's tensor: (index of its part, tensor).
     pub(super) fn launch(
         &self,
         stream: &Stream,
-        parts: &[Incoming<'_>],
+        input: impl Fn(usize, usize) -> u64,
         outputs: &[u64],
     ) -> Result<(), CudaError> {
-        let input =
-            |peer: usize, tensor: usize| parts[peer].inputs.get(tensor).map_or(0, CudaBuffer::address);
         // SAFETY: `Post::meet` has compared the shapes of both sides, `Collective`'s checks have seen that rows are inside
         // the tensors, and events order everyone else's use of them (see the head of `transport`).
         unsafe {
-            match &self.kernels {
-                Kernels::Copy(copy) => copy.launch(stream, input, outputs),
-                Kernels::Reduce(reductions) => {
+            match self {
+                Self::Copy(copy) => copy.launch(stream, &input, outputs),
+                Self::Reduce(reductions) => {
                     let mut tensors = reductions.iter().zip(outputs).enumerate();
                     tensors.try_for_each(|(tensor, (reduction, &output))| {
                         reduction.launch(stream, |peer| input(peer, tensor), output)
                     })
                 }
-                Kernels::Merge(merges) => {
+                Self::Merge(merges) => {
                     let mut pairs = merges.iter().zip(outputs.chunks_exact(2)).enumerate();
                     pairs.try_for_each(|(pair, (merge, output))| {
                         let source = |peer| (input(peer, 2 * pair), input(peer, 2 * pair + 1));

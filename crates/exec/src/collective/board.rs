@@ -6,15 +6,21 @@ use std::time::Instant;
 use counterpoint_mask::Range;
 
 use super::contract::Collective;
+use super::pattern::PeerRows;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
 use crate::{ExecError, OpPlace};
 
 /// Where ranks publish their parts in collectives and find those of others, each with a transport's own payload (where its
 /// inputs are, say). A post stays until no rank can ask for it.
+///
+/// Ranks of one process share a board. A rank that is a process has one to itself, on which its transport publishes what
+/// the others sent.
 pub struct Board<P> {
     slots: Vec<Arc<Monitor<Slot<P>>>>,
-    /// Per rank: every collective with a smaller number has finished there.
+    /// The ranks that ask.
+    readers: Range,
+    /// Per rank that asks: every collective with a smaller number has finished there.
     finished_below: Vec<AtomicU64>,
 }
 
@@ -23,14 +29,24 @@ struct Slot<P> {
     /// Finished out of order, on another stream.
     finished: BTreeSet<u64>,
     last_finished: Option<(u64, OpPlace)>,
+    last_begun: Option<(u64, OpPlace)>,
     /// Number of posts at which old ones are looked for.
     prune_at: usize,
 }
 
 struct Entry<P> {
     post: Arc<Post<P>>,
-    /// Ranks that have not copied yet, ascending.
+    /// Ranks that have not used it yet, ascending.
     outstanding: Vec<usize>,
+}
+
+impl<P: Payload> Entry<P> {
+    /// Lets go of what everyone has used. The post stays, for late comers.
+    fn spend(&mut self) {
+        let Post { place, collective, at, payload } = &*self.post;
+        let (place, collective, payload) = (place.clone(), collective.clone(), payload.spent());
+        self.post = Arc::new(Post { place, collective, at: *at, payload });
+    }
 }
 
 /// One rank's part in one collective, as others see it.
@@ -47,7 +63,7 @@ pub struct Post<P> {
 
 /// What a transport publishes with a part.
 pub trait Payload: Send + Sync + 'static {
-    /// What is left of it once everyone has copied: a post that is kept for late comers must keep no memory alive.
+    /// What is left of it once everyone has used it: a post that is kept for late comers must keep no memory alive.
     fn spent(&self) -> Self;
 }
 
@@ -100,22 +116,45 @@ impl<P> Post<P> {
 }
 
 impl<P: Payload> Board<P> {
-    /// A board for the ranks of `world`.
+    /// A board for the ranks of `world`, all of which share it.
     pub fn new(world: &World) -> Self {
-        let slot =
-            || Slot { posts: BTreeMap::new(), finished: BTreeSet::new(), last_finished: None, prune_at: 0 };
+        Self::read_by(world, Range::new(0, world.size()))
+    }
+
+    /// A board that only `rank` asks.
+    pub fn of_rank(world: &World, rank: usize) -> Self {
+        Self::read_by(world, Range::new(rank, rank + 1))
+    }
+
+    fn read_by(world: &World, readers: Range) -> Self {
+        let slot = || Slot {
+            posts: BTreeMap::new(),
+            finished: BTreeSet::new(),
+            last_finished: None,
+            last_begun: None,
+            prune_at: 0,
+        };
         Self {
             slots: (0..world.size()).map(|_| world.monitor(slot())).collect(),
-            finished_below: (0..world.size()).map(|_| AtomicU64::new(0)).collect(),
+            readers,
+            finished_below: (0..readers.len()).map(|_| AtomicU64::new(0)).collect(),
         }
     }
 
-    /// Publishes the part of `rank` in collective `sequence`.
-    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>) -> Arc<Post<P>> {
-        let outstanding = post.collective.pattern.outgoing.iter().map(|peer| peer.rank).collect();
+    /// Publishes the part of `rank` in collective `sequence`, which `users` will use and acknowledge: those who read its inputs,
+    /// say, or those who write its outputs.
+    pub fn publish(&self, rank: usize, sequence: u64, post: Post<P>, users: &[PeerRows]) -> Arc<Post<P>> {
+        let outstanding = users.iter().map(|peer| peer.rank).collect();
         let post = Arc::new(post);
         self.slots[rank].update(|slot| {
+            slot.last_begun = Some((sequence, post.place.clone()));
             slot.posts.insert(sequence, Entry { post: post.clone(), outstanding });
+            if slot.posts.len() > slot.prune_at {
+                let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
+                slot.posts = slot.posts.split_off(&low.unwrap_or(0));
+                // Looked for again when twice as many have gathered: constant work a collective, whatever the world's size.
+                slot.prune_at = (2 * slot.posts.len()).max(2 * self.slots.len());
+            }
         });
         post
     }
@@ -144,20 +183,28 @@ impl<P: Payload> Board<P> {
         Ok(post)
     }
 
-    /// `reader` has copied what `rank` published for it.
-    pub fn acknowledge(&self, rank: usize, sequence: u64, reader: usize) {
+    /// `user` has used what `rank` published for it.
+    pub fn acknowledge(&self, rank: usize, sequence: u64, user: usize) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                entry.outstanding.retain(|outstanding| *outstanding != reader);
+                entry.outstanding.retain(|outstanding| *outstanding != user);
+                if !self.reads(rank) {
+                    // It does not finish here, so that nobody else lets go of what it sent.
+                    entry.spend();
+                }
             }
         });
     }
 
-    /// Waits until everyone has copied what this rank published.
+    fn reads(&self, rank: usize) -> bool {
+        (self.readers.start..self.readers.end).contains(&rank)
+    }
+
+    /// Waits until everyone has used what this rank published.
     ///
     /// # Errors
     /// As [`Board::post_of`].
-    pub fn all_copied(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
+    pub fn all_used(&self, world: &World, waiter: &Waiter<'_>, sequence: u64) -> Result<(), ExecError> {
         let slot = &self.slots[waiter.rank];
         let first =
             |slot: &Slot<P>| slot.posts.get(&sequence).and_then(|entry| entry.outstanding.first().copied());
@@ -175,23 +222,16 @@ impl<P: Payload> Board<P> {
     pub fn finish(&self, rank: usize, sequence: u64, place: &OpPlace) {
         self.slots[rank].update(|slot| {
             if let Some(entry) = slot.posts.get_mut(&sequence) {
-                let Post { place, collective, at, payload } = &*entry.post;
-                let (place, collective, payload) = (place.clone(), collective.clone(), payload.spent());
-                entry.post = Arc::new(Post { place, collective, at: *at, payload });
+                entry.spend();
             }
             slot.last_finished = Some((sequence, place.clone()));
             slot.finished.insert(sequence);
-            let mut below = self.finished_below[rank].load(Ordering::Relaxed);
+            let finished_below = &self.finished_below[rank - self.readers.start];
+            let mut below = finished_below.load(Ordering::Relaxed);
             while slot.finished.remove(&below) {
                 below += 1;
             }
-            self.finished_below[rank].store(below, Ordering::Relaxed);
-            if slot.posts.len() > slot.prune_at {
-                let low = self.finished_below.iter().map(|below| below.load(Ordering::Relaxed)).min();
-                slot.posts = slot.posts.split_off(&low.unwrap_or(0));
-                // Looked for again when twice as many have gathered: constant work a collective, whatever the world's size.
-                slot.prune_at = (2 * slot.posts.len()).max(2 * self.slots.len());
-            }
+            finished_below.store(below, Ordering::Relaxed);
         });
     }
 
@@ -213,9 +253,15 @@ impl<P: Payload> Board<P> {
         if let WaitEnd::Failed(error) = end {
             return error;
         }
-        let evidence = self.slots[peer].peek(|slot| match &slot.last_finished {
-            Some((sequence, place)) => format!("rank {peer} last finished collective {sequence} {place}"),
-            None => format!("rank {peer} has finished no collective"),
+        let evidence = self.slots[peer].peek(|slot| match (&slot.last_finished, &slot.last_begun) {
+            (Some((sequence, place)), _) => {
+                format!("rank {peer} last finished collective {sequence} {place}")
+            }
+            (None, Some((sequence, place))) if !self.reads(peer) => {
+                format!("rank {peer} last began collective {sequence} {place}")
+            }
+            _ if self.reads(peer) => format!("rank {peer} has finished no collective"),
+            _ => format!("rank {peer} has begun no collective"),
         });
         let place = format!("collective {sequence} {}", waiter.place);
         let awaited = Awaited { name: format!("rank {peer}"), evidence, blocker: Some(Blocker::Rank(peer)) };

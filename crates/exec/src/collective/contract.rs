@@ -1,5 +1,6 @@
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp};
+use serde::{Deserialize, Serialize};
 
 use super::pattern::Pattern;
 use crate::{ExecError, OpPlace};
@@ -18,7 +19,7 @@ pub struct Collective {
 }
 
 /// What all ranks of one collective must agree on.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Contract {
     /// `group_cast` or `group_reduce` with its operation.
     pub kind: String,
@@ -27,7 +28,7 @@ pub struct Contract {
 }
 
 /// One tensor of a collective.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WireTensor {
     /// Elements of one row.
     pub row_elements: usize,

@@ -3,6 +3,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use counterpoint_plan::DType;
+use counterpoint_schedule::BufferSpec;
 
 use crate::monitor::lock;
 use crate::place::host_place;
@@ -20,6 +21,12 @@ struct Inner {
     name: String,
     shape: Vec<usize>,
     dtype: DType,
+    memory: Arc<Memory>,
+}
+
+/// What buffers of a slot have in common; a buffer of its own has one of its own.
+struct Memory {
+    /// Of the shape and type of the buffer that was written last.
     tensor: RwLock<HostTensor>,
     users: Mutex<Vec<User>>,
 }
@@ -53,8 +60,18 @@ impl CpuBuffer {
             name: name.to_owned(),
             shape: tensor.shape().to_vec(),
             dtype: tensor.dtype(),
-            tensor: RwLock::new(tensor),
-            users: Mutex::default(),
+            memory: Arc::new(Memory { tensor: RwLock::new(tensor), users: Mutex::default() }),
+        }))
+    }
+
+    /// A buffer that takes turns with this one in the same memory.
+    pub(crate) fn in_turn(&self, spec: &BufferSpec) -> Self {
+        Self(Arc::new(Inner {
+            owner: self.0.owner,
+            name: spec.name.clone(),
+            shape: spec.shape.clone(),
+            dtype: spec.dtype,
+            memory: self.0.memory.clone(),
         }))
     }
 
@@ -109,37 +126,46 @@ impl CpuBuffer {
     /// For an operation of `rank`, to read.
     pub(crate) fn read(&self, rank: usize, place: &OpPlace) -> Result<ReadGuard<'_>, ExecError> {
         let user = User { rank, place: place.clone(), verb: "reads" };
-        match self.0.tensor.try_read() {
-            Ok(tensor) => Ok(ReadGuard { tensor, _using: self.using(user) }),
+        let tensor = match self.0.memory.tensor.try_read() {
+            Ok(tensor) => tensor,
             // A writer that panicked has failed the world already; nobody will look at what it left.
-            Err(TryLockError::Poisoned(poisoned)) => {
-                Ok(ReadGuard { tensor: poisoned.into_inner(), _using: self.using(user) })
-            }
-            Err(TryLockError::WouldBlock) => Err(self.race(&user)),
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(self.race(&user)),
+        };
+        if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
+            let held = "its memory holds another buffer by now".to_owned();
+            return Err(self.conflict(&user, held));
         }
+        Ok(ReadGuard { tensor, _using: self.using(user) })
     }
 
     /// For an operation of `rank`, to write.
     pub(crate) fn write(&self, rank: usize, place: &OpPlace) -> Result<WriteGuard<'_>, ExecError> {
         let user = User { rank, place: place.clone(), verb: "writes" };
-        match self.0.tensor.try_write() {
-            Ok(tensor) => Ok(WriteGuard { tensor, _using: self.using(user) }),
-            Err(TryLockError::Poisoned(poisoned)) => {
-                Ok(WriteGuard { tensor: poisoned.into_inner(), _using: self.using(user) })
-            }
-            Err(TryLockError::WouldBlock) => Err(self.race(&user)),
+        let mut tensor = match self.0.memory.tensor.try_write() {
+            Ok(tensor) => tensor,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(self.race(&user)),
+        };
+        if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
+            tensor.reshape(self.shape(), self.dtype());
         }
+        Ok(WriteGuard { tensor, _using: self.using(user) })
     }
 
     fn using(&self, user: User) -> Using<'_> {
-        lock(&self.0.users).push(user.clone());
+        lock(&self.0.memory.users).push(user.clone());
         Using { buffer: self, user }
     }
 
     fn race(&self, wanted: &User) -> ExecError {
-        let held = lock(&self.0.users)
+        let held = lock(&self.0.memory.users)
             .first()
             .map_or_else(|| "another operation uses it".to_owned(), ToString::to_string);
+        self.conflict(wanted, held)
+    }
+
+    fn conflict(&self, wanted: &User, held: String) -> ExecError {
         let Inner { owner, name, .. } = &*self.0;
         ExecError::DataRace { owner: *owner, buffer: name.clone(), wanted: wanted.to_string(), held }
     }
@@ -153,7 +179,7 @@ struct Using<'a> {
 
 impl Drop for Using<'_> {
     fn drop(&mut self) {
-        let mut users = lock(&self.buffer.0.users);
+        let mut users = lock(&self.buffer.0.memory.users);
         if let Some(index) = users.iter().position(|user| *user == self.user) {
             users.swap_remove(index);
         }

@@ -1,14 +1,14 @@
 use counterpoint_schedule::{
-    AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd,
-    Op, Program,
+    AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BufferId, ColumnSum, ForwardBegin,
+    ForwardEnd, Gemm, Op, Program, RowBlock,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
-    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, HeadShape, ResultArgs, SinkArgs, StateArgs,
-    StateMutArgs, attention_backward, attention_delta, attention_forward, cast,
+    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, GemmArgs, HeadShape, ResultArgs, SinkArgs,
+    StateArgs, StateMutArgs, attention_backward, attention_delta, attention_forward, cast, column_sum, gemm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -49,6 +49,18 @@ impl CpuKernel {
                     backward::<T, T>(op, &access, workers)
                 } else {
                     backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
+                })
+            }
+            Op::Gemm(op) => with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
+                product::<T, T>(op, &access, workers)
+            } else {
+                product::<T, <T as HostElement>::Accumulator>(op, &access, workers)
+            }),
+            Op::ColumnSum(op) => {
+                with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
+                    sum_columns::<T, T>(op, &access, workers)
+                } else {
+                    sum_columns::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
             }
             Op::Cast { src, dst } => {
@@ -176,6 +188,53 @@ where
     Ok(())
 }
 
+/// `D` is the type of the result.
+fn product<T, D>(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+    D: HostElement<Accumulator = T::Accumulator>,
+{
+    let (a, b) = (access.read_blocks(&op.a)?, access.read_blocks(&op.b)?);
+    let bias = op.bias.map(|bias| access.read(bias)).transpose()?;
+    let mut out = access.write(op.out)?;
+    let n = out.shape()[1];
+    let out_rows: Vec<_> = op.out_rows.iter().map(|rows| rows.start..rows.end).collect();
+    let args = GemmArgs::<T, D> {
+        layout: op.layout,
+        a: pieces(&op.a, &a),
+        a_columns: a[0].shape()[1],
+        b: pieces(&op.b, &b),
+        b_columns: b[0].shape()[1],
+        out: elements_mut(&mut out),
+        n,
+        out_rows: &out_rows,
+        bias: bias.as_ref().map(|bias| elements(bias)),
+        accumulate: op.accumulate,
+    };
+    gemm(args, workers);
+    Ok(())
+}
+
+fn sum_columns<T, D>(op: &ColumnSum, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+    D: HostElement<Accumulator = T::Accumulator>,
+{
+    let src = access.read_blocks(&op.src)?;
+    let mut dst = access.write(op.dst)?;
+    column_sum::<T, D>(&pieces(&op.src, &src), elements_mut(&mut dst), op.accumulate, workers);
+    Ok(())
+}
+
+/// The rows of each block.
+fn pieces<'a, T: HostElement>(blocks: &[RowBlock], tensors: &'a [ReadGuard<'_>]) -> Vec<&'a [T]> {
+    let rows = |(block, tensor): (&RowBlock, &'a ReadGuard<'_>)| {
+        let columns = tensor.shape()[1];
+        &elements::<T>(tensor)[block.rows.start * columns..block.rows.end * columns]
+    };
+    blocks.iter().zip(tensors).map(rows).collect()
+}
+
 fn concat(srcs: &[BufferId], dst: BufferId, access: &Access<'_>) -> Result<(), ExecError> {
     let mut dst = access.write(dst)?;
     let mut offset = 0;
@@ -219,6 +278,10 @@ struct Access<'a> {
 impl<'a> Access<'a> {
     fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
         self.buffers[id.0].read(self.rank, self.place)
+    }
+
+    fn read_blocks(&self, blocks: &[RowBlock]) -> Result<Vec<ReadGuard<'a>>, ExecError> {
+        blocks.iter().map(|block| self.read(block.buffer)).collect()
     }
 
     fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {

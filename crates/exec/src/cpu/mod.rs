@@ -12,7 +12,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, Program, Span, SpanKind, StreamSpec};
+use counterpoint_schedule::{
+    BufferSpec, CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, Program, Span, SpanKind,
+    StreamSpec, WorkerShare,
+};
 use rayon::ThreadPool;
 
 pub use buffer::CpuBuffer;
@@ -61,7 +64,13 @@ impl CpuBackend {
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
     pub fn workers(sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
+        Self::workers_of(1, sm_margin)
+    }
+
+    /// Likewise for one of `processes` that share the machine.
+    pub(crate) fn workers_of(processes: usize, sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let cores = cores / processes.max(1);
         rayon::ThreadPoolBuilder::new()
             .num_threads(cores.saturating_sub(sm_margin).max(1))
             .thread_name(|index| format!("worker {index}"))
@@ -100,6 +109,26 @@ impl Backend for CpuBackend {
         self.world.size()
     }
 
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        let refuse = |reason: &str| {
+            let reason = format!("{reason}; use sequential, concurrent or kernel-barrier, with sm-margin=N");
+            Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason })
+        };
+        match policy {
+            OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
+                refuse("communication on CPU ranks has threads of its own, not a share of the workers")
+            }
+            OverlapPolicy { priority: CommunicationPriority::High, .. } => {
+                refuse("threads of CPU ranks have no priorities")
+            }
+            OverlapPolicy { queues: HardwareQueues::Single, .. } => {
+                refuse("CPU ranks have no hardware queues")
+            }
+            OverlapPolicy { mover: Mover::CopyEngine, .. } => refuse("CPU ranks have no copy engines"),
+            _ => Ok(()),
+        }
+    }
+
     fn available_memory(&self) -> Option<u64> {
         available_memory()
     }
@@ -109,6 +138,12 @@ impl Backend for CpuBackend {
             return Err(ExecError::OutOfMemory { needed: spec.bytes(), available });
         }
         Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
+    }
+
+    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CpuBuffer>, ExecError> {
+        let Some(longest) = specs.iter().max_by_key(|spec| spec.bytes()) else { return Ok(Vec::new()) };
+        let memory = self.allocate(longest)?;
+        Ok(specs.iter().map(|spec| memory.in_turn(spec)).collect())
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CpuBuffer, ExecError> {

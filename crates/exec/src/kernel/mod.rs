@@ -6,6 +6,7 @@ mod attention_forward;
 mod cast;
 mod element;
 mod exponential;
+mod gemm;
 mod matmul;
 mod normalise;
 mod poison;
@@ -23,5 +24,6 @@ pub use attention_forward::{
 };
 pub use cast::cast;
 pub use element::{Element, Real};
+pub(crate) use gemm::{GemmArgs, column_sum, gemm};
 pub use shape::HeadShape;
 pub(crate) use square_product::square_product;

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, StageCount};
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use super::random_mask;
 use crate::draw::Draw;
@@ -106,7 +106,8 @@ impl Case {
         let stages = if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(1, 3)) };
         let chunk_size = Some(draw.sized(8, 128));
         let start = draw.pick(&StartOrder::ALL);
-        let sm_margin = if draw.chance(20) { draw.within(1, 4) } else { 0 };
+        let workers =
+            if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let deterministic = draw.chance(30);
         Case {
             name: "random".to_owned(),
@@ -114,7 +115,11 @@ impl Case {
             mask,
             spec,
             plan: PlanConfig { chunk_size, dispatch, stages, ..PlanConfig::new(cp_size) },
-            run: RunConfig { policy: OverlapPolicy { start, sm_margin }, deterministic, ..run_config() },
+            run: RunConfig {
+                policy: OverlapPolicy { workers, ..OverlapPolicy::new(start) },
+                deterministic,
+                ..run_config()
+            },
             pass: if draw.chance(80) { Pass::ForwardBackward } else { Pass::Forward },
         }
     }

@@ -7,8 +7,12 @@ use super::examine::unlike_elements;
 use super::pattern::Pattern;
 use super::{Extent, SelfCheck};
 use crate::draw::Draw;
+use crate::host_element::with_host_element;
 use crate::random::normal;
-use crate::{Backend, Communicator, CpuMachine, ExecError, HostTensor, Machine, Reduce, World, WorldConfig};
+use crate::{
+    Backend, Communicator, CpuMachine, ElementTypes, ExecError, HostElement, HostTensor, Machine, Reduce,
+    Transport, World, WorldConfig,
+};
 
 /// One group collective with its tensors, the same on every machine.
 struct Exchange {
@@ -25,28 +29,37 @@ enum What {
     Reduce(Reduce),
 }
 
-const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+/// What one rank has written.
+type Written = (usize, Vec<HostTensor>);
+
 /// How far a merge may be from the CPU's, in units of the last place of its result: the two have different exponentials.
 const MERGE_UNITS: f64 = 8.0;
+/// Every collective runs so often, and must write the same bits each time.
+const REPEATS: usize = 2;
 
 /// Group collectives of several ranks on a machine against those of the CPU, which its own tests hold against a model: rows
-/// are moved, and operands summed in the same order, to the last bit. `checked` hears of every check, with how many there are.
+/// are moved, and operands summed in the same order, to the last bit. There are at most `most_ranks` ranks. `checked` hears of
+/// every check, with how many there are.
+///
+/// Where the machine's ranks are processes, each of them calls it, and checks what its own rank has written.
 ///
 /// # Errors
 /// When the CPU's own ranks fail.
 pub fn selftest_collectives<M: Machine>(
     machine: &M,
     extent: Extent,
+    most_ranks: usize,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Result<Vec<SelfCheck>, ExecError> {
     let cpu = CpuMachine::new(0, None)?;
     let count = match extent {
-        Extent::Full => 60,
-        Extent::Quick => 8,
+        Extent::Full => 90,
+        Extent::Quick => 10,
     };
     let mut checks = Vec::new();
     for seed in 0..count {
-        let exchange = Exchange::random(seed, extent);
+        let ranks = Ranks { fixed: machine.world_size(), most: most_ranks };
+        let exchange = Exchange::random(seed, extent, ranks, machine.element_types());
         let name = exchange.describe();
         let expected = exchange.run(&cpu)?;
         let check = match exchange.run(machine) {
@@ -59,35 +72,46 @@ pub fn selftest_collectives<M: Machine>(
     Ok(checks)
 }
 
+/// How many ranks an exchange has.
+#[derive(Clone, Copy)]
+struct Ranks {
+    fixed: Option<usize>,
+    most: usize,
+}
+
 impl Exchange {
-    fn random(seed: u64, extent: Extent) -> Self {
+    fn random(seed: u64, extent: Extent, ranks: Ranks, types: ElementTypes) -> Self {
         let mut draw = Draw::new(seed);
-        let world_size = draw.within(1, 4);
+        let world_size = draw.within(1, ranks.most);
+        let world_size = ranks.fixed.unwrap_or(world_size);
         let most_rows = match extent {
             Extent::Full => draw.pick(&[40, 40, 700]),
             Extent::Quick => 40,
         };
         let pattern = Pattern::random(&mut draw, world_size, most_rows);
-        let (first, wire) = (draw.pick(&TYPES), draw.pick(&TYPES));
+        let (first, wire) = (draw.pick(types.tensors), draw.pick(types.tensors));
         let what = match seed as usize % 5 {
             0 | 1 => What::Cast { wire },
             kind => What::Reduce(Reduce {
                 op: [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Lse][kind - 2],
                 accumulate: draw.pick(&[Accumulate::Start, Accumulate::Continue]),
                 wire_dtype: wire,
-                reduce_dtype: DType::F32,
+                reduce_dtype: draw.pick(types.sums),
             }),
         };
-        let heads = draw.within(1, 4);
-        // Rows of whole vectors, and rows that are not.
-        let width = draw.pick(&[1, 3, 8, 64, 128, 130]);
-        let tensors: Vec<(Vec<usize>, DType)> = match what {
-            // Out and lse, which travel as a pair.
-            What::Reduce(Reduce { op: ReduceOp::Lse, .. }) => {
-                vec![(vec![heads, width], first), (vec![heads], DType::F32)]
+        // Tensors, or pairs of them, that travel together.
+        let packed = draw.within(1, 3);
+        let mut tensors: Vec<(Vec<usize>, DType)> = Vec::new();
+        for index in 0..packed {
+            let heads = draw.within(1, 4);
+            // Rows of whole vectors, and rows that are not.
+            let width = draw.pick(&[1, 3, 8, 64, 128, 130]);
+            let dtype = if index == 0 { first } else { draw.pick(types.tensors) };
+            tensors.push((vec![heads, width], dtype));
+            if matches!(what, What::Reduce(Reduce { op: ReduceOp::Lse, .. })) {
+                tensors.push((vec![heads], dtype.accumulator()));
             }
-            _ => vec![(vec![heads, width], first), (vec![width], draw.pick(&TYPES))],
-        };
+        }
         let mut stream = 0;
         let mut rank_tensors = |rows: usize| -> Vec<HostTensor> {
             let each = tensors.iter().map(|(tail, dtype)| {
@@ -96,57 +120,63 @@ impl Exchange {
             });
             each.collect()
         };
-        let owned = pattern.owned_rows.iter().map(|&rows| rank_tensors(rows)).collect();
-        let remote = pattern.remote_rows.iter().map(|&rows| rank_tensors(rows)).collect();
+        let mut owned: Vec<_> = pattern.owned_rows.iter().map(|&rows| rank_tensors(rows)).collect();
+        let mut remote: Vec<_> = pattern.remote_rows.iter().map(|&rows| rank_tensors(rows)).collect();
+        if let What::Reduce(Reduce { op: ReduceOp::Lse, .. }) = what {
+            let sides = owned.iter_mut().chain(&mut remote);
+            sides.flat_map(|tensors| tensors.chunks_exact_mut(2)).for_each(|pair| blind(&mut draw, pair));
+        }
         Self { what, pattern, owned, remote }
     }
 
     fn describe(&self) -> String {
         let ranks = self.pattern.parts.len();
-        let tensor = &self.owned[0][0];
+        let tensors = &self.owned[0];
         let dtype = |dtype: DType| format!("{dtype:?}").to_lowercase();
         let (what, wire) = match self.what {
             What::Cast { wire } => ("group-cast".to_owned(), wire),
-            What::Reduce(Reduce { op, accumulate, wire_dtype, .. }) => {
-                let words = format!("group-reduce {op:?} {accumulate:?}").to_lowercase();
+            What::Reduce(Reduce { op, accumulate, wire_dtype, reduce_dtype }) => {
+                let words = format!("group-reduce {op:?} {accumulate:?} in {reduce_dtype:?}").to_lowercase();
                 (words, wire_dtype)
             }
         };
-        format!(
-            "{what} {} over {}, rows of {:?}, {ranks} ranks",
-            dtype(tensor.dtype()),
-            dtype(wire),
-            &tensor.shape()[1..]
-        )
+        let rows: Vec<String> = tensors
+            .iter()
+            .map(|tensor| format!("{} {:?}", dtype(tensor.dtype()), &tensor.shape()[1..]))
+            .collect();
+        format!("{what} over {}, rows of {}, {ranks} ranks", dtype(wire), rows.join(" and "))
     }
 
-    /// Runs it, every rank from a thread of its own, and gives what was written.
-    fn run<M: Machine>(&self, machine: &M) -> Result<Vec<Vec<HostTensor>>, ExecError> {
+    /// Runs it, every rank of this process from a thread of its own, and gives what was written.
+    fn run<M: Machine>(&self, machine: &M) -> Result<Vec<Written>, ExecError> {
         let config = WorldConfig { limit: Duration::from_secs(30), ..WorldConfig::default() };
         let world = World::new(self.pattern.parts.len(), config);
         let ends = machine.connect(&world)?;
         std::thread::scope(|scope| {
             let ranks: Vec<_> = ends
                 .into_iter()
-                .enumerate()
-                .map(|(rank, (backend, transport))| {
-                    scope.spawn(move || self.run_rank(rank, Communicator::new(backend, transport)?))
+                .map(|(backend, transport)| {
+                    let rank = transport.rank();
+                    let thread =
+                        scope.spawn(move || self.run_rank(rank, Communicator::new(backend, transport)?));
+                    (rank, thread)
                 })
                 .collect();
             ranks
                 .into_iter()
-                .enumerate()
                 .map(|(rank, thread)| {
-                    thread.join().unwrap_or_else(|_| {
+                    let written = thread.join().unwrap_or_else(|_| {
                         let place = "a group collective".to_owned();
                         Err(ExecError::RankPanicked { rank, place, message: "see above".to_owned() })
-                    })
+                    });
+                    Ok((rank, written?))
                 })
                 .collect()
         })
     }
 
-    fn run_rank<B: Backend, T: crate::Transport<B>>(
+    /// Every repetition's outputs, one after the other.
+    fn run_rank<B: Backend, T: Transport<B>>(
         &self,
         rank: usize,
         communicator: Communicator<B, T>,
@@ -155,41 +185,69 @@ impl Exchange {
         let upload = |tensors: &[HostTensor]| -> Result<Vec<B::Buffer>, ExecError> {
             tensors.iter().map(|tensor| backend.upload("selftest", tensor.clone())).collect()
         };
-        let (owned, remote) = (upload(&self.owned[rank])?, upload(&self.remote[rank])?);
         let part = &self.pattern.parts[rank];
-        let written = match self.what {
-            What::Cast { wire } => {
-                let pairs: Vec<_> = owned.iter().zip(&remote).collect();
-                communicator.group_cast("cast", part, &pairs, wire)?.synchronize()?;
-                remote
-            }
-            What::Reduce(reduce) => {
-                let pairs: Vec<_> = remote.iter().zip(&owned).collect();
-                communicator.group_reduce("reduce", part, &pairs, reduce)?.synchronize()?;
-                owned
-            }
-        };
-        written.iter().map(|buffer| backend.download(buffer)).collect()
-    }
-
-    fn judge(
-        &self,
-        name: String,
-        seed: u64,
-        actual: &[Vec<HostTensor>],
-        expected: &[Vec<HostTensor>],
-    ) -> SelfCheck {
-        let pairs = actual.iter().flatten().zip(expected.iter().flatten());
-        match self.what {
-            What::Reduce(Reduce { op: ReduceOp::Lse, .. }) => {
-                let units = pairs.map(|(actual, expected)| units_apart(actual, expected)).fold(0.0, f64::max);
-                SelfCheck::of(name, seed, units, MERGE_UNITS)
-            }
-            _ => {
-                let unlike: usize = pairs.map(|(actual, expected)| unlike_elements(actual, expected)).sum();
-                SelfCheck::of(name, seed, unlike as f64, 0.0)
+        let mut all = Vec::new();
+        for _ in 0..REPEATS {
+            let (owned, remote) = (upload(&self.owned[rank])?, upload(&self.remote[rank])?);
+            let written = match self.what {
+                What::Cast { wire } => {
+                    let pairs: Vec<_> = owned.iter().zip(&remote).collect();
+                    communicator.group_cast("cast", part, &pairs, wire)?.synchronize()?;
+                    remote
+                }
+                What::Reduce(reduce) => {
+                    let pairs: Vec<_> = remote.iter().zip(&owned).collect();
+                    communicator.group_reduce("reduce", part, &pairs, reduce)?.synchronize()?;
+                    owned
+                }
+            };
+            for buffer in &written {
+                all.push(backend.download(buffer)?);
             }
         }
+        Ok(all)
+    }
+
+    fn judge(&self, name: String, seed: u64, actual: &[Written], expected: &[Written]) -> SelfCheck {
+        let (mut units, mut unlike, mut unrepeated) = (0f64, 0, 0);
+        for (rank, tensors) in actual {
+            let Some((_, expected)) = expected.iter().find(|(other, _)| other == rank) else { continue };
+            let (first, again) = tensors.split_at(tensors.len() / REPEATS);
+            unrepeated += first.iter().zip(again).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
+            for (actual, expected) in tensors.iter().zip(expected) {
+                unlike += unlike_elements(actual, expected);
+                units = units.max(units_apart(actual, expected));
+            }
+        }
+        if unrepeated > 0 {
+            return SelfCheck::failed(
+                name,
+                seed,
+                format!("{unrepeated} elements differ between two repetitions"),
+            );
+        }
+        match self.what {
+            What::Reduce(Reduce { op: ReduceOp::Lse, .. }) => SelfCheck::of(name, seed, units, MERGE_UNITS),
+            _ => SelfCheck::of(name, seed, unlike as f64, 0.0),
+        }
+    }
+}
+
+/// Makes some heads of some rows see nothing: a logarithm of `-inf`, and NaN where the result would be.
+fn blind(draw: &mut Draw, pair: &mut [HostTensor]) {
+    let [out, lse] = pair else { return };
+    for at in 0..lse.len() {
+        if !draw.chance(20) {
+            continue;
+        }
+        let dim = out.len() / lse.len();
+        with_host_element!(lse.dtype(), T => {
+            lse.as_mut_slice::<T>().unwrap_or(&mut [])[at] = <T as HostElement>::from_f32(f32::NEG_INFINITY);
+        });
+        with_host_element!(out.dtype(), T => {
+            let out = out.as_mut_slice::<T>().unwrap_or(&mut []);
+            out[at * dim..(at + 1) * dim].fill(<T as HostElement>::from_f32(f32::NAN));
+        });
     }
 }
 
@@ -215,25 +273,53 @@ fn units_apart(actual: &HostTensor, expected: &HostTensor) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TcpLoopback;
+
+    const RANKS: Ranks = Ranks { fixed: None, most: 8 };
+
+    fn passes_to_the_last_bit(checks: &[SelfCheck]) {
+        assert!(checks.iter().all(|check| check.passed && check.error == 0.0), "{checks:#?}");
+    }
 
     #[test]
     fn the_cpu_agrees_with_itself_and_every_kind_is_drawn() {
         let cpu = CpuMachine::new(0, None).unwrap();
         let mut heard = 0;
-        let checks = selftest_collectives(&cpu, Extent::Full, |_, _| heard += 1).unwrap();
+        let checks = selftest_collectives(&cpu, Extent::Full, 8, |_, _| heard += 1).unwrap();
         assert_eq!(heard, checks.len());
-        assert!(checks.iter().all(|check| check.passed && check.error == 0.0), "{checks:#?}");
+        passes_to_the_last_bit(&checks);
         for kind in [
-            "group-cast bf16",
-            "group-cast f32",
-            "reduce sum start",
+            "group-cast over bf16",
+            "group-cast over f64",
+            "sum start in f64",
+            "sum continue in",
+            "in bf16",
+            "in f16",
             "avg",
             "lse continue",
             "[4, 130]",
-            "4 ranks",
+            "f16 [",
+            " 1 ranks",
+            " 8 ranks",
         ] {
             assert!(checks.iter().any(|check| check.name.contains(kind)), "{kind}");
         }
+        let packed = |check: &SelfCheck| check.name.matches(" and ").count() == 2;
+        assert!(checks.iter().any(packed));
+        let drawn = (0..90).map(|seed| Exchange::random(seed, Extent::Full, RANKS, cpu.element_types()));
+        let drawn: Vec<Exchange> = drawn.collect();
+        let some = |has: fn(&Exchange) -> bool| drawn.iter().filter(|exchange| has(exchange)).count() > 3;
+        assert!(some(|exchange| exchange.pattern.owned_rows.contains(&0)), "a rank that owns nothing");
+        assert!(some(|exchange| exchange.pattern.remote_rows.contains(&0)), "a rank that receives nothing");
+        assert!(some(|exchange| {
+            exchange.pattern.parts.iter().flat_map(|part| &part.owned).any(|split| split.rows.is_empty())
+        }));
+    }
+
+    #[test]
+    fn ranks_that_meet_through_tcp_write_the_same_bits() {
+        let checks = selftest_collectives(&TcpLoopback::default(), Extent::Full, 8, |_, _| {}).unwrap();
+        passes_to_the_last_bit(&checks);
     }
 
     #[test]
@@ -241,7 +327,7 @@ mod tests {
         let cpu = CpuMachine::new(0, None).unwrap();
         let mut moved = 0;
         for seed in 0..20 {
-            let exchange = Exchange::random(seed, Extent::Quick);
+            let exchange = Exchange::random(seed, Extent::Quick, RANKS, cpu.element_types());
             let expected = exchange.run(&cpu).unwrap();
             let mut actual = expected.clone();
             // Not all zeros: rows that nobody sent.
@@ -249,12 +335,13 @@ mod tests {
                 let values = tensor.to_f64();
                 values.chunks(tensor.row_elements()).any(|row| *row != values[..tensor.row_elements()])
             };
-            let Some(tensor) = actual.iter_mut().flatten().find(rows_differ) else { continue };
+            let mut tensors = actual.iter_mut().flat_map(|(_, tensors)| tensors);
+            let Some(tensor) = tensors.find(rows_differ) else { continue };
             let mut values = tensor.to_f64();
             values.rotate_right(tensor.row_elements());
             let (shape, dtype) = (tensor.shape().to_vec(), tensor.dtype());
-            *tensor = crate::host_element::with_host_element!(dtype, T => HostTensor::from_vec(
-                shape, values.iter().map(|&x| <T as crate::HostElement>::from_f64(x)).collect()
+            *tensor = with_host_element!(dtype, T => HostTensor::from_vec(
+                shape, values.iter().map(|&x| <T as HostElement>::from_f64(x)).collect()
             ));
             moved += 1;
             assert!(!exchange.judge(String::new(), seed, &actual, &expected).passed, "seed {seed}");

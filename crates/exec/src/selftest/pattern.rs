@@ -11,15 +11,17 @@ pub(super) struct Pattern {
 }
 
 impl Pattern {
-    /// Splits in random places with random destinations (none, some, all, the rank itself), received in a random order with
-    /// gaps between them.
+    /// Splits in random places, some without rows, with random destinations (none, some, all, the rank itself), received in a
+    /// random order with gaps between them. Some ranks own nothing.
     pub(super) fn random(draw: &mut Draw, world_size: usize, most_rows: usize) -> Self {
         let mut parts = vec![GroupPart::default(); world_size];
-        let owned_rows: Vec<usize> = (0..world_size).map(|_| draw.below(most_rows)).collect();
+        let owned_rows: Vec<usize> =
+            (0..world_size).map(|_| if draw.chance(12) { 0 } else { draw.below(most_rows) }).collect();
         for (part, &rows) in parts.iter_mut().zip(&owned_rows) {
             let mut start = 0;
             while start < rows {
-                let end = start + draw.sized(1, most_rows).min(rows - start);
+                let length = if draw.chance(10) { 0 } else { draw.sized(1, most_rows) };
+                let end = start + length.min(rows - start);
                 let percent = draw.below(120);
                 let ranks = (0..world_size as u32).filter(|_| draw.chance(percent)).collect();
                 part.owned.push(OwnedSplit { rows: Range::new(start, end), ranks });

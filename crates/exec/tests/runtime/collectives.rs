@@ -1,7 +1,7 @@
 //! Group collectives against a simple model, on random patterns.
 
 use counterpoint_exec::{
-    Communicator, CpuBackend, CpuBuffer, HostTensor, LocalTransport, Reduce, World, WorldConfig,
+    Communicator, CpuBackend, CpuBuffer, CpuTransport, HostTensor, Reduce, World, WorldConfig,
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{Accumulate, ReduceOp};
@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::pattern::{DTYPES, Pattern, epsilon, moves, random, round, tensor};
 
-type Local = Communicator<CpuBackend, LocalTransport>;
+type Local = Communicator<CpuBackend, CpuTransport>;
 
 pub(crate) fn connect(world_size: usize) -> Vec<Local> {
     Communicator::local(&World::new(world_size, WorldConfig::default()), None).unwrap()

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use counterpoint_exec::{
-    CpuBackend, FaultInjection, FaultKind, FaultPoint, LocalTransport, Prepared, SlowLink, World, WorldConfig,
+    CpuBackend, CpuTransport, FaultInjection, FaultKind, FaultPoint, Prepared, SlowLink, World, WorldConfig,
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{BufferRole, Op, Program};
@@ -51,7 +51,7 @@ fn seconds(communication: usize) -> (f64, f64) {
     let workers = CpuBackend::workers(0).unwrap();
     // 8 bytes at 8 bytes in half the time, and the other half as latency.
     let link = SlowLink { alpha: TRANSFER / 2, bytes_per_second: 8.0 / (TRANSFER / 2).as_secs_f64() };
-    let transports = LocalTransport::connect(&world, Some(link));
+    let transports = CpuTransport::local(&world, Some(link));
     let mut ranks: Vec<Rank> = transports
         .into_iter()
         .enumerate()

@@ -4,18 +4,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_exec::{
-    CpuBackend, CpuBuffer, ExecError, FaultInjection, FaultKind, FaultPoint, LocalTransport, Prepared, World,
+    CpuBackend, CpuBuffer, CpuTransport, ExecError, FaultInjection, FaultKind, FaultPoint, Prepared, World,
     WorldConfig,
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, Program, ProgramOp, SignalId,
-    SpanKind, StreamId, StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, BufferSpec, EventId, GroupCast, Op, OverlapPolicy, Program, ProgramOp,
+    SignalId, SpanKind, StreamId, StreamKind, StreamSpec,
 };
 
 use crate::collectives::buffer;
 
-pub(crate) type Rank = Prepared<CpuBackend, LocalTransport>;
+pub(crate) type Rank = Prepared<CpuBackend, CpuTransport>;
 
 /// A Program under construction, with a compute and a communication stream.
 pub(crate) struct Draft(pub(crate) Program);
@@ -35,10 +35,11 @@ impl Draft {
                 stream("communication", StreamKind::Communication),
             ],
             buffers: Vec::new(),
+            slots: Vec::new(),
             num_events: 0,
             num_barriers: 0,
             num_signals: 0,
-            sm_margin: 0,
+            policy: OverlapPolicy::default(),
             ops: Vec::new(),
         })
     }
@@ -75,7 +76,7 @@ pub(crate) fn prepare(programs: Vec<Program>, config: WorldConfig) -> Result<Vec
     let workers = CpuBackend::workers(0)?;
     programs
         .into_iter()
-        .zip(LocalTransport::connect(&world, None))
+        .zip(CpuTransport::local(&world, None))
         .enumerate()
         .map(|(rank, (program, transport))| {
             Rank::new(program, CpuBackend::new(&world, rank, workers.clone()), transport)
@@ -293,7 +294,7 @@ fn a_race_in_the_act_names_both_sides() {
         let (x, y) =
             (draft.buffer("x", 1 << 20, BufferRole::Input), draft.buffer("y", 1 << 20, BufferRole::Output));
         (0..50).for_each(|_| draft.push(COMPUTE, None, label, Op::Cast { src: x, dst: y }));
-        let transport = LocalTransport::connect(&world, None).remove(0);
+        let transport = CpuTransport::local(&world, None).remove(0);
         let mut rank = Rank::new(draft.0, CpuBackend::new(&world, 0, workers.clone()), transport).unwrap();
         rank.bind("x", other.clone()).unwrap();
         rank.bind("y", shared.clone()).unwrap();

@@ -1,5 +1,6 @@
 //! Cutting each rank's remote work into stages whose communication hides under the computation of earlier ones.
 
+mod columns;
 mod profile;
 mod solver;
 mod traffic;
@@ -7,6 +8,7 @@ mod traffic;
 use counterpoint_mask::{Band, Range};
 
 use crate::direction::{Direction, LinkRows, makespan};
+use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
@@ -44,14 +46,14 @@ impl StageCuts {
         self.stages
     }
 
-    /// Global key rows that `rank` receives in `stage`, merged and ascending.
+    /// Global key rows that `rank` receives in `stage`, in the order of its key buffer.
     pub(crate) fn rows(&self, rank: usize, stage: usize) -> &[Range] {
         &self.rows[rank * self.stages + stage]
     }
 
-    /// As [`StageCuts::rows`], of all ranks.
-    pub(crate) fn rows_of_all(&self, stage: usize) -> Vec<&[Range]> {
-        (0..self.rows.len() / self.stages).map(|rank| self.rows(rank, stage)).collect()
+    /// As [`StageCuts::rows`], of all ranks, ascending.
+    pub(crate) fn placed_rows(&self, stage: usize) -> Vec<Vec<PlacedRows>> {
+        (0..self.rows.len() / self.stages).map(|rank| PlacedRows::of(self.rows(rank, stage))).collect()
     }
 
     /// The bands of every stage of `rank`.

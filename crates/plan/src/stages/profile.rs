@@ -1,9 +1,9 @@
-use counterpoint_mask::{Band, Range};
+use counterpoint_mask::Range;
 
+use super::columns::Columns;
 use crate::KEY_BLOCK;
 use crate::outline::RankOutline;
 use crate::runs::Runs;
-use crate::work::is_rectangle;
 
 /// A rank's remote work along its list of remote rows: where it may be cut, and how much work lies before each place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,58 +21,28 @@ impl Profile {
     /// With at most `cells` pieces between places.
     pub(crate) fn new(outline: &RankOutline, runs: &Runs, cells: usize) -> Self {
         let places = cut_places(outline, runs, cells);
-        let rows: Vec<usize> =
-            places[..places.len() - 1].iter().map(|&place| outline.remote.row_at(place)).collect();
-        let mut cell_area = vec![0_u64; rows.len()];
+        let remote = places.windows(2).enumerate().flat_map(|(cell, ends)| {
+            let ranges = outline.remote.rows(ends[0], ends[1]);
+            ranges.into_iter().map(move |range| (range, Some(cell)))
+        });
+        let mut stretches: Vec<(Range, Option<usize>)> =
+            outline.own.iter().map(|&range| (range, None)).chain(remote).collect();
+        stretches.sort_unstable_by_key(|(range, _)| range.start);
+        let mut columns = Columns::new(&outline.work);
+        let mut area_before = vec![0; places.len()];
         let mut local_area = 0;
-        // The cell that holds a row; own rows before the first remote one count to the first cell, and are taken out again.
-        let cell_of = |row: usize| rows.partition_point(|&start| start <= row).saturating_sub(1);
-        for band in &outline.work {
-            let mut own = 0;
-            let first = outline.own.partition_point(|range| range.end <= band.k_range.start);
-            for range in outline.own[first..].iter().take_while(|range| range.start < band.k_range.end) {
-                let area = area_within(band, range);
-                own += area;
-                if !rows.is_empty() {
-                    // No place lies inside a range of own rows, so all of it is in one cell.
-                    let cell = &mut cell_area[cell_of(range.start)];
-                    *cell = cell.wrapping_sub(area);
-                }
-            }
-            local_area += own;
-            if rows.is_empty() {
-                continue;
-            }
-            let total = band.area();
-            let mut before = 0;
-            for cell in cell_of(band.k_range.start)..rows.len() {
-                let last = rows.get(cell + 1).is_none_or(|&end| end >= band.k_range.end);
-                let until = match last {
-                    true => total,
-                    false => area_within(band, &Range::new(band.k_range.start, rows[cell + 1])),
-                };
-                cell_area[cell] = cell_area[cell].wrapping_add(until - before);
-                before = until;
-                if last {
-                    break;
-                }
+        for (range, cell) in stretches {
+            let area = columns.area(&range);
+            match cell {
+                Some(cell) => area_before[cell + 1] += area,
+                None => local_area += area,
             }
         }
-        let mut area_before = Vec::with_capacity(places.len());
-        let mut sum = 0;
-        area_before.push(0);
-        for area in cell_area {
-            sum += area;
-            area_before.push(sum);
+        for place in 1..area_before.len() {
+            area_before[place] += area_before[place - 1];
         }
         Self { places, area_before, local_area }
     }
-}
-
-/// Unmasked pairs of a trimmed band in the columns of `k`.
-fn area_within(band: &Band, k: &Range) -> u64 {
-    let part = band.clip(&band.q_range, k);
-    if is_rectangle(band) { (part.q_range.len() * part.k_range.len()) as u64 } else { part.area() }
 }
 
 /// About evenly spread places. One inside an owner's run moves to the run's beginning where it can: an owned range that

@@ -27,20 +27,7 @@ impl Coverage {
         for piece in pieces {
             extend(&mut self.seen, piece.k_range);
         }
-        match pieces {
-            [] => {}
-            [piece] => {
-                if piece.q_range == *rows {
-                    // The last row is the last to lose sight of a column on the left, the first one to see one on the right.
-                    let start = (rows.end as i64 - 1 + piece.diag_min).max(piece.k_range.start as i64);
-                    let end = (rows.start as i64 + piece.diag_max + 1).min(piece.k_range.end as i64);
-                    if start < end {
-                        self.full.push(Range::new(start as usize, end as usize));
-                    }
-                }
-            }
-            _ => self.count(rows, pieces),
-        }
+        self.count(rows, pieces);
     }
 
     /// In one piece, the number of rows that see a column is affine between at most four columns. The sum over pieces is
@@ -96,6 +83,14 @@ impl Coverage {
             slope += kink.slope;
         }
     }
+}
+
+/// The columns of a tile that touches but one `piece` of the mask, trimmed, which every one of its `rows` sees.
+pub(super) fn full_columns(rows: &Range, piece: &Band) -> Option<Range> {
+    // The last row is the last to lose sight of a column on the left, the first one to see one on the right.
+    let start = (rows.end as i64 - 1 + piece.diag_min).max(piece.k_range.start as i64);
+    let end = (rows.start as i64 + piece.diag_max + 1).min(piece.k_range.end as i64);
+    (piece.q_range == *rows && start < end).then(|| Range::new(start as usize, end as usize))
 }
 
 /// Adds a range that starts no earlier than those before it.

@@ -10,14 +10,15 @@ use super::{TILE_COST, TilePlacement, TileScheduleConfig};
 /// looking at all of them takes time in the square of their number.
 const SHORT_STRETCH: usize = 8;
 
-/// Row boundaries of tiles of at most `config.tile_rows` rows: 0, …, `rows`. `bands` are trimmed and ascending by row.
+/// Stretches of rows, one after another from 0 to `rows`, each to be cut into tiles of `config.tile_rows` rows of which the last
+/// may be short. `bands` are trimmed and ascending by row.
 ///
 /// Minimises the columns of all blocks, and [`TILE_COST`] for each tile, among tilings whose tiles are full or end at a cut (see [`stops`]).
 /// A tiling is a path along the rows. Paths that end at a cut are all followed, others only as long as no path has overtaken
 /// them in rows at no more cost: whoever starts later needs no more tiles for the rest, and hardly ever more blocks. Between
 /// two stops a path is a row of full tiles, and where a single band covers them their blocks are summed in closed form; so
 /// the time depends on the number of bands, not on that of tiles.
-pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> Vec<usize> {
+pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> Vec<Range> {
     let (tile_rows, block) = (config.tile_rows, config.block as u64);
     let (stops, cuts) = stops(bands, rows, tile_rows);
     let (mut stop, mut cut) = (0, 0);
@@ -63,7 +64,7 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
             add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
         }
     }
-    starts(&visited, tile_rows)
+    stretches(&visited)
 }
 
 /// Tiles up to a row.
@@ -101,21 +102,17 @@ fn add(paths: &mut Vec<Path>, path: Path) {
     paths.insert(at, path);
 }
 
-/// The boundaries on the way to the row visited last.
-fn starts(visited: &[Visited], tile_rows: usize) -> Vec<usize> {
-    let mut steps = vec![visited.len() - 1];
-    while let Some(&step) = steps.last()
-        && step > 0
-    {
-        steps.push(visited[step].before);
+/// The steps on the way to the row visited last.
+fn stretches(visited: &[Visited]) -> Vec<Range> {
+    let mut stretches = Vec::new();
+    let mut step = visited.len() - 1;
+    while step > 0 {
+        let Visited { row: end, before } = visited[step];
+        stretches.push(Range::new(visited[before].row, end));
+        step = before;
     }
-    let mut starts = Vec::new();
-    for pair in steps.windows(2).rev() {
-        let (from, to) = (visited[pair[1]].row, visited[pair[0]].row);
-        starts.extend((from..to).step_by(tile_rows));
-    }
-    starts.push(visited[visited.len() - 1].row);
-    starts
+    stretches.reverse();
+    stretches
 }
 
 /// Rows that a path must not stride over, and those of them where a tile may end early. Both ascending, and both end with
@@ -273,9 +270,19 @@ mod tests {
         blocks(&columns, config)
     }
 
-    fn cost(bands: &[Band], starts: &[usize], config: &TileScheduleConfig) -> u64 {
-        let tiles = starts.windows(2).map(|pair| Range::new(pair[0], pair[1]));
-        tiles.map(|rows| config.block as u64 * blocks_of_tile(bands, rows, config) + TILE_COST).sum()
+    /// The tiles of stretches.
+    fn tiles(stretches: &[Range], tile_rows: usize) -> Vec<Range> {
+        let tiles = |stretch: &Range| {
+            let end = stretch.end;
+            (stretch.start..end)
+                .step_by(tile_rows)
+                .map(move |start| Range::new(start, (start + tile_rows).min(end)))
+        };
+        stretches.iter().flat_map(tiles).collect()
+    }
+
+    fn cost(bands: &[Band], tiles: &[Range], config: &TileScheduleConfig) -> u64 {
+        tiles.iter().map(|rows| config.block as u64 * blocks_of_tile(bands, *rows, config) + TILE_COST).sum()
     }
 
     /// The cheapest tiling of all whose tiles are full or end where they may, by trying every row.
@@ -297,7 +304,8 @@ mod tests {
                 bands.iter().filter(|band| band.q_range.overlaps(&tile)).copied().collect();
             for end in row + 1..=limit {
                 if end == limit || may_end(end) {
-                    least[end] = least[end].min(least[row] + cost(&touching, &[row, end], config));
+                    least[end] =
+                        least[end].min(least[row] + cost(&touching, &[Range::new(row, end)], config));
                 }
             }
         }
@@ -362,11 +370,12 @@ mod tests {
         #[test]
         fn hardly_any_tiling_is_cheaper(bands in bands(120), tile_rows in 1..40_usize, block in 1..40_usize, blocks in placement()) {
             let config = config(tile_rows, block, blocks);
-            let starts = fit(&bands, 120, &config);
-            prop_assert_eq!((starts[0], starts[starts.len() - 1]), (0, 120));
-            prop_assert!(starts.windows(2).all(|pair| pair[0] < pair[1] && pair[1] - pair[0] <= tile_rows));
+            let tiles = tiles(&fit(&bands, 120, &config), tile_rows);
+            prop_assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, 120));
+            prop_assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
+            prop_assert!(tiles.iter().all(|tile| (1..=tile_rows).contains(&tile.len())));
             let (_, cuts) = stops(&bands, 120, tile_rows);
-            let found = cost(&bands, &starts, &config);
+            let found = cost(&bands, &tiles, &config);
             let least = cheapest(&bands, 120, &config, |row| cuts.binary_search(&row).is_ok());
             prop_assert!(found <= least + least / 8, "{found}, but {least} is possible");
         }
@@ -384,7 +393,8 @@ mod tests {
                     let config = TileScheduleConfig::new(direction, tile_rows, block);
                     let mut bands: Vec<Band> = mask.bands().map(|band| direction.turn(&band)).collect();
                     bands.sort_unstable();
-                    let found = cost(&bands, &fit(&bands, mask.seqlen_q(), &config), &config);
+                    let stretches = fit(&bands, mask.seqlen_q(), &config);
+                    let found = cost(&bands, &tiles(&stretches, tile_rows), &config);
                     let least = cheapest(&bands, mask.seqlen_q(), &config, |_| true);
                     assert!(
                         found <= least + least / 100,

@@ -97,27 +97,32 @@ impl TileSchedule {
             TileDirection::Forward => q_rows,
             TileDirection::Backward => k_rows,
         };
-        let starts = match config.tiles {
+        let stretches = match config.tiles {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
-            TilePlacement::Aligned => (0..own_rows).step_by(config.tile_rows).chain([own_rows]).collect(),
+            TilePlacement::Aligned => vec![Range::new(0, own_rows)],
         };
-        let mut walk = Walk::new(direction, config.block, config.blocks, starts.len());
+        let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
+        let mut walk = Walk::new(direction, config.block, config.blocks, count);
         let mut sweep = Sweep::new(&turned);
-        let mut tiles = Vec::with_capacity(starts.len());
-        for (number, pair) in starts.windows(2).enumerate() {
-            let rows = Range::new(pair[0], pair[1]);
-            let run_begin = walk.runs.len() as u32;
-            let blocks = walk.tile(&rows, sweep.touching(&rows));
-            tiles.push(Tile {
-                start: rows.start as i32,
-                end: rows.end as i32,
-                run_begin,
-                run_end: walk.runs.len() as u32,
-                partial: -1,
-                blocks: blocks as u32,
-                number: number as u32,
-                reserved: 0,
-            });
+        let mut tiles = Vec::with_capacity(count);
+        for stretch in &stretches {
+            let mut start = stretch.start;
+            while start < stretch.end {
+                let rows = Range::new(start, (start + config.tile_rows).min(stretch.end));
+                let run_begin = walk.runs.len() as u32;
+                let blocks = walk.tile(&rows, sweep.touching(&rows));
+                tiles.push(Tile {
+                    start: rows.start as i32,
+                    end: rows.end as i32,
+                    run_begin,
+                    run_end: walk.runs.len() as u32,
+                    partial: -1,
+                    blocks: blocks as u32,
+                    number: tiles.len() as u32,
+                    reserved: 0,
+                });
+                start = rows.end;
+            }
         }
         let (runs, bounds) = (walk.runs, walk.bounds);
         for (what, entries) in [("runs", runs.len()), ("bounds", bounds.len())] {
@@ -134,7 +139,7 @@ impl TileSchedule {
             schedule.split(part);
         }
         if config.order == TileOrder::Work {
-            schedule.tiles = by_work(&schedule.tiles);
+            sort_by_work(&mut schedule.tiles);
         }
         Ok(schedule)
     }
@@ -239,21 +244,28 @@ fn check_rows(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<(), TileSc
     Ok(())
 }
 
-/// Most blocks first, ties in the order that they are in. Counting is faster than comparing.
-fn by_work(tiles: &[Tile]) -> Vec<Tile> {
+/// Most blocks first, ties in the order that they are in. Counting is faster than comparing, and moving tiles in place than
+/// touching new memory.
+fn sort_by_work(tiles: &mut [Tile]) {
     let most = tiles.iter().map(|tile| tile.blocks as usize).max().unwrap_or(0);
-    let mut place = vec![0; most + 2];
-    for tile in tiles {
-        place[most - tile.blocks as usize + 1] += 1;
+    let mut next = vec![0; most + 2];
+    for tile in tiles.iter() {
+        next[most - tile.blocks as usize + 1] += 1;
     }
     for index in 0..=most {
-        place[index + 1] += place[index];
+        next[index + 1] += next[index];
     }
-    let mut sorted = tiles.to_vec();
-    for tile in tiles {
-        let place = &mut place[most - tile.blocks as usize];
-        sorted[*place] = *tile;
+    let mut place = |tile: &Tile| {
+        let place = &mut next[most - tile.blocks as usize];
         *place += 1;
+        *place - 1
+    };
+    let mut places: Vec<u32> = tiles.iter().map(|tile| place(tile)).collect();
+    for index in 0..tiles.len() {
+        while places[index] as usize != index {
+            let to = places[index] as usize;
+            tiles.swap(index, to);
+            places.swap(index, to);
+        }
     }
-    sorted
 }

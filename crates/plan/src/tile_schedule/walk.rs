@@ -1,6 +1,6 @@
 use counterpoint_mask::{Band, Range};
 
-use super::coverage::Coverage;
+use super::coverage::{Coverage, full_columns};
 use super::sweep::piece;
 use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
 
@@ -34,9 +34,9 @@ impl Walk {
             direction,
             block,
             placement,
-            // Most tiles have a full run and one across a diagonal or the end of a document.
-            runs: Vec::with_capacity(2 * tiles),
-            bounds: Vec::with_capacity(tiles),
+            // Most tiles have a full run and one across a diagonal or the end of a document. More would have to be moved.
+            runs: Vec::with_capacity(3 * tiles),
+            bounds: Vec::with_capacity(2 * tiles),
             pieces: Vec::new(),
             coverage: Coverage::default(),
             live: Vec::new(),
@@ -46,6 +46,9 @@ impl Walk {
 
     /// Appends the runs of a tile of `rows`. `bands` are those that touch it. Returns the number of its blocks.
     pub(super) fn tile(&mut self, rows: &Range, bands: &[Band]) -> usize {
+        if let [band] = bands {
+            return piece(band, rows).map_or(0, |piece| self.one_piece(rows, &piece));
+        }
         self.pieces.clear();
         self.pieces.extend(bands.iter().filter_map(|band| piece(band, rows)));
         if self.pieces.len() > 1 {
@@ -60,8 +63,48 @@ impl Walk {
             });
             self.pieces.sort_unstable_by_key(|piece| (piece.k_range.start, piece.q_range.start));
         }
+        if let [piece] = self.pieces[..] {
+            return self.one_piece(rows, &piece);
+        }
         self.coverage.measure(rows, &self.pieces);
         self.blocks()
+    }
+
+    /// What `blocks` does, for the usual tile, which touches but one piece: bounded blocks, blocks that every row sees whole,
+    /// bounded blocks.
+    fn one_piece(&mut self, rows: &Range, piece: &Band) -> usize {
+        let block = self.block;
+        // Mostly there is nothing to divide.
+        let blocks = |columns: usize| if columns <= block { 1 } else { columns.div_ceil(block) };
+        let (mut column, end) = (first_block(piece.k_range.start, block, self.placement), piece.k_range.end);
+        let mut count = 0;
+        if let Some(full) = full_columns(rows, piece) {
+            let before = if full.start > column { blocks(full.start - column) } else { 0 };
+            let start = column + before * block;
+            if full.end >= start + block {
+                if before > 0 {
+                    self.bounded(piece, &Range::new(column, start));
+                }
+                let whole = (full.end - start) / block;
+                column = start + whole * block;
+                self.run(&Range::new(start, column));
+                count = before + whole;
+            }
+        }
+        if column < end {
+            self.bounded(piece, &Range::new(column, end));
+            count += blocks(end - column);
+        }
+        count
+    }
+
+    /// Appends a run with one bound.
+    fn bounded(&mut self, piece: &Band, columns: &Range) {
+        self.run(columns);
+        self.bounds.push(bound(&self.direction.turn(&piece.clip(&piece.q_range, columns))));
+        if let Some(run) = self.runs.last_mut() {
+            run.bound_end += 1;
+        }
     }
 
     fn blocks(&mut self) -> usize {

@@ -1,8 +1,11 @@
+mod process;
 mod rank_machine;
 mod result;
 mod tensors;
 
-use counterpoint_exec::{RunConfig, available_memory, check_attention, reference_bytes};
+use counterpoint_exec::{
+    AttentionInputs, AttentionRun, Launch, RunConfig, available_memory, check_attention, reference_bytes,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
@@ -18,10 +21,18 @@ use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::{console, device, mask_argument};
 
-/// `counterpoint attention`.
+/// `counterpoint attention`: all ranks in this process, or this process one of them.
 pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
+    match Launch::from_environment().map_err(|error| CliError::Run { source: error.into() })? {
+        None => run_all(arguments),
+        Some(launch) => process::run(&launch, arguments),
+    }
+}
+
+/// All ranks in this process.
+fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let mask = mask_argument::load(&arguments.mask)?;
-    let tensors = Tensors::of(arguments, &mask)?;
+    let mut tensors = Tensors::of(arguments, &mask)?;
     let outputs = checked_outputs(arguments)?;
     refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
     let machine = RankMachine::open(arguments, tensors.spec().dtype)?;
@@ -29,53 +40,84 @@ pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
     let progress = Progress::new();
     progress.step("reading tensors");
     let spec = *tensors.spec();
-    let has_unused_dout = tensors.has_unused_dout();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
     let config = plan_config(arguments, machine.cost(&spec, arguments));
     progress.step("planning");
     let solution = Solution::solve(&mask, &spec, &config)?;
-    let reduction = match arguments.run.deterministic {
-        true => GradientReduction::Deterministic,
-        false => GradientReduction::PerStage,
-    };
-    let backward = arguments.run.backward.then_some(reduction);
-    let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
-    let run_config = RunConfig {
+    let run = machine
+        .run(&solution.plan, &spec, &inputs, &run_config(arguments))
+        .map_err(|source| CliError::Run { source })?;
+    let has_unused_dout = tensors.has_unused_dout();
+    let ended = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+    ended.conclude(&outputs, progress, || Ok(inputs))
+}
+
+/// A run that is over.
+struct Ended<'a> {
+    arguments: &'a AttentionArguments,
+    mask: &'a Mask,
+    spec: AttentionSpec,
+    config: PlanConfig,
+    solution: Solution,
+    run: AttentionRun,
+    has_unused_dout: bool,
+}
+
+impl Ended<'_> {
+    /// Checks the results where that was asked for, writes and prints them.
+    fn conclude(
+        self,
+        outputs: &Outputs,
+        progress: Progress,
+        inputs: impl FnOnce() -> Result<AttentionInputs, CliError>,
+    ) -> Result<(), CliError> {
+        let Self { arguments, mask, spec, config, solution, run, has_unused_dout } = self;
+        let reduction = match arguments.run.deterministic {
+            true => GradientReduction::Deterministic,
+            false => GradientReduction::PerStage,
+        };
+        let backward = arguments.run.backward.then_some(reduction);
+        let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
+        let mut check = None;
+        if arguments.results.check {
+            progress.step("checking against the dense f64 reference");
+            check = Some(check_attention(mask, &spec, &inputs()?, &run.outputs));
+        }
+        progress.step("writing");
+        let result = AttentionResult { arguments, mask, spec, solution, prediction, run, check };
+        outputs.write(|flag| result.contents(flag))?;
+        drop(progress);
+        if has_unused_dout {
+            console::note("note: the input's dout was not read; --backward reads it");
+        }
+        if arguments.run.device == Device::Cpu {
+            note_excessive_margin(arguments);
+        }
+        if arguments.results.json {
+            console::print_json(&result.document(outputs))?;
+        } else {
+            console::print(&result.text(outputs))?;
+        }
+        result.verdict()
+    }
+}
+
+fn run_config(arguments: &AttentionArguments) -> RunConfig {
+    RunConfig {
         policy: arguments.run.overlap,
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link: arguments.run.slow_link,
         warmups: usize::from(arguments.run.device == Device::Cuda),
         ..RunConfig::default()
-    };
-    let run = machine
-        .run(&solution.plan, &spec, &inputs, &run_config)
-        .map_err(|source| CliError::Run { source })?;
-    progress.step("checking against the dense f64 reference");
-    let check = arguments.results.check.then(|| check_attention(&mask, &spec, &inputs, &run.outputs));
-    progress.step("writing");
-    let result = AttentionResult { arguments, mask: &mask, spec, solution, prediction, run, check };
-    outputs.write(|flag| result.contents(flag))?;
-    drop(progress);
-    if has_unused_dout {
-        console::note("note: the input's dout was not read; --backward reads it");
     }
-    if arguments.run.device == Device::Cpu {
-        note_excessive_margin(arguments);
-    }
-    if arguments.results.json {
-        console::print_json(&result.document(&outputs))?;
-    } else {
-        console::print(&result.text(&outputs))?;
-    }
-    result.verdict()
 }
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
 fn note_excessive_margin(arguments: &AttentionArguments) {
-    let (margin, threads) = (arguments.run.overlap.sm_margin, device::cpu_threads());
+    let (margin, threads) = (arguments.run.overlap.sm_margin(), device::cpu_threads());
     if margin >= threads {
         console::note(&format!(
             "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",

@@ -1,4 +1,4 @@
-use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, ExecError, RunConfig, calibrate, run_attention, run_attention_on,
 };
@@ -18,12 +18,16 @@ pub(super) enum RankMachine {
 impl RankMachine {
     /// Opens it, once the arguments that suit the CPU only are refused.
     pub(super) fn open(arguments: &AttentionArguments, dtype: DType) -> Result<Self, CliError> {
-        if arguments.run.device == Device::Cpu {
-            return Ok(Self::Cpu);
-        }
         let refuse = |flag, value: String, reason: &str| {
             Err(CliError::Flag { flag, value, reason: reason.to_owned() })
         };
+        let transport = arguments.run.transport;
+        if arguments.run.device == Device::Cpu {
+            return match transport {
+                TransportKind::Auto => Ok(Self::Cpu),
+                named => refuse("--transport", named.to_string(), "is for GPUs; add --device cuda"),
+            };
+        }
         if !matches!(dtype, DType::Bf16 | DType::F16) {
             let reason = format!(
                 "takes bf16 and f16 tensors, not {}; use one of them, or --device cpu",
@@ -38,7 +42,9 @@ impl RankMachine {
                 "does not imitate links; leave --slow-link out, or use --device cpu",
             );
         }
-        CudaMachine::open(Timing::Spans).map(Self::Cuda).map_err(|source| CliError::Cuda { source })
+        let machine = CudaMachine::for_ranks(arguments.cp_size, Timing::Spans)
+            .and_then(|machine| machine.with_transport(transport));
+        machine.map(Self::Cuda).map_err(|source| CliError::Cuda { source })
     }
 
     /// What work costs on it: measured on CPUs, estimated on GPUs.

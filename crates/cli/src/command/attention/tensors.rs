@@ -1,6 +1,6 @@
 use counterpoint_exec::AttentionInputs;
-use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_mask::{Mask, Range};
+use counterpoint_plan::{AttentionSpec, DType, RankPlan};
 
 use crate::arguments::{AttentionArguments, Device, TensorArguments, scale_of};
 use crate::error::CliError;
@@ -43,13 +43,35 @@ impl Tensors {
 
     /// Reads or draws them.
     pub(super) fn read(
-        self,
+        &mut self,
         arguments: &AttentionArguments,
         mask: &Mask,
     ) -> Result<AttentionInputs, CliError> {
         match self {
-            Self::File(problem) => problem.read(arguments.tensors.allow_non_finite),
-            Self::Random { spec, seed } => Ok(random_inputs(mask, &spec, seed, arguments.run.backward)),
+            Self::File(problem) => problem.read(
+                &[Range::new(0, mask.seqlen_q())],
+                &[Range::new(0, mask.seqlen_k())],
+                arguments.tensors.allow_non_finite,
+            ),
+            Self::Random { spec, seed } => Ok(random_inputs(mask, spec, *seed, arguments.run.backward)),
+        }
+    }
+
+    /// Reads or draws a rank's rows of them. Of a file nothing else is read.
+    pub(super) fn read_rank(
+        &mut self,
+        arguments: &AttentionArguments,
+        mask: &Mask,
+        rank: &RankPlan,
+    ) -> Result<AttentionInputs, CliError> {
+        match self {
+            Self::File(problem) => {
+                problem.read(&rank.q_ranges, &rank.k_ranges, arguments.tensors.allow_non_finite)
+            }
+            Self::Random { .. } => {
+                let whole = self.read(arguments, mask)?;
+                whole.of_rank(rank).map_err(|source| CliError::Run { source })
+            }
         }
     }
 }

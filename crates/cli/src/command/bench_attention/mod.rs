@@ -46,9 +46,9 @@ pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
 }
 
 /// Tensors that a check of the forward looks at.
-const FORWARD: &[&str] = &["out", "lse"];
+pub(super) const FORWARD: &[&str] = &["out", "lse"];
 /// Tensors that a check of the backward looks at.
-const BACKWARD: &[&str] = &["dq", "dk", "dv", "dsink"];
+pub(super) const BACKWARD: &[&str] = &["dq", "dk", "dv", "dsink"];
 
 /// How much is measured.
 struct Sizes {
@@ -100,7 +100,7 @@ impl Sizes {
 
 /// A measured case, as JSON has it.
 #[derive(Serialize)]
-struct Row {
+pub(super) struct Row {
     #[serde(flatten)]
     row: BenchRow,
     /// What only rows of this kind have.
@@ -109,18 +109,18 @@ struct Row {
 }
 
 /// Rows that belong together.
-struct Section {
-    title: String,
-    rows: Vec<Row>,
+pub(super) struct Section {
+    pub(super) title: String,
+    pub(super) rows: Vec<Row>,
     /// What to read from them, and whether goals are reached.
-    findings: Vec<String>,
+    pub(super) findings: Vec<String>,
     /// Cases whose results were out of bounds; they have no row.
-    wrong: Vec<String>,
+    pub(super) wrong: Vec<String>,
 }
 
 impl Section {
     /// Keeps a row if what it timed is right.
-    fn add(&mut self, row: BenchRow, detail: serde_json::Value, check: &CheckReport) {
+    pub(super) fn add(&mut self, row: BenchRow, detail: serde_json::Value, check: &CheckReport) {
         if row.verified.passed() {
             self.rows.push(Row { row, detail });
         } else {
@@ -129,7 +129,7 @@ impl Section {
         }
     }
 
-    fn text(&self, style: &Style) -> String {
+    pub(super) fn text(&self, style: &Style) -> String {
         let rows: Vec<BenchRow> = self.rows.iter().map(|row| row.row.clone()).collect();
         let mut out = format!("{}\n{}", self.title, bench_table(&rows, style));
         for finding in &self.findings {
@@ -143,7 +143,7 @@ impl Section {
 }
 
 /// The error that is nearest to its bound, or furthest past it, of those tensors that `names` has.
-fn verified(check: &CheckReport, names: &[&str]) -> Verified {
+pub(super) fn verified(check: &CheckReport, names: &[&str]) -> Verified {
     let tensors = check.tensors.iter().filter(|tensor| names.contains(&tensor.name.as_str()));
     let of = |tensor: &counterpoint_exec::TensorCheck| match tensor.passed {
         true => Verified { error: tensor.relative_error, bound: tensor.relative_bound },
@@ -158,7 +158,7 @@ fn verified(check: &CheckReport, names: &[&str]) -> Verified {
 }
 
 /// Rows and heads as tables show them.
-fn shape_text(q: &HostTensor, k: &HostTensor) -> String {
+pub(super) fn shape_text(q: &HostTensor, k: &HostTensor) -> String {
     let heads = match (q.shape()[1], k.shape()[1]) {
         (q, k) if q == k => q.to_string(),
         (q, k) => format!("{q}:{k}"),

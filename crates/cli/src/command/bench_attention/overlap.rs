@@ -39,7 +39,7 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
     // The first run of each policy does not count, and is the one that is checked.
     let mut all = Vec::new();
     for start in StartOrder::ALL {
-        let policy = OverlapPolicy { start, sm_margin: 0 };
+        let policy = OverlapPolicy::new(start);
         let run = case.run(policy, Some(link))?;
         let check = compare_with_reference(case.spec.dtype, &reference, &[], &run.outputs);
         all.push(Measured { policy, check, forward: Samples::default(), backward: Samples::default() });
@@ -168,7 +168,7 @@ impl Case {
 
     /// A link over which the forward's communication takes as long as its computation.
     fn link_as_slow_as_computation(&self) -> Result<SlowLink, CliError> {
-        let policy = OverlapPolicy { start: StartOrder::Sequential, sm_margin: 0 };
+        let policy = OverlapPolicy::new(StartOrder::Sequential);
         let mut compute = f64::INFINITY;
         for _ in 0..3 {
             compute = compute.min(self.run(policy, None)?.forward.overlap().compute_seconds);

@@ -2,10 +2,14 @@
 
 use std::time::Instant;
 
+use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_long,
+    CudaSubject, selftest_cache, selftest_graphs, selftest_guard, selftest_links, selftest_long,
 };
-use counterpoint_exec::selftest::{CpuSubject, Extent, Subject, selftest_attention, selftest_collectives};
+use counterpoint_exec::TcpLoopback;
+use counterpoint_exec::selftest::{
+    CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives,
+};
 
 use super::ledger::Ledger;
 use crate::arguments::{Device, SelftestArguments};
@@ -42,7 +46,11 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     ledger.section("cpu");
     let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks)
+    ledger.add(checks)?;
+    ledger.section("collectives through tcp");
+    let checks =
+        selftest_collectives(&TcpLoopback::default(), extent, 8, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks.map_err(|source| CliError::Run { source })?)
 }
 
 fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
@@ -71,11 +79,48 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
         ledger.add(selftest_long(subject.machine()))?;
     }
     ledger.section("collectives");
-    let checks = selftest_collectives(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
-    ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    examine_collectives(subject, 4, extent, ledger)?;
     ledger.section("graphs");
     let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
     ledger.add(checks)?;
     ledger.section("compiled kernels");
-    ledger.add(selftest_cache(subject.gpu()).map_err(failed)?)
+    ledger.add(selftest_cache(subject.gpu()).map_err(failed)?)?;
+    examine_gpus(subject, extent, ledger)
+}
+
+/// What only several GPUs have: ranks on each, by every transport. On a single one kernels meet all the same.
+fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
+    let failed = |source| CliError::Cuda { source };
+    let over = |transport| CudaSubject::over_gpus(transport).map_err(failed);
+    let nvlink = over(TransportKind::Auto)?;
+    ledger.section("meetings of kernels");
+    let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
+    ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
+    let Some(nvlink) = nvlink else { return Ok(()) };
+    ledger.section("attention on several GPUs");
+    let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks)?;
+    let gpus = nvlink.machine().devices().len();
+    for (section, transport, most_ranks) in [
+        ("collectives by nvlink, a GPU each", TransportKind::Nvlink, gpus),
+        ("collectives by nvlink, GPUs shared", TransportKind::Nvlink, 2 * gpus),
+        ("collectives by copy-engine", TransportKind::CopyEngine, 2 * gpus),
+        ("collectives by nccl", TransportKind::Nccl, gpus),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        ledger.section(section);
+        examine_collectives(&subject, most_ranks, extent, ledger)?;
+    }
+    Ok(())
+}
+
+fn examine_collectives(
+    subject: &CudaSubject,
+    most_ranks: usize,
+    extent: Extent,
+    ledger: &mut Ledger,
+) -> Result<(), CliError> {
+    let heard = |check: &SelfCheck, cases: usize| ledger.hear(check, cases);
+    let checks = selftest_collectives(subject.machine(), extent, most_ranks, heard);
+    ledger.add(checks.map_err(|source| CliError::Run { source })?)
 }

@@ -1,4 +1,4 @@
-//! The launcher of `attention/attention_backward.cuh`.
+//! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
 mod arguments;
 mod shape;
@@ -9,12 +9,12 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, class_ends, stretch};
+use shape::{BackwardShape, CLASSES, KeyOwners, class_ends, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::{AttentionProblem, BackwardMode, BackwardTensors, blocks_of};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
@@ -53,6 +53,8 @@ pub struct AttentionBackward {
     stretch: u32,
     launch: Launch,
     rows_launch: Launch,
+    /// After the kernel for long heads, which does not round dq itself.
+    dq_rounding: Option<DqRounding>,
 }
 
 /// In which order key tiles add to dq.
@@ -97,7 +99,7 @@ impl AttentionBackward {
         let AttentionProblem { rows_q, heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
         let shape = shape_of(problem).ok_or_else(|| {
             refused(format!(
-                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 128"
+                "heads of {head_dim} and {head_dim_v} elements; it takes multiples of 8 up to 256"
             ))
         })?;
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
@@ -141,10 +143,16 @@ impl AttentionBackward {
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
-        let launch = Launch::linear(items.clamp(1, workers), THREADS).shared_bytes(SHARED_BYTES);
+        let ctas = shape.ctas();
+        let groups = items.clamp(1, (workers / ctas).max(1));
+        let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
         let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
         let rows_launch =
             Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
+        let dq_rounding = match shape.owners {
+            KeyOwners::Warpgroups => None,
+            KeyOwners::Ctas => DqRounding::new(stream, problem, mode)?,
+        };
         Ok(Self {
             function,
             rows_function,
@@ -162,6 +170,7 @@ impl AttentionBackward {
             stretch,
             launch,
             rows_launch,
+            dq_rounding,
         })
     }
 
@@ -184,7 +193,7 @@ impl AttentionBackward {
                 words: self.progress.address(),
                 coverage: self.coverage.address(),
                 dq: tensors.dq,
-                rounded: tensors.rounded_dq.unwrap_or(0),
+                rounded: self.rounded_in_kernel(tensors),
                 word_count: self.progress.len() as u64 / 4,
                 slab_rows: self.shape.rows,
                 continues: u32::from(self.mode.continues_dq),
@@ -197,12 +206,21 @@ impl AttentionBackward {
             // caller's promise.
             unsafe { self.rows_function.launch(stream, &self.rows_launch, &(rows,))? };
         }
-        if self.schedule.tile_count() == 0 {
-            return Ok(());
+        if self.schedule.tile_count() > 0 {
+            let arguments = self.arguments(tensors)?;
+            // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
+            unsafe { self.function.launch(stream, &self.launch, &(arguments,))? };
         }
-        let arguments = self.arguments(tensors)?;
-        // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
-        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+        // SAFETY: the caller's promise.
+        self.dq_rounding.as_ref().map_or(Ok(()), |rounding| unsafe { rounding.launch(stream, tensors) })
+    }
+
+    /// Where the kernels themselves round dq to, or null.
+    fn rounded_in_kernel(&self, tensors: &BackwardTensors) -> u64 {
+        match self.dq_rounding {
+            Some(_) => 0,
+            None => tensors.rounded_dq.unwrap_or(0),
+        }
     }
 
     /// Where the kernel says that a turn never came; nothing waits for turns outside of deterministic mode.
@@ -218,7 +236,7 @@ impl AttentionBackward {
             TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
         };
         let kind = element.tensor_map_element();
-        let (key_box, row_box) = ([64, 1, BackwardShape::KEYS], [64, 1, self.shape.rows]);
+        let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
         // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
         let query = |address| if rows_q == 0 { tensors.k } else { address };
@@ -255,7 +273,7 @@ impl AttentionBackward {
             runs,
             bounds,
             dq_rows: tensors.dq,
-            rounded_dq: tensors.rounded_dq.unwrap_or(0),
+            rounded_dq: self.rounded_in_kernel(tensors),
             coverage: self.coverage.address(),
             summed_rows,
             summed,

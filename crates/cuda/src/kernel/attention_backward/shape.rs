@@ -13,28 +13,63 @@ const STRETCH: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
 const WHOLE_STRETCH: u32 = 32;
 
-/// The work of a CTA: a tile of keys in shared memory, blocks of query rows that pass by.
+/// The work of a tile: its keys in shared memory, blocks of query rows that pass by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BackwardShape {
     /// Elements of a head in shared memory, the rest of which is zeros.
     pub(super) head_dim: u32,
+    /// The same of v, dout and dv.
+    pub(super) head_dim_v: u32,
     /// Query rows of a block.
     pub(super) rows: u32,
+    /// Who owns the tile's keys.
+    pub(super) owners: KeyOwners,
+}
+
+/// Who owns the 64 keys of either half of a tile, and so holds their dk and dv.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KeyOwners {
+    /// A warpgroup each, of one CTA: `attention/attention_backward.cuh`.
+    Warpgroups,
+    /// A CTA each, of a cluster of two, because dk and dv need all accumulators of two warpgroups:
+    /// `attention/attention_backward_pair.cuh`.
+    Ctas,
 }
 
 impl BackwardShape {
-    /// Keys of a tile: 64 for each of the two warpgroups that own keys.
+    /// Keys of a tile.
     pub(super) const KEYS: u32 = 128;
+    /// Sizes of heads (of q and k, of v) that there are kernels for.
+    pub(super) const HEADS: [(usize, usize); 5] = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)];
 
     /// The shape for a problem; `None` for heads that do not fit the registers.
-    pub(super) const fn of(head_dim: usize, head_dim_v: usize, softcap: bool) -> Option<Self> {
-        let longest = if head_dim > head_dim_v { head_dim } else { head_dim_v };
-        match longest {
-            0..=64 if softcap => Some(Self { head_dim: 64, rows: 64 }),
-            0..=64 => Some(Self { head_dim: 64, rows: 128 }),
-            65..=128 => Some(Self { head_dim: 128, rows: 64 }),
-            _ => None,
+    pub(super) fn of(head_dim: usize, head_dim_v: usize, softcap: bool) -> Option<Self> {
+        let (held, held_v) =
+            Self::HEADS.into_iter().find(|&(held, held_v)| head_dim <= held && head_dim_v <= held_v)?;
+        Some(Self {
+            head_dim: held as u32,
+            head_dim_v: held_v as u32,
+            rows: if held == 64 && !softcap { 128 } else { 64 },
+            owners: if held > 128 { KeyOwners::Ctas } else { KeyOwners::Warpgroups },
+        })
+    }
+
+    /// CTAs of a tile: one, or a cluster.
+    pub(super) const fn ctas(self) -> u32 {
+        match self.owners {
+            KeyOwners::Warpgroups => 1,
+            KeyOwners::Ctas => 2,
         }
+    }
+
+    /// Keys that the copy engine fetches at a time: those of a CTA.
+    pub(super) const fn key_box(self) -> u32 {
+        Self::KEYS / self.ctas()
+    }
+
+    /// Query rows that the copy engine fetches at a time: two CTAs fetch half a block each, for both.
+    pub(super) const fn row_box(self) -> u32 {
+        self.rows / self.ctas()
     }
 
     /// The work of all CTAs. Where sums must come in one order, rows and keys meet at multiples of the blocks' sizes.
@@ -123,8 +158,16 @@ mod tests {
     }
 
     #[test]
-    fn long_heads_have_no_shape() {
-        assert_eq!(BackwardShape::of(128, 136, false), None);
+    fn heads_take_the_smallest_kernel_that_holds_them() {
+        let held = |head_dim, head_dim_v| {
+            BackwardShape::of(head_dim, head_dim_v, false)
+                .map(|shape| (shape.head_dim, shape.head_dim_v, shape.ctas()))
+        };
+        assert_eq!(held(96, 64), Some((128, 128, 1)));
+        assert_eq!(held(136, 128), Some((192, 128, 2)));
+        assert_eq!(held(128, 136), Some((192, 192, 2)));
+        assert_eq!(held(200, 64), Some((256, 256, 2)));
+        assert_eq!(held(256, 264), None);
         assert_eq!(BackwardShape::of(96, 64, false), BackwardShape::of(128, 128, true));
     }
 }

@@ -1,4 +1,4 @@
-use super::shape::BackwardShape;
+use super::shape::{BackwardShape, KeyOwners};
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 
@@ -24,27 +24,33 @@ pub(super) struct BackwardChoice {
 impl BackwardChoice {
     pub(super) fn source(self) -> KernelSource {
         let Self { shape, element, rounds_keys, softcap, turns } = self;
-        let BackwardShape { head_dim, rows } = shape;
-        let keys = BackwardShape::KEYS;
+        let BackwardShape { head_dim, head_dim_v, rows, owners } = shape;
+        let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let gradient = if rounds_keys { "rounded" } else { "f32" };
         let cap = if softcap { "_softcap" } else { "" };
         let order = if turns { "_turns" } else { "" };
-        let name = format!("attention_backward_{}_{head_dim}_{gradient}{cap}{order}", element.name());
+        let name =
+            format!("attention_backward_{}_{head_dim}_{head_dim_v}_{gradient}{cap}{order}", element.name());
+        let (body, scope) = match owners {
+            KeyOwners::Warpgroups => ("attention_backward", "backward"),
+            KeyOwners::Ctas => ("attention_backward_pair", "backward_pair"),
+        };
         KernelSource::new(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .define("HEAD_DIM", head_dim)
+            .define("HEAD_DIM_V", head_dim_v)
             .define("OUTPUT_F32", u32::from(!rounds_keys))
             .define("SOFTCAP", u32::from(softcap))
             .define("DETERMINISTIC", u32::from(turns))
-            .line("#include \"attention/attention_backward.cuh\"")
+            .line(format_args!("#include \"attention/{body}.cuh\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "static_assert(backward::kKeys == {keys} && backward::kRows == {rows} && backward::kThreads == {THREADS} \
-                 && backward::kSharedBytes <= {SHARED_BYTES}, \"launch\");"
+                "static_assert(backward::kKeys == {keys} && backward::kRows == {rows} && {scope}::kThreads == {THREADS} \
+                 && {scope}::kSharedBytes <= {SHARED_BYTES} && backward::kCtas == {ctas}, \"launch\");"
             ))
             .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1)"))
             .line(format_args!("{name}(const __grid_constant__ AttentionBackwardArguments arguments) {{"))
-            .line("  attention_backward(arguments);")
+            .line(format_args!("  {body}(arguments);"))
             .line("}")
     }
 }
@@ -74,10 +80,10 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
         register_limit: 65536 / 2048,
     });
     let mut all = rows.to_vec();
-    for head_dim in [64, 128] {
+    for (head_dim, head_dim_v) in BackwardShape::HEADS {
         for element in ElementType::ALL {
             for [rounds_keys, softcap, turns] in (0..8).map(|bits| [4, 2, 1].map(|bit| bits & bit != 0)) {
-                let Some(shape) = BackwardShape::of(head_dim, head_dim, softcap) else {
+                let Some(shape) = BackwardShape::of(head_dim, head_dim_v, softcap) else {
                     continue;
                 };
                 let choice = BackwardChoice { shape, element, rounds_keys, softcap, turns };

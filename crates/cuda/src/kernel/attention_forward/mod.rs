@@ -16,7 +16,9 @@ use super::portable_shape;
 use super::{
     AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
 };
-use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapSpec};
+use crate::{
+    CudaError, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap, TensorMapSpec,
+};
 
 /// Attention forward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
 #[derive(Clone, Debug)]
@@ -116,7 +118,9 @@ impl AttentionForward {
         let queue = DeviceBuffer::from_slice(stream, &[0u32; 2])?;
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let items = schedule.tile_count() * (problem.heads_q as u32 / shape.pack);
-        let launch = Launch::linear(items.min(workers), shape.threads()).shared_bytes(shape.shared_bytes());
+        let launch = Launch::linear(items.min(workers), shape.threads())
+            .shared_bytes(shape.shared_bytes())
+            .start(LaunchStart::Overlapping);
         Ok(Self { function, problem: problem.clone(), mode, shape, schedule, queue, merge, launch })
     }
 
@@ -176,7 +180,7 @@ impl AttentionForward {
         };
         let heads = heads_q as u32 / shape.pack;
         Ok(AttentionForwardArguments {
-            q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, shape.tokens())?,
+            q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, 64 / shape.pack)?,
             k_map: map("k", keys(tensors.k), head_dim, heads_kv, rows_k, 1, shape.block)?,
             v_map: map("v", keys(tensors.v), head_dim_v, heads_kv, rows_k, 1, shape.block)?,
             tiles,

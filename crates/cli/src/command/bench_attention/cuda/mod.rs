@@ -1,6 +1,5 @@
 //! `counterpoint bench attention --device cuda`.
 
-mod mask;
 mod peers;
 mod sizes;
 
@@ -14,6 +13,7 @@ use serde_json::json;
 
 use super::{BACKWARD, FORWARD, Section, shape_text, verified};
 use crate::arguments::{BenchAttentionArguments, BenchKernels, BenchMask, dtype_name};
+use crate::command::bench_mask as mask;
 use crate::console;
 use crate::error::CliError;
 use crate::input::random_inputs;
@@ -91,7 +91,7 @@ impl Shape {
             seqlen_sink: 0,
         };
         // Inputs do not depend on the mask; they need one for its length.
-        let longest = build(BenchMask::Full, seqlen)?;
+        let longest = mask::load(BenchMask::Full, seqlen)?;
         let inputs = random_inputs(&longest, &spec, seqlen as u64, true);
         let bench =
             AttentionBench::new(machine, &spec, &inputs).map_err(|source| CliError::Run { source })?;
@@ -116,7 +116,7 @@ impl Shape {
         let passes = sizes.timed();
         for &name in &sizes.masks {
             progress.step(format!("{}, {shape}", mask::name(name)));
-            let mask = build(name, self.inputs.q.rows())?;
+            let mask = mask::load(name, self.inputs.q.rows())?;
             let failed = |source| CliError::Run { source };
             let mut case = self.bench.case(&mask).map_err(failed)?;
             for &pass in &passes {
@@ -178,11 +178,4 @@ impl Shape {
         let sample = Sample::random(mask, &self.spec, looked_at, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
         Ok(check_sample(mask, &self.spec, &self.inputs, &outputs, &sample))
     }
-}
-
-fn build(name: BenchMask, seqlen: usize) -> Result<Mask, CliError> {
-    mask::build(name, seqlen).map_err(|source| CliError::MaskExpression {
-        expression: format!("{} of {seqlen}", mask::name(name)),
-        source,
-    })
 }

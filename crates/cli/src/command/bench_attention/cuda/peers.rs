@@ -3,9 +3,9 @@ use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
-use super::mask::{self, value_name};
 use super::sizes::Sizes;
 use crate::arguments::{BenchAttentionArguments, BenchPass};
+use crate::command::bench_mask::{self as mask, value_name};
 use crate::error::CliError;
 
 /// Times PyTorch's attentions, and this program in between, and prints both in one table.

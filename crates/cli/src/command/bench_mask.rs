@@ -1,13 +1,16 @@
+//! The masks that attention is compared on.
+
 use clap::ValueEnum;
 use counterpoint_mask::{Documents, Mask, MaskError, Window};
 
 use crate::arguments::BenchMask;
+use crate::error::CliError;
 
 /// Lengths of packed documents, one a line, by the length of the sequence. `benches/peers/attention.py` reads the same.
-pub(super) const DOCUMENTS: [(usize, &str); 3] = [
-    (8 << 10, include_str!("../../../../../../benches/data/documents_8k.txt")),
-    (16 << 10, include_str!("../../../../../../benches/data/documents_16k.txt")),
-    (32 << 10, include_str!("../../../../../../benches/data/documents_32k.txt")),
+pub(crate) const DOCUMENTS: [(usize, &str); 3] = [
+    (8 << 10, include_str!("../../../../benches/data/documents_8k.txt")),
+    (16 << 10, include_str!("../../../../benches/data/documents_16k.txt")),
+    (32 << 10, include_str!("../../../../benches/data/documents_32k.txt")),
 ];
 /// Rows that a row of the window sees, itself included.
 const WINDOW: usize = 1024;
@@ -15,17 +18,17 @@ const WINDOW: usize = 1024;
 const BLOCK: usize = 2048;
 
 /// The name on the command line and in tables.
-pub(super) fn name(mask: BenchMask) -> String {
+pub(crate) fn name(mask: BenchMask) -> String {
     value_name(&mask)
 }
 
 /// The name that a value has on the command line.
-pub(super) fn value_name<T: ValueEnum>(value: &T) -> String {
+pub(crate) fn value_name<T: ValueEnum>(value: &T) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// A mask of the comparison.
-pub(super) fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
+fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
     match mask {
         BenchMask::Full => Mask::full(seqlen),
         BenchMask::Causal => Mask::causal(seqlen),
@@ -39,15 +42,28 @@ pub(super) fn build(mask: BenchMask, seqlen: usize) -> Result<Mask, MaskError> {
     }
 }
 
+/// As [`build`], with the command line's error.
+pub(crate) fn load(mask: BenchMask, seqlen: usize) -> Result<Mask, CliError> {
+    build(mask, seqlen).map_err(|source| CliError::MaskExpression {
+        expression: format!("{} of {seqlen}", name(mask)),
+        source,
+    })
+}
+
 /// The numbers of a list, one a line.
-pub(super) fn lengths(text: &str) -> Vec<usize> {
+pub(crate) fn lengths(text: &str) -> Vec<usize> {
     text.lines().filter_map(|line| line.trim().parse().ok()).collect()
 }
 
-/// The list of that length; for others the shortest list scaled, what is left over going to the longest document.
+/// The list of that length; multiples of the longest repeat it; for others the shortest list scaled, what is left over going
+/// to the longest document.
 fn documents(seqlen: usize) -> Result<Documents, MaskError> {
     if let Some((_, text)) = DOCUMENTS.iter().find(|(listed, _)| *listed == seqlen) {
         return Documents::from_lengths(lengths(text));
+    }
+    let (longest, text) = DOCUMENTS[DOCUMENTS.len() - 1];
+    if seqlen > longest && seqlen.is_multiple_of(longest) {
+        return Documents::from_lengths(lengths(text).repeat(seqlen / longest));
     }
     let (listed, text) = DOCUMENTS[0];
     let mut scaled: Vec<usize> =
@@ -64,7 +80,7 @@ mod tests {
 
     #[test]
     fn every_mask_is_as_long_as_it_says() {
-        for seqlen in [1024, 2048, 4096, 8192, 16384, 32768] {
+        for seqlen in [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131_072] {
             for mask in BenchMask::value_variants() {
                 let built = build(*mask, seqlen).unwrap();
                 assert_eq!((built.seqlen_q(), built.seqlen_k()), (seqlen, seqlen), "{mask:?}");

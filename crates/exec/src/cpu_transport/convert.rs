@@ -6,20 +6,33 @@ use counterpoint_plan::DType;
 use crate::HostTensor;
 use crate::host_element::{HostElement, convert, with_host_element};
 
-/// Copies rows of `src` to rows of `dst`, of one element type, rounded to the type on the wire.
+/// Copies rows of `src` to rows of `dst`, rounded to the type on the wire. `src` has the type of `dst`, or has been rounded.
 pub(super) fn copy_rows(src: &HostTensor, from: Range, dst: &mut HostTensor, to: Range, wire: DType) {
     let row = src.row_elements();
-    with_host_element!(src.dtype(), T => {
-        let (Some(src), Some(dst)) = (src.as_slice::<T>(), dst.as_mut_slice::<T>()) else { return };
-        let (src, dst) = (&src[from.start * row..from.end * row], &mut dst[to.start * row..to.end * row]);
-        if keeps_every_value(T::DTYPE, wire) {
-            dst.copy_from_slice(src);
-        } else {
-            with_host_element!(wire, W => {
-                dst.iter_mut().zip(src).for_each(|(dst, src)| *dst = convert::<W, T>(convert::<T, W>(*src)));
-            });
+    with_host_element!(dst.dtype(), T => {
+        let Some(dst) = dst.as_mut_slice::<T>() else { return };
+        let dst = &mut dst[to.start * row..to.end * row];
+        match src.as_slice::<T>() {
+            Some(src) if keeps_every_value(T::DTYPE, wire) => {
+                dst.copy_from_slice(&src[from.start * row..from.end * row]);
+            }
+            _ => load(src, from.start * row, wire, dst),
         }
     });
+}
+
+/// The rows of `ranges`, one after the other, in the type on the wire.
+pub(super) fn pack_rows(src: &HostTensor, ranges: &[Range], wire: DType) -> HostTensor {
+    let mut shape = src.shape().to_vec();
+    shape[0] = ranges.iter().map(Range::len).sum();
+    let mut packed = HostTensor::zeros(shape, wire);
+    let mut start = 0;
+    for &range in ranges {
+        let rows = Range::new(start, start + range.len());
+        copy_rows(src, range, &mut packed, rows, wire);
+        start = rows.end;
+    }
+    packed
 }
 
 /// Converts elements `start .. start + dst.len()` of `src` through the type on the wire to `R`.

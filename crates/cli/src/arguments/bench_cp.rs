@@ -1,0 +1,85 @@
+use clap::Args;
+use counterpoint_cuda::TransportKind;
+use counterpoint_schedule::OverlapPolicy;
+
+use super::{BenchMask, Device, PlanningArguments, value};
+
+/// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Every row is checked against the f64 reference on a sample of rows and keys; a
+row out of bounds is not printed, and the exit status is 1. The baseline of a
+row is the same mask on one rank in the same run: a ratio of 1 is linear
+scaling. Times are those of the slowest rank, from the start of the first
+operation to the end of the last.
+
+--peers wants a python3 with PyTorch and two GPUs, and times Ulysses and
+all-gather of keys and values with cuDNN, and PyTorch's ring attention.
+
+Examples:
+  counterpoint bench cp
+  counterpoint bench cp --device cuda
+  counterpoint bench cp --device cuda --cp-size 2 --tokens 8k,32k --masks full,causal --peers
+  counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl")]
+pub(crate) struct BenchCpArguments {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) cp_size: Option<usize>,
+
+    /// Masks
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_enum,
+        value_delimiter = ',',
+        default_value = "full,causal,varlen_full,varlen_causal,varlen_block_causal"
+    )]
+    pub(crate) masks: Vec<BenchMask>,
+
+    /// Tokens of a rank [default: 1k; 8k,16k,32k with --device cuda]
+    #[arg(long, value_name = "SIZES", value_parser = value::size, value_delimiter = ',')]
+    pub(crate) tokens: Vec<usize>,
+
+    /// Query and key heads [default: 4:2; 64:8 with --device cuda]
+    #[arg(long, value_name = "Q:KV", value_parser = value::heads)]
+    pub(crate) heads: Option<(usize, usize)>,
+
+    /// Elements of a row of one head [default: 64; 128 with --device cuda]
+    #[arg(long, value_name = "N", value_parser = value::size)]
+    pub(crate) head_dim: Option<usize>,
+
+    /// Leave the backward out
+    #[arg(long)]
+    pub(crate) forward_only: bool,
+
+    /// The backward's sums in an order that is always the same
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+
+    /// How communication is brought to run under computation
+    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
+    pub(crate) overlap: OverlapPolicy,
+
+    /// How rows travel between GPUs
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: TransportKind,
+
+    /// Timed runs of each row, at least 3
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: u32,
+
+    /// Time PyTorch's context parallelisms too: ulysses, all_gather, ring [given without names: all]
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "ulysses,all_gather,ring")]
+    pub(crate) peers: Option<String>,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) planning: PlanningArguments,
+}

@@ -1,0 +1,205 @@
+//! This process as one rank of several that a launcher started. Rank 0 reads the mask, measures, writes and prints; every
+//! rank plans for itself, which gives the same plan, and reads its own rows of the input.
+
+use std::sync::Arc;
+
+use counterpoint_exec::{
+    AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
+    TcpMachine, calibrate, run_attention_ranks,
+};
+#[cfg(feature = "mpi")]
+use counterpoint_exec::{Launcher, MpiMachine};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, CostModel};
+
+use super::tensors::Tensors;
+use super::{Ended, checked_outputs, passes, plan_config, refuse_what_does_not_fit, run_config};
+use crate::arguments::{AttentionArguments, Device};
+use crate::command::solution::Solution;
+use crate::error::CliError;
+use crate::output::Outputs;
+use crate::progress::Progress;
+use crate::{console, mask_argument};
+
+/// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
+pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
+    refuse_other_sizes(launch, arguments)?;
+    if arguments.run.device == Device::Cuda {
+        let reason = format!(
+            "runs all ranks in one process, and this is one of {} that {} started; start it alone, or use --device cpu",
+            launch.world_size, launch.launcher
+        );
+        return Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
+    }
+    let rendezvous = Rendezvous::join(launch, arguments.run.limit).map_err(ended)?;
+    let result = Rank { launch, rendezvous: &rendezvous, arguments }.run();
+    match &result {
+        // A check that fails is a result: the others have done their part.
+        Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
+        Err(error) => {
+            let reason = error.to_string();
+            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
+        }
+    }
+    result
+}
+
+fn refuse_other_sizes(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
+    let (ranks, processes) = (arguments.cp_size, launch.world_size);
+    if ranks == processes {
+        return Ok(());
+    }
+    let reason = format!(
+        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
+        launch.launcher
+    );
+    Err(CliError::Flag { flag: "--cp-size", value: ranks.to_string(), reason })
+}
+
+fn ended(source: ExecError) -> CliError {
+    CliError::Run { source }
+}
+
+struct Rank<'a> {
+    launch: &'a Launch,
+    rendezvous: &'a Arc<Rendezvous>,
+    arguments: &'a AttentionArguments,
+}
+
+impl Rank<'_> {
+    fn run(&self) -> Result<(), CliError> {
+        let Self { rendezvous, arguments, .. } = *self;
+        let progress = Progress::new();
+        rendezvous.agree("arguments", &facets(arguments)).map_err(ended)?;
+        let mask = self.mask()?;
+        let mut tensors = Tensors::of(arguments, &mask)?;
+        let spec = *tensors.spec();
+        rendezvous.agree("tensors", &shape_facets(&spec)).map_err(ended)?;
+        let outputs = if self.is_first() {
+            refuse_what_does_not_fit(arguments, &mask, &spec)?;
+            checked_outputs(arguments)?
+        } else {
+            Outputs::default()
+        };
+        progress.step("measuring this machine");
+        let config = plan_config(arguments, self.cost(&spec)?);
+        progress.step("planning");
+        let solution = Solution::solve(&mask, &spec, &config)?;
+        let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
+        rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
+
+        progress.step("reading tensors");
+        let plan = &solution.plan;
+        let inputs = tensors.read_rank(arguments, &mask, &plan.ranks[rendezvous.rank()])?;
+        progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
+        let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
+        let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
+        let run = self.run_ranks(&problem, inputs).map_err(|error| ended(rendezvous.fail(error)))?;
+        let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
+        let has_unused_dout = tensors.has_unused_dout();
+        let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+        over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
+    }
+
+    /// Through MPI where that was built in and started us, else through TCP.
+    fn run_ranks(&self, problem: &RankProblem<'_>, inputs: AttentionInputs) -> Result<RanksRun, ExecError> {
+        let Self { launch, rendezvous, arguments } = *self;
+        let (margin, link) = (arguments.run.overlap.sm_margin(), arguments.run.slow_link);
+        let config = run_config(arguments);
+        match launch.launcher {
+            #[cfg(feature = "mpi")]
+            Launcher::OpenMpi | Launcher::Pmi => {
+                let machine = MpiMachine::new(rendezvous.clone(), margin, link)?;
+                run_attention_ranks(&machine, problem, &config, vec![inputs])
+            }
+            _ => {
+                let machine = TcpMachine::new(rendezvous.clone(), margin, link)?;
+                run_attention_ranks(&machine, problem, &config, vec![inputs])
+            }
+        }
+    }
+
+    fn is_first(&self) -> bool {
+        self.rendezvous.rank() == 0
+    }
+
+    /// As rank 0 reads it.
+    fn mask(&self) -> Result<Mask, CliError> {
+        let json = self.from_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
+        Mask::from_json(&json)
+            .map_err(|source| CliError::MaskExpression { expression: self.arguments.mask.clone(), source })
+    }
+
+    /// As rank 0 measures it: equal plans need equal costs.
+    fn cost(&self, spec: &AttentionSpec) -> Result<CostModel, CliError> {
+        let measure = || {
+            let cost = calibrate(spec, self.arguments.cp_size);
+            serde_json::to_string(&cost).map_err(|error| self.broken(&error))
+        };
+        let json = self.from_first("cost", measure)?;
+        serde_json::from_str(&json).map_err(|error| self.broken(&error))
+    }
+
+    /// What rank 0 makes, in text. Rank 0 itself goes through the text too, so that all have the same to the last bit.
+    fn from_first(
+        &self,
+        key: &str,
+        make: impl FnOnce() -> Result<String, CliError>,
+    ) -> Result<String, CliError> {
+        if self.is_first() {
+            let text = make()?;
+            self.rendezvous.set(key, text.as_bytes()).map_err(ended)?;
+            return Ok(text);
+        }
+        let bytes = self.rendezvous.get(key).map_err(ended)?;
+        String::from_utf8(bytes).map_err(|error| self.broken(&error))
+    }
+
+    fn broken(&self, error: &dyn std::error::Error) -> CliError {
+        let (rank, reason) = (self.rendezvous.rank(), error.to_string());
+        ended(RendezvousError::Broken { rank, reason }.into())
+    }
+}
+
+/// What all command lines must have alike: everything that changes what is computed.
+fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
+    let AttentionArguments { mask, cp_size, planning, tensors, run, results } = arguments;
+    let given = |flag: &str, value: &dyn std::fmt::Debug| Facet::new(flag, format!("{value:?}"));
+    vec![
+        Facet::new("the version of counterpoint", env!("CARGO_PKG_VERSION")),
+        Facet::new("--mask", mask),
+        Facet::new("--cp-size", cp_size),
+        given("--chunk-size", &planning.chunk_size),
+        given("--dispatch", &planning.dispatch),
+        given("--stages", &planning.stages),
+        given("whether there is --input", &tensors.input.is_some()),
+        given("--seqlen", &tensors.seqlen),
+        given("--heads-q", &tensors.heads_q),
+        given("--heads-kv", &tensors.heads_kv),
+        given("--head-dim", &tensors.head_dim),
+        given("--dtype", &tensors.dtype),
+        given("--seed", &tensors.seed),
+        given("--backward", &run.backward),
+        given("--scale", &run.scale),
+        given("--softcap", &run.softcap),
+        given("--deterministic", &run.deterministic),
+        given("--overlap", &run.overlap),
+        given("--slow-link", &run.slow_link),
+        given("--check", &results.check),
+    ]
+}
+
+/// What the files of all ranks must have alike.
+fn shape_facets(spec: &AttentionSpec) -> Vec<Facet> {
+    let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, softcap, seqlen_sink } = *spec;
+    vec![
+        Facet::new("the number of query heads", heads_q),
+        Facet::new("the number of key heads", heads_kv),
+        Facet::new("the length of a query's row", head_dim),
+        Facet::new("the length of a value's row", head_dim_v),
+        Facet::new("the element type", format!("{dtype:?}")),
+        Facet::new("the scale", scale),
+        Facet::new("the softcap", softcap),
+        Facet::new("the number of sinks", seqlen_sink),
+    ]
+}

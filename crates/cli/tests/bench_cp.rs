@@ -1,0 +1,51 @@
+//! `counterpoint bench cp`.
+
+mod support;
+
+use support::Folder;
+
+#[test]
+fn rows_come_in_pairs_and_scaling_is_their_ratio() {
+    let folder = Folder::new();
+    let ran =
+        folder.run("bench cp --tokens 256 --iterations 3 --masks causal,varlen_full --json --cp-size 3").ok();
+    let rows = ran.json_lines();
+    assert_eq!(rows.len(), 8, "two masks, two passes, on three ranks and on one");
+    let figure =
+        |row: &serde_json::Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+    for pair in rows.chunks(2) {
+        let (together, alone) = (&pair[0], &pair[1]);
+        assert_eq!((figure(together, "ranks"), figure(alone, "ranks")), (3.0, 1.0));
+        for key in ["name", "shape", "mask", "pass", "area", "tokens_per_rank"] {
+            assert_eq!(together[key], alone[key], "{key}");
+        }
+        let tflops = |row: &serde_json::Value| figure(&row["rate"], "tflops");
+        let scaling = tflops(together) / tflops(alone);
+        assert!((figure(together, "ratio") / scaling - 1.0).abs() < 1e-9, "{together}");
+        assert!(alone["ratio"].is_null() && alone["overlap_efficiency"].is_null(), "{alone}");
+        for row in pair {
+            assert!(figure(&row["verified"], "error") <= figure(&row["verified"], "bound"), "{row}");
+            let seconds = |key: &str| figure(&row["seconds"], key);
+            assert!(
+                0.0 < seconds("min")
+                    && seconds("min") <= seconds("median")
+                    && seconds("median") <= seconds("max")
+            );
+            assert!(figure(row, "predicted_seconds") > 0.0, "{row}");
+        }
+        assert!(figure(together, "communication_seconds") > 0.0, "{together}");
+    }
+}
+
+#[test]
+fn bad_requests_are_refused() {
+    let folder = Folder::new();
+    folder.refuses("bench cp --masks circle", &["circle", "varlen_causal"]);
+    folder.refuses("bench cp --cp-size 0", &["--cp-size"]);
+    folder.refuses("bench cp --iterations 1", &["--iterations"]);
+    folder.refuses("bench cp --heads 6:4", &["6:4", "multiple"]);
+    folder.refuses("bench cp --overlap never", &["never", "concurrent"]);
+    if !std::path::Path::new("/dev/nvidia0").exists() {
+        folder.run("bench cp --device cuda").is_refusal(3, &["NVIDIA"]);
+    }
+}

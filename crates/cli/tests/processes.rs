@@ -1,0 +1,298 @@
+//! One rank a process, as a launcher starts them: results, faults, and that nothing is left behind.
+
+mod support;
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use safetensors::Dtype;
+
+use support::{Folder, qkv, safetensors};
+
+/// Small, so that processes that share two cores are soon through.
+const PROBLEM: &str = "attention --mask varlen-causal:lengths=150,362 --heads-q 4 --heads-kv 2 --head-dim 16";
+
+/// Processes of one job. Those that still run are killed when it is dropped.
+struct Job {
+    processes: Vec<Child>,
+    began: Instant,
+}
+
+/// How one of them ended.
+struct Ended {
+    status: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A process with torchrun's variables.
+fn rank(folder: &Folder, line: &str, rank: usize, world_size: usize, port: u16) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_counterpoint"));
+    command.current_dir(folder.path(".")).args(line.split_whitespace()).env_remove("RUST_BACKTRACE");
+    launched(&mut command, rank, world_size, port);
+    command
+}
+
+fn launched(command: &mut Command, rank: usize, world_size: usize, port: u16) {
+    command
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", world_size.to_string())
+        .env("LOCAL_RANK", rank.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        // The next ports are taken.
+        .env("MASTER_PORT", (port - 1).to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+}
+
+impl Job {
+    /// Starts `world_size` processes of one command line, which may have `{rank}` in it.
+    fn start(folder: &Folder, line: &str, world_size: usize) -> Self {
+        let port = free_port();
+        let of_rank =
+            |at: usize| rank(folder, &line.replace("{rank}", &at.to_string()), at, world_size, port);
+        Self::of((0..world_size).map(of_rank))
+    }
+
+    fn of(commands: impl Iterator<Item = Command>) -> Self {
+        let began = Instant::now();
+        Self { processes: commands.map(|mut command| command.spawn().unwrap()).collect(), began }
+    }
+
+    fn signal(&self, rank: usize, signal: &str) {
+        let id = self.processes[rank].id().to_string();
+        assert!(Command::new("kill").args([signal, &id]).status().unwrap().success());
+    }
+
+    /// Waits for all, which must end within `limit` of the start.
+    fn end(mut self, limit: Duration) -> Vec<Ended> {
+        for (rank, process) in self.processes.iter_mut().enumerate() {
+            while process.try_wait().unwrap().is_none() {
+                assert!(self.began.elapsed() < limit, "rank {rank} still runs after {limit:?}");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        self.processes
+            .drain(..)
+            .map(|process| {
+                let Output { status, stdout, stderr } = process.wait_with_output().unwrap();
+                Ended { status: status.code(), stdout: text(stdout), stderr: text(stderr) }
+            })
+            .collect()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for process in &mut self.processes {
+            process.kill().ok();
+            process.wait().ok();
+        }
+    }
+}
+
+impl Ended {
+    /// One sentence on stderr with all `words`, and `status`.
+    fn is_error(&self, status: i32, words: &[&str]) {
+        let Self { stdout, stderr, .. } = self;
+        assert_eq!(self.status, Some(status), "{stdout}\n{stderr}");
+        assert!(stderr.starts_with("error: ") && stderr.lines().count() == 1, "{stderr}");
+        for word in words {
+            assert!(stderr.contains(word), "no `{word}` in {stderr}");
+        }
+    }
+}
+
+/// Longer than anything here takes, shorter than the limits that must not be reached.
+const SOON: Duration = Duration::from_secs(60);
+
+#[test]
+fn results_are_those_of_threads_to_the_last_bit() {
+    let folder = Folder::new();
+    folder.write("in.st", safetensors(&qkv(Dtype::BF16, 200, 4, 2, 16)));
+    let from_file = "attention --mask causal:200 --input in.st --chunk-size 16";
+    for (problem, ranks) in [(PROBLEM, 2), (PROBLEM, 3), (from_file, 4)] {
+        let line = format!("{problem} --cp-size {ranks} --stages 2 --backward --check");
+        folder.run(&format!("{line} --output threads.st")).ok();
+        let line = format!("{line} --output out.st --report report.html --json --limit 60");
+        let ended = Job::start(&folder, &line, ranks).end(SOON);
+        for (rank, Ended { status, stdout, stderr }) in ended.iter().enumerate() {
+            assert_eq!((*status, stderr.as_str()), (Some(0), ""), "rank {rank}: {stdout}");
+            assert_eq!(stdout.is_empty(), rank > 0, "rank {rank}: {stdout}");
+        }
+        let document: serde_json::Value = serde_json::from_str(&ended[0].stdout).unwrap();
+        assert_eq!(document["check"]["passed"], true);
+        assert_eq!(document["cp_size"], ranks);
+        assert!(document["overlap"]["communication_seconds"].as_f64().unwrap() > 0.0);
+        assert!(folder.read("out.st") == folder.read("threads.st"), "{line}");
+        assert!(folder.read("report.html").len() > 10_000);
+    }
+    assert_eq!(folder.names(), ["in.st", "out.st", "report.html", "threads.st"]);
+}
+
+#[test]
+fn the_number_of_processes_must_be_that_of_ranks() {
+    let folder = Folder::new();
+    let ended = Job::start(&folder, &format!("{PROBLEM} --cp-size 3"), 2).end(SOON);
+    for rank in &ended {
+        rank.is_error(2, &["--cp-size 3", "torchrun started 2", "start as many as ranks"]);
+    }
+    let ended =
+        Job::start(&folder, &format!("{PROBLEM} --cp-size 2 --device cuda --dtype bf16"), 2).end(SOON);
+    ended.iter().for_each(|rank| rank.is_error(2, &["--device cuda", "one process"]));
+    let mut half = rank(&folder, &format!("{PROBLEM} --cp-size 2"), 0, 2, free_port());
+    half.env_remove("WORLD_SIZE");
+    Job::of([half].into_iter()).end(SOON)[0].is_error(2, &["WORLD_SIZE is not set, but RANK is"]);
+}
+
+#[test]
+fn ranks_that_were_given_different_things_are_told_so() {
+    let folder = Folder::new();
+    folder.write("0.st", safetensors(&qkv(Dtype::F32, 64, 4, 2, 16)));
+    folder.write("1.st", safetensors(&qkv(Dtype::F32, 64, 4, 2, 32)));
+    folder.write("2.st", safetensors(&qkv(Dtype::F32, 64, 4, 2, 16)));
+    for (line, words) in [
+        (
+            "attention --mask causal:51{rank} --cp-size 3",
+            &["--mask", "causal:510 on rank 0", "causal:511 on rank 1"][..],
+        ),
+        ("attention --mask causal:64 --cp-size 3 --seed {rank}", &["--seed", "rank 0", "rank 2"]),
+        (
+            "attention --mask causal:64 --cp-size 3 --input {rank}.st --output out{rank}.st",
+            &["length of a query's row is 16 on ranks 0 and 2 and 32 on rank 1"],
+        ),
+    ] {
+        let ended = Job::start(&folder, &format!("{line} --limit 100"), 3).end(SOON);
+        ended.iter().for_each(|rank| rank.is_error(2, words));
+    }
+    assert_eq!(folder.names(), ["0.st", "1.st", "2.st"]);
+}
+
+#[test]
+fn what_only_one_rank_finds_wrong_ends_all_and_names_it() {
+    let folder = Folder::new();
+    let line = "attention --mask nowhere.json --cp-size 3 --limit 100";
+    let ended = Job::start(&folder, line, 3).end(SOON);
+    ended[0].is_error(2, &["mask file nowhere.json cannot be read"]);
+    ended[1..]
+        .iter()
+        .for_each(|rank| rank.is_error(1, &["rank 0 failed: mask file nowhere.json cannot be read"]));
+
+    for rank in 0..2 {
+        let tensors = qkv(Dtype::F32, 64, 4, 2, 16);
+        // In the last row, which only its owner reads.
+        let spoilt = tensors.into_iter().map(|tensor| match tensor.name {
+            "k" if rank == 1 => tensor.with(63 * 32, f64::NAN),
+            _ => tensor,
+        });
+        folder.write(&format!("{rank}.st"), safetensors(&spoilt.collect::<Vec<_>>()));
+    }
+    let line = "attention --mask full:64 --cp-size 2 --chunk-size 32 --dispatch sequential --limit 100 \
+                --input {rank}.st --output out.st";
+    let ended = Job::start(&folder, line, 2).end(SOON);
+    ended[1].is_error(2, &["1.st: tensor `k` holds NaN at [63, 0, 0]"]);
+    ended[0].is_error(1, &["rank 1 failed: 1.st: tensor `k` holds NaN at [63, 0, 0]"]);
+    assert_eq!(folder.names(), ["0.st", "1.st"]);
+}
+
+#[test]
+fn ranks_that_never_come_are_named() {
+    let folder = Folder::new();
+    let port = free_port();
+    let line = format!("{PROBLEM} --cp-size 4 --limit 2");
+    let ended = Job::of([0, 3].into_iter().map(|at| rank(&folder, &line, at, 4, port))).end(SOON);
+    ended.iter().for_each(|rank| rank.is_error(1, &["waited 2.0", "for ranks 1 and 2, which never came"]));
+    // Connection refused: nobody listens where rank 0 should be.
+    let ended = Job::of([rank(&folder, &line, 1, 4, free_port())].into_iter()).end(SOON);
+    ended[0].is_error(1, &["rank 1 did not reach rank 0 at 127.0.0.1", "refused"]);
+}
+
+/// Every collective takes at least a fifth of a second, so that a run is always in one.
+const SLOW: &str = "--stages 3 --slow-link 200000,1 --backward";
+
+#[test]
+fn a_rank_that_is_killed_at_any_time_ends_all_and_is_named() {
+    for (round, victim) in [1, 0, 2, 1, 2].into_iter().enumerate() {
+        let folder = Folder::new();
+        let line = format!("{PROBLEM} --cp-size 3 {SLOW} --limit 40 --output out.st");
+        let job = Job::start(&folder, &line, 3);
+        // From before the ranks have met to the middle of the backward.
+        std::thread::sleep(Duration::from_millis([20, 350, 700, 1100, 1500][round]));
+        job.signal(victim, "-KILL");
+        let ended = job.end(SOON);
+        assert_eq!(ended[victim].status, None, "killed");
+        for (rank, ended) in ended.iter().enumerate().filter(|(rank, _)| *rank != victim) {
+            let named = format!("rank {victim}");
+            ended.is_error(1, &[&named]);
+            // The first may come before rank 0 listens, or anyone has met.
+            if round > 1 {
+                ended.is_error(1, &[&named, "gone", &format!("rank {rank} meanwhile:")]);
+            }
+        }
+        assert_eq!(folder.names(), [] as [&str; 0], "round {round}");
+    }
+}
+
+#[test]
+fn a_rank_that_stops_is_blamed_when_the_limit_is_over() {
+    let folder = Folder::new();
+    // More than ten seconds of collectives: on a busy machine, too, the ranks are in them when one is stopped.
+    let line = format!(
+        "{PROBLEM} --cp-size 3 --stages 4 --slow-link 1000000,1 --backward --limit 8 --output out.st"
+    );
+    let job = Job::start(&folder, &line, 3);
+    std::thread::sleep(Duration::from_secs(3));
+    job.signal(1, "-STOP");
+    std::thread::sleep(Duration::from_secs(14));
+    job.signal(1, "-CONT");
+    let ended = job.end(SOON);
+    // Whoever reached the limit first says where, and that the rank does not answer; it hears so itself when it goes on.
+    for rank in &ended {
+        rank.is_error(1, &["waited 8.", "for rank 1 in collective", "held up by rank 1", "does not answer"]);
+    }
+    assert_eq!(folder.names(), [] as [&str; 0]);
+}
+
+#[test]
+fn memory_that_one_rank_lacks_ends_all() {
+    let folder = Folder::new();
+    let port = free_port();
+    let line = "attention --mask full:8192 --cp-size 2 --heads-q 16 --head-dim 128 --limit 60";
+    let starved = |at: usize| {
+        let mut command = Command::new("sh");
+        let limited = format!("ulimit -v 400000; exec {} {line}", env!("CARGO_BIN_EXE_counterpoint"));
+        command.current_dir(folder.path(".")).args(["-c", &limited]);
+        launched(&mut command, at, 2, port);
+        command
+    };
+    let ended = Job::of([rank(&folder, line, 0, 2, port), starved(1)].into_iter()).end(SOON);
+    assert_ne!(ended[1].status, Some(0), "{}", ended[1].stderr);
+    ended[0].is_error(1, &["rank 1"]);
+}
+
+#[test]
+fn an_interruption_ends_all() {
+    let folder = Folder::new();
+    let line = format!("{PROBLEM} --cp-size 2 {SLOW} --limit 50 --output out.st");
+    // Every process gets it, as from a terminal.
+    let job = Job::start(&folder, &line, 2);
+    std::thread::sleep(Duration::from_millis(600));
+    (0..2).for_each(|rank| job.signal(rank, "-INT"));
+    let ended = job.end(SOON);
+    assert!(ended.iter().any(|rank| rank.status == Some(130)));
+    assert!(ended.iter().all(|rank| matches!(rank.status, Some(130 | 1))));
+    // One of them does: the other hears of it.
+    let job = Job::start(&folder, &line, 2);
+    std::thread::sleep(Duration::from_millis(600));
+    job.signal(1, "-INT");
+    let ended = job.end(SOON);
+    assert_eq!(ended[1].status, Some(130));
+    ended[0].is_error(1, &["rank 1 is gone"]);
+    assert_eq!(folder.names(), [] as [&str; 0]);
+}

@@ -1,0 +1,89 @@
+// Who fills the forward's shared memory: one thread that starts the copies of the planned steps.
+#pragma once
+
+#include "attention/attention_forward_work.cuh"
+#include "ptx/tma.cuh"
+
+namespace counterpoint {
+
+template <typename C>
+struct AttentionForwardLoader {
+  const AttentionForwardArguments& arguments;
+  AttentionForwardShared<C>& shared;
+  u32 items = 0;
+  u32 steps = 0;
+  i32 key_head = 0;
+  i32 value_start = 0;  // of the step before
+  i32 value_head = 0;
+
+  __device__ __forceinline__ void load_keys(const AttentionForwardStep& step) {
+    const u32 stage = steps % C::kStages;
+    mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
+#pragma unroll
+    for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
+      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, &arguments.k_map, &shared.key_full[stage],
+                  i32(64 * chunk), key_head, step.start);
+    }
+  }
+
+  // Query rows of the item just begun.
+  __device__ __forceinline__ void load_queries(const AttentionForwardItem& item) {
+    const u32 slot = items % C::kQuerySlots;
+#pragma unroll
+    for (u32 group = 0; group < C::kConsumers; ++group) {
+      mbarrier_wait(&shared.query_empty[slot][group], ((items / C::kQuerySlots) & 1) ^ 1);
+      mbarrier_arrive_expect(&shared.query_full[slot][group], C::kKeyChunks * 64 * kRowBytes);
+#pragma unroll
+      for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
+        tma_load_3d(shared.queries[slot] + (chunk * C::kTileRows + 64 * group) * kRowBytes, &arguments.q_map,
+                    &shared.query_full[slot][group], i32(64 * chunk), i32(item.head * C::kPack),
+                    item.start + i32(64 / C::kPack * group));
+      }
+    }
+  }
+
+  // Values of the step before.
+  __device__ __forceinline__ void load_values() {
+    if (steps == 0) return;
+    const u32 number = steps - 1;
+    const u32 stage = number % C::kStages;
+    mbarrier_wait(&shared.value_empty[stage], ((number / C::kStages) & 1) ^ 1);
+    mbarrier_arrive_expect(&shared.value_full[stage], C::kValueChunks * C::kBlock * kRowBytes);
+#pragma unroll
+    for (u32 chunk = 0; chunk < C::kValueChunks; ++chunk) {
+      tma_load_3d(shared.values[stage] + chunk * C::kBlock * kRowBytes, &arguments.v_map, &shared.value_full[stage],
+                  i32(64 * chunk), value_head, value_start);
+    }
+  }
+
+  // Keys of a step, values of the one before, and the query rows of a new item: consumers want them in this order.
+  __device__ __forceinline__ void work() {
+    for (;;) {
+      const u32 stage = steps % C::kStages;
+      mbarrier_wait(&shared.key_empty[stage], ((steps / C::kStages) & 1) ^ 1);
+      // Consumers are done with the step whose keys were there.
+      if (steps >= C::kStages) mbarrier_arrive(&shared.step_empty[(steps - C::kStages) % kPlanned]);
+      mbarrier_wait(&shared.step_full[steps % kPlanned], (steps / kPlanned) & 1);
+      const AttentionForwardStep step = shared.steps[steps % kPlanned];
+      const AttentionForwardItem& item = shared.items[items % kItems];
+      if (step.flags & kStepNone) {
+        // Whoever waits for its keys sees that there is no more.
+        mbarrier_arrive(&shared.key_full[stage]);
+        load_values();
+        return;
+      }
+      if (step.flags & kStepFirst) key_head = i32(item.key_head);
+      load_keys(step);
+      load_values();
+      if (step.flags & kStepFirst) {
+        load_queries(item);
+        ++items;
+      }
+      value_start = step.start;
+      value_head = key_head;
+      ++steps;
+    }
+  }
+};
+
+}  // namespace counterpoint

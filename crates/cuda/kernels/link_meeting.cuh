@@ -1,0 +1,128 @@
+// How ranks on GPUs that reach each other's memory meet inside their kernels, without the host.
+//
+// Every rank has a mailbox with a slot for each rank, which only that rank writes. A call of a collective has two sides: a
+// rank *announces* where its tensors are to those that work on them, and once they have announced theirs it *works* on the
+// others'. Pulling, a rank announces what it sends and works on what it receives; pushing, the other way round. When all its
+// blocks are through it tells those it has worked on, and its kernel ends once all that it announced to have told it. So a
+// kernel's inputs may be overwritten, and its outputs be read, by what is enqueued behind it.
+//
+// Counters only grow (a call's number), so nothing is reset while another rank may look, and a replayed graph needs nothing
+// new. The call's number is the rank's own: all ranks make the same calls.
+#pragma once
+
+#include "ptx/barrier.cuh"
+#include "ptx/flag.cuh"
+
+namespace counterpoint {
+
+constexpr u32 kLinkRanks = 16;
+constexpr u32 kLinkTensors = 14;
+
+// What one rank tells another.
+struct LinkSlot {
+  u64 announced;              // the call that it has begun
+  u64 passed;                 // the last call in which it was through with what was announced to it
+  u64 tensors[kLinkTensors];  // where its tensors are in that call
+};
+
+// What a rank keeps of one collective from call to call.
+struct LinkState {
+  u64 calls;    // that have ended
+  u32 arrived;  // blocks that are through
+  u32 faults;   // waits that have given up
+};
+
+// Told to the host, in its memory.
+struct LinkFault {
+  u64 set;
+  u64 awaited;  // a rank
+  u64 passing;  // whether it was to pass; else it was to announce
+  u64 seen;
+  u64 wanted;
+};
+
+// One call of one rank.
+struct LinkCall {
+  LinkSlot* slots[kLinkRanks];  // this rank's slot in the mailbox of every rank
+  u64 announced[kLinkTensors];  // the tensors that others work on
+  u64 own[kLinkTensors];        // those on this side of what it works on
+  const LinkSlot* mailbox;
+  LinkState* state;
+  LinkFault* fault;
+  const u64* abort;  // in the host's memory: not 0 when nobody needs to wait any more
+  u64 limit;         // of a wait, in nanoseconds
+  u32 tensors;
+  u32 announce_to;  // ranks, a bit each
+  u32 work_on;
+};
+static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 16, "layouts shared with the host");
+
+// Waits until a word of another rank's has come to `wanted`; false when it gave up.
+__device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, bool passing) {
+  constexpr u32 kLooks = 64;  // between looks at the clock and, over PCIe, at the host's word
+  u64 seen = load_acquire_system(word);
+  const u64 began = global_nanoseconds();
+  for (u32 look = 1; seen < wanted; ++look) {
+    if (look % kLooks == 0) {
+      const bool late = global_nanoseconds() - began > call.limit;
+      if (late && atomicAdd(&call.state->faults, 1u) == 0) {
+        store_relaxed_system(&call.fault->awaited, rank);
+        store_relaxed_system(&call.fault->passing, passing);
+        store_relaxed_system(&call.fault->seen, seen);
+        store_relaxed_system(&call.fault->wanted, wanted);
+        store_release_system(&call.fault->set, 1);
+      }
+      if (late || load_relaxed_system(call.abort) != 0) return false;
+    }
+    seen = load_acquire_system(word);
+  }
+  return true;
+}
+
+// The first warp of every block, before it works: announces, waits for the others, and copies where their tensors are to
+// `tensors` in shared memory, [rank][tensor]. Gives the call's number, or 0 when a wait gave up: the block must leave then.
+__device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
+  const u32 lane = threadIdx.x % 32;
+  const u64 number = call.state->calls + 1;
+  if (blockIdx.x == 0 && (call.announce_to >> lane & 1) != 0) {
+    LinkSlot* slot = call.slots[lane];
+    for (u32 t = 0; t < call.tensors; ++t) store_relaxed_system(&slot->tensors[t], call.announced[t]);
+    store_release_system(&slot->announced, number);
+  }
+  bool came = true;
+  if ((call.work_on >> lane & 1) != 0) {
+    const LinkSlot* slot = call.mailbox + lane;
+    came = link_wait(call, &slot->announced, number, lane, false);
+    for (u32 t = 0; t < call.tensors; ++t) {
+      tensors[lane * kLinkTensors + t] = load_relaxed_system(&slot->tensors[t]);
+    }
+  }
+  // What the others wrote in the ordinary way before they announced is read by the copy engine.
+  fence_async_proxy_all();
+  return __all_sync(0xffffffffu, came) ? number : 0;
+}
+
+// The first warp of every block, after all its threads' loads have arrived and all their stores are complete.
+__device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
+  const u32 lane = threadIdx.x % 32;
+  u32 before = 0;
+  fence_async_proxy_all();
+  // By every lane, and before the count: the last block's release must cover what this one wrote into a peer's memory.
+  fence_system();
+  __syncwarp();
+  if (lane == 0) before = add_acquire_release(&call.state->arrived, 1);
+  before = __shfl_sync(0xffffffffu, before, 0);
+  if (before + 1 != gridDim.x) return;
+  if ((call.work_on >> lane & 1) != 0) store_release_system(&call.slots[lane]->passed, number);
+  bool passed = true;
+  if ((call.announce_to >> lane & 1) != 0) {
+    passed = link_wait(call, &call.mailbox[lane].passed, number, lane, true);
+  }
+  passed = __all_sync(0xffffffffu, passed);
+  if (lane == 0) {
+    call.state->arrived = 0;
+    if (passed) call.state->calls = number;
+  }
+}
+
+}  // namespace counterpoint

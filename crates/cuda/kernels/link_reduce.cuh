@@ -1,0 +1,187 @@
+// Partial results of rows in the memories of several GPUs, summed into their owner's rows by few multiprocessors: a
+// group-reduce.
+//
+// One warp has the copy engine fetch the operands of each piece, one after the other in the order of their ranks; the other
+// warps add them in that order, so a result has the same bits every time, and the same as `row_reduce` gives.
+#pragma once
+
+#include "link_meeting.cuh"
+#include "ptx/bulk.cuh"
+#include "scalar.cuh"
+
+namespace counterpoint {
+
+constexpr u32 kLinkReduceThreads = 288;
+constexpr u32 kLinkAdders = 256;
+// Elements of a piece at most.
+constexpr u32 kLinkElements = 4096;
+constexpr u32 kLinkOperandStages = 12;
+
+// Elements that lie together and have the same operands.
+struct LinkReducePiece {
+  u64 to;  // first element
+  u32 count;
+  u32 divisor;  // 1 for a sum, the number of operands for their mean
+  u32 tensor;
+  u32 operands;  // the result's own contents among them
+};
+
+// What is fetched for a block's pieces, one after the other: an operand, or what the result holds.
+struct LinkFetch {
+  u64 from;  // bytes into the tensor
+  u32 bytes;
+  u16 rank;  // kLinkOwn for the result's own contents
+  u16 tensor;
+};
+constexpr u32 kLinkOwn = 0xffff;
+
+// Where a block's lists begin; those of the next block begin where they end.
+struct LinkBlock {
+  u32 pieces;
+  u32 fetches;
+};
+static_assert(sizeof(LinkReducePiece) == 24 && sizeof(LinkFetch) == 16, "layouts shared with the host");
+
+struct alignas(128) LinkReduceShared {
+  u8 stages[kLinkOperandStages][kLinkElements * 4];
+  u64 full[kLinkOperandStages];
+  u64 empty[kLinkOperandStages];
+  u64 tensors[kLinkRanks * kLinkTensors];
+  u32 begun;
+};
+
+// Which stage comes next, and the parity of its phase.
+struct LinkStage {
+  u32 at = 0;
+  u32 parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++at == kLinkOperandStages) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <typename Term, u32 kTurns, u32 kPack>
+__device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], const Term* terms, u32 packs, u32 thread) {
+#pragma unroll
+  for (u32 u = 0; u < kTurns; ++u) {
+    const u32 pack = thread + u * kLinkAdders;
+    if (pack < packs) {
+      const Pack<Term, kPack> term = load_pack<Term, kPack>(terms + pack * kPack);
+#pragma unroll
+      for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(term.at[e]);
+    }
+  }
+}
+
+template <typename Partial, typename Result>
+__device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared& shared,
+                                         const LinkReducePiece* __restrict__ pieces, u32 begin, u32 end,
+                                         u32 accumulate) {
+  constexpr u32 kPack = 16 / sizeof(Partial);
+  constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
+  const u32 thread = threadIdx.x - 32;
+  LinkStage stage;
+  if (begin == end) return;
+  LinkReducePiece next = pieces[begin];
+  for (u32 i = begin; i < end; ++i) {
+    const LinkReducePiece piece = next;
+    if (i + 1 < end) next = pieces[i + 1];
+    const u32 packs = piece.count / kPack;
+    float sums[kTurns][kPack] = {};
+    for (u32 o = 0; o < piece.operands; ++o) {
+      mbarrier_wait(&shared.full[stage.at], stage.parity);
+      if (accumulate && o == 0) {
+        link_add_terms(sums, reinterpret_cast<const Result*>(shared.stages[stage.at]), packs, thread);
+      } else {
+        link_add_terms(sums, reinterpret_cast<const Partial*>(shared.stages[stage.at]), packs, thread);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(&shared.empty[stage.at]);
+      stage.next();
+    }
+    Result* result = reinterpret_cast<Result*>(call.own[piece.tensor]) + piece.to;
+#pragma unroll
+    for (u32 u = 0; u < kTurns; ++u) {
+      const u32 pack = thread + u * kLinkAdders;
+      if (pack < packs) {
+        Pack<Result, kPack> out;
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) {
+          float sum = sums[u][e];
+          if (piece.divisor != 1) sum = __fdiv_rn(sum, float(piece.divisor));
+          out.at[e] = narrow<Result>(sum);
+        }
+        store_pack(result + pack * kPack, out);
+      }
+    }
+  }
+}
+
+// One warp. The list is read 32 entries at a time and as many ahead.
+__device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared,
+                                           const LinkFetch* __restrict__ fetches, u32 begin, u32 end) {
+  const u32 lane = threadIdx.x;
+  const auto listed = [&](u32 first) {
+    LinkFetch fetch = {};
+    if (first + lane < end) fetch = fetches[first + lane];
+    return fetch;
+  };
+  LinkStage stage;
+  LinkFetch next = listed(begin);
+  for (u32 first = begin; first < end; first += 32) {
+    const LinkFetch held = next;
+    next = listed(first + 32);
+    const u32 listed_here = end - first < 32 ? end - first : 32;
+    for (u32 n = 0; n < listed_here; ++n) {
+      const u64 from = __shfl_sync(0xffffffffu, held.from, n);
+      const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n);
+      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n);
+      if (lane == 0) {
+        const u32 rank = place >> 16;
+        const u32 tensor = place & 0xffffu;
+        const u64 at = rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor];
+        mbarrier_wait(&shared.empty[stage.at], stage.parity ^ 1);
+        mbarrier_arrive_expect(&shared.full[stage.at], bytes);
+        bulk_load(shared.stages[stage.at], reinterpret_cast<const void*>(at + from), bytes, &shared.full[stage.at]);
+      }
+      stage.next();
+    }
+  }
+}
+
+// Sums are in f32. Every count is a multiple of 8 elements, every tensor aligned to 16 bytes. There is one more entry of
+// `blocks` than there are blocks. `accumulate`: the first operand of every piece is what the result holds.
+template <typename Partial, typename Result>
+__device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkReducePiece* __restrict__ pieces,
+                                            const LinkFetch* __restrict__ fetches,
+                                            const LinkBlock* __restrict__ blocks, u32 accumulate) {
+  extern __shared__ __align__(128) u8 shared_bytes[];
+  LinkReduceShared& shared = *reinterpret_cast<LinkReduceShared*>(shared_bytes);
+  const LinkBlock begin = blocks[blockIdx.x];
+  const LinkBlock end = blocks[blockIdx.x + 1];
+  if (threadIdx.x == 0) {
+    for (u32 s = 0; s < kLinkOperandStages; ++s) {
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], kLinkAdders / 32);
+    }
+    fence_mbarrier_init();
+  }
+  u64 number = 0;
+  if (threadIdx.x < 32) {
+    number = link_begin(call, shared.tensors);
+    if (threadIdx.x == 0) shared.begun = number != 0;
+  }
+  __syncthreads();
+  if (shared.begun == 0) return;
+  if (threadIdx.x >= 32) {
+    link_add<Partial, Result>(call, shared, pieces, begin.pieces, end.pieces, accumulate);
+  } else {
+    link_fetch(call, shared, fetches, begin.fetches, end.fetches);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) link_end(call, number);
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,218 @@
+use bytemuck::NoUninit;
+
+use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
+use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
+use crate::arch::Arch;
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+const THREADS: u32 = 32;
+/// Bytes of a piece at most (`kLinkPieceBytes`), and at least unless there are no more.
+const MOST_BYTES: u64 = 16 << 10;
+const LEAST_BYTES: u64 = 1 << 10;
+/// Pieces that a block has at least, while they are not shorter than that: so many are on their way at once.
+const PIECES: u64 = 8;
+/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; rounded up to its alignment.
+const SHARED_BYTES: u32 =
+    (12 * (MOST_BYTES as u32 + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32).next_multiple_of(128);
+
+/// Which side of a link a rank's kernel writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkDirection {
+    /// It reads the other ranks' memory and writes its own.
+    Pull,
+    /// It reads its own and writes theirs.
+    Push,
+}
+
+/// Ranges of rows between the memories of GPUs that reach each other, for tensors of one pattern, prepared to run many
+/// times: the list of pieces is on the device. Ranks meet inside the kernel.
+#[derive(Debug)]
+pub struct LinkCopy {
+    function: Function,
+    pieces: DeviceBuffer,
+    count: u32,
+    blocks: u32,
+}
+
+/// `LinkPiece` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C)]
+struct LinkPiece {
+    own: u64,
+    remote: u64,
+    bytes: u32,
+    rank: u16,
+    tensor: u16,
+}
+
+impl LinkCopy {
+    /// Whether rows of so many bytes can be copied: the copy engine takes multiples of 16.
+    pub fn takes(row_bytes: u64) -> bool {
+        row_bytes.is_multiple_of(16)
+    }
+
+    /// Compiles or finds the kernel, so that [`LinkCopy::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, direction: LinkDirection) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), direction)).map(|_| ())
+    }
+
+    /// Makes `moves`, whose peers are ranks, ready for tensors with rows of these many bytes, for a kernel of at most
+    /// `num_sms` blocks. The list is uploaded by `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// When the kernel cannot be compiled, or the list does not fit into memory.
+    pub fn new(
+        stream: &Stream,
+        direction: LinkDirection,
+        row_bytes: &[u64],
+        moves: &[RowMove],
+        num_sms: u32,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let function = device.function(&source(device.arch(), direction))?;
+        let pieces = pieces(direction, row_bytes, moves, num_sms);
+        Ok(Self {
+            function,
+            count: pieces.len() as u32,
+            blocks: num_sms.min(pieces.len() as u32).max(1),
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+        })
+    }
+
+    /// Enqueues the copies. The kernel ends when they are made and when all others that work on what `call` announces have
+    /// made theirs.
+    ///
+    /// # Safety
+    /// The tensors of `call` on both sides have the rows that were prepared for, are aligned to 16 bytes and live until the
+    /// kernel has run, as do the mailboxes; all ranks launch in the same order, each on a GPU of its own.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub unsafe fn launch(&self, stream: &Stream, call: &LinkCall) -> Result<(), CudaError> {
+        let launch = Launch::linear(self.blocks, THREADS).shared_bytes(SHARED_BYTES);
+        // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
+        unsafe { self.function.launch(stream, &launch, &(*call, self.pieces.address(), self.count)) }
+    }
+}
+
+/// The moves cut into what is copied at once. Peers take turns, so that all links are busy from the first piece to the last.
+fn pieces(direction: LinkDirection, row_bytes: &[u64], moves: &[RowMove], num_sms: u32) -> Vec<LinkPiece> {
+    let rows: u64 = moves.iter().map(|step| step.from.len() as u64).sum();
+    let total = rows * row_bytes.iter().sum::<u64>();
+    let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_BYTES);
+    let most = most.clamp(LEAST_BYTES, MOST_BYTES);
+    let mut peers: Vec<usize> = moves.iter().map(|step| step.peer).collect();
+    peers.sort_unstable();
+    peers.dedup();
+    let mut queues = Vec::with_capacity(peers.len());
+    for &peer in &peers {
+        let mut queue = Vec::new();
+        for step in moves.iter().filter(|step| step.peer == peer) {
+            let (own, remote) = match direction {
+                LinkDirection::Pull => (step.to.start, step.from.start),
+                LinkDirection::Push => (step.from.start, step.to.start),
+            };
+            for (tensor, &row) in row_bytes.iter().enumerate() {
+                let (own, remote, bytes) =
+                    (own as u64 * row, remote as u64 * row, step.from.len() as u64 * row);
+                let offsets = (0..bytes).step_by(most as usize);
+                queue.extend(offsets.map(|offset| LinkPiece {
+                    own: own + offset,
+                    remote: remote + offset,
+                    bytes: most.min(bytes - offset) as u32,
+                    rank: peer as u16,
+                    tensor: tensor as u16,
+                }));
+            }
+        }
+        queues.push(queue.into_iter());
+    }
+    let mut turns = Vec::new();
+    loop {
+        let before = turns.len();
+        turns.extend(queues.iter_mut().filter_map(Iterator::next));
+        if turns.len() == before {
+            return turns;
+        }
+    }
+}
+
+fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
+    let (name, push) = match direction {
+        LinkDirection::Pull => ("link_pull", "false"),
+        LinkDirection::Push => ("link_push", "true"),
+    };
+    KernelSource::new(name, arch)
+        .line("#include \"link_copy.cuh\"")
+        .line("using namespace counterpoint;")
+        .line(format_args!(
+            "static_assert(sizeof(LinkCopyShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
+        ))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!(
+            "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count) {{"
+        ))
+        .line(format_args!("  link_copy<{push}>(call, pieces, count);"))
+        .line("}")
+}
+
+/// Both directions, for Hopper, whose copy engine moves bytes.
+pub(super) fn specialisations() -> Vec<Specialisation> {
+    [LinkDirection::Pull, LinkDirection::Push]
+        .map(|direction| Specialisation {
+            source: source(Arch::SM_90A, direction),
+            matrix_unit: MatrixUnit::None,
+            register_limit: 255,
+        })
+        .into()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![shared_layout!("link_copy.cuh", LinkPiece { own, remote, bytes, rank, tensor })]
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+
+    use super::*;
+
+    /// Every byte of every move is in one piece; peers take turns.
+    #[test]
+    fn pieces_cover_the_moves() {
+        let step = |peer, from, to, rows| RowMove {
+            peer,
+            from: Range::new(from, from + rows),
+            to: Range::new(to, to + rows),
+        };
+        let moves = [step(2, 0, 70, 100), step(5, 50, 0, 70), step(2, 300, 190, 1), step(5, 0, 170, 0)];
+        let row_bytes = [2048, 48];
+        let found = pieces(LinkDirection::Pull, &row_bytes, &moves, 4);
+        assert_eq!(found.iter().take(4).map(|piece| piece.rank).collect::<Vec<_>>(), [2, 5, 2, 5]);
+        for (tensor, row) in row_bytes.into_iter().enumerate() {
+            let mut seen = vec![None; 191 * row as usize];
+            for piece in found.iter().filter(|piece| usize::from(piece.tensor) == tensor) {
+                assert!(piece.bytes > 0 && u64::from(piece.bytes) <= MOST_BYTES && piece.bytes % 16 == 0);
+                for byte in 0..u64::from(piece.bytes) {
+                    let at = &mut seen[(piece.own + byte) as usize];
+                    assert_eq!(*at, None);
+                    *at = Some((usize::from(piece.rank), piece.remote + byte));
+                }
+            }
+            for (at, found) in seen.into_iter().enumerate() {
+                let (place, byte) = (at / row as usize, at as u64 % row);
+                let step = moves.iter().find(|step| (step.to.start..step.to.end).contains(&place));
+                let expected = step
+                    .map(|step| (step.peer, (step.from.start + place - step.to.start) as u64 * row + byte));
+                assert_eq!(found, expected, "row {place}");
+            }
+        }
+        let pushed = pieces(LinkDirection::Push, &row_bytes, &moves, 4);
+        let swapped = found.iter().map(|piece| LinkPiece { own: piece.remote, remote: piece.own, ..*piece });
+        assert!(pushed.into_iter().eq(swapped));
+    }
+}

@@ -1,0 +1,219 @@
+use std::time::Duration;
+
+use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
+
+use super::{SharedLayout, shared_layout};
+use crate::{CudaError, DeviceBuffer, PinnedBuffer, Stream};
+
+/// Ranks that can meet inside their kernels (`kLinkRanks`).
+pub const LINK_RANKS: usize = 16;
+/// Tensors of one call (`kLinkTensors`).
+pub const LINK_TENSORS: usize = 14;
+
+/// `LinkSlot` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct LinkSlot {
+    announced: u64,
+    passed: u64,
+    tensors: [u64; LINK_TENSORS],
+}
+
+/// `LinkState` of the kernels.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct LinkState {
+    calls: u64,
+    arrived: u32,
+    faults: u32,
+}
+
+/// `LinkFault` of the kernels.
+#[derive(Clone, Copy, Debug, NoUninit, AnyBitPattern)]
+#[repr(C)]
+struct LinkFault {
+    set: u64,
+    awaited: u64,
+    passing: u64,
+    seen: u64,
+    wanted: u64,
+}
+
+/// A wait inside a kernel that gave up at its limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissedRank {
+    /// Who did not come.
+    pub rank: usize,
+    /// What it did not do.
+    pub step: LinkStep,
+    /// The last call in which it did.
+    pub seen: u64,
+    /// The call in which it was to.
+    pub wanted: u64,
+}
+
+/// What ranks wait for in each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkStep {
+    /// To begin a call.
+    Begin,
+    /// To be through with the tensors of the one that waits.
+    Pass,
+}
+
+/// `LinkCall` of the kernels: one call of one rank.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct LinkCall {
+    slots: [u64; LINK_RANKS],
+    announced: [u64; LINK_TENSORS],
+    own: [u64; LINK_TENSORS],
+    mailbox: u64,
+    state: u64,
+    fault: u64,
+    abort: u64,
+    limit: u64,
+    tensors: u32,
+    announce_to: u32,
+    work_on: u32,
+}
+
+const MAILBOX_BYTES: usize = LINK_RANKS * size_of::<LinkSlot>();
+
+/// A rank's end of one collective whose ranks meet inside their kernels: its mailbox in its GPU's memory, and in the host's
+/// what a wait that gave up tells.
+#[derive(Debug)]
+pub struct LinkEnd {
+    memory: DeviceBuffer,
+    fault: PinnedBuffer,
+}
+
+/// Lets all waits of a rank's kernels end, whatever they waited for.
+#[derive(Clone, Debug)]
+pub struct LinkAbort(PinnedBuffer);
+
+impl LinkAbort {
+    /// Waits go on.
+    ///
+    /// # Errors
+    /// When the host's memory cannot be pinned.
+    pub fn new(stream: &Stream) -> Result<Self, CudaError> {
+        Ok(Self(PinnedBuffer::new(stream.device(), size_of::<u64>())?))
+    }
+
+    /// Ends them, those that have not begun too.
+    pub fn set(&self) {
+        // A word always fits where one was allocated.
+        let _ = self.0.write(0, &[1u64]);
+    }
+}
+
+/// Whom a rank meets in a collective.
+#[derive(Clone, Debug)]
+pub struct LinkPeers {
+    /// The mailboxes of the others and the own one, by rank.
+    pub mailboxes: Vec<(usize, DeviceBuffer)>,
+    /// Ranks that work on the tensors that this one announces.
+    pub announce_to: Vec<usize>,
+    /// Ranks on whose tensors this one works.
+    pub work_on: Vec<usize>,
+}
+
+impl LinkEnd {
+    /// An empty mailbox, on `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// When memory is used up.
+    pub fn new(setup: &Stream) -> Result<Self, CudaError> {
+        let memory = DeviceBuffer::new(setup.device(), MAILBOX_BYTES + size_of::<LinkState>())?;
+        memory.fill(setup, 0)?;
+        setup.synchronize()?;
+        Ok(Self { memory, fault: PinnedBuffer::new(setup.device(), size_of::<LinkFault>())? })
+    }
+
+    /// What the other ranks write to.
+    pub fn mailbox(&self) -> &DeviceBuffer {
+        &self.memory
+    }
+
+    /// The first wait that gave up, if one did.
+    ///
+    /// # Errors
+    /// None that a record of its own size could give.
+    pub fn missed(&self) -> Result<Option<MissedRank>, CudaError> {
+        let mut found = [LinkFault::zeroed()];
+        self.fault.read(0, &mut found)?;
+        let [LinkFault { set, awaited, passing, seen, wanted }] = found;
+        let step = if passing == 0 { LinkStep::Begin } else { LinkStep::Pass };
+        Ok((set != 0).then_some(MissedRank { rank: awaited as usize, step, seen, wanted }))
+    }
+
+    /// One call of `rank`: the same for every run with the same tensors. `announced` are its tensors that others work on,
+    /// `own` those on its side of its own work. Each wait lasts `limit` at most.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when there are more ranks or tensors than kernels have room for.
+    pub fn call(
+        &self,
+        rank: usize,
+        peers: &LinkPeers,
+        announced: &[u64],
+        own: &[u64],
+        abort: &LinkAbort,
+        limit: Duration,
+    ) -> Result<LinkCall, CudaError> {
+        let ranks = peers.mailboxes.iter().map(|(rank, _)| rank + 1).max().unwrap_or(0).max(rank + 1);
+        if ranks > LINK_RANKS || announced.len() > LINK_TENSORS || own.len() != announced.len() {
+            let reason = format!(
+                "{ranks} ranks meet with {} and {} tensors; at most {LINK_RANKS} do, with {LINK_TENSORS} each",
+                announced.len(),
+                own.len()
+            );
+            return Err(CudaError::Launch { kernel: "a link".to_owned(), reason });
+        }
+        let mut slots = [0; LINK_RANKS];
+        for (peer, mailbox) in &peers.mailboxes {
+            slots[*peer] = mailbox.address() + (rank * size_of::<LinkSlot>()) as u64;
+        }
+        let listed = |addresses: &[u64]| std::array::from_fn(|at| addresses.get(at).copied().unwrap_or(0));
+        let mask = |ranks: &[usize]| ranks.iter().fold(0u32, |mask, rank| mask | 1 << rank);
+        Ok(LinkCall {
+            slots,
+            announced: listed(announced),
+            own: listed(own),
+            mailbox: self.memory.address(),
+            state: self.memory.address() + MAILBOX_BYTES as u64,
+            fault: self.fault.device_address(),
+            abort: abort.0.device_address(),
+            limit: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX),
+            tensors: announced.len() as u32,
+            announce_to: mask(&peers.announce_to),
+            work_on: mask(&peers.work_on),
+        })
+    }
+}
+
+/// Types that the kernels share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, tensors }),
+        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults }),
+        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, passing, seen, wanted }),
+        shared_layout!(
+            "link_meeting.cuh",
+            LinkCall {
+                slots,
+                announced,
+                own,
+                mailbox,
+                state,
+                fault,
+                abort,
+                limit,
+                tensors,
+                announce_to,
+                work_on
+            }
+        ),
+    ]
+}

@@ -1,0 +1,313 @@
+use bytemuck::NoUninit;
+use counterpoint_schedule::{Accumulate, ReduceOp};
+
+use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
+use super::operand_rows::operand_rows;
+use super::row_reduce::ReduceTypes;
+use super::scalar::Scalar;
+use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
+use crate::arch::Arch;
+use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+const THREADS: u32 = 288;
+/// Elements of a piece at most (`kLinkElements`), and at least unless there are no more.
+const MOST_ELEMENTS: u64 = 4096;
+const LEAST_ELEMENTS: u64 = 512;
+/// Pieces that a block has at least, while they are not shorter than that.
+const PIECES: u64 = 8;
+/// `kLinkOwn`: what is fetched is the result's own contents.
+const OWN: u16 = u16::MAX;
+/// `sizeof(LinkReduceShared)`: stages with two barriers each, addresses, a word; rounded up to its alignment.
+const SHARED_BYTES: u32 =
+    (12 * (4 * MOST_ELEMENTS as u32 + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
+
+/// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
+/// each other, for tensors of one pattern, prepared to run many times. Ranks meet inside the kernel; operands are added in the
+/// order of their ranks.
+#[derive(Debug)]
+pub struct LinkReduce {
+    function: Function,
+    pieces: DeviceBuffer,
+    fetches: DeviceBuffer,
+    blocks: DeviceBuffer,
+    block_count: u32,
+    accumulate: Accumulate,
+}
+
+/// What a reduction is, apart from its moves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkReduceSpec {
+    /// [`ReduceOp::Sum`] or [`ReduceOp::Avg`].
+    pub op: ReduceOp,
+    /// Whether the results' own contents are the first operand.
+    pub accumulate: Accumulate,
+    /// Types, the same for all tensors.
+    pub types: ReduceTypes,
+    /// Rows of each result, and elements of one of its rows.
+    pub tensors: Vec<(usize, u64)>,
+}
+
+/// `LinkReducePiece` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct LinkReducePiece {
+    to: u64,
+    count: u32,
+    divisor: u32,
+    tensor: u32,
+    operands: u32,
+}
+
+/// `LinkFetch` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct LinkFetch {
+    from: u64,
+    bytes: u32,
+    rank: u16,
+    tensor: u16,
+}
+
+/// `LinkBlock` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct LinkBlock {
+    pieces: u32,
+    fetches: u32,
+}
+
+/// What each block sums and fetches, block after block.
+struct Lists {
+    pieces: Vec<LinkReducePiece>,
+    fetches: Vec<LinkFetch>,
+    /// Where each block's begin, and where the last one's end.
+    blocks: Vec<LinkBlock>,
+}
+
+impl LinkReduce {
+    /// Whether there is a kernel for partial results of this type that are summed in that one, with rows of so many elements:
+    /// the wire rounds nothing, sums are in f32, and the copy engine takes multiples of 16 bytes of whatever type.
+    pub fn takes(partial: Scalar, wire: Scalar, sum: Scalar, row_elements: u64) -> bool {
+        partial.survives(wire) && sum == Scalar::F32 && row_elements.is_multiple_of(8)
+    }
+
+    /// Compiles or finds the kernel, so that [`LinkReduce::new`] need not.
+    ///
+    /// # Errors
+    /// When it cannot be compiled or loaded.
+    pub fn load(device: &Device, types: ReduceTypes) -> Result<(), CudaError> {
+        device.function(&source(device.arch(), types)).map(|_| ())
+    }
+
+    /// Makes the reduction of `moves`, whose peers are ranks, ready for a kernel of at most `num_sms` blocks. The lists are
+    /// uploaded by `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// When the kernel cannot be compiled, or the lists do not fit into memory.
+    pub fn new(
+        stream: &Stream,
+        spec: &LinkReduceSpec,
+        moves: &[RowMove],
+        num_sms: u32,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let function = device.function(&source(device.arch(), spec.types))?;
+        let Lists { pieces, fetches, blocks } = lists(spec, moves, num_sms);
+        Ok(Self {
+            function,
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            fetches: DeviceBuffer::from_slice(stream, &fetches)?,
+            block_count: blocks.len() as u32 - 1,
+            blocks: DeviceBuffer::from_slice(stream, &blocks)?,
+            accumulate: spec.accumulate,
+        })
+    }
+
+    /// Enqueues the reduction.
+    ///
+    /// # Safety
+    /// As [`LinkCopy::launch`](super::LinkCopy::launch).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub unsafe fn launch(&self, stream: &Stream, call: &LinkCall) -> Result<(), CudaError> {
+        let launch = Launch::linear(self.block_count, THREADS).shared_bytes(SHARED_BYTES);
+        let accumulate = u32::from(self.accumulate == Accumulate::Continue);
+        let lists = [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address);
+        let arguments = (*call, lists[0], lists[1], lists[2], accumulate);
+        // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
+        unsafe { self.function.launch(stream, &launch, &arguments) }
+    }
+}
+
+/// The rows of the results, cut into what a block sums at once, and dealt out to blocks in turn.
+fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
+    let accumulate = spec.accumulate == Accumulate::Continue;
+    let rows = spec.tensors.iter().map(|&(rows, _)| operand_rows(moves, rows, !accumulate));
+    let rows: Vec<_> = rows.collect();
+    let counted = rows.iter().zip(&spec.tensors).map(|(parts, &(_, row))| {
+        let rows: u64 = parts.iter().map(|part| part.rows.len() as u64).sum();
+        rows * row
+    });
+    let total: u64 = counted.sum();
+    let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_ELEMENTS);
+    let most = most.clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
+    let mut all = Vec::new();
+    for (tensor, (parts, &(_, row))) in rows.iter().zip(&spec.tensors).enumerate() {
+        for part in parts {
+            let elements = part.rows.len() as u64 * row;
+            let operands = part.operands.len() as u32 + u32::from(accumulate);
+            let divisor = match spec.op {
+                ReduceOp::Avg => operands.max(1),
+                ReduceOp::Sum | ReduceOp::Lse => 1,
+            };
+            for offset in (0..elements).step_by(most as usize) {
+                let to = part.rows.start as u64 * row + offset;
+                let count = most.min(elements - offset) as u32;
+                let fetch = |from: u64, rank, scalar: Scalar| LinkFetch {
+                    from: from * scalar.bytes(),
+                    bytes: count * scalar.bytes() as u32,
+                    rank,
+                    tensor: tensor as u16,
+                };
+                let own = accumulate.then(|| fetch(to, OWN, spec.types.result));
+                let others = part
+                    .operands
+                    .iter()
+                    .map(|&(rank, from)| fetch(from as u64 * row + offset, rank as u16, spec.types.partial));
+                let fetches: Vec<LinkFetch> = own.into_iter().chain(others).collect();
+                let tensor = tensor as u32;
+                all.push((LinkReducePiece { to, count, divisor, tensor, operands }, fetches));
+            }
+        }
+    }
+    let block_count = (num_sms as usize).min(all.len()).max(1);
+    let mut lists = Lists { pieces: Vec::new(), fetches: Vec::new(), blocks: Vec::new() };
+    for block in 0..block_count {
+        lists.close_block();
+        for (piece, fetches) in all.iter().skip(block).step_by(block_count) {
+            lists.pieces.push(*piece);
+            lists.fetches.extend(fetches);
+        }
+    }
+    lists.close_block();
+    lists
+}
+
+impl Lists {
+    /// What is added from now on belongs to the next block.
+    fn close_block(&mut self) {
+        let (pieces, fetches) = (self.pieces.len() as u32, self.fetches.len() as u32);
+        self.blocks.push(LinkBlock { pieces, fetches });
+    }
+}
+
+fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
+    let ReduceTypes { partial, result, .. } = types;
+    let name = format!("link_reduce_{}_{}", partial.name(), result.name());
+    let (partial, result) = (partial.cpp(), result.cpp());
+    KernelSource::new(&name, arch)
+        .line("#include \"link_reduce.cuh\"")
+        .line("using namespace counterpoint;")
+        .line(format_args!(
+            "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
+        ))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!("{name}(const __grid_constant__ LinkCall call, const LinkReducePiece* pieces,"))
+        .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
+        .line(format_args!("  link_reduce<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
+        .line("}")
+}
+
+/// The types that attention uses; others are compiled when they are asked for.
+pub(super) fn specialisations() -> Vec<Specialisation> {
+    let types = ReduceTypes::shipped()
+        .into_iter()
+        .filter(|types| LinkReduce::takes(types.partial, types.wire, types.sum, 8));
+    let specialisation = |types| Specialisation {
+        source: source(Arch::SM_90A, types),
+        matrix_unit: MatrixUnit::None,
+        register_limit: 224,
+    };
+    types.map(specialisation).collect()
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("link_reduce.cuh", LinkReducePiece { to, count, divisor, tensor, operands }),
+        shared_layout!("link_reduce.cuh", LinkFetch { from, bytes, rank, tensor }),
+        shared_layout!("link_reduce.cuh", LinkBlock { pieces, fetches }),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+
+    use super::*;
+
+    /// Element by element: the operands of the definition, in the order of ranks, and rows without any where sums start at 0.
+    #[test]
+    fn pieces_have_the_operands_of_their_rows() {
+        let step = |peer, from: usize, to: usize, rows: usize| RowMove {
+            peer,
+            from: Range::new(from, from + rows),
+            to: Range::new(to, to + rows),
+        };
+        let moves = [step(3, 10, 2, 4), step(1, 0, 4, 4), step(0, 30, 8, 3)];
+        let types =
+            ReduceTypes { partial: Scalar::Bf16, wire: Scalar::Bf16, sum: Scalar::F32, result: Scalar::F32 };
+        for accumulate in [Accumulate::Start, Accumulate::Continue] {
+            let tensors = vec![(12, 1000), (12, 8)];
+            let spec = LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, tensors: tensors.clone() };
+            let lists = lists(&spec, &moves, 2);
+            assert_eq!(lists.blocks.len(), 3);
+            // Each piece with what is fetched for it.
+            let mut all: Vec<(LinkReducePiece, &[LinkFetch])> = Vec::new();
+            for block in lists.blocks.windows(2) {
+                let mut next = block[0].fetches as usize;
+                for piece in &lists.pieces[block[0].pieces as usize..block[1].pieces as usize] {
+                    all.push((*piece, &lists.fetches[next..next + piece.operands as usize]));
+                    next += piece.operands as usize;
+                }
+                assert_eq!(next, block[1].fetches as usize);
+            }
+            for (tensor, &(rows, row)) in tensors.iter().enumerate() {
+                for at in 0..rows as u64 * row {
+                    let (place, column) = ((at / row) as usize, at % row);
+                    let received: Vec<(u16, u64)> = moves
+                        .iter()
+                        .filter(|step| (step.to.start..step.to.end).contains(&place))
+                        .map(|step| {
+                            let from = (step.from.start + place - step.to.start) as u64 * row + column;
+                            (step.peer as u16, 2 * from)
+                        })
+                        .collect();
+                    let own = (accumulate == Accumulate::Continue).then_some((OWN, 4 * at));
+                    let mut expected: Vec<(u16, u64)> = own.into_iter().chain(received.clone()).collect();
+                    expected[usize::from(own.is_some())..].sort_unstable();
+                    let found: Vec<_> = all
+                        .iter()
+                        .filter(|(piece, _)| piece.tensor as usize == tensor)
+                        .filter(|(piece, _)| (piece.to..piece.to + u64::from(piece.count)).contains(&at))
+                        .collect();
+                    assert_eq!(
+                        found.len(),
+                        usize::from(own.is_none() || !received.is_empty()),
+                        "element {at}"
+                    );
+                    for (piece, fetches) in found {
+                        let listed = fetches.iter().map(|fetch| {
+                            let bytes = if fetch.rank == OWN { 4 } else { 2 };
+                            assert_eq!(fetch.bytes, piece.count * bytes as u32);
+                            (fetch.rank, fetch.from + (at - piece.to) * bytes)
+                        });
+                        assert_eq!(listed.collect::<Vec<_>>(), expected, "element {at}");
+                        assert_eq!(piece.divisor, (expected.len() as u32).max(1));
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Ranks of NCCL: grouped sends and receives, with a limit on every call.
+
+use std::ffi::c_int;
+use std::ptr;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::library::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+
+/// `ncclUint8`: bytes, whatever they mean.
+const BYTES: c_int = 1;
+
+/// One rank's end.
+pub(crate) struct NcclRank {
+    nccl: &'static Nccl,
+    handle: NcclHandle,
+    rank: usize,
+    device: Device,
+    limit: Duration,
+}
+
+// SAFETY: a handle may be used from any thread, by one at a time; a rank's transport enqueues from one.
+unsafe impl Send for NcclRank {}
+// SAFETY: as above.
+unsafe impl Sync for NcclRank {}
+
+/// Bytes for or from one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NcclMessage {
+    pub(crate) peer: usize,
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+}
+
+impl NcclRank {
+    /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other.
+    ///
+    /// Their calls block, because NCCL starts a thread for each group of calls that does not, which would take longer than most
+    /// exchanges. None of them waits for anyone, once the ranks are connected; connecting is left to a thread that is given up
+    /// at the limit.
+    ///
+    /// # Errors
+    /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
+    /// the limit.
+    pub(crate) fn connect(devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
+        if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
+            let reason = format!(
+                "rank {rank} shares {:?} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
+                 transport",
+                devices[rank]
+            );
+            return Err(CudaError::Transport { transport: "nccl", reason });
+        }
+        let nccl = Nccl::get()?;
+        never_multicast();
+        let (sender, receiver) = mpsc::channel();
+        let (count, devices) = (devices.len(), devices.to_vec());
+        // Nobody receives any more once the limit has passed.
+        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, limit))));
+        receiver.recv_timeout(limit).unwrap_or_else(|_| {
+            let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
+            Err(CudaError::Transport { transport: "nccl", reason })
+        })
+    }
+
+    fn connect_all(nccl: &'static Nccl, devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
+        let mut id = NcclUniqueId { bytes: [0; 128] };
+        // SAFETY: the pointer is to a local.
+        nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
+        // NCCL writes them until the group has ended.
+        let mut handles = vec![ptr::null_mut(); devices.len()];
+        group(nccl, || {
+            devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
+                device.bind()?;
+                let mut config = NcclConfig::blocking();
+                let count = devices.len() as c_int;
+                // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
+                let code =
+                    unsafe { (nccl.ncclCommInitRankConfig)(handle, count, id, rank as c_int, &mut config) };
+                nccl.check("ncclCommInitRankConfig", code).map(|_| ())
+            })
+        })?;
+        let ranks = handles.into_iter().zip(devices).enumerate();
+        let ranks =
+            ranks.map(|(rank, (handle, device))| Self { nccl, handle, rank, device: device.clone(), limit });
+        let ranks: Vec<Self> = ranks.collect();
+        ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
+        let places = ranks.iter().map(|rank| Place::new(&rank.device, ranks.len()));
+        let places: Vec<Place> = places.collect::<Result<_, _>>()?;
+        if let Err(error) = meet(nccl, &ranks, &places) {
+            // Before the places go: freeing their memory would wait for exchanges that nobody ends.
+            drop(ranks);
+            return Err(error);
+        }
+        Ok(ranks)
+    }
+
+    /// Enqueues the sends and the receives, which may wait for each other.
+    ///
+    /// # Safety
+    /// The messages lie in memory of this rank's device, which lives until they have been sent or received and which nobody
+    /// else touches meanwhile.
+    ///
+    /// # Errors
+    /// NCCL's own, also when it has not enqueued them at the limit.
+    pub(crate) unsafe fn exchange(
+        &self,
+        stream: &Stream,
+        sends: &[NcclMessage],
+        receives: &[NcclMessage],
+    ) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: the caller's promise.
+        group(self.nccl, || unsafe { self.enqueue(stream, sends, receives) })?;
+        self.wait("ncclGroupEnd")
+    }
+
+    /// # Safety
+    /// As [`NcclRank::exchange`].
+    unsafe fn enqueue(
+        &self,
+        stream: &Stream,
+        sends: &[NcclMessage],
+        receives: &[NcclMessage],
+    ) -> Result<(), CudaError> {
+        let Self { nccl, handle, .. } = *self;
+        for &NcclMessage { peer, address, bytes } in sends {
+            // SAFETY: the caller's promise.
+            let code = unsafe {
+                (nccl.ncclSend)(address as _, bytes as usize, BYTES, peer as c_int, handle, stream.raw())
+            };
+            nccl.check("ncclSend", code)?;
+        }
+        for &NcclMessage { peer, address, bytes } in receives {
+            // SAFETY: the caller's promise.
+            let code = unsafe {
+                (nccl.ncclRecv)(address as _, bytes as usize, BYTES, peer as c_int, handle, stream.raw())
+            };
+            nccl.check("ncclRecv", code)?;
+        }
+        Ok(())
+    }
+
+    /// Waits on the host until NCCL has done what it was asked.
+    fn wait(&self, call: &'static str) -> Result<(), CudaError> {
+        let began = Instant::now();
+        loop {
+            let mut result = 0;
+            // SAFETY: the handle is alive, the pointer is to a local.
+            let code = unsafe { (self.nccl.ncclCommGetAsyncError)(self.handle, &mut result) };
+            self.nccl.check("ncclCommGetAsyncError", code)?;
+            if self.nccl.check(call, result)? == NcclProgress::Done {
+                return Ok(());
+            }
+            if began.elapsed() > self.limit {
+                let Self { rank, limit, .. } = self;
+                let reason = format!("rank {rank} waited {:.3} s for {call}", limit.as_secs_f64());
+                return Err(CudaError::Transport { transport: "nccl", reason });
+            }
+            thread::yield_now();
+        }
+    }
+}
+
+impl Drop for NcclRank {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
+            // SAFETY: made in connect, and not used after.
+            unsafe { (self.nccl.ncclCommAbort)(self.handle) };
+        }
+    }
+}
+
+/// Calls of a group, begun together. Closed in any case: an open group would swallow this thread's calls from then on.
+fn group<R>(nccl: &Nccl, calls: impl FnOnce() -> Result<R, CudaError>) -> Result<R, CudaError> {
+    // SAFETY: neither takes anything.
+    nccl.check("ncclGroupStart", unsafe { (nccl.ncclGroupStart)() })?;
+    let called = calls();
+    // SAFETY: as above.
+    let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.ncclGroupEnd)() });
+    let result = called?;
+    ended.map(|_| result)
+}
+
+/// Where a rank sends a few bytes from and receives them.
+struct Place {
+    stream: Stream,
+    memory: DeviceBuffer,
+}
+
+/// Bytes of one message.
+const EACH: u64 = 16;
+
+impl Place {
+    fn new(device: &Device, ranks: usize) -> Result<Self, CudaError> {
+        let stream = Stream::new(device, StreamPriority::High)?;
+        let memory = DeviceBuffer::new(device, 2 * EACH as usize * ranks)?;
+        memory.fill(&stream, 0)?;
+        Ok(Self { stream, memory })
+    }
+}
+
+/// Every rank sends a few bytes to every other. NCCL connects two ranks when they first exchange something, for which both
+/// must call at the same time; from here on an exchange waits for no other thread.
+fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> {
+    group(nccl, || {
+        ranks.iter().zip(places).try_for_each(|(rank, Place { stream, memory })| {
+            let message = |peer: usize, half: usize| {
+                let address = memory.address() + EACH * (half * ranks.len() + peer) as u64;
+                NcclMessage { peer, address, bytes: EACH }
+            };
+            let others = || (0..ranks.len()).filter(|&peer| peer != rank.rank);
+            let sends: Vec<_> = others().map(|peer| message(peer, 0)).collect();
+            let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
+            rank.device.bind()?;
+            // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
+            unsafe { rank.enqueue(stream, &sends, &receives) }
+        })
+    })?;
+    ranks.iter().try_for_each(|rank| rank.wait("the first exchange"))?;
+    for (rank, place) in ranks.iter().zip(places) {
+        let began = Instant::now();
+        while !place.stream.is_idle()? {
+            if began.elapsed() > rank.limit {
+                let reason = format!("rank {} waited in vain for the first exchange", rank.rank);
+                return Err(CudaError::Transport { transport: "nccl", reason });
+            }
+            thread::yield_now();
+        }
+    }
+    Ok(())
+}
+
+/// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
+/// allow. Whoever has decided about that keeps their choice.
+fn never_multicast() {
+    const NVLS: &str = "NCCL_NVLS_ENABLE";
+    if std::env::var_os(NVLS).is_none() {
+        // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
+        // through the standard library, which orders them.
+        unsafe { std::env::set_var(NVLS, "0") };
+    }
+}

@@ -1,0 +1,217 @@
+//! The copy engines: each rank pushes its rows into the other ranks' memory, on a stream for each of them.
+
+use std::ptr;
+
+use counterpoint_exec::collective::PeerRows;
+use counterpoint_mask::Range;
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype};
+
+use crate::library::call;
+use crate::{CudaError, Device, Event, Stream, StreamPriority};
+
+/// One copy: lines of bytes that lie together on both sides, as far apart as the pitches say, of the tensor with this index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CopyRun {
+    pub(super) tensor: usize,
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) bytes: u64,
+    pub(super) lines: u64,
+    pub(super) from_pitch: u64,
+    pub(super) to_pitch: u64,
+}
+
+/// What goes to one rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct PeerCopies {
+    pub(super) rank: usize,
+    pub(super) runs: Vec<CopyRun>,
+}
+
+/// The largest distance of two lines of one copy that every device takes.
+const MOST_PITCH: u64 = (1 << 31) - 1;
+
+/// The rows that go to one rank and those that it receives them as, as few copies: an engine takes microseconds to begin one.
+/// Ranges that follow each other on both sides are one line; lines of one length at equal distances are one copy.
+pub(super) fn peer_copies(outgoing: &PeerRows, received: &[Range], row_bytes: &[u64]) -> PeerCopies {
+    let mut rows: Vec<(Range, Range)> = Vec::new();
+    for (&from, &to) in outgoing.rows.iter().zip(received) {
+        match rows.last_mut() {
+            Some((last_from, last_to)) if last_from.end == from.start && last_to.end == to.start => {
+                (last_from.end, last_to.end) = (from.end, to.end);
+            }
+            _ => rows.push((from, to)),
+        }
+    }
+    let mut runs: Vec<CopyRun> = Vec::new();
+    for (tensor, row) in row_bytes.iter().enumerate().filter(|(_, row)| **row > 0) {
+        for (from, to) in &rows {
+            let line = CopyRun {
+                tensor,
+                from: from.start as u64 * row,
+                to: to.start as u64 * row,
+                bytes: from.len() as u64 * row,
+                lines: 1,
+                from_pitch: 0,
+                to_pitch: 0,
+            };
+            if !runs.last_mut().is_some_and(|run| run.take(&line)) {
+                runs.push(line);
+            }
+        }
+    }
+    PeerCopies { rank: outgoing.rank, runs }
+}
+
+impl CopyRun {
+    /// Adds a line, if it lies where the next one would.
+    fn take(&mut self, line: &Self) -> bool {
+        if (self.tensor, self.bytes) != (line.tensor, line.bytes) {
+            return false;
+        }
+        // Rows may be received in any order, so the next line may lie before this one.
+        let distances = (line.from.checked_sub(self.from), line.to.checked_sub(self.to));
+        let (Some(from), Some(to)) = distances else { return false };
+        let (from_pitch, to_pitch) = match self.lines {
+            1 => (from, to),
+            lines => (from / lines, to / lines),
+        };
+        let fits = [from_pitch, to_pitch].iter().all(|pitch| (self.bytes..=MOST_PITCH).contains(pitch));
+        let follows = from == from_pitch * self.lines && to == to_pitch * self.lines;
+        let alike = self.lines == 1 || (from_pitch, to_pitch) == (self.from_pitch, self.to_pitch);
+        if !(fits && follows && alike) {
+            return false;
+        }
+        (self.lines, self.from_pitch, self.to_pitch) = (self.lines + 1, from_pitch, to_pitch);
+        true
+    }
+
+    /// Enqueues it, from and to these tensors.
+    ///
+    /// # Safety
+    /// All lines lie inside the tensors, which live until the copy is made, and nobody else touches them meanwhile.
+    unsafe fn launch(&self, stream: &Stream, from: u64, to: u64) -> Result<(), CudaError> {
+        let driver = stream.device().bind()?;
+        let (from, to) = (from + self.from, to + self.to);
+        if self.lines == 1 {
+            // SAFETY: the caller's promise.
+            return unsafe { call!(driver, cuMemcpyAsync(to, from, self.bytes as usize, stream.raw())) };
+        }
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+            srcHost: ptr::null(),
+            srcDevice: from,
+            srcArray: ptr::null_mut(),
+            srcPitch: self.from_pitch as usize,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_UNIFIED,
+            dstHost: ptr::null_mut(),
+            dstDevice: to,
+            dstArray: ptr::null_mut(),
+            dstPitch: self.to_pitch as usize,
+            WidthInBytes: self.bytes as usize,
+            Height: self.lines as usize,
+        };
+        // SAFETY: the caller's promise; the driver reads the description before it returns.
+        unsafe { call!(driver, cuMemcpy2DAsync_v2(&copy, stream.raw())) }
+    }
+}
+
+/// A stream of a rank for each rank that it copies to, and the event that ends what is there.
+pub(super) struct CopyStreams {
+    streams: Vec<(usize, Stream, Event)>,
+}
+
+impl CopyStreams {
+    /// Streams to `peers`.
+    pub(super) fn new(device: &Device, peers: impl Iterator<Item = usize>) -> Result<Self, CudaError> {
+        let stream = |peer| -> Result<_, CudaError> {
+            Ok((peer, Stream::new(device, StreamPriority::High)?, Event::new(device)?))
+        };
+        Ok(Self { streams: peers.map(stream).collect::<Result<_, _>>()? })
+    }
+
+    /// Enqueues the copies to all of `peers` between what is on `queue` and what will be: each after the event that says that
+    /// its target may be written. `inputs` are the tensors' addresses, `targets` those of a rank's.
+    ///
+    /// # Safety
+    /// The runs lie inside the tensors, which live until the copies are made, and nobody else touches them meanwhile.
+    pub(super) unsafe fn launch(
+        &self,
+        queue: &Stream,
+        ready: &Event,
+        peers: &[PeerCopies],
+        writable: impl Fn(usize) -> Option<Event>,
+        inputs: &[u64],
+        targets: impl Fn(usize, usize) -> u64,
+    ) -> Result<(), CudaError> {
+        for peer in peers {
+            let own = self.streams.iter().find(|(rank, ..)| *rank == peer.rank);
+            let stream = own.map_or(queue, |(_, stream, _)| stream);
+            if own.is_some() {
+                stream.wait(ready)?;
+            }
+            if let Some(writable) = writable(peer.rank) {
+                stream.wait(&writable)?;
+            }
+            for run in &peer.runs {
+                // SAFETY: the caller's promise.
+                unsafe { run.launch(stream, inputs[run.tensor], targets(peer.rank, run.tensor)) }?;
+            }
+        }
+        for (_, stream, copied) in
+            self.streams.iter().filter(|(rank, ..)| peers.iter().any(|peer| peer.rank == *rank))
+        {
+            copied.record(stream)?;
+            queue.wait(copied)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_are_one_line_and_lines_at_equal_distances_one_copy() {
+        let range = |start, end| Range::new(start, end);
+        let outgoing = PeerRows {
+            rank: 2,
+            rows: vec![range(0, 4), range(4, 6), range(10, 16), range(20, 26), range(30, 34), range(40, 44)],
+        };
+        let received = [range(0, 4), range(4, 6), range(6, 12), range(12, 18), range(50, 54), range(20, 24)];
+        let run = |tensor, from, to, bytes, lines, pitches: (u64, u64)| CopyRun {
+            tensor,
+            from,
+            to,
+            bytes,
+            lines,
+            from_pitch: pitches.0,
+            to_pitch: pitches.1,
+        };
+        let expected = vec![
+            run(0, 0, 0, 48, 3, (80, 48)),
+            run(0, 240, 400, 32, 1, (0, 0)),
+            // Before the one before it.
+            run(0, 320, 160, 32, 1, (0, 0)),
+            run(1, 0, 0, 18, 3, (30, 18)),
+            run(1, 90, 150, 12, 1, (0, 0)),
+            run(1, 120, 60, 12, 1, (0, 0)),
+        ];
+        assert_eq!(peer_copies(&outgoing, &received, &[8, 3]), PeerCopies { rank: 2, runs: expected });
+    }
+
+    #[test]
+    fn lines_at_other_distances_are_copies_of_their_own() {
+        let range = |start| Range::new(start, start + 2);
+        let outgoing = PeerRows { rank: 0, rows: [0, 10, 20, 31, 41].map(range).to_vec() };
+        let received = [0, 5, 10, 15, 20].map(range);
+        let copies = peer_copies(&outgoing, &received, &[4]).runs;
+        let found: Vec<_> = copies.iter().map(|run| (run.from, run.lines)).collect();
+        assert_eq!(found, [(0, 3), (124, 2)]);
+    }
+}

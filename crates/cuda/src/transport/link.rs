@@ -1,0 +1,188 @@
+//! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
+//! rows and mailboxes; from then on a run is one launch.
+
+use std::sync::{Arc, OnceLock};
+
+use counterpoint_exec::CollectiveCall;
+use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
+use counterpoint_schedule::{BufferSpec, ReduceOp};
+
+use super::rows;
+use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use crate::kernel::{
+    LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkReduce,
+    LinkReduceSpec, RowMove, Scalar,
+};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+
+/// Who moves the rows of a group-cast.
+const CAST: LinkDirection = LinkDirection::Push;
+
+/// One rank's part.
+pub(super) struct LinkWork {
+    end: Arc<LinkEnd>,
+    abort: LinkAbort,
+    num_sms: u32,
+    /// Of a group-reduce.
+    spec: Option<LinkReduceSpec>,
+    /// Made when ranks first meet.
+    met: OnceLock<Met>,
+}
+
+struct Met {
+    kernel: LinkKernel,
+    peers: LinkPeers,
+}
+
+enum LinkKernel {
+    Copy(LinkCopy),
+    Reduce(LinkReduce),
+}
+
+/// Whether there is a kernel for a collective. Depends on what all ranks agree on only.
+pub(super) fn takes(collective: &Collective) -> bool {
+    let tensors = &collective.contract.tensors;
+    if tensors.len() > LINK_TENSORS {
+        return false;
+    }
+    match &collective.reduction {
+        None => {
+            let rows = rows::row_bytes(collective);
+            tensors.iter().zip(rows).all(|(tensor, row)| !rows::is_rounded(tensor) && LinkCopy::takes(row))
+        }
+        Some(reduction) => {
+            let alike =
+                tensors.windows(2).all(|pair| pair[0].dtype == pair[1].dtype && pair[0].wire == pair[1].wire);
+            let takes = |tensor: &WireTensor| -> Option<bool> {
+                let [partial, wire, sum] = [tensor.dtype, tensor.wire, reduction.dtype].map(Scalar::of);
+                Some(LinkReduce::takes(partial?, wire?, sum?, tensor.row_elements as u64))
+            };
+            alike && reduction.op != ReduceOp::Lse && tensors.iter().all(|tensor| takes(tensor) == Some(true))
+        }
+    }
+}
+
+impl LinkWork {
+    pub(super) fn new(
+        device: &Device,
+        collective: &Collective,
+        outputs: &[BufferSpec],
+        num_sms: u32,
+        abort: &LinkAbort,
+    ) -> Result<Self, CudaError> {
+        let spec = collective.reduction.as_ref().map(|reduction| {
+            let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+            let tensors = collective.contract.tensors.iter().zip(outputs);
+            let mut types = tensors.map(|(tensor, output)| rows::types(tensor, reduction, output));
+            let first = types.next().unwrap_or_else(|| Err("it has no tensor".to_owned())).map_err(refuse)?;
+            if types.any(|other| other != Ok(first)) {
+                return Err(refuse("results that are summed in one launch have one type".to_owned()));
+            }
+            let tensors = collective.contract.tensors.iter().zip(outputs);
+            Ok(LinkReduceSpec {
+                op: reduction.op,
+                accumulate: reduction.accumulate,
+                types: first,
+                tensors: tensors
+                    .map(|(tensor, output)| (output.rows(), tensor.row_elements as u64))
+                    .collect(),
+            })
+        });
+        let spec = spec.transpose()?;
+        match &spec {
+            Some(spec) => LinkReduce::load(device, spec.types)?,
+            None => LinkCopy::load(device, CAST)?,
+        }
+        let setup = Stream::new(device, StreamPriority::Low)?;
+        let end = Arc::new(LinkEnd::new(&setup)?);
+        Ok(Self { end, abort: abort.clone(), num_sms, spec, met: OnceLock::new() })
+    }
+
+    /// Whether the ranks know each other.
+    pub(super) fn has_met(&self) -> bool {
+        self.met.get().is_some()
+    }
+
+    pub(super) fn mailbox(&self) -> DeviceBuffer {
+        self.end.mailbox().clone()
+    }
+
+    /// Lets this rank's kernels end.
+    pub(super) fn abort(&self) {
+        self.abort.set();
+    }
+}
+
+impl CudaTransport {
+    pub(super) fn link(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &LinkWork,
+    ) -> Result<(), CallError> {
+        let CollectiveCall { backend, stream, place, .. } = *call;
+        let met = match work.met.get() {
+            Some(met) => met,
+            None => {
+                let met = self.meet(call, meeting, work)?;
+                backend.watch_link(place.to_string(), work.end.clone());
+                work.met.get_or_init(|| met)
+            }
+        };
+        // A sum also makes the rows that have no operand.
+        if met.peers.mailboxes.is_empty() && work.spec.is_none() {
+            return Ok(());
+        }
+        let (inputs, outputs) = addresses(call);
+        let (announced, own) = match (&met.kernel, CAST) {
+            (LinkKernel::Copy(_), LinkDirection::Push) => (outputs, inputs),
+            _ => (inputs, outputs),
+        };
+        let limit = self.world.config().limit;
+        let link: LinkCall = work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
+        // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
+        match &met.kernel {
+            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link) }?,
+            LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link) }?,
+        }
+        Ok(())
+    }
+
+    /// Learns the others' rows and mailboxes.
+    fn meet(&self, call: &Call<'_>, meeting: &CudaMeeting, work: &LinkWork) -> Result<Met, CallError> {
+        let CollectiveCall { backend, collective, .. } = *call;
+        let pattern = &collective.collective.pattern;
+        let mut ranks: Vec<usize> =
+            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let mut mailboxes = Vec::with_capacity(ranks.len());
+        let mut moves = Vec::new();
+        let pushes = work.spec.is_none() && CAST == LinkDirection::Push;
+        for rank in ranks {
+            let post = self.post_of(call, meeting, rank)?;
+            let theirs = &post.collective.pattern;
+            let pairs = match pushes {
+                true => pattern.to(rank).iter().zip(theirs.from(self.rank)),
+                false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
+            };
+            moves.extend(pairs.map(|(&from, &to)| RowMove { peer: rank, from, to }));
+            if let Some(mailbox) = &post.payload.mailbox {
+                mailboxes.push((rank, mailbox.clone()));
+            }
+        }
+        let of = |peers: &[PeerRows]| peers.iter().map(|peer| peer.rank).collect();
+        let (incoming, outgoing) = (of(&pattern.incoming), of(&pattern.outgoing));
+        let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
+        let setup = backend.setup();
+        let kernel = match &work.spec {
+            None => {
+                let row_bytes = rows::row_bytes(&collective.collective);
+                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &moves, work.num_sms)?)
+            }
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
+        };
+        Ok(Met { kernel, peers: LinkPeers { mailboxes, announce_to, work_on } })
+    }
+}

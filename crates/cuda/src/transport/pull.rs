@@ -1,0 +1,95 @@
+//! Receivers read straight from senders' memory, after the senders' events.
+
+use std::sync::{Arc, Mutex};
+
+use counterpoint_exec::CollectiveCall;
+use counterpoint_exec::collective::{Collective, Post};
+
+use super::rows::{Incoming, RowWork};
+use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
+use crate::backend::{CudaBuffer, lock};
+
+/// The kernels of a rank, and the other ranks' parts that their lists were made from.
+pub(super) struct PullWork {
+    parts: Vec<Arc<Collective>>,
+    rows: RowWork,
+}
+
+/// Whether these are the same parts: the same values, not only equal ones.
+pub(super) fn are_same(parts: &[Arc<Collective>], posts: &[Arc<Post<Part>>]) -> bool {
+    parts.len() == posts.len()
+        && parts.iter().zip(posts).all(|(part, post)| Arc::ptr_eq(part, &post.collective))
+}
+
+impl CudaTransport {
+    pub(super) fn pull(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &Mutex<Option<PullWork>>,
+    ) -> Result<(), CallError> {
+        let CollectiveCall { backend, stream, collective, .. } = *call;
+        let queue = stream.queue();
+        let pattern = &collective.collective.pattern;
+        let mut posts = Vec::with_capacity(pattern.incoming.len());
+        for peer in &pattern.incoming {
+            let post = self.post_of(call, meeting, peer.rank)?;
+            if peer.rank != self.rank {
+                queue.wait(&post.payload.ready)?;
+            }
+            posts.push(post);
+        }
+        let mut work = lock(work);
+        let current = match work.take() {
+            Some(work) if are_same(&work.parts, &posts) => work,
+            _ => {
+                let incoming: Vec<Incoming<'_>> = posts
+                    .iter()
+                    .zip(&pattern.incoming)
+                    .map(|(post, peer)| Incoming {
+                        from: post.collective.pattern.to(self.rank),
+                        to: &peer.rows,
+                    })
+                    .collect();
+                let rows =
+                    RowWork::new(backend.setup(), &collective.collective, &collective.outputs, &incoming)?;
+                PullWork { parts: posts.iter().map(|post| post.collective.clone()).collect(), rows }
+            }
+        };
+        let input = |peer: usize, tensor: usize| {
+            posts[peer].payload.inputs.get(tensor).map_or(0, CudaBuffer::address)
+        };
+        work.insert(current).rows.launch(queue, input, &addresses(call).1)?;
+        if let Some(own) = &meeting.own {
+            own.payload.done.record(queue)?;
+        }
+        for peer in &pattern.incoming {
+            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
+        }
+        Ok(())
+    }
+
+    /// The inputs may be overwritten after it.
+    pub(super) fn end_pull(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
+        let pattern = &call.collective.collective.pattern;
+        self.end_after(call, meeting, pattern.outgoing.iter().map(|peer| peer.rank))
+    }
+
+    /// What is enqueued from now on comes after all that `users` have done with what this rank published.
+    pub(super) fn end_after(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        users: impl Iterator<Item = usize>,
+    ) -> Result<(), CallError> {
+        let posts = users.map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
+        let posts: Vec<_> = posts.collect::<Result<_, CallError>>()?;
+        self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
+        for (rank, post) in &posts {
+            if *rank != self.rank {
+                call.stream.queue().wait(&post.payload.done)?;
+            }
+        }
+        Ok(())
+    }
+}

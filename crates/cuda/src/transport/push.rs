@@ -1,0 +1,176 @@
+//! Senders have their copy engines write straight into receivers' memory: into the tensors of a group-cast, into a staging
+//! buffer for a group-reduce, which is then summed where it lies.
+
+use std::sync::{Arc, Mutex};
+
+use counterpoint_exec::CollectiveCall;
+use counterpoint_exec::collective::{Collective, PeerRows};
+use counterpoint_schedule::BufferSpec;
+
+use super::copies::{CopyStreams, PeerCopies, peer_copies};
+use super::pull::are_same;
+use super::rows::{self, Incoming, RowWork};
+use super::staging::Staging;
+use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use crate::backend::{CudaBuffer, lock};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+
+/// One rank's part.
+pub(super) struct PushWork {
+    streams: CopyStreams,
+    row_bytes: Vec<u64>,
+    copies: Mutex<Option<Copies>>,
+    reduction: Option<StagedReduction>,
+}
+
+/// The copies, and the other ranks' parts that they were made from.
+struct Copies {
+    parts: Vec<Arc<Collective>>,
+    peers: Vec<PeerCopies>,
+}
+
+/// Where partial results arrive, and what sums them.
+struct StagedReduction {
+    staging: Staging,
+    memory: DeviceBuffer,
+    rows: RowWork,
+}
+
+impl PushWork {
+    pub(super) fn new(
+        device: &Device,
+        rank: usize,
+        collective: &Collective,
+        outputs: &[BufferSpec],
+    ) -> Result<Self, CudaError> {
+        let row_bytes = rows::row_bytes(collective);
+        let pattern = &collective.pattern;
+        let reduction = match collective.reduction {
+            None => None,
+            Some(_) => {
+                let setup = Stream::new(device, StreamPriority::Low)?;
+                let staging = Staging::new(&pattern.incoming, &row_bytes, rank);
+                let rows = staged_rows(&setup, rank, collective, outputs, &staging)?;
+                let memory = DeviceBuffer::new(device, staging.bytes as usize)?;
+                Some(StagedReduction { staging, memory, rows })
+            }
+        };
+        let others = pattern.outgoing.iter().map(|peer| peer.rank).filter(|&peer| peer != rank);
+        Ok(Self {
+            streams: CopyStreams::new(device, others)?,
+            row_bytes,
+            copies: Mutex::new(None),
+            reduction,
+        })
+    }
+
+    /// Where other ranks write.
+    pub(super) fn staging(&self) -> Option<DeviceBuffer> {
+        self.reduction.as_ref().map(|reduction| reduction.memory.clone())
+    }
+}
+
+/// The kernels that take received rows from a staging buffer, and the own ones from where they are. See [`staged_input`].
+pub(super) fn staged_rows(
+    setup: &Stream,
+    rank: usize,
+    collective: &Collective,
+    outputs: &[BufferSpec],
+    staging: &Staging,
+) -> Result<RowWork, CudaError> {
+    let pattern = &collective.pattern;
+    let incoming = pattern.incoming.iter().map(|peer| {
+        let from = if peer.rank == rank { pattern.to(rank) } else { staging.of(peer.rank) };
+        Incoming { from, to: &peer.rows }
+    });
+    RowWork::new(setup, collective, outputs, &incoming.collect::<Vec<_>>())
+}
+
+/// Where such kernels find a tensor of the rank with this index in the pattern.
+pub(super) fn staged_input(
+    rank: usize,
+    incoming: &[PeerRows],
+    inputs: &[u64],
+    staging: &Staging,
+    memory: &DeviceBuffer,
+) -> impl Fn(usize, usize) -> u64 {
+    move |peer, tensor| match incoming[peer].rank == rank {
+        true => inputs[tensor],
+        false => memory.address() + staging.tensors[tensor].0,
+    }
+}
+
+impl CudaTransport {
+    pub(super) fn push(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &PushWork,
+    ) -> Result<(), CallError> {
+        let CollectiveCall { stream, collective, .. } = *call;
+        let Some(own) = &meeting.own else { return Ok(()) };
+        let pattern = &collective.collective.pattern;
+        let reduces = work.reduction.is_some();
+        let receivers: Vec<&PeerRows> =
+            pattern.outgoing.iter().filter(|peer| !(reduces && peer.rank == self.rank)).collect();
+        let posts: Vec<_> =
+            receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
+        let mut copies = lock(&work.copies);
+        let current = match copies.take() {
+            Some(current) if are_same(&current.parts, &posts) => current,
+            _ => {
+                let each = receivers.iter().zip(&posts).map(|(peer, post)| {
+                    let incoming = &post.collective.pattern;
+                    if !reduces {
+                        return peer_copies(peer, incoming.from(self.rank), &work.row_bytes);
+                    }
+                    let theirs = Staging::new(&incoming.incoming, &work.row_bytes, peer.rank);
+                    let mut copies = peer_copies(peer, theirs.of(self.rank), &work.row_bytes);
+                    copies.runs.iter_mut().for_each(|run| run.to += theirs.tensors[run.tensor].0);
+                    copies
+                });
+                let peers = each.collect();
+                Copies { parts: posts.iter().map(|post| post.collective.clone()).collect(), peers }
+            }
+        };
+        let Copies { peers, .. } = copies.insert(current);
+        let at = |rank: usize| receivers.iter().position(|peer| peer.rank == rank);
+        let writable = |rank: usize| -> Option<Event> {
+            at(rank).filter(|_| rank != self.rank).map(|at| posts[at].payload.ready.clone())
+        };
+        let target = |rank: usize, tensor: usize| {
+            let part = at(rank).map(|at| &posts[at].payload);
+            let staging = part.and_then(|part| part.staging.as_ref()).map(DeviceBuffer::address);
+            let output = || part.and_then(|part| part.outputs.get(tensor)).map(CudaBuffer::address);
+            staging.or_else(output).unwrap_or(0)
+        };
+        let queue = stream.queue();
+        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
+        // posts keep those, and events order everyone else's use of them.
+        unsafe {
+            work.streams.launch(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
+        }?;
+        own.payload.done.record(queue)?;
+        for peer in &pattern.outgoing {
+            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
+        }
+        Ok(())
+    }
+
+    /// The outputs are complete after it.
+    pub(super) fn end_push(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &PushWork,
+    ) -> Result<(), CallError> {
+        let incoming = &call.collective.collective.pattern.incoming;
+        self.end_after(call, meeting, incoming.iter().map(|peer| peer.rank))?;
+        if let Some(StagedReduction { staging, memory, rows }) = &work.reduction {
+            let (inputs, outputs) = addresses(call);
+            let input = staged_input(self.rank, incoming, &inputs, staging, memory);
+            rows.launch(call.stream.queue(), input, &outputs)?;
+        }
+        Ok(())
+    }
+}

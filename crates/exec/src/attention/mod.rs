@@ -1,0 +1,195 @@
+mod ranks;
+mod whole;
+
+use std::time::Duration;
+
+use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan};
+use counterpoint_schedule::{OverlapPolicy, Timeline};
+
+pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
+use crate::layout::dispatch;
+use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass};
+
+/// Tensors in global token order, or a rank's rows of them; shapes as in [`AttentionSpec`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionInputs {
+    /// `[seqlen_q, heads_q, head_dim]`
+    pub q: HostTensor,
+    /// `[seqlen_k, heads_kv, head_dim]`
+    pub k: HostTensor,
+    /// `[seqlen_k, heads_kv, head_dim_v]`
+    pub v: HostTensor,
+    /// `[seqlen_sink, heads_q]`, accumulator type.
+    pub sink: Option<HostTensor>,
+    /// `[seqlen_q, heads_q, head_dim_v]`; its presence asks for the backward.
+    pub dout: Option<HostTensor>,
+}
+
+/// Results in global token order, or a rank's rows of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionOutputs {
+    /// `[seqlen_q, heads_q, head_dim_v]`
+    pub out: HostTensor,
+    /// `[seqlen_q, heads_q]`, accumulator type, natural logarithm.
+    pub lse: HostTensor,
+    /// As `q`, when the backward ran; likewise the rest.
+    pub dq: Option<HostTensor>,
+    /// As `k`.
+    pub dk: Option<HostTensor>,
+    /// As `v`.
+    pub dv: Option<HostTensor>,
+    /// As `sink`, when there is one.
+    pub dsink: Option<HostTensor>,
+}
+
+/// A link that the local transport is told to imitate: a group collective in which a rank exchanges rows with others takes
+/// at least `alpha + bytes / bytes_per_second` on that rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SlowLink {
+    /// Added to every collective.
+    pub alpha: Duration,
+    /// Bytes a second of a rank, the larger of what it sends and what it receives.
+    pub bytes_per_second: f64,
+}
+
+/// How to run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunConfig {
+    /// How communication is brought to run under computation.
+    pub policy: OverlapPolicy,
+    /// Same bits for any policy and number of stages.
+    pub deterministic: bool,
+    /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
+    /// computation.
+    pub limit: Duration,
+    /// Fill scratch and output buffers with NaN before each run, so that an element that nobody wrote shows. On by default
+    /// where debug assertions are.
+    pub poison: bool,
+    /// Imitate a slow link.
+    pub slow_link: Option<SlowLink>,
+    /// Runs of each pass before those that are measured: the first one on a GPU loads code.
+    pub warmups: usize,
+    /// Runs of each pass that are measured, at least 1. The timeline given is that of the last, as are the results.
+    pub samples: usize,
+    /// Faults to inject; a test tool.
+    pub faults: Vec<FaultInjection>,
+}
+
+impl Default for RunConfig {
+    fn default() -> Self {
+        Self {
+            policy: OverlapPolicy::default(),
+            deterministic: false,
+            limit: Duration::from_secs(600),
+            poison: cfg!(debug_assertions),
+            slow_link: None,
+            warmups: 0,
+            samples: 1,
+            faults: Vec::new(),
+        }
+    }
+}
+
+/// What a run gave.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AttentionRun {
+    /// Results in global token order.
+    pub outputs: AttentionOutputs,
+    /// Measured forward.
+    pub forward: Timeline,
+    /// Measured backward.
+    pub backward: Option<Timeline>,
+    /// Seconds of every measured forward: from the start of the first operation of any rank to the end of the last.
+    pub forward_seconds: Vec<f64>,
+    /// Likewise of the backward; empty without one.
+    pub backward_seconds: Vec<f64>,
+}
+
+/// Runs distributed attention on CPU ranks, which are threads of this process: [`run_attention_on`] a [`CpuMachine`].
+///
+/// # Errors
+/// As [`run_attention_on`]. There is no partial result: a rank that panics or stalls makes the call return its error within
+/// the limit, at the price of that rank's threads, which end when they can.
+pub fn run_attention(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    config: &RunConfig,
+) -> Result<AttentionRun, ExecError> {
+    let machine = CpuMachine::new(config.policy.sm_margin(), config.slow_link)?;
+    run_attention_on(&machine, plan, spec, inputs, config)
+}
+
+/// Runs distributed attention on the ranks of a machine, all of which are in this process: dispatches the tensors, runs the
+/// forward (and, when there is a `dout`, the backward) of every rank, and gathers the results.
+///
+/// # Errors
+/// [`ExecError::Tensor`] when a tensor does not fit the plan; [`ExecError::OutOfMemory`], before anything is allocated; and
+/// whatever ends a run early.
+pub fn run_attention_on<M: Machine>(
+    machine: &M,
+    plan: &Plan,
+    spec: &AttentionSpec,
+    inputs: &AttentionInputs,
+    config: &RunConfig,
+) -> Result<AttentionRun, ExecError> {
+    let rows = (plan.q_dispatch.seqlen(), plan.k_dispatch.seqlen());
+    inputs.check(rows, spec)?;
+    let pass = match inputs.dout {
+        Some(_) => Pass::ForwardBackward,
+        None => Pass::Forward,
+    };
+    let problem = RankProblem { plan, spec, pass, host_bytes: inputs.bytes() };
+    let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
+    let run = run_attention_ranks(machine, &problem, config, inputs)?;
+    run.into_whole(plan)
+}
+
+impl AttentionInputs {
+    /// The rows that a rank has of every tensor.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when the tensors are too short for the plan.
+    pub fn of_rank(&self, rank: &RankPlan) -> Result<Self, ExecError> {
+        let RankPlan { q_ranges, k_ranges, .. } = rank;
+        Ok(Self {
+            q: dispatch(&self.q, q_ranges)?,
+            k: dispatch(&self.k, k_ranges)?,
+            v: dispatch(&self.v, k_ranges)?,
+            sink: self.sink.clone(),
+            dout: self.dout.as_ref().map(|dout| dispatch(dout, q_ranges)).transpose()?,
+        })
+    }
+
+    fn bytes(&self) -> u64 {
+        let tensors = [Some(&self.q), Some(&self.k), Some(&self.v), self.sink.as_ref(), self.dout.as_ref()];
+        tensors.into_iter().flatten().map(|tensor| (tensor.len() * tensor.dtype().size()) as u64).sum()
+    }
+
+    /// Whether they have so many rows of queries and keys, and the shapes and types of `spec`.
+    fn check(&self, (rows_q, rows_k): (usize, usize), spec: &AttentionSpec) -> Result<(), ExecError> {
+        let acc = spec.dtype.accumulator();
+        check("q", &self.q, spec.dtype, &[rows_q, spec.heads_q, spec.head_dim])?;
+        check("k", &self.k, spec.dtype, &[rows_k, spec.heads_kv, spec.head_dim])?;
+        check("v", &self.v, spec.dtype, &[rows_k, spec.heads_kv, spec.head_dim_v])?;
+        if let Some(dout) = &self.dout {
+            check("dout", dout, spec.dtype, &[rows_q, spec.heads_q, spec.head_dim_v])?;
+        }
+        match &self.sink {
+            Some(sink) => check("sink", sink, acc, &[spec.seqlen_sink, spec.heads_q]),
+            None if spec.seqlen_sink > 0 => Err(ExecError::Tensor {
+                name: "sink".to_owned(),
+                reason: format!("is missing, and the spec has {} rows of it", spec.seqlen_sink),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Result<(), ExecError> {
+    if tensor.dtype() == dtype && tensor.shape() == shape {
+        return Ok(());
+    }
+    let reason = format!("must be {dtype:?} {shape:?}, not {:?} {:?}", tensor.dtype(), tensor.shape());
+    Err(ExecError::Tensor { name: name.to_owned(), reason })
+}

@@ -1,0 +1,243 @@
+use std::borrow::Cow;
+use std::ops::Range;
+
+use counterpoint_schedule::{Accumulate, GemmLayout};
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::matmul::{Mat, MatMut, matmul};
+use super::{Element, Real};
+use crate::HostElement;
+
+/// Rows of the result that a thread computes at a time.
+const TILE_ROWS: usize = 64;
+
+/// A matrix product. `T` is the type of the operands, `D` that of the result.
+pub(crate) struct GemmArgs<'a, T: Element, D: HostElement> {
+    pub(crate) layout: GemmLayout,
+    /// Rows of the first operand one after the other, in pieces.
+    pub(crate) a: Vec<&'a [T]>,
+    /// Columns of those.
+    pub(crate) a_columns: usize,
+    /// Likewise the second.
+    pub(crate) b: Vec<&'a [T]>,
+    pub(crate) b_columns: usize,
+    /// `[rows, n]`.
+    pub(crate) out: &'a mut [D],
+    /// Columns of the result.
+    pub(crate) n: usize,
+    /// Where the rows of the result go: ascending, disjoint.
+    pub(crate) out_rows: &'a [Range<usize>],
+    /// `[n]`
+    pub(crate) bias: Option<&'a [T]>,
+    pub(crate) accumulate: Accumulate,
+}
+
+/// `out[rows] = a b + bias`, or added to what is there: summed over `k` in one order, in the accumulator type, and rounded
+/// once.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub(crate) fn gemm<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
+    args: GemmArgs<'_, T, D>,
+    threads: &ThreadPool,
+) {
+    let GemmArgs { layout, a, a_columns, b, b_columns, out, n, out_rows, bias, accumulate } = args;
+    threads.install(|| {
+        let (a, b) = (Operand::gather(&a, a_columns), Operand::gather(&b, b_columns));
+        let (m, k) = match layout {
+            GemmLayout::Nt | GemmLayout::Nn => (a.rows(), a.columns),
+            GemmLayout::Tn => (a.columns, a.rows()),
+        };
+        let (b_k, b_n) = match layout {
+            GemmLayout::Nt => (b.columns, b.rows()),
+            GemmLayout::Nn | GemmLayout::Tn => (b.rows(), b.columns),
+        };
+        assert_eq!((b_k, b_n), (k, n), "shapes of a matrix product");
+        assert_eq!(out_rows.iter().map(Range::len).sum::<usize>(), m, "rows of a matrix product");
+        let zero = T::Accumulator::ZERO;
+        let bias: Option<Vec<T::Accumulator>> = bias.map(|bias| bias.iter().map(|x| x.widen()).collect());
+        tiles(out, n, out_rows).into_par_iter().for_each(|(first, rows)| {
+            let count = rows.len() / n.max(1);
+            // Beside the old values, not onto them: whether an element is in the rim of a product would change its last bit.
+            let mut sums = vec![zero; rows.len()];
+            let one = T::Accumulator::ONE;
+            let product = MatMut::new(&mut sums, count, n, n);
+            let whole_b = Mat::new(&b.elements, b.rows(), b.columns, b.columns);
+            match layout {
+                GemmLayout::Nt | GemmLayout::Nn => {
+                    let some = &a.elements[first * k..(first + count) * k];
+                    let whole_b = if layout == GemmLayout::Nt { whole_b.transposed() } else { whole_b };
+                    matmul(one, Mat::new(some, count, k, k), whole_b, zero, product);
+                }
+                GemmLayout::Tn => {
+                    let some = Mat::new(a.elements.get(first..).unwrap_or(&[]), k, count, a.columns);
+                    matmul(one, some.transposed(), whole_b, zero, product);
+                }
+            }
+            for (row, sums) in rows.chunks_exact_mut(n).zip(sums.chunks_exact(n)) {
+                for (column, (out, &sum)) in row.iter_mut().zip(sums).enumerate() {
+                    let sum = bias.as_ref().map_or(sum, |bias| sum + bias[column]);
+                    *out = D::narrow(match accumulate {
+                        Accumulate::Start => sum,
+                        Accumulate::Continue => out.widen() + sum,
+                    });
+                }
+            }
+        });
+    });
+}
+
+/// `dst = ` or `+=` the sum of all rows, each column in the order of rows.
+///
+/// # Panics
+/// When the shapes do not fit.
+pub(crate) fn column_sum<T: Element, D: HostElement<Accumulator = T::Accumulator>>(
+    src: &[&[T]],
+    dst: &mut [D],
+    accumulate: Accumulate,
+    threads: &ThreadPool,
+) {
+    /// Columns that a thread sums at a time.
+    const COLUMNS: usize = 64;
+    let columns = dst.len();
+    threads.install(|| {
+        dst.par_chunks_mut(COLUMNS).enumerate().for_each(|(chunk, dst)| {
+            let first = chunk * COLUMNS;
+            let mut sums = [T::Accumulator::ZERO; COLUMNS];
+            for row in src.iter().flat_map(|piece| piece.chunks_exact(columns)) {
+                for (sum, x) in sums.iter_mut().zip(&row[first..first + dst.len()]) {
+                    *sum += x.widen();
+                }
+            }
+            for (dst, &sum) in dst.iter_mut().zip(&sums) {
+                *dst = D::narrow(match accumulate {
+                    Accumulate::Start => sum,
+                    Accumulate::Continue => dst.widen() + sum,
+                });
+            }
+        });
+    });
+}
+
+/// A whole operand in the type that sums are formed in.
+struct Operand<'a, R: Real> {
+    elements: Cow<'a, [R]>,
+    columns: usize,
+}
+
+impl<'a, R: Real> Operand<'a, R> {
+    fn gather<T: Element<Accumulator = R>>(pieces: &[&'a [T]], columns: usize) -> Self {
+        // One piece that needs no conversion is taken as it lies.
+        if let [piece] = pieces
+            && let Some(whole) = T::accumulators(piece)
+        {
+            return Self { elements: Cow::Borrowed(whole), columns };
+        }
+        let mut elements = vec![R::ZERO; pieces.iter().map(|piece| piece.len()).sum()];
+        let mut rest = &mut elements[..];
+        for piece in pieces {
+            let (here, behind) = rest.split_at_mut(piece.len());
+            T::widen_slice(piece, here);
+            rest = behind;
+        }
+        Self { elements: Cow::Owned(elements), columns }
+    }
+
+    fn rows(&self) -> usize {
+        self.elements.len() / self.columns.max(1)
+    }
+}
+
+/// The rows of the result in tiles: the first row of the product that is in each, and the memory of its rows.
+fn tiles<'a, D>(out: &'a mut [D], n: usize, out_rows: &[Range<usize>]) -> Vec<(usize, &'a mut [D])> {
+    let mut tiles = Vec::new();
+    let (mut rest, mut behind, mut first) = (out, 0, 0);
+    for rows in out_rows {
+        let (_, from_here) = rest.split_at_mut((rows.start - behind) * n);
+        let (mut here, after) = from_here.split_at_mut(rows.len() * n);
+        while !here.is_empty() {
+            let (tile, left) = here.split_at_mut((TILE_ROWS * n).min(here.len()));
+            let count = tile.len() / n;
+            tiles.push((first, tile));
+            first += count;
+            here = left;
+        }
+        (rest, behind) = (after, rows.end);
+    }
+    tiles
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    fn values(count: usize, seed: f32) -> Vec<f32> {
+        (0..count).map(|i| (i as f32 * 0.37 + seed).sin()).collect()
+    }
+
+    /// Element (i, j) of an operand that is `[rows, columns]`, transposed where asked.
+    fn at(x: &[f32], columns: usize, transposed: bool, i: usize, j: usize) -> f32 {
+        if transposed { x[j * columns + i] } else { x[i * columns + j] }
+    }
+
+    #[test]
+    fn all_layouts_pieces_and_places() {
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let (m, n, k) = (150, 37, 70);
+        for layout in [GemmLayout::Nt, GemmLayout::Nn, GemmLayout::Tn] {
+            let (a_columns, a_t) = if layout == GemmLayout::Tn { (m, true) } else { (k, false) };
+            let (b_columns, b_t) = if layout == GemmLayout::Nt { (k, true) } else { (n, false) };
+            let (a, b, bias) = (values(m * k, 1.0), values(k * n, 2.0), values(n, 3.0));
+            let cut = 13 * a_columns;
+            for accumulate in [Accumulate::Start, Accumulate::Continue] {
+                let mut out = vec![0.5f32; (m + 9) * n];
+                gemm(
+                    GemmArgs {
+                        layout,
+                        a: vec![&a[..cut], &a[cut..]],
+                        a_columns,
+                        b: vec![&b[..]],
+                        b_columns,
+                        out: &mut out,
+                        n,
+                        out_rows: &[2..92, 97..m + 7],
+                        bias: Some(&bias),
+                        accumulate,
+                    },
+                    &threads,
+                );
+                for row in 0..m + 9 {
+                    let i = match row {
+                        2..92 => Some(row - 2),
+                        97.. if row < m + 7 => Some(row - 7),
+                        _ => None,
+                    };
+                    for j in 0..n {
+                        let expected = i.map_or(0.5, |i| {
+                            let sum: f32 = (0..k)
+                                .map(|l| at(&a, a_columns, a_t, i, l) * at(&b, b_columns, b_t, l, j))
+                                .sum();
+                            sum + bias[j] + if accumulate == Accumulate::Start { 0.0 } else { 0.5 }
+                        });
+                        assert!((out[row * n + j] - expected).abs() < 1e-4, "{layout:?} {row} {j}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_columns() {
+        let threads = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let x: Vec<bf16> = values(30 * 100, 0.0).into_iter().map(bf16::from_f32).collect();
+        let mut dst = vec![1.0f32; 100];
+        column_sum(&[&x[..700], &x[700..]], &mut dst, Accumulate::Continue, &threads);
+        for (column, sum) in dst.iter().enumerate() {
+            let expected: f32 = 1.0 + (0..30).map(|row| x[row * 100 + column].to_f32()).sum::<f32>();
+            assert!((sum - expected).abs() < 1e-4);
+        }
+    }
+}

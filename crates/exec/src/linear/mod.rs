@@ -1,0 +1,52 @@
+//! Tensor-parallel linear layers from tensors to tensors.
+
+mod run;
+mod shard;
+
+use counterpoint_schedule::Timeline;
+
+use crate::HostTensor;
+
+pub use run::{LinearConfig, run_linear, run_linear_on};
+
+/// Tensors of a whole layer, in global order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearInputs {
+    /// `[tokens, in_features]`
+    pub x: HostTensor,
+    /// `[out_features, in_features]`
+    pub weight: HostTensor,
+    /// `[out_features]`, where the layer has one.
+    pub bias: Option<HostTensor>,
+    /// `[tokens, out_features]`; its presence asks for the backward.
+    pub dy: Option<HostTensor>,
+    /// What gradients of the weight are added to under [`WeightGradient::Accumulated`](counterpoint_schedule::WeightGradient):
+    /// `[out_features, in_features]` and, where the layer has a bias, `[out_features]`.
+    pub main_grad: Option<(HostTensor, Option<HostTensor>)>,
+}
+
+/// Results of a whole layer, in global order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearOutputs {
+    /// `[tokens, out_features]`
+    pub y: HostTensor,
+    /// `[tokens, in_features]`, when the backward ran; likewise the rest.
+    pub dx: Option<HostTensor>,
+    /// `[out_features, in_features]`, unless the weight is frozen: the gradient, or what it was added to.
+    pub dweight: Option<HostTensor>,
+    /// `[out_features]`, likewise.
+    pub dbias: Option<HostTensor>,
+}
+
+/// What a run gave.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearRun {
+    /// Results in global order.
+    pub outputs: LinearOutputs,
+    /// Measured forward.
+    pub forward: Timeline,
+    /// Measured backward.
+    pub backward: Option<Timeline>,
+    /// Measured gradient of the weight, where it was deferred.
+    pub weight_gradient: Option<Timeline>,
+}

@@ -1,0 +1,153 @@
+use std::fmt::Write;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Why ranks that are processes do not come together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum RendezvousError {
+    /// A launcher's variable is missing or makes no sense.
+    #[error("{variable} {reason}")]
+    Variable {
+        /// Its name.
+        variable: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// Rank 0 can listen nowhere.
+    #[error(
+        "rank 0 cannot listen at {address} for the other ranks: {reason}; free the port, or set {variable} to host:port"
+    )]
+    Listen {
+        /// Host and ports that were tried.
+        address: String,
+        /// The system's words.
+        reason: String,
+        /// The variable that names another address.
+        variable: String,
+    },
+    /// Rank 0 is not where it should be.
+    #[error("rank {rank} did not reach rank 0 at {address} within {:.3} s: {reason}; is rank 0 running?", waited.as_secs_f64())]
+    Unreachable {
+        /// The rank that tried.
+        rank: usize,
+        /// Host and ports that were tried.
+        address: String,
+        /// How long.
+        waited: Duration,
+        /// The system's words at the last attempt.
+        reason: String,
+    },
+    /// Rank 0 does not let a process in.
+    #[error("rank {rank} was turned away: {reason}")]
+    Refused {
+        /// What it called itself.
+        rank: usize,
+        /// Why.
+        reason: String,
+    },
+    /// Ranks that were waited for did not come.
+    #[error(
+        "rank {rank} waited {:.3} s at {place} for {}, which never came; are all {world_size} processes running?",
+        waited.as_secs_f64(),
+        list_ranks(missing)
+    )]
+    Absent {
+        /// The rank that waited.
+        rank: usize,
+        /// Where all were to meet.
+        place: String,
+        /// How long it waited.
+        waited: Duration,
+        /// Who did not come.
+        missing: Vec<usize>,
+        /// How many there are to be.
+        world_size: usize,
+    },
+    /// Nobody gave what was asked for.
+    #[error("rank {rank} waited {:.3} s for `{key}`, which no rank has set", waited.as_secs_f64())]
+    Unset {
+        /// The rank that asked.
+        rank: usize,
+        /// What for.
+        key: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// A rank's process is gone.
+    #[error("rank {lost} is gone: its connection closed without a farewell; rank {rank} meanwhile: {doing}")]
+    Lost {
+        /// Who is gone.
+        lost: usize,
+        /// Who says so.
+        rank: usize,
+        /// What that rank was doing.
+        doing: String,
+    },
+    /// A connection between two ranks broke.
+    #[error("rank {rank} lost its connection to rank {peer}: {reason}; rank {rank} meanwhile: {doing}")]
+    Connection {
+        /// Who says so.
+        rank: usize,
+        /// Who is at its other end.
+        peer: usize,
+        /// The system's words.
+        reason: String,
+        /// What the first was doing.
+        doing: String,
+    },
+    /// A rank ended with an error of its own.
+    #[error("rank {rank} failed: {reason}")]
+    RankFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error.
+        reason: String,
+    },
+    /// Ranks were not given the same.
+    #[error(
+        "the ranks disagree: {what} is {}; start all of them with the same program and arguments",
+        groups(values)
+    )]
+    Disagreement {
+        /// On what.
+        what: String,
+        /// Every value with the ranks that have it.
+        values: Vec<(String, Vec<usize>)>,
+    },
+    /// Rank 0 said something that this program does not understand.
+    #[error("rank {rank} lost touch with rank 0: {reason}")]
+    Broken {
+        /// The rank.
+        rank: usize,
+        /// What went wrong.
+        reason: String,
+    },
+}
+
+/// `rank 3`, or `ranks 1, 2 and 5`.
+pub(crate) fn list_ranks(ranks: &[usize]) -> String {
+    match ranks {
+        [] => "no rank".to_owned(),
+        [rank] => format!("rank {rank}"),
+        [first @ .., last] => {
+            let first: Vec<String> = first.iter().map(ToString::to_string).collect();
+            format!("ranks {} and {last}", first.join(", "))
+        }
+    }
+}
+
+fn groups(values: &[(String, Vec<usize>)]) -> String {
+    let mut text = String::new();
+    for (index, (value, ranks)) in values.iter().enumerate() {
+        let between = match index {
+            0 => "",
+            _ if index + 1 == values.len() => " and ",
+            _ => ", ",
+        };
+        let _ = write!(text, "{between}{value} on {}", list_ranks(ranks));
+    }
+    text
+}

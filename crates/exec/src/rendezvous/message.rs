@@ -1,0 +1,109 @@
+//! What ranks and the store on rank 0 say to each other.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ExecError;
+
+/// Changed with every change of what follows: ranks of other versions are turned away with a reason.
+pub(super) const PROTOCOL: u32 = 1;
+
+/// The first thing that a rank says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    /// [`PROTOCOL`].
+    pub(super) protocol: u32,
+    /// Tells jobs apart.
+    pub(super) job: String,
+    pub(super) rank: usize,
+    pub(super) world_size: usize,
+}
+
+/// The answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Welcome {
+    /// The rank is in.
+    Joined,
+    /// Another job's store: look elsewhere.
+    AnotherJob,
+    /// The rank cannot join.
+    Refused { reason: String },
+}
+
+/// What a rank asks. Answers carry the question's `id`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Request {
+    /// The payload under this key, from now on.
+    Set { key: String },
+    /// The value of a key, once there is one.
+    Get { id: u64, key: String, keep: Keep },
+    /// Adds to a counter.
+    Add { id: u64, key: String, by: i64 },
+    /// The payloads of all ranks, once all have come.
+    Gather { id: u64, place: String },
+    /// Which ranks have not come to a gathering.
+    Missing { id: u64, place: String },
+    /// An error that ends the job.
+    Fail { error: ExecError },
+    /// What a rank is doing.
+    Ask { id: u64, rank: usize },
+    /// The answer to [`Reply::Describe`].
+    Activity { asker: usize, id: u64, activity: RankActivity },
+    /// The rank needs nothing more.
+    Leave,
+}
+
+/// Whether a value stays after it was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Keep {
+    Yes,
+    No,
+}
+
+/// What the store says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Reply {
+    /// The payload.
+    Value {
+        id: u64,
+    },
+    Count {
+        id: u64,
+        value: i64,
+    },
+    /// The payload holds every rank's, one after the other.
+    Gathered {
+        id: u64,
+        lengths: Vec<usize>,
+    },
+    Missing {
+        id: u64,
+        ranks: Vec<usize>,
+    },
+    Activity {
+        id: u64,
+        activity: RankActivity,
+    },
+    /// Not an answer: say what this rank is doing.
+    Describe {
+        asker: usize,
+        id: u64,
+    },
+    /// Not an answer: the job has failed, with an error of `rank`.
+    Failed {
+        rank: usize,
+        error: ExecError,
+    },
+    /// Not an answer: the job has failed because a rank's process is gone.
+    Lost {
+        rank: usize,
+    },
+}
+
+/// What a rank says of itself to one that waits for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankActivity {
+    /// In words: ``stream compute has been in `attention` (stage 1) for 2.0 s``.
+    pub doing: String,
+    /// The rank that it waits for itself.
+    pub waits_for: Option<usize>,
+}

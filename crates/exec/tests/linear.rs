@@ -1,0 +1,314 @@
+//! Tensor-parallel linear layers on CPU ranks, against the definition in f64 and against themselves.
+
+use std::time::Duration;
+
+use counterpoint_exec::{
+    ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, LinearConfig, LinearInputs, LinearRun,
+    RunConfig, SlowLink, run_linear,
+};
+use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+fn tensor(shape: &[usize], dtype: DType, seed: u64) -> HostTensor {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let values: Vec<f64> = (0..shape.iter().product::<usize>())
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 11) as f64 / (1u64 << 53) as f64 - 0.5
+        })
+        .collect();
+    of(shape, dtype, &values)
+}
+
+fn of(shape: &[usize], dtype: DType, values: &[f64]) -> HostTensor {
+    let shape = shape.to_vec();
+    match dtype {
+        DType::F64 => HostTensor::from_vec(shape, values.to_vec()),
+        DType::F32 => HostTensor::from_vec(shape, values.iter().map(|&x| x as f32).collect::<Vec<f32>>()),
+        DType::Bf16 => {
+            HostTensor::from_vec(shape, values.iter().map(|&x| bf16::from_f64(x)).collect::<Vec<bf16>>())
+        }
+        DType::F16 => {
+            HostTensor::from_vec(shape, values.iter().map(|&x| f16::from_f64(x)).collect::<Vec<f16>>())
+        }
+    }
+}
+
+fn inputs(spec: &LinearSpec, main_grad: Option<DType>, seed: u64) -> LinearInputs {
+    let LinearSpec { tokens, in_features, out_features, dtype, .. } = *spec;
+    let bias = |dtype, seed| spec.has_bias.then(|| tensor(&[out_features], dtype, seed));
+    LinearInputs {
+        x: tensor(&[tokens, in_features], dtype, seed),
+        weight: tensor(&[out_features, in_features], dtype, seed + 1),
+        bias: bias(dtype, seed + 2),
+        dy: Some(tensor(&[tokens, out_features], dtype, seed + 3)),
+        main_grad: main_grad
+            .map(|dtype| (tensor(&[out_features, in_features], dtype, seed + 4), bias(dtype, seed + 5))),
+    }
+}
+
+/// y, dx, dweight, dbias in f64, by the definition.
+fn expected(spec: &LinearSpec, inputs: &LinearInputs) -> [Vec<f64>; 4] {
+    let LinearSpec { tokens, in_features: k, out_features: n, .. } = *spec;
+    let (x, w) = (inputs.x.to_f64(), inputs.weight.to_f64());
+    let dy = inputs.dy.as_ref().unwrap().to_f64();
+    let bias = inputs.bias.as_ref().map(HostTensor::to_f64);
+    let mut y = vec![0.0; tokens * n];
+    let mut dx = vec![0.0; tokens * k];
+    let (mut dw, mut db) = match &inputs.main_grad {
+        Some((weight, bias)) => {
+            (weight.to_f64(), bias.as_ref().map_or_else(|| vec![0.0; n], HostTensor::to_f64))
+        }
+        None => (vec![0.0; n * k], vec![0.0; n]),
+    };
+    for t in 0..tokens {
+        for j in 0..n {
+            y[t * n + j] = bias.as_ref().map_or(0.0, |bias| bias[j]);
+            db[j] += dy[t * n + j];
+            for i in 0..k {
+                y[t * n + j] += x[t * k + i] * w[j * k + i];
+                dx[t * k + i] += dy[t * n + j] * w[j * k + i];
+                dw[j * k + i] += dy[t * n + j] * x[t * k + i];
+            }
+        }
+    }
+    [y, dx, dw, db]
+}
+
+fn config(gradient: WeightGradient, start: StartOrder) -> LinearConfig {
+    let policy = OverlapPolicy { start, ..OverlapPolicy::default() };
+    LinearConfig {
+        weight_gradient: gradient,
+        run: RunConfig { policy, poison: true, limit: Duration::from_secs(60), ..RunConfig::default() },
+    }
+}
+
+fn plan(spec: LinearSpec, tp_size: usize, groups: usize) -> LinearPlan {
+    LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), &CostModel::H200).unwrap()
+}
+
+fn run(plan: &LinearPlan, inputs: &LinearInputs, config: &LinearConfig) -> LinearRun {
+    run_linear(plan, inputs, config).unwrap_or_else(|error| panic!("{plan:?}: {error}"))
+}
+
+fn close(name: &str, found: &HostTensor, expected: &[f64], bound: f64) {
+    let found = found.to_f64();
+    assert_eq!(found.len(), expected.len(), "{name}");
+    let norm = expected.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let error = found.iter().zip(expected).map(|(a, b)| (a - b) * (a - b)).sum::<f64>().sqrt();
+    assert!(error <= bound * norm.max(1e-3), "{name}: {error:e} of {norm:e}");
+}
+
+fn layer() -> impl Strategy<Value = (LinearSpec, usize)> {
+    (
+        prop_oneof![Just(LinearKind::Column), Just(LinearKind::Row)],
+        prop_oneof![Just(Activations::Replicated), Just(Activations::SequenceParallel)],
+        1usize..40,
+        (1usize..5, 1usize..5),
+        1usize..5,
+        any::<bool>(),
+        prop_oneof![Just(DType::F64), Just(DType::F32), Just(DType::Bf16), Just(DType::F16)],
+    )
+        .prop_map(|(kind, activations, tokens, (a, b), tp_size, has_bias, dtype)| {
+            let (in_features, out_features) = match kind {
+                LinearKind::Column => (3 * a, 2 * b * tp_size),
+                LinearKind::Row => (2 * a * tp_size, 3 * b),
+            };
+            let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
+            (spec, tp_size)
+        })
+}
+
+fn gradients() -> impl Strategy<Value = (WeightGradient, bool)> {
+    // The second: whether there is something to add to, in the accumulator type.
+    prop_oneof![
+        Just((WeightGradient::Frozen, false)),
+        Just((WeightGradient::Written, false)),
+        Just((WeightGradient::Deferred, false)),
+        Just((WeightGradient::Deferred, true)),
+        Just((WeightGradient::Accumulated(DType::F32), true)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    /// Both kinds, with and without sequence parallelism, tokens that do not divide or are fewer than ranks, any groups,
+    /// policies, types, biases and fates of the gradient of the weight.
+    #[test]
+    fn layers_are_what_they_are_defined_to_be(
+        (spec, tp_size) in layer(),
+        groups in 1usize..6,
+        order in 0usize..3,
+        (gradient, adds) in gradients(),
+        seed in 0u64..1000,
+    ) {
+        let acc = spec.dtype.accumulator();
+        let gradient = match gradient {
+            WeightGradient::Accumulated(_) => WeightGradient::Accumulated(acc),
+            other => other,
+        };
+        let inputs = inputs(&spec, adds.then_some(acc), seed);
+        let plan = plan(spec, tp_size, groups);
+        let run = run(&plan, &inputs, &config(gradient, StartOrder::ALL[order]));
+        let [y, dx, dw, db] = expected(&spec, &inputs);
+        // Shares are rounded before they are summed.
+        let bound = match spec.dtype {
+            DType::F64 => 1e-14,
+            DType::F32 => 1e-5,
+            DType::Bf16 => 1.5e-2,
+            DType::F16 => 2e-3,
+        };
+        let outputs = &run.outputs;
+        close("y", &outputs.y, &y, bound);
+        close("dx", outputs.dx.as_ref().unwrap(), &dx, bound);
+        if gradient == WeightGradient::Frozen {
+            prop_assert!(outputs.dweight.is_none() && outputs.dbias.is_none());
+        } else {
+            close("dweight", outputs.dweight.as_ref().unwrap(), &dw, bound);
+            prop_assert_eq!(outputs.dbias.is_some(), spec.has_bias);
+            if let Some(dbias) = &outputs.dbias {
+                close("dbias", dbias, &db, bound);
+            }
+        }
+        prop_assert_eq!(run.weight_gradient.is_some(), gradient == WeightGradient::Deferred);
+    }
+
+    /// Groups, policies and delays change no bit, nor does deferring the gradient of the weight.
+    #[test]
+    fn results_have_the_same_bits_however_they_are_overlapped(
+        (spec, tp_size) in layer(),
+        groups in 2usize..6,
+        delay in 0u64..3,
+    ) {
+        let inputs = inputs(&spec, None, 7);
+        let quiet = run(&plan(spec, tp_size, 1), &inputs, &config(WeightGradient::Written, StartOrder::Sequential));
+        for start in StartOrder::ALL {
+            for gradient in [WeightGradient::Written, WeightGradient::Deferred] {
+                let mut config = config(gradient, start);
+                config.run.faults = (0..tp_size)
+                    .map(|rank| FaultInjection {
+                        rank,
+                        program: None,
+                        at: FaultPoint::Op(rank),
+                        kind: FaultKind::Stall(Duration::from_millis(delay * rank as u64)),
+                    })
+                    .collect();
+                let other = run(&plan(spec, tp_size, groups), &inputs, &config);
+                prop_assert_eq!(&other.outputs, &quiet.outputs, "{:?} {:?}", start, gradient);
+            }
+        }
+    }
+}
+
+/// The gradients are those of the forward: finite differences of `sum(y dy)` in every direction of a small layer.
+#[test]
+fn gradients_are_those_of_the_forward() {
+    for kind in [LinearKind::Column, LinearKind::Row] {
+        let spec = LinearSpec {
+            kind,
+            activations: Activations::SequenceParallel,
+            tokens: 5,
+            in_features: 4,
+            out_features: 6,
+            has_bias: true,
+            dtype: DType::F64,
+        };
+        let plan = plan(spec, 2, 2);
+        let config = config(WeightGradient::Written, StartOrder::Concurrent);
+        let given = inputs(&spec, None, 3);
+        let dy = given.dy.as_ref().unwrap().to_f64();
+        let outputs = run(&plan, &given, &config).outputs;
+        let loss = |inputs: &LinearInputs| -> f64 {
+            let forward = LinearInputs { dy: None, ..inputs.clone() };
+            run(&plan, &forward, &config).outputs.y.to_f64().iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+        };
+        type Pick = fn(&mut LinearInputs) -> &mut HostTensor;
+        let pairs: [(Pick, &HostTensor); 3] = [
+            (|inputs| &mut inputs.x, outputs.dx.as_ref().unwrap()),
+            (|inputs| &mut inputs.weight, outputs.dweight.as_ref().unwrap()),
+            (|inputs| inputs.bias.as_mut().unwrap(), outputs.dbias.as_ref().unwrap()),
+        ];
+        for (pick, gradient) in pairs {
+            for (at, &slope) in gradient.to_f64().iter().enumerate() {
+                let moved = |step: f64| {
+                    let mut inputs = given.clone();
+                    pick(&mut inputs).as_mut_slice::<f64>().unwrap()[at] += step;
+                    loss(&inputs)
+                };
+                let found = (moved(1e-3) - moved(-1e-3)) / 2e-3;
+                assert!((found - slope).abs() < 1e-9, "{kind:?} {at}: {found} and {slope}");
+            }
+        }
+    }
+}
+
+/// Over an imitated link the sums of dx travel under the products, as under the weight's gradient.
+#[test]
+fn communication_runs_under_the_products() {
+    let spec = LinearSpec {
+        kind: LinearKind::Column,
+        activations: Activations::Replicated,
+        tokens: 1024,
+        in_features: 512,
+        out_features: 1024,
+        has_bias: false,
+        dtype: DType::F32,
+    };
+    let given = inputs(&spec, None, 1);
+    let backward = |start| {
+        let mut config = config(WeightGradient::Written, start);
+        config.run.poison = false;
+        config.run.warmups = 0;
+        config.run.slow_link = Some(SlowLink { alpha: Duration::from_millis(1), bytes_per_second: 1e8 });
+        let run = run(&plan(spec, 2, 4), &given, &config);
+        run.backward.expect("there is a dy")
+    };
+    let sequential = backward(StartOrder::Sequential);
+    assert!(sequential.overlap().efficiency.unwrap_or(0.0) < 0.05);
+    let overlapped = backward(StartOrder::Concurrent).overlap();
+    assert!(overlapped.efficiency.unwrap() > 0.5, "{overlapped:?}");
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let spec = LinearSpec {
+        kind: LinearKind::Row,
+        activations: Activations::SequenceParallel,
+        tokens: 8,
+        in_features: 4,
+        out_features: 6,
+        has_bias: true,
+        dtype: DType::F32,
+    };
+    let plan = plan(spec, 2, 1);
+    let good = inputs(&spec, None, 1);
+    let refused = |inputs: &LinearInputs, gradient, words: &[&str]| {
+        let error = run_linear(&plan, inputs, &config(gradient, StartOrder::Concurrent)).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, ExecError::Tensor { .. }), "{text}");
+        for word in words {
+            assert!(text.contains(word), "{word} in {text}");
+        }
+    };
+    let written = WeightGradient::Written;
+    refused(
+        &LinearInputs { x: tensor(&[8, 5], DType::F32, 1), ..good.clone() },
+        written,
+        &["x", "[8, 4]", "[8, 5]"],
+    );
+    refused(
+        &LinearInputs { weight: tensor(&[6, 4], DType::Bf16, 1), ..good.clone() },
+        written,
+        &["weight", "F32"],
+    );
+    refused(&LinearInputs { bias: None, ..good.clone() }, written, &["bias", "missing"]);
+    refused(&good, WeightGradient::Accumulated(DType::F32), &["main_grad", "missing"]);
+    refused(&inputs(&spec, Some(DType::F32), 1), written, &["main_grad", "no use"]);
+    let half = LinearInputs { ..inputs(&spec, Some(DType::Bf16), 1) };
+    refused(&half, WeightGradient::Accumulated(DType::F32), &["main_grad", "F32", "Bf16"]);
+}

@@ -1,0 +1,200 @@
+use std::sync::Arc;
+
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, OwnedSplit, Plan, RemoteSplit};
+
+use super::gradient::Gradient;
+use super::keys::KeyPrefetch;
+use super::rotation::Rotation;
+use super::{GradientReduction, LocalTensors, sink_input};
+use crate::builder::ProgramBuilder;
+use crate::{
+    Accumulate, AttentionBackward, AttentionDelta, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce,
+    Op, OverlapPolicy, Program, ReduceOp, StreamKind,
+};
+
+/// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows) and `sink`; outputs `dq`, `dk`,
+/// `dv`, and `dsink` summed over all ranks.
+pub fn lower_attention_backward(
+    plan: &Plan,
+    rank: usize,
+    spec: &AttentionSpec,
+    policy: OverlapPolicy,
+    reduction: GradientReduction,
+) -> Program {
+    let rank_plan = &plan.ranks[rank];
+    let world_size = plan.ranks.len();
+    let stages = &rank_plan.backward;
+    let mut p = ProgramBuilder::new("attention backward", rank, world_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let (cast, reduce) = if world_size > 1 {
+        (
+            p.stream("group-cast", StreamKind::Communication),
+            p.stream("group-reduce", StreamKind::Communication),
+        )
+    } else {
+        (compute, compute)
+    };
+
+    let acc_dtype = spec.dtype.accumulator();
+    let local = LocalTensors::declare(&mut p, rank_plan, spec);
+    let row_shape = [rank_plan.q_rows, spec.heads_q];
+    let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
+    let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Input);
+    let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Input);
+    let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
+    let sink = sink_input(&mut p, spec);
+    let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
+    let dq = Gradient::summed(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    // Only shares of other ranks make a sum of dk and dv: without a remote stage they are results at once.
+    let declare = if stages.len() > 1 { Gradient::summed } else { Gradient::whole };
+    let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
+    let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
+    let cast_barrier = p.barrier();
+    let reduce_barrier = p.barrier();
+
+    let dsink = sink.map(|sink| {
+        let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
+        let name = if world_size > 1 { "dsink_share" } else { "dsink" };
+        (sink, p.buffer(name, acc_dtype, &[spec.seqlen_sink, spec.heads_q], role))
+    });
+    let op = AttentionDelta { out, dout, lse, delta, sink: dsink };
+    p.push(compute, None, "delta", Op::AttentionDelta(op));
+    if let Some((_, share)) = dsink
+        && world_size > 1
+    {
+        let mark = p.mark(compute, None, "dsink share done");
+        p.after(reduce, None, "wait for dsink share", mark);
+        let shape = [spec.seqlen_sink, spec.heads_q];
+        let sum = p.buffer("dsink_sum", acc_dtype, &shape, BufferRole::Scratch);
+        let total = p.buffer("dsink", acc_dtype, &shape, BufferRole::Output);
+        let part = Arc::new(through_rank_0(rank, world_size, spec.seqlen_sink));
+        let op = GroupReduce {
+            part: part.clone(),
+            tensors: vec![(share, sum)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            wire_dtype: acc_dtype,
+            reduce_dtype: acc_dtype,
+            arrive: None,
+        };
+        p.push(reduce, None, "reduce dsink", Op::GroupReduce(op));
+        let op = GroupCast { part, tensors: vec![(sum, total)], wire_dtype: acc_dtype, arrive: None };
+        p.push(reduce, None, "cast dsink", Op::GroupCast(op));
+    }
+
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier);
+    let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
+    let mut share_buffers = Rotation::new(stages.len());
+    for (s, stage) in stages.iter().enumerate() {
+        let here = Some(s);
+        let (k, v) = keys.enter(&mut p, s);
+        if s >= 2 && reduction == GradientReduction::PerStage {
+            p.after_start(
+                compute,
+                here,
+                "wait until the last reduce has started",
+                reduce_barrier,
+                s as u64 - 1,
+            );
+        }
+        let (stage_dk, stage_dv) = if s == 0 {
+            (dk.written, dv.written)
+        } else {
+            let shape_k = [stage.key_rows, spec.heads_kv, spec.head_dim];
+            let shape_v = [stage.key_rows, spec.heads_kv, spec.head_dim_v];
+            (
+                p.buffer(&format!("dk_{s}"), acc_dtype, &shape_k, BufferRole::Scratch),
+                p.buffer(&format!("dv_{s}"), acc_dtype, &shape_v, BufferRole::Scratch),
+            )
+        };
+        if s > 0 && reduction == GradientReduction::PerStage {
+            share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
+        }
+        let op = AttentionBackward {
+            q: local.q,
+            k,
+            v,
+            dout,
+            lse,
+            delta,
+            dq: dq.written,
+            rounded_dq: dq.rounded.filter(|_| s + 1 == stages.len()),
+            dk: stage_dk,
+            dv: stage_dv,
+            bands: stage.bands.clone(),
+            scale: spec.scale,
+            softcap: spec.softcap,
+            accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+            deterministic: reduction == GradientReduction::Deterministic,
+        };
+        p.push(compute, here, "attention backward", Op::AttentionBackward(op));
+        keys.leave(&mut p, s);
+        if s > 0 {
+            match reduction {
+                GradientReduction::PerStage => {
+                    let mark = p.mark(compute, here, "dk dv done");
+                    p.after(reduce, here, "wait for dk dv", mark);
+                    let tensors = vec![(stage_dk, dk.written), (stage_dv, dv.written)];
+                    let op = sum_home(Arc::new(stage.part.clone()), tensors, acc_dtype, reduce_barrier);
+                    p.push(reduce, here, "reduce dk dv", Op::GroupReduce(op));
+                    share_buffers.leave(&mut p, reduce, s);
+                }
+                GradientReduction::Deterministic => shares.push((stage_dk, stage_dv)),
+            }
+        }
+    }
+    if !shares.is_empty() {
+        let rows = stages[1..].iter().map(|stage| stage.key_rows).sum();
+        let all_dk =
+            p.buffer("dk_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim], BufferRole::Scratch);
+        let all_dv =
+            p.buffer("dv_remote", acc_dtype, &[rows, spec.heads_kv, spec.head_dim_v], BufferRole::Scratch);
+        let (dks, dvs) = shares.into_iter().unzip();
+        p.push(compute, None, "gather dk", Op::Concat { srcs: dks, dst: all_dk });
+        p.push(compute, None, "gather dv", Op::Concat { srcs: dvs, dst: all_dv });
+        let mark = p.mark(compute, None, "dk dv done");
+        p.after(reduce, None, "wait for dk dv", mark);
+        let part = GroupPart::concat(stages[1..].iter().map(|stage| (&stage.part, stage.key_rows)));
+        let tensors = vec![(all_dk, dk.written), (all_dv, dv.written)];
+        p.push(
+            reduce,
+            None,
+            "reduce dk dv",
+            Op::GroupReduce(sum_home(Arc::new(part), tensors, acc_dtype, None)),
+        );
+    }
+    let home = p.mark(reduce, None, "dk dv home");
+    p.after(compute, None, "wait for the last reduce", home);
+    dk.round(&mut p, compute, "round dk");
+    dv.round(&mut p, compute, "round dv");
+    p.finish()
+}
+
+/// Sums shares of gradients into their owners' rows, on the wire in the accumulator type.
+fn sum_home(
+    part: Arc<GroupPart>,
+    tensors: Vec<(BufferId, BufferId)>,
+    acc_dtype: DType,
+    arrive: Option<BarrierId>,
+) -> GroupReduce {
+    GroupReduce {
+        part,
+        tensors,
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Continue,
+        wire_dtype: acc_dtype,
+        reduce_dtype: acc_dtype,
+        arrive,
+    }
+}
+
+/// The pattern in which rank 0 owns `rows` rows and every rank, itself included, holds a copy: reduced, then cast, it is
+/// an all-reduce with a fixed order.
+fn through_rank_0(rank: usize, world_size: usize, rows: usize) -> GroupPart {
+    let rows = counterpoint_mask::Range::new(0, rows);
+    let ranks = (0..world_size as u32).collect();
+    GroupPart {
+        owned: if rank == 0 { vec![OwnedSplit { rows, ranks }] } else { Vec::new() },
+        remote: vec![RemoteSplit { rows, rank: 0 }],
+    }
+}

@@ -1,0 +1,66 @@
+use counterpoint_plan::{AttentionSpec, Plan};
+
+use super::keys::KeyPrefetch;
+use super::{LocalTensors, sink_input};
+use crate::builder::ProgramBuilder;
+use crate::{
+    AttentionForward, AttentionState, BufferRole, ForwardBegin, ForwardEnd, Op, OverlapPolicy, Program,
+    StreamKind,
+};
+
+/// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`.
+///
+/// The last stage with work writes the results; a state lives between stages only, so a forward whose work is all in one
+/// stage has none.
+pub fn lower_attention_forward(
+    plan: &Plan,
+    rank: usize,
+    spec: &AttentionSpec,
+    policy: OverlapPolicy,
+) -> Program {
+    let rank_plan = &plan.ranks[rank];
+    let stages = &rank_plan.forward;
+    let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let cast = if stages.len() > 1 { p.stream("group-cast", StreamKind::Communication) } else { compute };
+
+    let acc_dtype = spec.dtype.accumulator();
+    let local = LocalTensors::declare(&mut p, rank_plan, spec);
+    let row_shape = [rank_plan.q_rows, spec.heads_q];
+    let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
+    let sink = sink_input(&mut p, spec);
+    // Without any work the first stage writes the results of rows that see nothing.
+    let has_work = |s: &usize| !stages[*s].bands.is_empty();
+    let first = (0..stages.len()).find(has_work).unwrap_or(0);
+    let last = (0..stages.len()).rfind(has_work).unwrap_or(0);
+    let mut scratch = |name, shape: &[usize]| p.buffer(name, acc_dtype, shape, BufferRole::Scratch);
+    let state = (first < last).then(|| AttentionState {
+        acc: scratch("acc", &out_shape),
+        row_max: scratch("row_max", &row_shape),
+        row_sum: scratch("row_sum", &row_shape),
+    });
+    let out = p.buffer("out", spec.dtype, &out_shape, BufferRole::Output);
+    let lse = p.buffer("lse", acc_dtype, &row_shape, BufferRole::Output);
+    let barrier = p.barrier();
+    let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier);
+    for (s, stage) in stages.iter().enumerate() {
+        let (k, v) = keys.enter(&mut p, s);
+        if s != first && !has_work(&s) {
+            keys.leave(&mut p, s);
+            continue;
+        }
+        let op = AttentionForward {
+            q: local.q,
+            k,
+            v,
+            begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
+            end: state.filter(|_| s < last).map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
+            bands: stage.bands.clone(),
+            scale: spec.scale,
+            softcap: spec.softcap,
+        };
+        p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
+        keys.leave(&mut p, s);
+    }
+    p.finish()
+}

@@ -1,0 +1,285 @@
+use std::sync::Arc;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{DType, LinearKind, LinearPlan};
+
+use super::WeightGradient;
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens};
+use super::forward::group_rows;
+use crate::builder::{Mark, ProgramBuilder};
+use crate::{
+    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Op, OverlapPolicy, Program,
+    RowBlock, StreamKind,
+};
+
+/// Lowers one rank's backward. Inputs `dy` (as the forward's `y`), `weight` and, unless the weight is frozen, `x` (as the
+/// forward's); outputs `dx` (as `x`) and what `gradient` says.
+///
+/// The sums of `dx` start to travel inside its product and go on under the gradient of the weight; the tokens that this one
+/// needs of other ranks travel under `dx`'s product.
+pub fn lower_linear_backward(
+    plan: &LinearPlan,
+    rank: usize,
+    gradient: WeightGradient,
+    policy: OverlapPolicy,
+) -> Program {
+    let mut p = ProgramBuilder::new("linear backward", rank, plan.tp_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let mut lowering = Lowering { p, plan, rank, compute };
+    match plan.spec.kind {
+        LinearKind::Column => column(&mut lowering, gradient),
+        LinearKind::Row => row(&mut lowering, gradient),
+    }
+    lowering.p.finish()
+}
+
+/// Lowers one rank's gradient of the weight, left out by a backward under [`WeightGradient::Deferred`]: inputs are that
+/// backward's `x` and `dy` and what it has kept. `main_grad` is the type of what is added to, `None` to write `dweight`.
+pub fn lower_linear_weight_gradient(
+    plan: &LinearPlan,
+    rank: usize,
+    main_grad: Option<DType>,
+    policy: OverlapPolicy,
+) -> Program {
+    let mut p = ProgramBuilder::new("linear weight gradient", rank, plan.tp_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let mut lowering = Lowering { p, plan, rank, compute };
+    let gradient = main_grad.map_or(WeightGradient::Written, WeightGradient::Accumulated);
+    let Shapes { x, dy } = Shapes::of(&lowering);
+    let gathers = lowering.gathers();
+    let (x, dy) = match plan.spec.kind {
+        LinearKind::Column => {
+            let dy_buffer = lowering.input("dy", &dy);
+            let x = match gathers {
+                true => {
+                    let tokens = plan.spec.tokens;
+                    let buffer = lowering.input(KEPT, &[tokens, x[1]]);
+                    lowering.whole(buffer, tokens)
+                }
+                false => {
+                    let buffer = lowering.input("x", &x);
+                    lowering.whole(buffer, x[0])
+                }
+            };
+            (x, lowering.whole(dy_buffer, dy[0]))
+        }
+        LinearKind::Row => {
+            let x_buffer = lowering.input("x", &x);
+            let dy = match gathers {
+                true => {
+                    let group = |group: usize| {
+                        let rows = plan.group_tokens(group).iter().map(Range::len).sum();
+                        lowering.input(&format!("{KEPT}_{group}"), &[rows, dy[1]])
+                    };
+                    let groups: Vec<BufferId> = (0..plan.groups).map(group).collect();
+                    all_tokens(plan, &groups)
+                }
+                false => {
+                    let buffer = lowering.input("dy", &dy);
+                    lowering.whole(buffer, dy[0])
+                }
+            };
+            (lowering.whole(x_buffer, x[0]), dy)
+        }
+    };
+    weight_gradient(&mut lowering, gradient, x, dy);
+    lowering.p.finish()
+}
+
+/// The gathered tokens that a deferred gradient of the weight needs: of a column-parallel layer `[tokens, in_features]`, of a
+/// row-parallel one a buffer for every group, its number behind the name.
+const KEPT: &str = "kept";
+
+/// Of the rank's `x` and `dy`.
+struct Shapes {
+    x: [usize; 2],
+    dy: [usize; 2],
+}
+
+impl Shapes {
+    fn of(lowering: &Lowering<'_>) -> Self {
+        let plan = lowering.plan;
+        let (tokens, local) = (plan.spec.tokens, lowering.local_tokens());
+        match plan.spec.kind {
+            LinearKind::Column => {
+                Self { x: [local, plan.spec.in_features], dy: [tokens, plan.local_out_features()] }
+            }
+            LinearKind::Row => {
+                Self { x: [tokens, plan.local_in_features()], dy: [local, plan.spec.out_features] }
+            }
+        }
+    }
+}
+
+fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
+    let plan = lowering.plan;
+    let (tokens, features) = (plan.spec.tokens, plan.spec.in_features);
+    let shapes = Shapes::of(lowering);
+    let dy = lowering.input("dy", &shapes.dy);
+    let weight = lowering.input("weight", &[plan.local_out_features(), features]);
+    let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
+    // What the gradient of the weight needs travels under the product of dx.
+    let x = x.map(|x| gather_all(lowering, x, features, gradient));
+    if plan.tp_size == 1 {
+        let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
+        let all = (lowering.whole(dy, tokens), vec![Range::new(0, tokens)]);
+        input_gradient(lowering, 0, all, weight, dx);
+    } else {
+        let mut sums = ReducedTokens::new(lowering, "dx", features);
+        for group in 0..plan.groups {
+            if group > 0 {
+                sums.after_start(lowering, group);
+            }
+            let share = sums.share(lowering, group);
+            let rows = group_rows(plan, group, dy);
+            input_gradient(lowering, group, rows, weight, share);
+            sums.send(lowering, group, share);
+        }
+        sums.after_start(lowering, plan.groups);
+        if let Some(x) = x {
+            let blocks = x.enter(lowering);
+            let dy = lowering.whole(dy, tokens);
+            weight_gradient(lowering, gradient, blocks, dy);
+        }
+        return sums.finish(lowering);
+    }
+    if let Some(x) = x {
+        let blocks = x.enter(lowering);
+        let dy = lowering.whole(dy, tokens);
+        weight_gradient(lowering, gradient, blocks, dy);
+    }
+}
+
+fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
+    let plan = lowering.plan;
+    let (tokens, features) = (plan.spec.tokens, plan.local_in_features());
+    let shapes = Shapes::of(lowering);
+    let dy = lowering.input("dy", &shapes.dy);
+    let weight = lowering.input("weight", &[plan.spec.out_features, features]);
+    let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
+    let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
+    let mut all_dy = lowering.whole(dy, tokens);
+    if lowering.gathers() {
+        let columns = plan.spec.out_features;
+        let (name, role) = kept_or(gradient, "dy");
+        let gathered = GatheredTokens::start(lowering, dy, columns, name, role);
+        for stage in 0..=plan.groups {
+            let rows = gathered.enter(lowering, stage);
+            input_gradient(lowering, stage, rows, weight, dx);
+        }
+        all_dy = gathered.all(plan);
+    } else {
+        let all = (all_dy.clone(), vec![Range::new(0, tokens)]);
+        input_gradient(lowering, 0, all, weight, dx);
+    }
+    if let Some(x) = x {
+        let blocks = lowering.whole(x, tokens);
+        weight_gradient(lowering, gradient, blocks, all_dy);
+    }
+}
+
+/// `dx[to] = dy[from] W`.
+fn input_gradient(
+    lowering: &mut Lowering<'_>,
+    stage: usize,
+    (a, out_rows): (Vec<RowBlock>, Vec<Range>),
+    weight: BufferId,
+    out: BufferId,
+) {
+    if a.is_empty() {
+        return;
+    }
+    let b = lowering.whole(weight, lowering.plan.local_out_features());
+    let op = Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, bias: None, accumulate: Accumulate::Start };
+    lowering.p.push(lowering.compute, Some(stage), "dx", Op::Gemm(op));
+}
+
+/// All tokens' inputs, here or on their way.
+struct AllInputs {
+    blocks: Vec<RowBlock>,
+    arrived: Option<Mark>,
+}
+
+impl AllInputs {
+    /// Has the computation wait for them.
+    fn enter(self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        if let Some(arrived) = self.arrived {
+            lowering.p.after(lowering.compute, None, "wait for x", arrived);
+        }
+        self.blocks
+    }
+}
+
+fn gather_all(
+    lowering: &mut Lowering<'_>,
+    x: BufferId,
+    columns: usize,
+    gradient: WeightGradient,
+) -> AllInputs {
+    let plan = lowering.plan;
+    let tokens = plan.spec.tokens;
+    if !lowering.gathers() {
+        return AllInputs { blocks: lowering.whole(x, tokens), arrived: None };
+    }
+    let (name, role) = kept_or(gradient, "x_all");
+    let p = &mut lowering.p;
+    let stream = p.stream("all-gather x", StreamKind::Communication);
+    let all = p.buffer(name, plan.spec.dtype, &[tokens, columns], role);
+    let op = GroupCast {
+        part: Arc::new(plan.all_tokens_part(lowering.rank)),
+        tensors: vec![(x, all)],
+        wire_dtype: plan.spec.dtype,
+        arrive: None,
+    };
+    p.push(stream, None, "all-gather x", Op::GroupCast(op));
+    let arrived = p.mark(stream, None, "x arrived");
+    AllInputs { blocks: lowering.whole(all, tokens), arrived: Some(arrived) }
+}
+
+/// Name and role of a buffer with tokens of other ranks.
+fn kept_or(gradient: WeightGradient, name: &str) -> (&str, BufferRole) {
+    match gradient {
+        WeightGradient::Deferred => (KEPT, BufferRole::Output),
+        _ => (name, BufferRole::Scratch),
+    }
+}
+
+/// `dW = dy^T x` and the sums of `dy`'s columns, written or added.
+fn weight_gradient(
+    lowering: &mut Lowering<'_>,
+    gradient: WeightGradient,
+    x: Vec<RowBlock>,
+    dy: Vec<RowBlock>,
+) {
+    let plan = lowering.plan;
+    let (dtype, role, names, accumulate) = match gradient {
+        WeightGradient::Frozen | WeightGradient::Deferred => return,
+        WeightGradient::Written => {
+            (plan.spec.dtype, BufferRole::Output, ["dweight", "dbias"], Accumulate::Start)
+        }
+        WeightGradient::Accumulated(dtype) => {
+            (dtype, BufferRole::Updated, ["main_grad", "main_grad_bias"], Accumulate::Continue)
+        }
+    };
+    let (rows, columns) = (plan.local_out_features(), plan.local_in_features());
+    let out = lowering.p.buffer(names[0], dtype, &[rows, columns], role);
+    let bias = plan.spec.has_bias.then(|| lowering.p.buffer(names[1], dtype, &[rows], role));
+    let op = Gemm {
+        layout: GemmLayout::Tn,
+        a: dy.clone(),
+        b: x,
+        out,
+        out_rows: vec![Range::new(0, rows)],
+        bias: None,
+        accumulate,
+    };
+    lowering.p.push(lowering.compute, None, "dweight", Op::Gemm(op));
+    if let Some(dst) = bias {
+        lowering.p.push(
+            lowering.compute,
+            None,
+            "dbias",
+            Op::ColumnSum(ColumnSum { src: dy, dst, accumulate }),
+        );
+    }
+}

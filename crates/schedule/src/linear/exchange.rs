@@ -1,0 +1,269 @@
+use std::sync::Arc;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{Activations, LinearPlan};
+
+use crate::builder::{Mark, ProgramBuilder};
+use crate::{
+    Accumulate, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce, Op, ReduceOp, RowBlock, StreamId,
+    StreamKind,
+};
+
+/// One rank's Program of a layer in the making.
+pub(super) struct Lowering<'a> {
+    pub(super) p: ProgramBuilder,
+    pub(super) plan: &'a LinearPlan,
+    pub(super) rank: usize,
+    pub(super) compute: StreamId,
+}
+
+impl Lowering<'_> {
+    pub(super) fn input(&mut self, name: &str, shape: &[usize]) -> BufferId {
+        self.p.buffer(name, self.plan.spec.dtype, shape, BufferRole::Input)
+    }
+
+    /// Rows of the activations that are not split by features, on this rank.
+    pub(super) fn local_tokens(&self) -> usize {
+        match self.plan.spec.activations {
+            Activations::Replicated => self.plan.spec.tokens,
+            Activations::SequenceParallel => self.plan.tokens_of(self.rank).len(),
+        }
+    }
+
+    /// Whether rows of the other ranks must come.
+    pub(super) fn gathers(&self) -> bool {
+        self.plan.spec.activations == Activations::SequenceParallel && self.plan.tp_size > 1
+    }
+
+    /// All rows of a buffer.
+    pub(super) fn whole(&self, buffer: BufferId, rows: usize) -> Vec<RowBlock> {
+        vec![RowBlock { buffer, rows: Range::new(0, rows) }]
+    }
+}
+
+/// Rows of all ranks' tokens on their way to this one, group by group; those of its own are there.
+pub(super) struct GatheredTokens {
+    /// The rank's own rows.
+    own: BufferId,
+    /// Of each group, its rows of all ranks, own ones included.
+    groups: Vec<(BufferId, Mark)>,
+    barrier: Option<BarrierId>,
+}
+
+impl GatheredTokens {
+    /// Starts the exchange of `own` (`columns` wide) on a stream of its own. Groups are buffers called `name` and a number, of
+    /// this role.
+    pub(super) fn start(
+        lowering: &mut Lowering<'_>,
+        own: BufferId,
+        columns: usize,
+        name: &str,
+        role: BufferRole,
+    ) -> Self {
+        let (plan, rank) = (lowering.plan, lowering.rank);
+        let p = &mut lowering.p;
+        let stream = p.stream("all-gather", StreamKind::Communication);
+        let barrier = p.barrier();
+        let groups = (0..plan.groups).map(|group| {
+            let rows = plan.group_tokens(group).iter().map(Range::len).sum();
+            let buffer = p.buffer(&format!("{name}_{group}"), plan.spec.dtype, &[rows, columns], role);
+            let op = GroupCast {
+                part: Arc::new(plan.group_part(rank, group)),
+                tensors: vec![(own, buffer)],
+                wire_dtype: plan.spec.dtype,
+                arrive: barrier,
+            };
+            p.push(stream, Some(group + 1), "all-gather", Op::GroupCast(op));
+            (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
+        });
+        Self { own, groups: groups.collect(), barrier }
+    }
+
+    /// The rows of stage 0, which the rank has itself, and those of stage `group + 1`, which come from the others: for each
+    /// piece where it lies and which tokens it is. Has the computation wait for it.
+    pub(super) fn enter(&self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
+        let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
+        let p = &mut lowering.p;
+        let here = Some(stage);
+        let result = match stage.checked_sub(1) {
+            None => {
+                let tokens = plan.tokens_of(rank);
+                (block(self.own, Range::new(0, tokens.len())), nonempty(tokens))
+            }
+            Some(group) => {
+                let (buffer, arrived) = self.groups[group];
+                p.after(compute, here, "wait for tokens", arrived);
+                let pieces = plan.group_tokens(group);
+                let mut end = 0;
+                let (mut blocks, mut tokens) = (Vec::new(), Vec::new());
+                for (owner, piece) in pieces.into_iter().enumerate() {
+                    end += piece.len();
+                    if owner != rank && !piece.is_empty() {
+                        blocks.push(RowBlock { buffer, rows: Range::new(end - piece.len(), end) });
+                        tokens.push(piece);
+                    }
+                }
+                (blocks, tokens)
+            }
+        };
+        if stage < plan.groups {
+            p.after_start(
+                compute,
+                here,
+                "wait until the next all-gather has started",
+                self.barrier,
+                stage as u64 + 1,
+            );
+        }
+        result
+    }
+
+    /// All tokens in their order, once all have arrived.
+    pub(super) fn all(&self, plan: &LinearPlan) -> Vec<RowBlock> {
+        let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
+        all_tokens(plan, &buffers)
+    }
+}
+
+/// All tokens in their order, from one buffer for every group.
+pub(super) fn all_tokens(plan: &LinearPlan, groups: &[BufferId]) -> Vec<RowBlock> {
+    let mut blocks = Vec::new();
+    for owner in 0..plan.tp_size {
+        for (group, buffer) in groups.iter().enumerate() {
+            let before: usize = (0..owner).map(|rank| plan.group_rows(rank, group).len()).sum();
+            let rows = plan.group_rows(owner, group).len();
+            blocks.extend(block(*buffer, Range::new(before, before + rows)));
+        }
+    }
+    blocks
+}
+
+/// Shares of sums on their way to the ranks that own the tokens, group by group, and, where all ranks want all of them, back.
+pub(super) struct ReducedTokens {
+    reduce: StreamId,
+    /// Where sums travel back.
+    gather: Option<StreamId>,
+    barrier: Option<BarrierId>,
+    started: u64,
+    /// What every group ends as, with when it is there.
+    done: Vec<(BufferId, Mark)>,
+    /// `[tokens, columns]` under replicated activations.
+    replicated: Option<BufferId>,
+    name: String,
+    columns: usize,
+}
+
+impl ReducedTokens {
+    /// The output `name` is `[local tokens, columns]`.
+    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize) -> Self {
+        let plan = lowering.plan;
+        let p = &mut lowering.p;
+        let reduce = p.stream("reduce-scatter", StreamKind::Communication);
+        let barrier = p.barrier();
+        let (mut gather, mut replicated) = (None, None);
+        if plan.spec.activations == Activations::Replicated {
+            gather = Some(p.stream("all-gather", StreamKind::Communication));
+            let shape = [plan.spec.tokens, columns];
+            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
+        }
+        let name = name.to_owned();
+        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns }
+    }
+
+    /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
+    pub(super) fn share(&self, lowering: &mut Lowering<'_>, group: usize) -> BufferId {
+        let plan = lowering.plan;
+        let rows = plan.group_tokens(group).iter().map(Range::len).sum();
+        let name = format!("{}_share_{group}", self.name);
+        lowering.p.buffer(&name, plan.spec.dtype, &[rows, self.columns], BufferRole::Scratch)
+    }
+
+    /// Sends a group on its way, whose shares the computation has just been given.
+    pub(super) fn send(&mut self, lowering: &mut Lowering<'_>, group: usize, share: BufferId) {
+        let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
+        let p = &mut lowering.p;
+        let (here, dtype) = (Some(group), plan.spec.dtype);
+        let part = Arc::new(plan.packed_group_part(rank, group));
+        let rows = plan.group_rows(rank, group).len();
+        let role = match self.replicated {
+            None if plan.groups == 1 => BufferRole::Output,
+            _ => BufferRole::Scratch,
+        };
+        let name = match role {
+            BufferRole::Output => self.name.clone(),
+            _ => format!("{}_sum_{group}", self.name),
+        };
+        let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
+        let ready = p.mark(compute, here, "shares done");
+        p.after(self.reduce, here, "wait for shares", ready);
+        let op = GroupReduce {
+            part,
+            tensors: vec![(share, sum)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            wire_dtype: dtype,
+            reduce_dtype: dtype.accumulator(),
+            arrive: self.barrier,
+        };
+        p.push(self.reduce, here, "reduce-scatter", Op::GroupReduce(op));
+        self.started += 1;
+        let mut end = (sum, p.mark(self.reduce, here, "sums done"));
+        if let (Some(gather), Some(all)) = (self.gather, self.replicated) {
+            p.after(gather, here, "wait for sums", end.1);
+            let op = GroupCast {
+                part: Arc::new(back_to_all(plan, rank, group)),
+                tensors: vec![(sum, all)],
+                wire_dtype: dtype,
+                arrive: None,
+            };
+            p.push(gather, here, "all-gather", Op::GroupCast(op));
+            end = (all, p.mark(gather, here, "sums everywhere"));
+        }
+        self.done.push(end);
+    }
+
+    /// What the computation is given from now on starts once all groups so far are on their way.
+    pub(super) fn after_start(&self, lowering: &mut Lowering<'_>, stage: usize) {
+        lowering.p.after_start(
+            lowering.compute,
+            Some(stage),
+            "wait until the reduction has started",
+            self.barrier,
+            self.started,
+        );
+    }
+
+    /// Has the computation wait for all groups, and puts them together where they are apart.
+    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
+        let (plan, compute) = (lowering.plan, lowering.compute);
+        let tokens = lowering.local_tokens();
+        let p = &mut lowering.p;
+        // Within one stream the last is the end of all.
+        if let Some((_, last)) = self.done.last() {
+            p.after(compute, None, "wait for the last sums", *last);
+        }
+        if self.replicated.is_none() && plan.groups > 1 {
+            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
+            let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
+            p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
+        }
+    }
+}
+
+/// The way back of a group's sums to the tokens of all ranks: this rank owns the packed rows of its sums, and receives all
+/// owners' at their places among all tokens.
+fn back_to_all(plan: &LinearPlan, rank: usize, group: usize) -> counterpoint_plan::GroupPart {
+    let mut part = plan.packed_group_part(rank, group);
+    for split in &mut part.remote {
+        split.rows = plan.group_tokens(group)[split.rank as usize];
+    }
+    part
+}
+
+fn block(buffer: BufferId, rows: Range) -> Vec<RowBlock> {
+    if rows.is_empty() { Vec::new() } else { vec![RowBlock { buffer, rows }] }
+}
+
+fn nonempty(rows: Range) -> Vec<Range> {
+    if rows.is_empty() { Vec::new() } else { vec![rows] }
+}

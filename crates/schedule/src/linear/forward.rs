@@ -1,0 +1,90 @@
+use counterpoint_mask::Range;
+use counterpoint_plan::{LinearKind, LinearPlan};
+
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens};
+use crate::builder::ProgramBuilder;
+use crate::{
+    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, StreamKind,
+};
+
+/// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
+/// `x` is `[local tokens, in_features]` and `y` `[tokens, local out_features]`, of a row-parallel one `x` is
+/// `[tokens, local in_features]` and `y` `[local tokens, out_features]`.
+pub fn lower_linear_forward(plan: &LinearPlan, rank: usize, policy: OverlapPolicy) -> Program {
+    let mut p = ProgramBuilder::new("linear forward", rank, plan.tp_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let mut lowering = Lowering { p, plan, rank, compute };
+    match plan.spec.kind {
+        LinearKind::Column => column(&mut lowering),
+        LinearKind::Row => row(&mut lowering),
+    }
+    lowering.p.finish()
+}
+
+/// `y[to] = x[from] W^T + bias`.
+fn multiply(
+    lowering: &mut Lowering<'_>,
+    stage: usize,
+    (a, out_rows): (Vec<RowBlock>, Vec<Range>),
+    weight: BufferId,
+    bias: Option<BufferId>,
+    out: BufferId,
+) {
+    if a.is_empty() {
+        return;
+    }
+    let b = lowering.whole(weight, lowering.plan.local_out_features());
+    let op = Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, bias, accumulate: Accumulate::Start };
+    lowering.p.push(lowering.compute, Some(stage), "y", Op::Gemm(op));
+}
+
+fn column(lowering: &mut Lowering<'_>) {
+    let plan = lowering.plan;
+    let (tokens, features) = (plan.spec.tokens, plan.local_out_features());
+    let x = lowering.input("x", &[lowering.local_tokens(), plan.spec.in_features]);
+    let weight = lowering.input("weight", &[features, plan.spec.in_features]);
+    let bias = plan.spec.has_bias.then(|| lowering.input("bias", &[features]));
+    let y = lowering.p.buffer("y", plan.spec.dtype, &[tokens, features], BufferRole::Output);
+    if !lowering.gathers() {
+        let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
+        return multiply(lowering, 0, all, weight, bias, y);
+    }
+    let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    for stage in 0..=plan.groups {
+        let rows = gathered.enter(lowering, stage);
+        multiply(lowering, stage, rows, weight, bias, y);
+    }
+}
+
+fn row(lowering: &mut Lowering<'_>) {
+    let plan = lowering.plan;
+    let (tokens, features) = (plan.spec.tokens, plan.spec.out_features);
+    let x = lowering.input("x", &[tokens, plan.local_in_features()]);
+    let weight = lowering.input("weight", &[features, plan.local_in_features()]);
+    // Once in the sum over ranks.
+    let bias = plan.spec.has_bias.then(|| lowering.input("bias", &[features]));
+    let bias = bias.filter(|_| lowering.rank == 0);
+    if plan.tp_size == 1 {
+        let y = lowering.p.buffer("y", plan.spec.dtype, &[tokens, features], BufferRole::Output);
+        let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
+        return multiply(lowering, 0, all, weight, bias, y);
+    }
+    let mut sums = ReducedTokens::new(lowering, "y", features);
+    for group in 0..plan.groups {
+        if group > 0 {
+            sums.after_start(lowering, group);
+        }
+        let share = sums.share(lowering, group);
+        let rows = group_rows(plan, group, x);
+        multiply(lowering, group, rows, weight, bias, share);
+        sums.send(lowering, group, share);
+    }
+    sums.finish(lowering);
+}
+
+/// The rows of a group in a buffer of all tokens, and where they go in a buffer of the group's rows alone.
+pub(super) fn group_rows(plan: &LinearPlan, group: usize, all: BufferId) -> (Vec<RowBlock>, Vec<Range>) {
+    let pieces: Vec<Range> = plan.group_tokens(group).into_iter().filter(|piece| !piece.is_empty()).collect();
+    let rows = pieces.iter().map(Range::len).sum();
+    (pieces.into_iter().map(|rows| RowBlock { buffer: all, rows }).collect(), vec![Range::new(0, rows)])
+}

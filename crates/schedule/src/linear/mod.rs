@@ -1,0 +1,31 @@
+//! Tensor-parallel linear layers as Programs, from the same operations and under the same policies as attention.
+//!
+//! A pass is cut into groups of tokens (wave groups). Where sums travel, a group's reduction runs under the products of the
+//! groups after it, and in a backward under the gradient of the weight too; where inputs travel, the products of the rank's own
+//! tokens hide the first group, and each group's the next. Every group has rows of all ranks, so links are used evenly, and a
+//! sum over ranks is formed in one reduction in their order, so that results have the same bits for any number of groups.
+
+mod backward;
+mod exchange;
+mod forward;
+
+use counterpoint_plan::DType;
+use serde::{Deserialize, Serialize};
+
+pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
+pub use forward::lower_linear_forward;
+
+/// What becomes of the gradient of the weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightGradient {
+    /// The weight is frozen: there is none, and nothing travels for it.
+    Frozen,
+    /// It is written to the output `dweight` (and `dbias`), in the layer's type.
+    Written,
+    /// It is added to the updated buffer `main_grad` (and `main_grad_bias`) of this type, in the product's epilogue.
+    Accumulated(DType),
+    /// It is computed later, by [`lower_linear_weight_gradient`], from what the backward leaves for it: outputs that begin with
+    /// `kept`.
+    Deferred,
+}
