@@ -147,7 +147,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         true => poisoned::<T>(stream, &shape),
         false => poisoned::<f32>(stream, &shape),
     });
-    let mode = BackwardMode { continues_dq: false, rounds_keys: run.rounds_keys };
+    let mode = BackwardMode { continues_dq: false, rounds_queries: false, rounds_keys: run.rounds_keys };
     let backward = PortableBackward::new(stream, &problem(mask.bands().collect()), mode).unwrap();
     let tensors = BackwardTensors {
         q: q.address(),
@@ -157,6 +157,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         lse: lse.address(),
         delta: delta.address(),
         dq: dq.address(),
+        rounded_dq: None,
         dk: dk.address(),
         dv: dv.address(),
     };

@@ -63,6 +63,9 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(op.lse, acc, &[q.rows(), heads.q])?;
             check.tensor(op.delta, acc, &[q.rows(), heads.q])?;
             check.tensor(op.dq, acc, &q.shape)?;
+            if let Some(rounded) = op.rounded_dq {
+                check.tensor(rounded, q.dtype, &q.shape)?;
+            }
             let dk = check.spec(op.dk).dtype;
             let dk = if dk == q.dtype { dk } else { acc };
             check.tensor(op.dk, dk, &k.shape)?;

@@ -225,6 +225,8 @@ pub struct AttentionBackward {
     pub delta: BufferId,
     /// `[q_rows, heads_q, head_dim]`, accumulator type.
     pub dq: BufferId,
+    /// As `dq`, in the tensors' type: where the last stage writes the sum rounded. Every element is written.
+    pub rounded_dq: Option<BufferId>,
     /// `[key_rows, heads_kv, head_dim]`; every element is written. In the accumulator type where it is a share of a sum,
     /// in the tensors' type where it is the result.
     pub dk: BufferId,

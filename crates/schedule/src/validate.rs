@@ -159,7 +159,11 @@ impl Op {
                 out.extend(op.sink.map(|(_, dsink)| dsink));
                 out
             }
-            Op::AttentionBackward(op) => vec![op.dq, op.dk, op.dv],
+            Op::AttentionBackward(op) => {
+                let mut out = vec![op.dq, op.dk, op.dv];
+                out.extend(op.rounded_dq);
+                out
+            }
             Op::Gemm(op) => vec![op.out],
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),

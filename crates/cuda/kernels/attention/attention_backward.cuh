@@ -10,12 +10,14 @@
 //  - a "query" warpgroup computes dQ^T = K^T dS^T of each block from the dS^T that the key warpgroups leave in shared
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
-//  - one has a warp that loads, and a thread that adds dq to global memory by the copy engine.
+//  - one has a thread that loads, a thread that adds dq to global memory, both by the copy engine, a warp that clears rows of
+//    dq before, and one that rounds them after (backward_dq.cuh).
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
 // dP is there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
 #pragma once
 
+#include "attention/backward_dq.cuh"
 #include "attention/backward_keys.cuh"
 #include "attention/backward_queries.cuh"
 
@@ -30,13 +32,15 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
     mbarrier_init(&shared.full_k, 1);
     mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full_q[i], 1 + 32);  // the copy engine's, and the loading warp's copies of lse and delta
-      mbarrier_init(&shared.full_dout[i], 1 + 32);
+      mbarrier_init(&shared.full_q[i], 1);
+      mbarrier_init(&shared.full_dout[i], 1);
       mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
     }
     for (u32 i = 0; i < 2; ++i) {
       mbarrier_init(&shared.full_ds[i], 8);
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
+      mbarrier_init(&shared.full_added[i], 1);
+      mbarrier_init(&shared.empty_added[i], 1);
     }
     for (u32 i = 0; i < kDqBuffers; ++i) {
       mbarrier_init(&shared.full_dq[i], 4);
@@ -49,8 +53,9 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   const u32 warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     registers_decrease<kLoadRegisters>();
-    if (threadIdx.x < 32) load_role(params, shared);
+    if (threadIdx.x == 0) load_role(params, shared);
     if (threadIdx.x == 32) add_role(params, shared);
+    if (threadIdx.x / 32 == 2) count_role(params, shared);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
@@ -62,6 +67,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   } else {
     registers_increase<kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
+    round_role<16>(params);
   }
 }
 

@@ -9,8 +9,10 @@
 //  - one computes dP^T = V dO^T and dS, and owns dk: dK += dS^T Q, dS^T from its registers. It gets P from the first, in
 //    shared memory, and puts dS there;
 //  - one computes dQ^T = K^T dS^T (backward_pair_queries.cuh);
-//  - one has a warp that loads, and a thread that adds dq to global memory by the copy engine. The first CTA's loading warp
-//    walks the schedule and announces each step to both.
+//  - one has a thread that loads, and a thread that adds dq to global memory, both by the copy engine. The first CTA's
+//    loading thread walks the schedule and announces each step to both.
+//
+// dq is rounded by a pass of its own, not by CTAs that have run out of work as in backward_dq.cuh.
 #pragma once
 
 #include "attention/backward_pair_keys.cuh"
@@ -30,7 +32,7 @@ __device__ __forceinline__ void attention_backward_pair(const AttentionBackwardA
   const u32 warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     registers_decrease<backward_pair::kLoadRegisters>();
-    if (threadIdx.x < 32) load_role(params, shared, rank);
+    if (threadIdx.x == 0) load_role(params, shared, rank);
     if (threadIdx.x == 32) add_role(params, shared, rank);
   } else if (warpgroup == 1) {
     registers_decrease<backward_pair::kQueryRegisters>();

@@ -12,9 +12,9 @@ namespace counterpoint {
 
 namespace backward {
 
-// The flags of an announcement. They decide the way of all lanes: the shuffle tells the compiler that the lanes agree.
+// The flags of an announcement. They decide the way of all lanes.
 __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
-  return __shfl_sync(0xffffffffu, shared.steps[count % kSteps].flags, 0);
+  return uniform_load(&shared.steps[count % kSteps].flags);
 }
 
 // The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
@@ -29,23 +29,27 @@ __device__ __forceinline__ i32 own_key() {
 // 4) + e.
 __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& params, const Step& step, i32 offset,
                                          u32 (&words)[kRows / 32]) {
-  const i32 key = step.key + own_key() + offset;
-  const i32 limit = step.row_end - step.row;
+  const i32 key = uniform_load(&step.key) + own_key() + offset;
+  const i32 key_end = uniform_load(&step.key_end);
+  const i32 row = uniform_load(&step.row);
+  const i32 limit = uniform_load(&step.row_end) - row;
+  const u32 bound_begin = uniform_load(&step.bound_begin);
+  const u32 bound_end = uniform_load(&step.bound_end);
 #pragma unroll
   for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
-  if (key >= step.key_end) return;
-  if (step.bound_begin == step.bound_end) {
+  if (key >= key_end) return;
+  if (bound_begin == bound_end) {
 #pragma unroll
     for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0xffffffffu;
     return;
   }
-  for (u32 b = step.bound_begin; b < step.bound_end; ++b) {
+  for (u32 b = bound_begin; b < bound_end; ++b) {
     const int4* bound = reinterpret_cast<const int4*>(params.bounds + b);
     const int4 box = __ldg(bound);
     const int2 diagonals = __ldg(reinterpret_cast<const int2*>(bound + 1));
     const bool seen = key >= box.z && key < box.w;
-    const i32 low = max(box.x, key - diagonals.y) - step.row;
-    const i32 high = seen ? min(min(box.y, key - diagonals.x + 1) - step.row, limit) : 0;
+    const i32 low = max(box.x, key - diagonals.y) - row;
+    const i32 high = seen ? min(min(box.y, key - diagonals.x + 1) - row, limit) : 0;
 #pragma unroll
     for (u32 w = 0; w < kRows / 32; ++w) {
       const i32 first = min(max(low - i32(32 * w), 0), 32);
@@ -61,14 +65,16 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
 template <u32 kCount>
 __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
                                                const Step& step, const float (&d)[kCount], float factor) {
-  const i32 key = step.key + own_key();
+  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key_end = uniform_load(&step.key_end);
+  const u32 head = uniform_load(&step.head_kv);
   const u32 c = threadIdx.x % 4;
   const u64 row_stride = u64(params.heads_kv) * head_dim;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
-    const bool owned = row < step.key_end;
-    const u64 base = u64(u32(row)) * row_stride + u64(step.head_kv) * head_dim;
+    const bool owned = row < key_end;
+    const u64 base = u64(u32(row)) * row_stride + u64(head) * head_dim;
     if (kOutputF32) {
       float* to = static_cast<float*>(out) + base;
 #pragma unroll
@@ -101,13 +107,15 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
 // Zeros for keys that nobody sees.
 __device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
                                             const Step& step) {
-  const i32 key = step.key + own_key();
+  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key_end = uniform_load(&step.key_end);
+  const u32 head = uniform_load(&step.head_kv);
   const u32 lane = threadIdx.x % 32;
   constexpr u32 kSize = kOutputF32 ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
-    if (row >= step.key_end) continue;
-    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + step.head_kv) * head_dim * kSize;
+    if (row >= key_end) continue;
+    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim * kSize;
     for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
       *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
     }
@@ -281,12 +289,12 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
-      const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
+        const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
 #pragma unroll
-      for (u32 k = 0; k < kRows / 16; ++k) {
-        Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
-      }
-      wgmma_commit();
+        for (u32 k = 0; k < kRows / 16; ++k) {
+          Wgmma<kHeadDim>::template rs<Major::kMN>(dv, p[k], descriptor(dout_rows, k * 2048), 1);
+        }
+        wgmma_commit();
         mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count) ^ 1);
         wgmma_wait<1>();
         pin(dp);

@@ -28,7 +28,7 @@ constexpr u32 kLoadRegisters = 32;
 
 constexpr u32 kChunkBytes = 64 * 128;  // 64 keys or rows x 64 elements
 constexpr u32 kDoutStages = kHeadDim == 256 ? 1 : 2;
-constexpr u32 kAnnouncements = 4;  // steps that the first CTA may be ahead of the second's loading warp
+constexpr u32 kAnnouncements = 4;  // steps that the first CTA may be ahead of the second's loading thread
 
 // dQ of a block: chunks of 64 columns over the keys of both CTAs, each CTA its own; where chunks are odd, the last is
 // computed by each over its own keys.
@@ -107,9 +107,9 @@ __device__ __forceinline__ void release_to_both(u64* barrier) {
   }
 }
 
-// The flags of an announcement. They decide the way of all lanes: the shuffle tells the compiler that the lanes agree.
+// The flags of an announcement. They decide the way of all lanes.
 __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
-  return uniform(shared.steps[count % kSteps].flags);
+  return uniform_load(&shared.steps[count % kSteps].flags);
 }
 
 }  // namespace backward_pair

@@ -1,6 +1,7 @@
 // The other roles of a pair's CTA, which serve the rows of queries: loading, dQ of each block, and its additions.
 #pragma once
 
+#include "attention/backward_dq.cuh"
 #include "attention/backward_pair.cuh"
 #include "attention/backward_queries.cuh"
 #include "ptx/wgmma.cuh"
@@ -60,65 +61,55 @@ __device__ __forceinline__ void load_k(const AttentionBackwardArguments& params,
   }
 }
 
-// The warp that loads. In the first CTA its first lane walks, for both.
+// The lse or delta of a block's rows, of which each CTA fetches its own; see load_rows in backward_queries.cuh.
+__device__ __forceinline__ void load_statistic(const AttentionBackwardArguments& params, float* to, u64* full,
+                                               const Step& step, i32 first_copy) {
+  tma_load_3d(to, &params.statistics, full, step.row & ~3, step.head_q, first_copy + (step.row & 3));
+}
+
+// The thread that loads. In the first CTA it walks, for both.
 __device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
-  const u32 lane = threadIdx.x;
-  if (rank == 0 && lane == 0) {
+  if (rank == 0) {
     shared.walk.begin(params);
     announce(shared, 0);
   }
-  __syncwarp();
   for (u32 count = 0;; ++count) {
     if (rank != 0) {
       u64* announced = &shared.announced[count % kAnnouncements];
-      if (lane == 0) mbarrier_arrive_expect(announced, sizeof(Step));
+      mbarrier_arrive_expect(announced, sizeof(Step));
       mbarrier_wait_cluster(announced, count / kAnnouncements % 2);
     }
     const Step& step = shared.steps[count % kSteps];
     const bool rows = has_rows(step);
     const u32 slot = slot_of(count);
     const u32 dout_slot = dout_slot_of(count);
-    // The statistics are asked for before the wait, because nobody waits for them then.
-    float lse[kRows / 32], delta[kRows / 32];
-    const u64 first = u64(step.head_q) * params.rows_q;
-#pragma unroll
-    for (u32 i = 0; i < kRows / 32; ++i) {
-      const u32 row = u32(step.row) + 32 * i + lane;
-      const bool inside = rows && row < params.rows_q;
-      lse[i] = inside ? __ldg(params.row_lse + first + row) : 0.0f;
-      delta[i] = inside ? __ldg(params.row_delta + first + row) : 0.0f;
-    }
+    u64* full_q = &shared.full_q[slot];
+    u64* full_dout = &shared.full_dout[dout_slot];
 
     mbarrier_wait(&shared.empty_q[slot], parity_of(count) ^ 1);
-#pragma unroll
-    for (u32 i = 0; i < kRows / 32; ++i) shared.lse[slot][32 * i + lane] = lse[i];
-    __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive_expect(&shared.full_q[slot], rows ? sizeof(shared.q[0]) : 0);
-      if (rows) load_half<kChunks>(shared.q[slot], &params.q, &shared.full_q[slot], step, rank);
+    mbarrier_arrive_expect(full_q, rows ? sizeof(shared.q[0]) + kStatisticBytes : 0);
+    if (rows) {
+      load_half<kChunks>(shared.q[slot], &params.q, full_q, step, rank);
+      load_statistic(params, shared.lse[slot], full_q, step, 0);
     }
     mbarrier_wait(&shared.empty_dout[dout_slot], dout_parity_of(count) ^ 1);
-#pragma unroll
-    for (u32 i = 0; i < kRows / 32; ++i) shared.delta[dout_slot][32 * i + lane] = delta[i];
-    __syncwarp();
-    if (lane == 0) {
-      mbarrier_arrive_expect(&shared.full_dout[dout_slot], rows ? sizeof(shared.dout[0]) : 0);
-      if (rows) load_half<kChunksV>(shared.dout[dout_slot], &params.dout, &shared.full_dout[dout_slot], step, rank);
-      if (rank == 0 && !(step.flags & kExit)) {
-        shared.walk.advance(params);
-        announce(shared, count + 1);
-      }
+    mbarrier_arrive_expect(full_dout, rows ? sizeof(shared.dout[0]) + kStatisticBytes : 0);
+    if (rows) {
+      load_half<kChunksV>(shared.dout[dout_slot], &params.dout, full_dout, step, rank);
+      load_statistic(params, shared.delta[dout_slot], full_dout, step, 4);
     }
-    __syncwarp();
+    if (rank == 0 && !(step.flags & kExit)) {
+      shared.walk.advance(params);
+      announce(shared, count + 1);
+    }
 
     const bool first_step = count == 0;
     if (first_step || shared.steps[(count - 1) % kSteps].flags & kLast) {
       // Who has computed dS of the last block reads V no more; when dQ of it is computed, nobody reads K.
       if (!first_step) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
-      if (lane == 0) load_v(params, shared, step, rank);
+      load_v(params, shared, step, rank);
       if (!first_step) mbarrier_wait(&shared.empty_ds[slot_of(count - 1)], parity_of(count - 1));
-      if (lane == 0) load_k(params, shared, step, rank);
-      __syncwarp();
+      load_k(params, shared, step, rank);
     }
     if (step.flags & kExit) break;
   }
@@ -161,8 +152,8 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     if (kDeterministic && rows) {
       // The additions are done: it is the next one's turn.
       tma_store_wait<0>();
-      fence_async_proxy_all();
-      add_release(turns, 1);
+      fence_device();
+      add_relaxed(turns, 1);
     }
   }
   tma_store_wait<0>();

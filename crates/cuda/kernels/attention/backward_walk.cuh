@@ -51,6 +51,13 @@ struct Step {
   u32 flags;
   u32 head_q;
   u32 turn;  // how many add to these rows before, where turns are taken
+  u32 run_begin, run_end;  // of the item
+};
+
+// An item whose additions to dq are done; without runs: there are no more.
+struct AddedItem {
+  u32 head_kv;
+  u32 run_begin, run_end;
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
@@ -58,6 +65,7 @@ constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because
 
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
 constexpr u32 kRowBytes = kChunks * kRows * 128;
+constexpr u32 kStatisticBytes = kRows * 4;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
@@ -70,13 +78,18 @@ struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows / kCtas, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x kOwnKeys, swizzle 128
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
+  TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: lse and delta (attention_backward_rows.cuh)
   void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
   void* dv;           // [rows_k, heads_kv, head_dim_v], likewise
-  const float* row_lse;    // [heads_q, rows_q]: -lse * log2(e) (attention_backward_rows.cuh)
-  const float* row_delta;  // [heads_q, rows_q]
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
+  float* dq_rows;              // what the tensor map of dq describes
+  void* rounded_dq;            // elements [rows_q, heads_q, head_dim]: dq rounded; or null
+  const u32* coverage;         // rows of each slab of dq that all tiles add, see backward_dq.cuh
+  u32* summed_rows;            // [slabs, heads_q], zero before each launch: rows added; this and the next two for rounded_dq
+  u32* summed;                 // [slabs * heads_q], likewise: 1 + index of the slabs that are summed, in that order
+  u32* rounding;               // two words, likewise: how many of `summed` somebody rounds, and how many there are
   u32* cursors;                // [heads_kv]: rows, see Walk
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
@@ -84,6 +97,7 @@ struct AttentionBackwardArguments {
   u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 num_tiles;
+  u32 rounds;  // slabs that will be summed, of all heads
   u32 rows_q;
   u32 heads_kv;
   u32 group;  // query heads of a key head
@@ -151,7 +165,6 @@ struct Walk {
   Step next;               // what the next call of advance() announces
   u32 ticket;              // the item after this one, asked for early because the queue is far away
   u32 run;                 // runs are walked backwards
-  u32 run_begin, run_end;  // of the item
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
@@ -180,7 +193,7 @@ struct Walk {
   // Opens the block where the others of this key head are now, if the item has it among its last runs, or else its last
   // block. The walk goes round from there.
   __device__ __forceinline__ void open_first_run(const AttentionBackwardArguments& params, u32 steps) {
-    last_run = run_begin;
+    last_run = next.run_begin;
     last_row = kFirstRow;
     open_run(params);
     // Turns are taken in one order; and a short item has its rows in the cache anyway, and no time to look for a place.
@@ -188,17 +201,17 @@ struct Walk {
     const i32 cursor = i32(load_relaxed(params.cursors + next.head_kv));
     if (cursor >= next.row) return;
     for (u32 i = 0; i < kMostRunsBack && rows_begin > cursor; ++i) {
-      if (run == run_begin) break;
+      if (run == next.run_begin) break;
       open_run(params);
     }
     if (rows_begin > cursor) {
-      run = run_end;
+      run = next.run_end;
       open_run(params);
     } else if (cursor < next.row) {
       next.row = rows_begin + (cursor - rows_begin) / i32(kRows) * i32(kRows);
       last_run = run;
       last_row = next.row + i32(kRows);
-    } else if (run + 1 < run_end) {
+    } else if (run + 1 < next.run_end) {
       last_run = run + 1;
     }
   }
@@ -249,9 +262,9 @@ struct Walk {
     next.key = words.x;
     next.key_end = words.y;
     next.head_kv = rest / tiles;
-    run_begin = u32(words.z);
-    run = run_end = u32(words.w);
-    if (run == run_begin) {
+    next.run_begin = u32(words.z);
+    run = next.run_end = u32(words.w);
+    if (run == next.run_begin) {
       next.flags = kFirst | kLast | kEmpty;
       return;
     }
@@ -279,7 +292,7 @@ struct Walk {
       if (next.row > rows_begin) {
         next.row -= kRows;
       } else {
-        if (run == run_begin) run = run_end;
+        if (run == next.run_begin) run = next.run_end;
         open_run(params);
       }
       if (stretch_ends) open_stretch(params);
@@ -298,11 +311,13 @@ struct Storage {
   float lse[kStages][kRows];
   float delta[kStages][kRows];
   Step steps[kSteps];
+  AddedItem added[2];
   Walk walk;
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
+  u64 full_added[2], empty_added[2];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);

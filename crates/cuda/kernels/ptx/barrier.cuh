@@ -28,12 +28,22 @@ __device__ __forceinline__ void registers_decrease() {
 // Orders ordinary writes to shared memory before what wgmma or the copy engine reads there.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same for all memory, in both directions: between the copy engine's accesses and ordinary ones.
+__device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // Tells the compiler that `value` is the same in all threads of the warp: products may only be started in branches that it
 // knows to be uniform.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The same for all memory, in both directions: between the copy engine's accesses and ordinary ones.
-__device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// A word in shared memory, read by one lane for its warp: the lane that then says by a barrier that it is read.
+__device__ __forceinline__ u32 uniform_load(const u32* word) {
+  u32 value = 0;
+  if (threadIdx.x % 32 == 0) value = *static_cast<const volatile u32*>(word);
+  return uniform(value);
+}
+__device__ __forceinline__ i32 uniform_load(const i32* word) {
+  return i32(uniform_load(reinterpret_cast<const u32*>(word)));
+}
 
 // Lets kernels that were launched to overlap with this one start as soon as there is room for them (PTX ISA,
 // "griddepcontrol").

@@ -23,6 +23,13 @@ __device__ __forceinline__ void store_relaxed(u32* word, u32 value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// Adds, and returns what was there; says nothing of other memory.
+__device__ __forceinline__ u32 add_relaxed(u32* word, u32 value) {
+  u32 before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+  return before;
+}
+
 // Adds; who acquires the sum sees what this thread wrote before.
 __device__ __forceinline__ void add_release(u32* word, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
@@ -32,6 +39,9 @@ __device__ __forceinline__ void add_release(u32* word, u32 value) {
 __device__ __forceinline__ void add_release_system(u32* word, u32 value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+
+// Makes relaxed accesses after it release what this thread wrote before it, and those before it acquire what it reads after.
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Adds; what this thread wrote before is seen by who adds after, and what they wrote by this thread. Gives the value before.
 __device__ __forceinline__ u32 add_acquire_release(u32* word, u32 value) {

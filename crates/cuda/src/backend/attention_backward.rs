@@ -65,6 +65,7 @@ pub(super) struct Backward {
     lse: BufferId,
     delta: BufferId,
     dq: Operand,
+    rounded_dq: Option<Operand>,
     dk: Operand,
     dv: Operand,
     continues_dq: bool,
@@ -76,6 +77,7 @@ impl Backward {
         problem.deterministic = op.deterministic;
         let mode = BackwardMode {
             continues_dq: op.accumulate_dq == Accumulate::Continue,
+            rounds_queries: op.rounded_dq.is_some(),
             rounds_keys: prepare.spec(op.dk).dtype != DType::F32,
         };
         let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
@@ -91,6 +93,7 @@ impl Backward {
             lse: op.lse,
             delta: op.delta,
             dq: operand(op.dq)?,
+            rounded_dq: op.rounded_dq.map(operand).transpose()?,
             dk: operand(op.dk)?,
             dv: operand(op.dv)?,
             continues_dq: mode.continues_dq,
@@ -110,11 +113,13 @@ impl Backward {
             lse: buffers[self.lse.0].address(),
             delta: buffers[self.delta.0].address(),
             dq: self.dq.address(buffers),
+            rounded_dq: self.rounded_dq.as_ref().map(|operand| operand.address(buffers)),
             dk: self.dk.address(buffers),
             dv: self.dv.address(buffers),
         };
         // SAFETY: as in `Forward::launch`.
         unsafe { self.kernel.launch(stream, &tensors) }?;
-        [&self.dq, &self.dk, &self.dv].into_iter().try_for_each(|operand| operand.leave(stream, buffers))
+        let written = [&self.dq, &self.dk, &self.dv].into_iter().chain(&self.rounded_dq);
+        written.into_iter().try_for_each(|operand| operand.leave(stream, buffers))
     }
 }

@@ -1,8 +1,8 @@
 //! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
 use super::{
-    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, ForwardMode,
-    ForwardTensors, MissedTurn, PortableBackward, PortableForward,
+    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, DqRounding,
+    ForwardMode, ForwardTensors, MissedTurn, PortableBackward, PortableForward,
 };
 use crate::{CudaError, Stream};
 
@@ -51,8 +51,8 @@ impl ForwardKernel {
 pub enum BackwardKernel {
     /// On Hopper.
     Hopper(Box<AttentionBackward>),
-    /// Elsewhere, and for heads that the kernel for Hopper has no registers for.
-    Portable(Box<PortableBackward>),
+    /// Elsewhere, and for heads that the kernel for Hopper has no registers for; dq may be rounded by a pass of its own.
+    Portable(Box<PortableBackward>, Option<DqRounding>),
 }
 
 impl BackwardKernel {
@@ -64,7 +64,8 @@ impl BackwardKernel {
         if setup.device().arch().is_hopper() && AttentionBackward::takes(problem) {
             Ok(Self::Hopper(Box::new(AttentionBackward::new(setup, problem, mode)?)))
         } else {
-            Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?)))
+            let rounding = DqRounding::new(setup, problem, mode)?;
+            Ok(Self::Portable(Box::new(PortableBackward::new(setup, problem, mode)?), rounding))
         }
     }
 
@@ -72,7 +73,7 @@ impl BackwardKernel {
     pub fn missed_turn(&self) -> Option<MissedTurn> {
         match self {
             Self::Hopper(kernel) => kernel.missed_turn(),
-            Self::Portable(_) => None,
+            Self::Portable(..) => None,
         }
     }
 
@@ -88,7 +89,10 @@ impl BackwardKernel {
         unsafe {
             match self {
                 Self::Hopper(kernel) => kernel.launch(stream, tensors),
-                Self::Portable(kernel) => kernel.launch(stream, tensors),
+                Self::Portable(kernel, rounding) => {
+                    kernel.launch(stream, tensors)?;
+                    rounding.as_ref().map_or(Ok(()), |rounding| rounding.launch(stream, tensors))
+                }
             }
         }
     }

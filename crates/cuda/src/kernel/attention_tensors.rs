@@ -94,6 +94,8 @@ pub struct DeltaTensors {
 pub struct BackwardMode {
     /// Whether `dq` goes on from what is there; otherwise it begins at zero.
     pub continues_dq: bool,
+    /// Whether `dq` is then whole, and rounded to the elements' type.
+    pub rounds_queries: bool,
     /// Whether `dk` and `dv` are results in the elements' type; otherwise they are f32 shares.
     pub rounds_keys: bool,
 }
@@ -115,6 +117,8 @@ pub struct BackwardTensors {
     pub delta: u64,
     /// `[rows_q, heads_q, head_dim]`, f32.
     pub dq: u64,
+    /// As `dq`, in the elements' type, where the mode rounds it; every element is written.
+    pub rounded_dq: Option<u64>,
     /// `[rows_k, heads_kv, head_dim]`, of the type that the mode says; every element is written.
     pub dk: u64,
     /// `[rows_k, heads_kv, head_dim_v]`, likewise.

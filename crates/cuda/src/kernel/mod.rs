@@ -9,6 +9,7 @@ mod attention_merge;
 mod attention_tensors;
 mod cast;
 mod device_schedule;
+mod dq_rounding;
 mod gemm;
 mod head_resize;
 mod layout;
@@ -40,6 +41,7 @@ pub use attention_tensors::{
 };
 pub use cast::Cast;
 pub use device_schedule::DeviceSchedule;
+pub use dq_rounding::DqRounding;
 pub use gemm::{
     GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec,
     GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,

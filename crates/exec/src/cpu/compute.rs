@@ -181,6 +181,10 @@ where
         accumulate_dq: op.accumulate_dq,
     };
     attention_backward(args, workers);
+    if let Some(rounded) = op.rounded_dq {
+        let mut rounded = access.write(rounded)?;
+        cast::<T::Accumulator, T>(elements_mut(&mut dq), elements_mut(&mut rounded), workers);
+    }
     Ok(())
 }
 

@@ -10,6 +10,7 @@ mod statistics;
 mod sweep;
 mod turns;
 mod walk;
+mod walked;
 
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use error::TileScheduleError;

@@ -129,6 +129,7 @@ pub fn lower_attention_backward(
             lse,
             delta,
             dq: dq.written,
+            rounded_dq: dq.rounded.filter(|_| s + 1 == stages.len()),
             dk: stage_dk,
             dv: stage_dv,
             bands: stage.bands.clone(),
@@ -172,7 +173,6 @@ pub fn lower_attention_backward(
         };
         homeward.send(&mut p, None, way, (all_dk, all_dv), done);
     }
-    dq.round(&mut p, compute, "round dq");
     let home = homeward.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", home);
     dk.round(&mut p, compute, "round dk");

@@ -7,7 +7,7 @@ use crate::{BufferId, BufferRole, Op, StreamId};
 /// where that is another buffer.
 pub(super) struct Gradient {
     pub(super) written: BufferId,
-    rounded: Option<BufferId>,
+    pub(super) rounded: Option<BufferId>,
 }
 
 impl Gradient {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    TcpMachine, calibrate, run_attention_ranks,
+    SlowLink, TcpMachine, calibrate, run_attention_ranks,
 };
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
@@ -13,9 +13,10 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel};
 
 use super::tensors::Tensors;
-use super::{Ended, checked_outputs, passes, plan_config, refuse_what_does_not_fit, run_config};
+use super::{
+    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit, run_config, solve,
+};
 use crate::arguments::{AttentionArguments, Device};
-use crate::command::solution::Solution;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -82,9 +83,10 @@ impl Rank<'_> {
             Outputs::default()
         };
         progress.step("measuring this machine");
-        let config = plan_config(arguments, self.cost(&spec)?);
+        let (topology, link) = placed(arguments)?;
+        let config = plan_config(arguments, topology, self.cost(&spec)?);
         progress.step("planning");
-        let solution = Solution::solve(&mask, &spec, &config)?;
+        let solution = solve(arguments, &mask, &spec, &config)?;
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
         rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
 
@@ -94,7 +96,7 @@ impl Rank<'_> {
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run = self.run_ranks(&problem, inputs).map_err(|error| ended(rendezvous.fail(error)))?;
+        let run = self.run_ranks(&problem, inputs, link).map_err(|error| ended(rendezvous.fail(error)))?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
         let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
@@ -102,10 +104,15 @@ impl Rank<'_> {
     }
 
     /// Through MPI where that was built in and started us, else through TCP.
-    fn run_ranks(&self, problem: &RankProblem<'_>, inputs: AttentionInputs) -> Result<RanksRun, ExecError> {
+    fn run_ranks(
+        &self,
+        problem: &RankProblem<'_>,
+        inputs: AttentionInputs,
+        link: Option<SlowLink>,
+    ) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let (margin, link) = (arguments.run.overlap.sm_margin(), arguments.run.slow_link);
-        let config = run_config(arguments);
+        let margin = arguments.run.overlap.sm_margin();
+        let config = run_config(arguments, link);
         match launch.launcher {
             #[cfg(feature = "mpi")]
             Launcher::OpenMpi | Launcher::Pmi => {
@@ -125,8 +132,7 @@ impl Rank<'_> {
 
     /// As rank 0 reads it.
     fn mask(&self) -> Result<Mask, CliError> {
-        let json =
-            self.share_of_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
+        let json = self.made_by_first("mask", || Ok(mask_argument::load(&self.arguments.mask)?.to_json()))?;
         Mask::from_json(&json)
             .map_err(|source| CliError::MaskExpression { expression: self.arguments.mask.clone(), source })
     }
@@ -137,12 +143,12 @@ impl Rank<'_> {
             let cost = calibrate(spec, self.arguments.cp_size);
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };
-        let json = self.share_of_first("cost", measure)?;
+        let json = self.made_by_first("cost", measure)?;
         serde_json::from_str(&json).map_err(|error| self.broken(&error))
     }
 
     /// What rank 0 makes, in text. Rank 0 itself goes through the text too, so that all have the same to the last bit.
-    fn share_of_first(
+    fn made_by_first(
         &self,
         key: &str,
         make: impl FnOnce() -> Result<String, CliError>,
@@ -164,7 +170,7 @@ impl Rank<'_> {
 
 /// What all command lines must have alike: everything that changes what is computed.
 fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
-    let AttentionArguments { mask, cp_size, planning, tensors, run, results } = arguments;
+    let AttentionArguments { mask, cp_size, nodes, planning, tensors, run, results } = arguments;
     let given = |flag: &str, value: &dyn std::fmt::Debug| Facet::new(flag, format!("{value:?}"));
     vec![
         Facet::new("the version of counterpoint", env!("CARGO_PKG_VERSION")),
@@ -186,6 +192,9 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
         given("--deterministic", &run.deterministic),
         given("--overlap", &run.overlap),
         given("--slow-link", &run.slow_link),
+        given("--nodes", nodes),
+        given("--slow-network", &run.slow_network),
+        given("--exchange", &run.exchange),
         given("--check", &results.check),
     ]
 }

@@ -1,26 +1,32 @@
 //! The launcher of `attention/attention_backward.cuh` and, for long heads, `attention/attention_backward_pair.cuh`.
 
+mod arguments;
 mod shape;
 mod source;
 
 use std::f32::consts::LOG2_E;
 
+pub(super) use arguments::layouts;
+use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, STRETCH, class_ends};
+use shape::{BackwardShape, CLASSES, KeyOwners, class_ends, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::layout::{SharedLayout, shared_layout};
-use super::{AttentionProblem, BackwardMode, BackwardTensors, blocks_of};
-use crate::{
-    CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement, TensorMapSpec,
-};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
+use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
 const QUEUE_WORDS: usize = 3;
 /// Where among them, in bytes, the kernel says that a turn never came.
 const MISSED_TURN_OFFSET: usize = 8;
+/// Statistics of a row: two, in four copies.
+const STATISTICS: usize = 8;
+/// Words of progress of each slab of dq and query head.
+const PROGRESS: usize = 3;
+/// Words of progress of all.
+const ROUNDING: usize = 2;
 
 /// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
 #[derive(Clone, Debug)]
@@ -34,19 +40,28 @@ pub struct AttentionBackward {
     /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
+    /// Rows that all tiles add to each slab of `shape.rows` rows of dq.
+    coverage: DeviceBuffer,
+    /// Slabs that some tile adds to, of all query heads.
+    rounds: u32,
+    /// Of each slab and query head: how many rows were added, and where additions take turns how many tiles have added; a
+    /// list of those that are summed; how much of it somebody rounds, and how long it is.
+    progress: DeviceBuffer,
     turns: Option<Turns>,
     class_ends: Vec<u32>,
+    /// See [`stretch`].
+    stretch: u32,
     launch: Launch,
     rows_launch: Launch,
+    /// After the kernel for long heads, which does not round dq itself.
+    dq_rounding: Option<DqRounding>,
 }
 
-/// In which order key tiles add to dq, and how many have.
+/// In which order key tiles add to dq.
 #[derive(Clone, Debug)]
 struct Turns {
     spans: DeviceBuffer,
     begins: DeviceBuffer,
-    counts: DeviceBuffer,
-    count: u32,
 }
 
 /// Whether in some run of a deterministic backward a key tile's turn to add to dq never came, so that the kernel gave up
@@ -65,59 +80,6 @@ impl MissedTurn {
         let words: Vec<u32> = self.queue.download(stream, MISSED_TURN_OFFSET, 1)?;
         Ok(words != [0])
     }
-}
-
-/// `AttentionBackwardArguments` of the kernel.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct AttentionBackwardArguments {
-    q: TensorMap,
-    dout: TensorMap,
-    k: TensorMap,
-    v: TensorMap,
-    dq: TensorMap,
-    dk: u64,
-    dv: u64,
-    row_lse: u64,
-    row_delta: u64,
-    tiles: u64,
-    runs: u64,
-    bounds: u64,
-    cursors: u64,
-    queue: u64,
-    turn_spans: u64,
-    turn_begins: u64,
-    turns: u64,
-    fault: u64,
-    num_tiles: u32,
-    rows_q: u32,
-    heads_kv: u32,
-    group: u32,
-    head_dim: u32,
-    head_dim_v: u32,
-    stretch: u32,
-    classes: u32,
-    class_end: [u32; CLASSES],
-    scale: f32,
-    scale_log2: f32,
-    cap_log2: f32,
-}
-
-/// `AttentionBackwardRowsArguments` of the kernel.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct AttentionBackwardRowsArguments {
-    lse: u64,
-    delta: u64,
-    row_lse: u64,
-    row_delta: u64,
-    dq: u64,
-    dq_elements: u64,
-    turns: u64,
-    turn_count: u32,
-    rows: u32,
-    heads: u32,
-    reserved: u32,
 }
 
 impl AttentionBackward {
@@ -151,14 +113,13 @@ impl AttentionBackward {
             softcap: problem.softcap.is_some(),
             turns: problem.deterministic,
         };
-        let mut functions = device.functions(&[choice.source(), rows_source()])?.into_iter();
+        let mut functions = device.functions(&[choice.source(), rows_source(problem.element)])?.into_iter();
         let (Some(function), Some(rows_function)) = (functions.next(), functions.next()) else {
             return Err(refused("its kernels were not loaded".to_owned()));
         };
 
         let turns = match schedule.dq_turns().filter(|_| problem.deterministic) {
             Some(turns) => {
-                let count = rows_q.div_ceil(shape.rows as usize) * heads_q;
                 // No buffer is empty.
                 let spans = match turns.spans() {
                     [] => &[TurnSpan { first: 0, end: 0, turn: 0, reserved: 0 }],
@@ -167,16 +128,19 @@ impl AttentionBackward {
                 Some(Turns {
                     spans: DeviceBuffer::from_slice(stream, spans)?,
                     begins: DeviceBuffer::from_slice(stream, turns.begins())?,
-                    counts: DeviceBuffer::new(device, (4 * count).max(4))?,
-                    count: count as u32,
                 })
             }
             None => None,
         };
+        let stretch = stretch(schedule.tiles());
         let class_ends = class_ends(schedule.tiles(), problem.deterministic);
+        // No buffer is empty.
+        let mut coverage = schedule.walked_rows(shape.rows as usize);
+        coverage.resize(coverage.len().max(1), 0);
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
-        let statistics = DeviceBuffer::new(device, (8 * rows_q * heads_q).max(4))?;
+        let statistics =
+            DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let ctas = shape.ctas();
@@ -185,6 +149,10 @@ impl AttentionBackward {
         let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
         let rows_launch =
             Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
+        let dq_rounding = match shape.owners {
+            KeyOwners::Warpgroups => None,
+            KeyOwners::Ctas => DqRounding::new(stream, problem, mode)?,
+        };
         Ok(Self {
             function,
             rows_function,
@@ -194,10 +162,15 @@ impl AttentionBackward {
             schedule,
             queue,
             statistics,
+            coverage: DeviceBuffer::from_slice(stream, &coverage)?,
+            rounds: (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32,
+            progress: DeviceBuffer::new(device, 4 * (PROGRESS * coverage.len() * heads_q + ROUNDING))?,
             turns,
             class_ends,
+            stretch,
             launch,
             rows_launch,
+            dq_rounding,
         })
     }
 
@@ -212,42 +185,47 @@ impl AttentionBackward {
     /// [`CudaError::TensorMap`] for an address that is no multiple of 16, or the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
         let AttentionProblem { rows_q, heads_q, head_dim, .. } = self.problem;
-        let [row_lse, row_delta] = self.statistics();
         if rows_q > 0 {
             let rows = AttentionBackwardRowsArguments {
                 lse: tensors.lse,
                 delta: tensors.delta,
-                row_lse,
-                row_delta,
+                statistics: self.statistics.address(),
+                words: self.progress.address(),
+                coverage: self.coverage.address(),
                 dq: tensors.dq,
-                dq_elements: if self.mode.continues_dq { 0 } else { (rows_q * heads_q * head_dim) as u64 },
-                turns: self.turns.as_ref().map_or(0, |turns| turns.counts.address()),
-                turn_count: self.turns.as_ref().map_or(0, |turns| turns.count),
+                rounded: self.rounded_in_kernel(tensors),
+                word_count: self.progress.len() as u64 / 4,
+                slab_rows: self.shape.rows,
+                continues: u32::from(self.mode.continues_dq),
                 rows: rows_q as u32,
                 heads: heads_q as u32,
-                reserved: 0,
+                head_dim: head_dim as u32,
+                pitch: statistic_pitch(rows_q) as u32,
             };
             // SAFETY: the arguments are those of the kernel in `rows_source`, a test compares their layouts; the rest is the
             // caller's promise.
             unsafe { self.rows_function.launch(stream, &self.rows_launch, &(rows,))? };
         }
-        if self.schedule.tile_count() == 0 {
-            return Ok(());
+        if self.schedule.tile_count() > 0 {
+            let arguments = self.arguments(tensors)?;
+            // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
+            unsafe { self.function.launch(stream, &self.launch, &(arguments,))? };
         }
-        let arguments = self.arguments(tensors)?;
-        // SAFETY: likewise, of the kernel in `BackwardChoice::source`.
-        unsafe { self.function.launch(stream, &self.launch, &(arguments,)) }
+        // SAFETY: the caller's promise.
+        self.dq_rounding.as_ref().map_or(Ok(()), |rounding| unsafe { rounding.launch(stream, tensors) })
+    }
+
+    /// Where the kernels themselves round dq to, or null.
+    fn rounded_in_kernel(&self, tensors: &BackwardTensors) -> u64 {
+        match self.dq_rounding {
+            Some(_) => 0,
+            None => tensors.rounded_dq.unwrap_or(0),
+        }
     }
 
     /// Where the kernel says that a turn never came; nothing waits for turns outside of deterministic mode.
     pub fn missed_turn(&self) -> Option<MissedTurn> {
         self.turns.as_ref().map(|_| MissedTurn { queue: self.queue.clone() })
-    }
-
-    /// Addresses of the statistics of rows, head by head: the denominators' logarithms and delta.
-    fn statistics(&self) -> [u64; 2] {
-        let address = self.statistics.address();
-        [address, address + 4 * (self.problem.rows_q * self.problem.heads_q) as u64]
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
@@ -262,12 +240,24 @@ impl AttentionBackward {
         // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
         let query = |address| if rows_q == 0 { tensors.k } else { address };
-        let [row_lse, row_delta] = self.statistics();
         let [tiles, runs, bounds] = self.schedule.addresses();
-        let [turn_spans, turn_begins, turns] = self
+        let [turn_spans, turn_begins] = self
             .turns
             .as_ref()
-            .map_or([0; 3], |turns| [&turns.spans, &turns.begins, &turns.counts].map(DeviceBuffer::address));
+            .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
+        let part = (self.progress.len() - 4 * ROUNDING) as u64 / PROGRESS as u64;
+        let [summed_rows, turns, summed, rounding] =
+            [0, 1, 2, 3].map(|at| self.progress.address() + at * part);
+        let pitch = 4 * statistic_pitch(rows_q) as u64;
+        // Without rows the buffer has 4 bytes, which is as good as any address.
+        let statistics = TensorMapSpec::new(
+            TensorMapElement::F32,
+            self.statistics.address(),
+            [rows as u64, heads_q as u64, STATISTICS as u64],
+            [self.shape.rows, 1, 1],
+        )
+        .strides([pitch.max(16), (pitch * heads_q as u64).max(16)])
+        .encode("statistics")?;
         let mut class_end = [self.schedule.tile_count(); CLASSES];
         class_end[..self.class_ends.len()].copy_from_slice(&self.class_ends);
         Ok(AttentionBackwardArguments {
@@ -276,13 +266,18 @@ impl AttentionBackward {
             k: map("k", kind, tensors.k, [head_dim, heads_kv, rows_k], key_box)?,
             v: map("v", kind, tensors.v, [head_dim_v, heads_kv, rows_k], key_box)?,
             dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
+            statistics,
             dk: tensors.dk,
             dv: tensors.dv,
-            row_lse,
-            row_delta,
             tiles,
             runs,
             bounds,
+            dq_rows: tensors.dq,
+            rounded_dq: self.rounded_in_kernel(tensors),
+            coverage: self.coverage.address(),
+            summed_rows,
+            summed,
+            rounding,
             cursors: self.queue.address() + 4 * QUEUE_WORDS as u64,
             queue: self.queue.address(),
             turn_spans,
@@ -290,12 +285,13 @@ impl AttentionBackward {
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             num_tiles: self.schedule.tile_count(),
+            rounds: self.rounds,
             rows_q: rows_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
-            stretch: STRETCH,
+            stretch: self.stretch,
             classes: self.class_ends.len() as u32,
             class_end,
             scale,
@@ -305,65 +301,13 @@ impl AttentionBackward {
     }
 }
 
+/// Rows of the statistics of a head, padded to what the copy engine takes.
+fn statistic_pitch(rows: usize) -> usize {
+    rows.next_multiple_of(4)
+}
+
 fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
     let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
     let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
     BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
-}
-
-/// What host and kernels share.
-pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
-        shared_layout!(
-            "attention/attention_backward.cuh",
-            AttentionBackwardArguments {
-                q,
-                dout,
-                k,
-                v,
-                dq,
-                dk,
-                dv,
-                row_lse,
-                row_delta,
-                tiles,
-                runs,
-                bounds,
-                cursors,
-                queue,
-                turn_spans,
-                turn_begins,
-                turns,
-                fault,
-                num_tiles,
-                rows_q,
-                heads_kv,
-                group,
-                head_dim,
-                head_dim_v,
-                stretch,
-                classes,
-                class_end,
-                scale,
-                scale_log2,
-                cap_log2
-            }
-        ),
-        shared_layout!(
-            "attention/attention_backward_rows.cuh",
-            AttentionBackwardRowsArguments {
-                lse,
-                delta,
-                row_lse,
-                row_delta,
-                dq,
-                dq_elements,
-                turns,
-                turn_count,
-                rows,
-                heads,
-                reserved
-            }
-        ),
-    ]
 }

@@ -9,7 +9,9 @@ pub(super) const CLASSES: usize = 16;
 
 /// Blocks that one query head of a key head walks before the next one walks the same: few enough that what a tile's
 /// neighbours read is still in the second level cache, many enough that a neighbour some blocks behind finds it there too.
-pub(super) const STRETCH: u32 = 8;
+const STRETCH: u32 = 8;
+/// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
+const WHOLE_STRETCH: u32 = 32;
 
 /// The work of a tile: its keys in shared memory, blocks of query rows that pass by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,6 +89,14 @@ impl BackwardShape {
     }
 }
 
+/// Blocks that one query head walks before the next: all, where tiles are short and most as long as the longest (a window),
+/// so that neighbours go in step.
+pub(super) fn stretch(tiles: &[Tile]) -> u32 {
+    let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
+    let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
+    if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
+}
+
 /// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last, or,
 /// where tiles come in a given order, an equal number of neighbours.
 pub(super) fn class_ends(tiles: &[Tile], in_order: bool) -> Vec<u32> {
@@ -128,6 +138,15 @@ mod tests {
         assert_eq!(many.last(), Some(&200));
         assert!(many.is_sorted_by(|a, b| a < b));
         assert!(class_ends(&[], false).is_empty());
+    }
+
+    #[test]
+    fn heads_walk_short_tiles_alone_where_all_are_alike() {
+        assert_eq!(stretch(&tiles([18, 18, 18, 5])), 18);
+        assert_eq!(stretch(&tiles([18, 12, 8, 5])), STRETCH);
+        assert_eq!(stretch(&tiles([128; 9])), STRETCH);
+        assert_eq!(stretch(&tiles([0])), 1);
+        assert_eq!(stretch(&[]), STRETCH);
     }
 
     #[test]

@@ -55,26 +55,31 @@ impl BackwardChoice {
     }
 }
 
-/// The pass that turns the rows' statistics and clears dq.
-pub(super) fn rows_source() -> KernelSource {
-    KernelSource::new("attention_backward_rows", Arch::SM_90A)
+/// The pass that turns the rows' statistics and begins all counts.
+pub(super) fn rows_source(element: ElementType) -> KernelSource {
+    let name = format!("attention_backward_rows_{}", element.name());
+    KernelSource::new(&name, Arch::SM_90A)
+        .define("ELEMENT_BF16", element.define())
         .line("#include \"attention/attention_backward_rows.cuh\"")
         .line(format_args!(
             "static_assert(counterpoint::backward_rows::kThreads == {ROWS_THREADS}, \"launch\");"
         ))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({ROWS_THREADS})"))
-        .line("attention_backward_rows(const __grid_constant__ counterpoint::AttentionBackwardRowsArguments arguments) {")
+        .line(format_args!(
+            "{name}(const __grid_constant__ counterpoint::AttentionBackwardRowsArguments arguments) {{"
+        ))
         .line("  counterpoint::attention_backward_rows(arguments);")
         .line("}")
 }
 
 /// Every shape with every element type and mode.
 pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
-    let mut all = vec![Specialisation {
-        source: rows_source(),
+    let rows = ElementType::ALL.map(|element| Specialisation {
+        source: rows_source(element),
         matrix_unit: MatrixUnit::None,
         register_limit: 65536 / 2048,
-    }];
+    });
+    let mut all = rows.to_vec();
     for (head_dim, head_dim_v) in BackwardShape::HEADS {
         for element in ElementType::ALL {
             for [rounds_keys, softcap, turns] in (0..8).map(|bits| [4, 2, 1].map(|bit| bits & bit != 0)) {
