@@ -141,8 +141,10 @@ struct PortableForward {
   }
 
   __device__ __forceinline__ void hold_queries() {
+    if constexpr (C::kHeldColumns > 0) {
 #pragma unroll
-    for (u32 kk = 0; kk < C::kHeldColumns / 16; ++kk) load_step(held[kk], kk);
+      for (u32 kk = 0; kk < C::kHeldColumns / 16; ++kk) load_step(held[kk], kk);
+    }
   }
 
   __device__ __forceinline__ void compute_scores(float (&scores)[C::kRowTiles][C::kBlock / 2]) const {

@@ -79,8 +79,9 @@ pub fn plain_attention(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInpu
     plain(mask, spec, inputs, None)
 }
 
-/// As [`plain_attention`], with gradients computed from the `out` that a run saved for its backward rather than from its own:
-/// two right roundings of `out` give unlike `delta`, and twice the largest error of one says little about the other.
+/// As [`plain_attention`], with gradients computed from the `out` that a run saved for its backward rather than from its own, and
+/// with scores' gradients rounded before they are scaled, as kernels do that scale a product and not its operand: two right
+/// roundings differ in every element, and twice the largest error of one says little about the other.
 ///
 /// # Panics
 /// As [`reference_attention`], and when `out` has another shape.
@@ -95,9 +96,10 @@ pub(crate) fn plain_attention_from(
 }
 
 fn plain(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs, saved: Option<Vec<f64>>) -> Reference {
+    let scaled = if saved.is_some() { Scaled::Product } else { Scaled::Operand };
     match spec.dtype {
         DType::F64 => Dense::<f64>::new(mask, spec, inputs, DType::F64).run(saved),
-        dtype => Dense::<f32>::new(mask, spec, inputs, dtype).run(saved),
+        dtype => Dense { scaled, ..Dense::<f32>::new(mask, spec, inputs, dtype) }.run(saved),
     }
 }
 
@@ -137,6 +139,16 @@ struct Dense<'a, A> {
     sink: Vec<A>,
     dout: Option<Vec<A>>,
     round_to: DType,
+    scaled: Scaled,
+}
+
+/// Where the scale of the scores is multiplied in.
+#[derive(Clone, Copy, PartialEq)]
+enum Scaled {
+    /// Into gradients of scores, before they are rounded.
+    Operand,
+    /// After that.
+    Product,
 }
 
 /// Results of the rows of one query head.
@@ -186,6 +198,7 @@ impl<'a, A: Real> Dense<'a, A> {
                 .as_ref()
                 .map(|dout| read("dout", dout, [seqlen_q, spec.heads_q, spec.head_dim_v])),
             round_to,
+            scaled: Scaled::Operand,
         }
     }
 
@@ -380,7 +393,11 @@ impl<'a, A: Real> Dense<'a, A> {
                     let p = exp(score - lse[at]);
                     let dp = dot(dout, self.v_row(col, kv));
                     let ds = p * (dp - delta[at]) * slope * scale;
-                    let (p_operand, ds_operand) = (operand(p, self.round_to), operand(ds, self.round_to));
+                    let ds_operand = match self.scaled {
+                        Scaled::Operand => operand(ds, self.round_to),
+                        Scaled::Product => operand(p * (dp - delta[at]) * slope, self.round_to) * scale,
+                    };
+                    let p_operand = operand(p, self.round_to);
                     add_scaled(dq, ds_operand, self.k_row(col, kv));
                     add_scaled(&mut dk[col * dim..(col + 1) * dim], ds_operand, q);
                     add_scaled(&mut dv[col * dim_v..(col + 1) * dim_v], p_operand, dout);
