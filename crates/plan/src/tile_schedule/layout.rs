@@ -42,9 +42,10 @@ pub struct TileRun {
 }
 
 /// One part of the mask, in tokens: a rectangle and a range of diagonals. A pair of a bounded run is unmasked when any of
-/// the run's bounds holds it; they are disjoint. The same as `TileBound` in `attention/tile_schedule.cuh`.
+/// the run's bounds holds it; they are disjoint. The same as `TileBound` in `attention/tile_schedule.cuh`, which is read in
+/// pieces of 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
-#[repr(C)]
+#[repr(C, align(16))]
 pub struct TileBound {
     /// First query row.
     pub q_start: i32,
