@@ -11,7 +11,6 @@ mod builder;
 mod crossing;
 mod linear;
 mod policy;
-mod policy_record;
 mod program;
 mod simulate;
 mod timeline;
@@ -22,7 +21,6 @@ pub use linear::{WeightGradient, lower_linear_backward, lower_linear_forward, lo
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
 };
-pub use policy_record::{PolicyMeasurement, PolicyRecord};
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BarrierId, BufferId,
     BufferRole, BufferSpec, ColumnSum, EventId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, GroupCast,

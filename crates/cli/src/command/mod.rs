@@ -13,6 +13,8 @@ mod mask;
 mod nodes;
 mod plan;
 mod prediction;
+mod pytorch;
+mod rank_machine;
 mod selftest;
 mod solution;
 

@@ -1,5 +1,4 @@
 mod process;
-mod rank_machine;
 mod result;
 mod tensors;
 
@@ -8,16 +7,16 @@ use counterpoint_exec::{
     reference_bytes,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, Link, PlanConfig, Topology};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
 use counterpoint_schedule::GradientReduction;
 
-use self::rank_machine::RankMachine;
 use self::result::AttentionResult;
 use self::tensors::Tensors;
 use super::nodes::{slow_link, topology};
 use super::prediction::Prediction;
+use super::rank_machine::RankMachine;
 use super::solution::Solution;
-use crate::arguments::{AttentionArguments, Device, Exchange};
+use crate::arguments::{AttentionArguments, Device, Exchange, dtype_name};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -38,14 +37,14 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let outputs = checked_outputs(arguments)?;
     refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
     let (topology, slow_link) = placed(arguments)?;
-    let machine = RankMachine::open(arguments, tensors.spec().dtype)?;
+    let machine = open_machine(arguments, tensors.spec().dtype)?;
 
     let progress = Progress::new();
     progress.step("reading tensors");
     let spec = *tensors.spec();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
-    let config = plan_config(arguments, topology, machine.cost(&spec, arguments));
+    let config = plan_config(arguments, topology, machine.cost(&spec, arguments.cp_size));
     progress.step("planning");
     let solution = solve(arguments, &mask, &spec, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
@@ -105,6 +104,25 @@ impl Ended<'_> {
         }
         result.verdict()
     }
+}
+
+/// Opens it, once the arguments that suit the CPU only are refused.
+fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMachine, CliError> {
+    let run = &arguments.run;
+    let refuse = |reason: String| Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
+    if run.device == Device::Cuda && !matches!(dtype, DType::Bf16 | DType::F16) {
+        return refuse(format!(
+            "takes bf16 and f16 tensors, not {}; use one of them, or --device cpu",
+            dtype_name(dtype)
+        ));
+    }
+    if run.device == Device::Cuda && (run.slow_link.is_some() || run.slow_network.is_some()) {
+        return refuse(
+            "does not imitate links; leave --slow-link and --slow-network out, or use --device cpu"
+                .to_owned(),
+        );
+    }
+    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
 }
 
 fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> RunConfig {

@@ -1,23 +1,22 @@
 //! `counterpoint bench cp`.
 
 mod peers;
-mod ranks;
 mod sizes;
 
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CheckReport, Pass, RunConfig, Sample, check_sample, random_inputs,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, PlanConfig, RankPlan, Topology};
+use counterpoint_plan::{AttentionSpec, DType, PlanConfig, RankPlan, Topology};
 use counterpoint_report::{BenchRow, Rate, Statistics};
 use counterpoint_schedule::{GradientReduction, Timeline};
 use serde_json::json;
 
-use self::ranks::Ranks;
 use self::sizes::Sizes;
 use super::bench_attention::{BACKWARD, FORWARD, Section, shape_text, verified};
 use super::bench_mask;
 use super::prediction::Prediction;
+use super::rank_machine::RankMachine;
 use super::solution::Solution;
 use crate::arguments::{BenchCpArguments, BenchMask, dtype_name};
 use crate::console;
@@ -31,7 +30,7 @@ const WARM_UPS: usize = 3;
 
 /// `counterpoint bench cp`.
 pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
-    let ranks = Ranks::open(arguments.device, arguments.cp_size, arguments.transport)?;
+    let ranks = RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?;
     let sizes = Sizes::of(arguments, ranks.gpus());
     console::note_development_build();
     let mut wrong = Vec::new();
@@ -58,7 +57,7 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
 /// One number of tokens, with its tensors.
 struct Bench<'a> {
     arguments: &'a BenchCpArguments,
-    ranks: &'a Ranks,
+    ranks: &'a RankMachine,
     cp_size: usize,
     tokens: usize,
     spec: AttentionSpec,
@@ -68,7 +67,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(
         arguments: &'a BenchCpArguments,
-        ranks: &'a Ranks,
+        ranks: &'a RankMachine,
         sizes: &Sizes,
         tokens: usize,
     ) -> Result<Self, CliError> {
@@ -78,7 +77,10 @@ impl<'a> Bench<'a> {
             heads_kv,
             head_dim: sizes.head_dim,
             head_dim_v: sizes.head_dim,
-            dtype: ranks.dtype(),
+            dtype: match ranks {
+                RankMachine::Cpu(_) => DType::F32,
+                RankMachine::Cuda(_) => DType::Bf16,
+            },
             scale: 1.0 / (sizes.head_dim as f64).sqrt(),
             softcap: 0.0,
             seqlen_sink: 0,
@@ -94,7 +96,7 @@ impl<'a> Bench<'a> {
             title: format!(
                 "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
                 self.tokens,
-                self.ranks.device(),
+                self.ranks.name(),
                 self.arguments.overlap
             ),
             rows: Vec::new(),
@@ -144,7 +146,8 @@ impl<'a> Bench<'a> {
             samples: self.arguments.iterations as usize,
             ..RunConfig::default()
         };
-        let run = self.ranks.run(&solution.plan, &self.spec, &self.inputs, &run_config)?;
+        let run = self.ranks.run(&solution.plan, &self.spec, &self.inputs, &run_config);
+        let run = run.map_err(|source| CliError::Run { source })?;
         let pass = if backward.is_some() { Pass::ForwardBackward } else { Pass::Forward };
         let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
         let check = check_sample(mask, &self.spec, &self.inputs, &run.outputs, &sample);
@@ -195,7 +198,7 @@ impl Case {
             shape: shape_text(&bench.inputs.q, &bench.inputs.k),
             dtype: dtype_name(bench.spec.dtype).to_owned(),
             mask: Some(bench_mask::name(mask)),
-            device: bench.ranks.device().to_owned(),
+            device: bench.ranks.name().to_owned(),
             ranks: self.cp_size,
             seconds: statistics,
             rate: Some(Rate::Compute { tflops }),

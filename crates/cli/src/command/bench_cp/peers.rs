@@ -1,17 +1,16 @@
-use std::io::Write;
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use super::sizes::Sizes;
 use crate::arguments::{BenchCpArguments, BenchMask};
 use crate::command::bench_mask;
+use crate::command::pytorch::run_script;
 use crate::error::CliError;
 
 /// Times PyTorch's context parallelisms on the same sizes.
 const SCRIPT: &str = include_str!("../../../../../benches/peers/context_parallel.py");
 
-/// Runs the peers in the machine's own `python3`, after our rows: their processes, one a GPU, need the GPUs. The script is
-/// handed over as text: nothing is written to disk.
+/// Runs the peers in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs.
 pub(super) fn run(names: &str, arguments: &BenchCpArguments, sizes: &Sizes) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
     // The masks that they have.
@@ -25,34 +24,15 @@ pub(super) fn run(names: &str, arguments: &BenchCpArguments, sizes: &Sizes) -> R
         return Err(no_peers("the peers have full and causal masks only; ask for one of them".to_owned()));
     }
     let port = free_port().map_err(|error| no_peers(format!("no free port ({error})")))?;
-    let start = |rank: usize| {
+    let process = |rank: usize| {
         let mut command = command(names, &masks, arguments, sizes);
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
         command.env("WORLD_SIZE", sizes.cp_size.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        let mut child = command.spawn()?;
-        if let Some(mut stdin) = child.stdin.take() {
-            // A python3 that ends early has its own words for why.
-            let _ = stdin.write_all(SCRIPT.as_bytes());
-        }
-        Ok(child)
+        command
     };
-    let started: Result<Vec<Child>, std::io::Error> = (0..sizes.cp_size).map(start).collect();
-    let children = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
-    let mut codes = Vec::new();
-    for mut child in children {
-        let status = child.wait();
-        let status = status.map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))?;
-        codes.push(status.code());
-    }
-    match codes.iter().find(|code| **code != Some(0)) {
-        None => Ok(()),
-        Some(Some(3)) => Err(no_peers(format!("python3 has no PyTorch that sees {} GPUs", sizes.cp_size))),
-        Some(code) => {
-            let ended = code.map_or("a signal".to_owned(), |code| format!("status {code}"));
-            Err(CliError::CheckFailed { what: format!("the comparison with PyTorch ended with {ended}") })
-        }
-    }
+    let lacks = format!("python3 has no PyTorch that sees {} GPUs", sizes.cp_size);
+    run_script(SCRIPT, (0..sizes.cp_size).map(process).collect(), &lacks)
 }
 
 fn command(names: &str, masks: &[String], arguments: &BenchCpArguments, sizes: &Sizes) -> Command {
@@ -65,7 +45,6 @@ fn command(names: &str, masks: &[String], arguments: &BenchCpArguments, sizes: &
     if arguments.json {
         command.arg("--json");
     }
-    command.stdin(Stdio::piped());
     command
 }
 

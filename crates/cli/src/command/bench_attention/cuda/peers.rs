@@ -1,11 +1,11 @@
-use std::io::Write;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use serde_json::{Value, json};
 
 use super::sizes::Sizes;
 use crate::arguments::{BenchAttentionArguments, BenchPass};
 use crate::command::bench_mask::{self as mask, value_name};
+use crate::command::pytorch::run_script;
 use crate::error::CliError;
 
 /// Times PyTorch's attentions, and this program in between, and prints both in one table.
@@ -38,18 +38,7 @@ pub(super) fn compare(
     if arguments.json {
         command.arg("--json");
     }
-    let started = command.stdin(Stdio::piped()).spawn();
-    let mut child = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A python3 that ends early has its own words for why.
-        let _ = stdin.write_all(SCRIPT.as_bytes());
-    }
-    let status = child.wait().map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))?;
-    match status.code() {
-        Some(0) => Ok(()),
-        Some(3) => Err(no_peers("python3 has no PyTorch that sees a GPU".to_owned())),
-        _ => Err(CliError::CheckFailed { what: format!("the comparison with PyTorch ended with {status}") }),
-    }
+    run_script(SCRIPT, vec![command], "python3 has no PyTorch that sees a GPU")
 }
 
 /// What the script would read from the files beside it.

@@ -1,24 +1,24 @@
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, RunConfig, calibrate, run_attention, run_attention_on,
+    AttentionInputs, AttentionRun, ExecError, RunConfig, calibrate, run_attention, run_attention_on,
 };
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan};
+use counterpoint_plan::{AttentionSpec, CostModel, Plan};
 
 use crate::arguments::Device;
 use crate::device;
 use crate::error::CliError;
 
-/// Where the ranks of a benchmark are.
-pub(super) enum Ranks {
-    /// Threads, on the CPU of this name.
+/// What `--device` names.
+pub(crate) enum RankMachine {
+    /// Ranks are threads, on the CPU of this name.
     Cpu(String),
-    /// On the GPUs.
+    /// Ranks are on GPUs.
     Cuda(CudaMachine),
 }
 
-impl Ranks {
-    /// All GPUs, or as many as `cp_size` asks for.
-    pub(super) fn open(
+impl RankMachine {
+    /// The CPU, or as many GPUs as there are ranks, all of them for `None`.
+    pub(crate) fn open(
         device: Device,
         cp_size: Option<usize>,
         transport: TransportKind,
@@ -37,7 +37,8 @@ impl Ranks {
         }
     }
 
-    pub(super) fn gpus(&self) -> usize {
+    /// Number of GPUs; 0 on the CPU.
+    pub(crate) fn gpus(&self) -> usize {
         match self {
             Self::Cpu(_) => 0,
             Self::Cuda(machine) => machine.devices().len(),
@@ -45,40 +46,31 @@ impl Ranks {
     }
 
     /// The name of the device, of the first of several.
-    pub(super) fn device(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         match self {
             Self::Cpu(name) => name,
             Self::Cuda(machine) => &machine.devices()[0].properties().name,
         }
     }
 
-    /// The type that is measured.
-    pub(super) fn dtype(&self) -> DType {
-        match self {
-            Self::Cpu(_) => DType::F32,
-            Self::Cuda(_) => DType::Bf16,
-        }
-    }
-
-    /// What work costs on so many of the ranks.
-    pub(super) fn cost(&self, spec: &AttentionSpec, cp_size: usize) -> CostModel {
+    /// What work costs on so many ranks of it: measured on CPUs, estimated on GPUs.
+    pub(crate) fn cost(&self, spec: &AttentionSpec, cp_size: usize) -> CostModel {
         match self {
             Self::Cpu(_) => calibrate(spec, cp_size),
             Self::Cuda(machine) => machine.estimated_cost(cp_size),
         }
     }
 
-    pub(super) fn run(
+    pub(crate) fn run(
         &self,
         plan: &Plan,
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<AttentionRun, CliError> {
+    ) -> Result<AttentionRun, ExecError> {
         match self {
             Self::Cpu(_) => run_attention(plan, spec, inputs, config),
             Self::Cuda(machine) => run_attention_on(machine, plan, spec, inputs, config),
         }
-        .map_err(|source| CliError::Run { source })
     }
 }

@@ -1,0 +1,98 @@
+//! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
+
+use std::io::Write;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::CliError;
+
+/// No comparison takes as long. One that does has hung, in a driver or a collective.
+const LIMIT: Duration = Duration::from_secs(2 * 3600);
+/// Between two looks at the processes.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Runs a script in all `commands` at once, which are `python3 - …`: it is handed over as text, so that nothing is written to
+/// disk. Whichever fails ends the others. `lacks` says what a machine has not on which the script ends with status 3.
+pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> Result<(), CliError> {
+    let no_peers = |reason: String| CliError::NoPeers { reason };
+    let mut processes = Processes(Vec::new());
+    for mut command in commands {
+        let started = command.stdin(Stdio::piped()).spawn();
+        let mut child = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
+        let stdin = child.stdin.take();
+        processes.0.push(child);
+        if let Some(mut stdin) = stdin {
+            // A python3 that ends early has its own words for why.
+            let _ = stdin.write_all(script.as_bytes());
+        }
+    }
+    let began = Instant::now();
+    loop {
+        let mut running = 0;
+        for child in &mut processes.0 {
+            let ended = child.try_wait();
+            match ended.map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))? {
+                None => running += 1,
+                Some(status) if status.success() => {}
+                Some(status) if status.code() == Some(3) => return Err(no_peers(lacks.to_owned())),
+                Some(status) => {
+                    let what = format!("the comparison with PyTorch ended with {status}");
+                    return Err(CliError::CheckFailed { what });
+                }
+            }
+        }
+        if running == 0 {
+            return Ok(());
+        }
+        if began.elapsed() > LIMIT {
+            let minutes = LIMIT.as_secs() / 60;
+            let what = format!(
+                "the comparison with PyTorch did not end in {minutes} minutes; ask for fewer masks or sizes"
+            );
+            return Err(CliError::CheckFailed { what });
+        }
+        thread::sleep(PAUSE);
+    }
+}
+
+/// Processes that end with their owner.
+struct Processes(Vec<Child>);
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // One that has ended already has nothing to be killed.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(line: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", line]);
+        command
+    }
+
+    #[test]
+    fn all_are_waited_for_and_the_first_to_fail_ends_the_others() {
+        assert!(run_script("", vec![shell("true"), shell("sleep 0.2")], "").is_ok());
+        let began = Instant::now();
+        let error = run_script("", vec![shell("sleep 60"), shell("exit 4")], "").unwrap_err();
+        assert!(error.to_string().contains('4'), "{error}");
+        let error = run_script("", vec![shell("exit 3"), shell("sleep 60")], "no such GPU").unwrap_err();
+        assert!(error.to_string().contains("no such GPU"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(20));
+    }
+
+    #[test]
+    fn the_script_comes_by_standard_input() {
+        assert!(run_script("exit 0\n", vec![shell("sh")], "").is_ok());
+        assert!(run_script("exit 5\n", vec![shell("sh")], "").unwrap_err().to_string().contains('5'));
+    }
+}
