@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use clap::Args;
 use counterpoint_cuda::TransportKind;
 use counterpoint_schedule::OverlapPolicy;
@@ -20,6 +22,7 @@ Examples:
   counterpoint bench cp
   counterpoint bench cp --device cuda
   counterpoint bench cp --device cuda --cp-size 2 --tokens 8k,32k --masks full,causal --peers
+  counterpoint bench cp --device cuda --tokens 8k --trace trace.json
   counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl")]
 pub(crate) struct BenchCpArguments {
     /// What to measure
@@ -75,6 +78,10 @@ pub(crate) struct BenchCpArguments {
     /// Time PyTorch's context parallelisms too: ulysses, all_gather, ring [given without names: all]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "ulysses,all_gather,ring")]
     pub(crate) peers: Option<String>,
+
+    /// Write a trace of the last run of every row to open in Perfetto, what was predicted below what was measured
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
 
     /// Print one JSON object a row and nothing else
     #[arg(long)]

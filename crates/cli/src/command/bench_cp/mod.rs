@@ -8,7 +8,9 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, PlanConfig, RankPlan, Topology};
-use counterpoint_report::{BenchRow, Rate, Statistics};
+use counterpoint_report::{
+    BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_ratio, format_seconds,
+};
 use counterpoint_schedule::{GradientReduction, Timeline};
 use serde_json::json;
 
@@ -21,6 +23,7 @@ use super::solution::Solution;
 use crate::arguments::{BenchCpArguments, BenchMask, dtype_name};
 use crate::console;
 use crate::error::CliError;
+use crate::output::Outputs;
 use crate::progress::Progress;
 
 /// Rows and keys that are compared with the definition, in f64.
@@ -32,10 +35,13 @@ const WARM_UPS: usize = 3;
 pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
     let ranks = RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?;
     let sizes = Sizes::of(arguments, ranks.gpus());
+    let outputs = Outputs::check(&[("--trace", arguments.trace.as_deref())], &[])?;
     console::note_development_build();
     let mut wrong = Vec::new();
+    let mut traced = Vec::new();
     for &tokens in &sizes.tokens {
-        let section = Bench::new(arguments, &ranks, &sizes, tokens)?.measure(&arguments.masks)?;
+        let bench = Bench::new(arguments, &ranks, &sizes, tokens)?;
+        let section = bench.measure(&arguments.masks, &mut traced)?;
         if arguments.json {
             section.rows.iter().try_for_each(console::print_json)?;
         } else {
@@ -43,6 +49,7 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
         }
         wrong.extend(section.wrong);
     }
+    outputs.write(|_| Ok(trace(&traced).into_bytes()))?;
     if let Some(names) = &arguments.peers {
         peers::run(names, arguments, &sizes)?;
     }
@@ -52,6 +59,24 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
     Err(CliError::CheckFailed {
         what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
     })
+}
+
+/// The last run of a row.
+struct Traced {
+    name: String,
+    measured: Timeline,
+    predicted: Option<Timeline>,
+}
+
+fn trace(rows: &[Traced]) -> String {
+    let sections: Vec<TraceSection<'_>> = rows
+        .iter()
+        .map(|row| TraceSection {
+            name: &row.name,
+            timelines: TimelinePair { predicted: row.predicted.as_ref(), measured: Some(&row.measured) },
+        })
+        .collect();
+    chrome_trace(&sections)
 }
 
 /// One number of tokens, with its tensors.
@@ -91,7 +116,7 @@ impl<'a> Bench<'a> {
         Ok(Self { arguments, ranks, cp_size: sizes.cp_size, tokens, spec, inputs })
     }
 
-    fn measure(&self, masks: &[BenchMask]) -> Result<Section, CliError> {
+    fn measure(&self, masks: &[BenchMask], traced: &mut Vec<Traced>) -> Result<Section, CliError> {
         let mut section = Section {
             title: format!(
                 "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
@@ -114,6 +139,10 @@ impl<'a> Bench<'a> {
                 let rows = [together.row(self, name, pass, Some(&alone)), alone.row(self, name, pass, None)];
                 for (row, detail, check) in rows.into_iter().flatten() {
                     section.add(row, detail, check);
+                }
+                if let Some((finding, timelines)) = together.finding(self, name, pass) {
+                    section.findings.push(finding);
+                    traced.extend(self.arguments.trace.is_some().then_some(timelines));
                 }
             }
         }
@@ -227,6 +256,31 @@ impl Case {
             "scaling": scaling,
         });
         Some((row, detail, &self.check))
+    }
+
+    /// What to read from one pass, and its timelines.
+    fn finding(&self, bench: &Bench<'_>, mask: BenchMask, pass: Pass) -> Option<(String, Traced)> {
+        let (seconds, measured, predicted) = self.pass(pass)?;
+        let median = Statistics::of(seconds)?.median;
+        let key = if pass == Pass::Forward { "forward" } else { "backward" };
+        let name = format!("{} {key}, {} tokens a rank", bench_mask::name(mask), bench.tokens);
+        let rank = &self.solution.plan.ranks[0];
+        let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
+        let predicted_seconds = predicted.map(Timeline::duration);
+        let told = predicted_seconds.map_or_else(String::new, |predicted| {
+            let ratio = format_ratio(median / predicted);
+            format!(", predicted {} (measured {ratio})", format_seconds(predicted))
+        });
+        let overlap = measured.overlap();
+        let hidden =
+            overlap.efficiency.map_or_else(String::new, |share| format!(", {:.0} % hidden", 100.0 * share));
+        let stages = console::count(stages, "remote stage");
+        let communication = format_seconds(overlap.communication_seconds);
+        let finding = format!(
+            "{name}: {}{told}; {stages}, communication {communication}{hidden}",
+            format_seconds(median)
+        );
+        Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
     }
 
     /// Seconds, the timeline of the last run and the predicted one.
