@@ -1,4 +1,4 @@
-use counterpoint_plan::{CostModel, Link};
+use counterpoint_plan::{CostModel, Link, TileCosts};
 
 use super::CudaMachine;
 
@@ -24,6 +24,9 @@ impl CudaMachine {
             launch_seconds: h200.launch_seconds,
             link: if sharing > 1.0 { memory } else { h200.link },
             network: h200.network,
+            tiles: h200
+                .tiles
+                .map(|tiles| TileCosts { workers: (sm_count as usize).div_ceil(sharing as usize), ..tiles }),
         }
     }
 }
