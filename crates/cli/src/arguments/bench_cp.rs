@@ -2,9 +2,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use counterpoint_cuda::TransportKind;
-use counterpoint_schedule::OverlapPolicy;
 
-use super::{BenchMask, Device, PlanningArguments, value};
+use super::{BenchMask, Device, OverlapChoice, PlanningArguments, value};
 
 /// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
 #[derive(Debug, Args)]
@@ -65,7 +64,7 @@ pub(crate) struct BenchCpArguments {
 
     /// How communication is brought to run under computation
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
-    pub(crate) overlap: OverlapPolicy,
+    pub(crate) overlap: OverlapChoice,
 
     /// How rows travel between GPUs
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]

@@ -7,11 +7,11 @@ use counterpoint_exec::{
     AttentionInputs, AttentionRun, CheckReport, Pass, RunConfig, Sample, check_sample, random_inputs,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, RankPlan, Topology};
+use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, RankPlan, Topology};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_ratio, format_seconds,
 };
-use counterpoint_schedule::{GradientReduction, Timeline};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, Timeline};
 use serde_json::json;
 
 use self::sizes::Sizes;
@@ -24,6 +24,7 @@ use crate::arguments::{BenchCpArguments, BenchMask, dtype_name};
 use crate::console;
 use crate::error::CliError;
 use crate::output::Outputs;
+use crate::profile;
 use crate::progress::Progress;
 
 /// Rows and keys that are compared with the definition, in f64.
@@ -87,6 +88,8 @@ struct Bench<'a> {
     tokens: usize,
     spec: AttentionSpec,
     inputs: AttentionInputs,
+    profile: Option<MachineProfile>,
+    policy: OverlapPolicy,
 }
 
 impl<'a> Bench<'a> {
@@ -113,7 +116,9 @@ impl<'a> Bench<'a> {
         // Inputs do not depend on the mask; they need one for its length.
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
-        Ok(Self { arguments, ranks, cp_size: sizes.cp_size, tokens, spec, inputs })
+        let profile = ranks.profile(arguments.planning.profile.as_deref())?;
+        let policy = profile::policy(arguments.overlap, profile.as_ref())?;
+        Ok(Self { arguments, ranks, cp_size: sizes.cp_size, tokens, spec, inputs, profile, policy })
     }
 
     fn measure(&self, masks: &[BenchMask], traced: &mut Vec<Traced>) -> Result<Section, CliError> {
@@ -122,7 +127,7 @@ impl<'a> Bench<'a> {
                 "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
                 self.tokens,
                 self.ranks.name(),
-                self.arguments.overlap
+                self.policy
             ),
             rows: Vec::new(),
             findings: Vec::new(),
@@ -157,7 +162,7 @@ impl<'a> Bench<'a> {
             dispatch: planning.dispatch,
             stages: planning.stages,
             topology: Topology::flat(cp_size),
-            cost: self.ranks.cost(&self.spec, cp_size),
+            cost: self.ranks.cost(&self.spec, cp_size, self.profile.as_ref()),
         };
         let solution = Solution::solve(mask, &self.spec, &config)?;
         let reduction = match self.arguments.deterministic {
@@ -165,7 +170,7 @@ impl<'a> Bench<'a> {
             false => GradientReduction::PerStage,
         };
         let backward = self.inputs.dout.as_ref().map(|_| reduction);
-        let policy = self.arguments.overlap;
+        let policy = self.policy;
         let predicted = Prediction::of(&solution.plan, &self.spec, policy, backward, &config)?;
         let run_config = RunConfig {
             policy,
@@ -242,7 +247,7 @@ impl Case {
             "heads_q": bench.spec.heads_q,
             "heads_kv": bench.spec.heads_kv,
             "head_dim": bench.spec.head_dim,
-            "overlap": bench.arguments.overlap.to_string(),
+            "overlap": bench.policy.to_string(),
             "deterministic": bench.arguments.deterministic,
             "chunk_size": plan.k_dispatch.chunk_size(),
             // Stage 0 is the local work.
