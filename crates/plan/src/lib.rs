@@ -28,6 +28,7 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod wave_groups;
 mod work;
 
 pub use bounds::TrafficBounds;
@@ -43,7 +44,7 @@ pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
-pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
@@ -54,6 +55,7 @@ pub use tile_schedule::{
     TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
+pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for
