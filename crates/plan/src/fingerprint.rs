@@ -198,6 +198,8 @@ impl Words {
             launch_seconds,
             link,
             network,
+            // Decides no plan: it says how Programs of one are predicted.
+            sharing: _,
         } = *cost;
         for real in [
             forward_flops_per_second,

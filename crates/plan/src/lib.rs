@@ -30,6 +30,7 @@ mod tile_schedule;
 mod topology;
 mod wave_groups;
 mod work;
+mod worker_sharing;
 
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
@@ -56,6 +57,7 @@ pub use tile_schedule::{
 };
 pub use topology::Topology;
 pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
+pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for

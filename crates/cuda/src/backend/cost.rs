@@ -24,6 +24,7 @@ impl CudaMachine {
             launch_seconds: h200.launch_seconds,
             link: if sharing > 1.0 { memory } else { h200.link },
             network: h200.network,
+            sharing: h200.sharing,
         }
     }
 }
