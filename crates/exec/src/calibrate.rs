@@ -44,6 +44,8 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         network: link,
         // Rates are those of ranks that all compute at once.
         sharing: None,
+        // Kernels of the CPU have no tiles to count; their rates are of whole problems.
+        tiles: None,
     }
 }
 

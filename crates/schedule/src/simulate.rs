@@ -4,10 +4,13 @@ mod clockwork;
 mod rank;
 
 use counterpoint_mask::Band;
-use counterpoint_plan::{CostModel, GroupPart, Topology};
+use counterpoint_plan::{AttentionWork, CostModel, GroupPart, Topology};
 use thiserror::Error;
 
-use crate::{BufferId, GemmLayout, Op, Program, ProgramOp, RowBlock, Span, Timeline};
+use crate::{
+    Accumulate, AttentionState, BufferId, ForwardBegin, ForwardEnd, GemmLayout, Op, Program, ProgramOp,
+    RowBlock, Span, Timeline,
+};
 
 /// Why a timeline cannot be predicted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -41,8 +44,9 @@ pub enum SimulateError {
 
 /// Runs ranks' Programs against the cost model.
 ///
-/// Computation takes `launch + work / rate` (passes over memory: `launch + bytes / rate`); a collective begins on a rank
-/// when all ranks that it exchanges rows with have started it, and takes that rank's link `alpha + bytes / beta`, with the
+/// Computation takes `launch + work / rate` (attention what [`CostModel::forward_seconds`] says, passes over memory
+/// `launch + bytes / rate`); a collective begins on a rank when all ranks that it exchanges rows with have started it, and
+/// takes that rank's link `alpha + bytes / beta`, with the
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
 /// way; the slower of the two counts.
 ///
@@ -163,13 +167,26 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
 
 fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
-    let flops = |bands: &[Band], q: BufferId, v: BufferId| {
-        let area: u64 = bands.iter().map(Band::area).sum();
-        2.0 * area as f64 * shape(q)[1] as f64 * (shape(q)[2] + shape(v)[2]) as f64
-    };
+    let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
-        Op::AttentionForward(a) => flops(&a.bands, a.q, a.v) / cost.forward_flops_per_second,
-        Op::AttentionBackward(a) => 2.5 * flops(&a.bands, a.q, a.v) / cost.backward_flops_per_second,
+        Op::AttentionForward(a) => {
+            let state = |state: &AttentionState| state.buffers().into_iter().map(bytes).sum::<u64>();
+            let begun = if let ForwardBegin::Continue(begin) = &a.begin { state(begin) } else { 0 };
+            let left = if let ForwardEnd::State(end) = &a.end { state(end) } else { 0 };
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            return cost.forward_seconds(&AttentionWork {
+                staged: begun + left > 0,
+                passed_bytes: begun + left,
+                ..work
+            });
+        }
+        Op::AttentionBackward(a) => {
+            let dq = bytes(a.dq);
+            let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 0 };
+            let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
+        }
         Op::Gemm(gemm) => {
             let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
             let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
@@ -181,9 +198,24 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
         }
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
-            let bytes: u64 = touched.map(|id| program.buffers[id.0].bytes()).sum();
-            bytes as f64 / cost.memory_bytes_per_second
+            touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
         }
     };
     cost.launch_seconds + work
+}
+
+/// A whole attention on `[q, k, v]`.
+fn attention_work<'a>(program: &Program, bands: &'a [Band], [q, k, v]: [BufferId; 3]) -> AttentionWork<'a> {
+    let [q, k, v] = [q, k, v].map(|id| &program.buffers[id.0]);
+    AttentionWork {
+        bands,
+        q_rows: q.rows(),
+        k_rows: k.rows(),
+        heads_q: q.shape[1],
+        heads_kv: k.shape[1],
+        head_dim: q.shape[2],
+        head_dim_v: v.shape[2],
+        staged: false,
+        passed_bytes: 0,
+    }
 }

@@ -31,6 +31,7 @@ fn cost() -> CostModel {
         link,
         network: link,
         sharing: None,
+        tiles: None,
     }
 }
 

@@ -1,4 +1,4 @@
-use counterpoint_plan::{CostModel, Link};
+use counterpoint_plan::{CostModel, Link, TileCosts};
 
 use super::CudaMachine;
 
@@ -25,6 +25,9 @@ impl CudaMachine {
             link: if sharing > 1.0 { memory } else { h200.link },
             network: h200.network,
             sharing: h200.sharing,
+            tiles: h200
+                .tiles
+                .map(|tiles| TileCosts { workers: (sm_count as usize).div_ceil(sharing as usize), ..tiles }),
         }
     }
 }
