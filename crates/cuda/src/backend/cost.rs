@@ -28,6 +28,7 @@ pub(super) fn estimate(sm_count: u32, sharing: usize) -> CostModel {
         launch_seconds: h200.launch_seconds,
         link: if sharing > 1 { memory } else { h200.link },
         network: h200.network,
+        sharing: h200.sharing,
         tiles: h200.tiles.map(|tiles| TileCosts { workers: (sm_count as usize).div_ceil(sharing), ..tiles }),
     }
 }
