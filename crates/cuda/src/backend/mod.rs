@@ -8,7 +8,9 @@ mod compute;
 mod cost;
 mod counters;
 mod graph_run;
+mod linear;
 mod machine;
+mod matrix_rows;
 mod padding;
 mod stream;
 
