@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, KeyOwners, class_ends, stretch};
+use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
@@ -105,7 +105,7 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule = shape.schedule(problem).map_err(|error| refused(error.to_string()))?;
+        let schedule = shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,
@@ -133,7 +133,7 @@ impl AttentionBackward {
             None => None,
         };
         let stretch = stretch(schedule.tiles());
-        let class_ends = class_ends(schedule.tiles(), problem.deterministic);
+        let class_ends = class_ends(schedule.tiles());
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
@@ -284,6 +284,7 @@ impl AttentionBackward {
             turn_begins,
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
+            ordered_from: if self.mode.continues_dq { 1 } else { 2 },
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
             rows_q: rows_q as u32,
