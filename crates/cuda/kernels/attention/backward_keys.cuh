@@ -229,7 +229,7 @@ __device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, 
 
 // The two warpgroups that own keys.
 __device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
-  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
+  const u32 keys_k = operand(shared_address(shared.k[0]) + warpgroup * 64 * 128);
   const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
 
   u32 count = 0;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     float dk[kHeadDim / 2], dv[kHeadDim / 2];
     set_zero(dk);
     set_zero(dv);
-    mbarrier_wait(&shared.full_k, item_parity_of(flags));
+    mbarrier_wait(&shared.full_k[key_slot_of(flags)], key_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
       u32 p[kRows / 16][4], ds[kRows / 16][4];
@@ -261,7 +261,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       {
         float s[kRows / 2];
         wgmma_fence();
-        multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
+        multiply_keys_rows(s, keys_k + key_slot_of(flags) * (kKeyBytes >> 4), operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
         const bool bounded = flags & kBounded;
         u32 rows[2][kRows / 32];

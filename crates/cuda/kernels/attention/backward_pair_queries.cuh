@@ -124,7 +124,7 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     const bool rows = has_rows(step);
     u32* turns = nullptr;
     if (kDeterministic && rows) {
-      turns = params.turns + u64(u32(step.row) / kRows) * (params.heads_kv * params.group) + step.head_q;
+      turns = turn_counter(params, step);
       // Both CTAs of a tile add, the first one first: columns that both add to get their sums in one order too.
       await_turn(params, turns, 2 * step.turn + rank);
     }

@@ -16,6 +16,11 @@ namespace backward {
 // there.
 constexpr u32 kMostPolls = 1u << 26;
 
+// What counts the additions to a step's rows.
+__device__ __forceinline__ u32* turn_counter(const AttentionBackwardArguments& params, const Step& step) {
+  return params.turns + u64(step.counter) * (params.heads_kv * params.group) + step.head_q;
+}
+
 // Waits until `turn` others have added. A wait that does not end is a fault, which the host finds in `fault`.
 __device__ __forceinline__ void await_turn(const AttentionBackwardArguments& params, const u32* turns, u32 turn) {
   if (turn < params.ordered_from) return;
@@ -40,7 +45,7 @@ __device__ __forceinline__ void add_in_turn_role(const AttentionBackwardArgument
     const u32 slab = u32(step.row) / kRows;
     const u32 head = step.head_q;
     const u32 added = u32(step.row_end - step.row);
-    u32* turns = params.turns + slab_index(params, slab, head);
+    u32* turns = turn_counter(params, step);
     if (rows) await_turn(params, turns, step.turn);
 #pragma unroll 1
     for (u32 part = 0; part < kParts; ++part) {

@@ -51,7 +51,7 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
-  u32 turn;  // how many add to these rows before, where turns are taken
+  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them
   u32 run_begin, run_end;  // of the item
 };
 
@@ -61,7 +61,8 @@ struct AddedItem {
   u32 run_begin, run_end;
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
-constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
+constexpr u32 kOdd = 32;      // the item is the second, fourth ... of those that are not empty
+constexpr u32 kOddPair = 64;  // it is of the second, fourth ... two of them
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
@@ -70,7 +71,10 @@ constexpr u32 kStatisticBytes = kRows * 4;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
-constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have the time of a block
+// A second buffer of K, so that the next item's is there when an item ends; or, where additions take turns, dq buffers for two
+// blocks, so that the wait for a turn has the time of a block.
+constexpr u32 kKeyBuffers = kDeterministic ? 1 : 2;
+constexpr u32 kDqBuffers = kDeterministic ? 2 * kParts : 2;
 
 }  // namespace backward
 
@@ -95,7 +99,7 @@ struct AttentionBackwardArguments {
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
-  u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
+  u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 ordered_from;            // turns before this one need not be waited for
   u32 num_tiles;
@@ -132,18 +136,25 @@ __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 __device__ __forceinline__ u32 dq_slot_of(u32 count, u32 part) { return (count * kParts + part) % kDqBuffers; }
 __device__ __forceinline__ u32 dq_parity_of(u32 count, u32 part) { return (count * kParts + part) / kDqBuffers % 2; }
 
-// The parity of the round of K's and V's buffers in which a step's item uses them.
+// The parity of the round of a single buffer of K or V in which a step's item uses it.
 __device__ __forceinline__ u32 item_parity_of(u32 flags) { return flags & kOdd ? 1 : 0; }
 
-// How many others add to the block of rows from `row` on before the tile of this number does.
-__device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params, i32 row, u32 tile) {
-  const u32 block = u32(row) / kRows;
+// Which buffer of K a step's item uses, and the parity of its round.
+__device__ __forceinline__ u32 key_slot_of(u32 flags) { return kKeyBuffers > 1 && flags & kOdd ? 1 : 0; }
+__device__ __forceinline__ u32 key_parity_of(u32 flags) { return flags & (kKeyBuffers > 1 ? kOddPair : kOdd) ? 1 : 0; }
+
+// Tells the step the turn of the tile of this number among those that add to its block of rows.
+__device__ __forceinline__ void find_turn(const AttentionBackwardArguments& params, Step& step, u32 tile) {
+  const u32 block = u32(step.row) / kRows;
   const u32 end = __ldg(params.turn_begins + block + 1);
   for (u32 i = __ldg(params.turn_begins + block); i < end; ++i) {
     const uint4 span = __ldg(reinterpret_cast<const uint4*>(params.turn_spans + i));
-    if (tile < span.y) return span.z + tile - span.x;
+    if (tile < span.y) {
+      step.turn = span.z + tile - span.x;
+      step.counter = span.w;
+      return;
+    }
   }
-  return 0;
 }
 
 // The walk over items and blocks. Only the loading thread uses it; it lies in shared memory because that thread's
@@ -222,8 +233,8 @@ struct Walk {
   __device__ __forceinline__ void open_block(const AttentionBackwardArguments& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
-    next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
-    if (kDeterministic) next.turn = turn_of(params, next.row, tile);
+    next.flags = (bounded ? kBounded : 0) | ((items - 1) % 2 ? kOdd : 0) | ((items - 1) / 2 % 2 ? kOddPair : 0);
+    if (kDeterministic) find_turn(params, next, tile);
     if (last_block() && last_head(params)) next.flags |= kLast;
   }
 
@@ -313,7 +324,7 @@ struct Walk {
 };
 
 struct Storage {
-  u8 k[kKeyBytes];
+  u8 k[kKeyBuffers][kKeyBytes];
   u8 v[kKeyBytes];
   u8 q[kStages][kRowBytes];
   u8 dout[kStages][kRowBytes];
@@ -324,7 +335,7 @@ struct Storage {
   Step steps[kSteps];
   AddedItem added[2];
   Walk walk;
-  u64 full_k, full_v;
+  u64 full_k[kKeyBuffers], empty_k[kKeyBuffers], full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];

@@ -102,7 +102,7 @@ impl BackwardShape {
         sums: DqSums,
     ) -> Result<TileSchedule, TileScheduleError> {
         let fast = TileScheduleConfig::new(TileDirection::Backward, Self::KEYS as usize, self.rows as usize);
-        let (blocks, order) = (TilePlacement::Aligned, TileOrder::Position);
+        let (blocks, order) = (TilePlacement::Aligned, TileOrder::Chains);
         let config = match sums {
             DqSums::AsTheyCome => fast,
             DqSums::InOrder => TileScheduleConfig { blocks, order, ..fast },
