@@ -163,8 +163,8 @@ __device__ __forceinline__ void find_turn(const AttentionBackwardArguments& para
 // Tiles come in classes of similar work, the heaviest first. Within a class the queue goes head by head, so that CTAs
 // that run together read the same rows; and class by class, so that the last items are short ones and CTAs finish
 // together. Where additions take turns, the queue goes tile by tile, all heads of each: the longer before a tile the one
-// that it follows has started, the less it waits. An item is asked for only when it is to be opened: a CTA that held one while
-// it is busy would have others wait, for their turns or for it to finish last.
+// that it follows has started, the less it waits. An item is asked for only at the last block of the one before: a CTA that held
+// one while it is busy would have others wait, for their turns or for it to finish last.
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
@@ -177,7 +177,10 @@ struct Walk {
   static constexpr i32 kFirstRow = -1;
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
+  static constexpr u32 kNoHead = ~0u;
   Step next;               // what the next call of advance() announces
+  alignas(16) Tile ahead;  // of the item after this one, known from this one's last block on
+  u32 ahead_head;          // its key head, or kNoHead when there are no more items
   u32 run;                 // runs are walked backwards
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
@@ -190,6 +193,7 @@ struct Walk {
 
   __device__ __forceinline__ void begin(const AttentionBackwardArguments& params) {
     count = items = 0;
+    look_ahead(params);
     open_item(params);
   }
 
@@ -235,7 +239,10 @@ struct Walk {
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
     next.flags = (bounded ? kBounded : 0) | ((items - 1) % 2 ? kOdd : 0) | ((items - 1) / 2 % 2 ? kOddPair : 0);
     if (kDeterministic) find_turn(params, next, tile);
-    if (last_block() && last_head(params)) next.flags |= kLast;
+    if (last_block() && last_head(params)) {
+      next.flags |= kLast;
+      look_ahead(params);
+    }
   }
 
   __device__ __forceinline__ bool last_block() const {
@@ -254,44 +261,49 @@ struct Walk {
     if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
-  // The tile of the queue's item `ticket`, whose head goes to `next`.
-  __device__ __forceinline__ const Tile* find_item(const AttentionBackwardArguments& params, u32 ticket) {
+  // Asks the queue for the next item.
+  __device__ __forceinline__ void look_ahead(const AttentionBackwardArguments& params) {
+    u32 rest = atomicAdd(params.queue, 1u);
+    ahead_head = kNoHead;
+    if (rest >= params.num_tiles * params.heads_kv) return;
+    const Tile* item = params.tiles;
     if (kDeterministic) {
-      next.head_kv = ticket % params.heads_kv;
-      return params.tiles + ticket / params.heads_kv;
+      ahead_head = rest % params.heads_kv;
+      item += rest / params.heads_kv;
+    } else {
+      u32 first = 0;
+      u32 tiles = params.class_end[0];
+      for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
+        rest -= tiles * params.heads_kv;
+        first = params.class_end[i - 1];
+        tiles = params.class_end[i] - first;
+      }
+      ahead_head = rest / tiles;
+      item += first + rest % tiles;
     }
-    u32 rest = ticket;
-    u32 first = 0;
-    u32 tiles = params.class_end[0];
-    for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
-      rest -= tiles * params.heads_kv;
-      first = params.class_end[i - 1];
-      tiles = params.class_end[i] - first;
-    }
-    next.head_kv = rest / tiles;
-    return params.tiles + first + rest % tiles;
+    *reinterpret_cast<int4*>(&ahead) = __ldg(reinterpret_cast<const int4*>(item));
+    *reinterpret_cast<int4*>(&ahead.partial) = __ldg(reinterpret_cast<const int4*>(&item->partial));
   }
 
   __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
-    const u32 ticket = atomicAdd(params.queue, 1u);
-    if (ticket >= params.num_tiles * params.heads_kv) {
+    if (ahead_head == kNoHead) {
       next.flags = kExit;
       return;
     }
-    const Tile* item = find_item(params, ticket);
-    const int4 words = __ldg(reinterpret_cast<const int4*>(item));
-    const u32 blocks = __ldg(&item->blocks);
-    if (kDeterministic) tile = __ldg(&item->number);
-    next.key = words.x;
-    next.key_end = words.y;
-    next.run_begin = u32(words.z);
-    run = next.run_end = u32(words.w);
+    next.key = ahead.start;
+    next.key_end = ahead.end;
+    next.head_kv = ahead_head;
+    next.run_begin = ahead.run_begin;
+    tile = ahead.number;
+    const u32 steps = ahead.blocks * params.group;
+    run = next.run_end = ahead.run_end;
     if (run == next.run_begin) {
       next.flags = kFirst | kLast | kEmpty;
+      look_ahead(params);
       return;
     }
     ++items;
-    open_first_run(params, blocks * params.group);
+    open_first_run(params, steps);
     open_stretch(params);
     open_block(params);
     next.flags |= kFirst;
