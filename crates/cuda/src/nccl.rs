@@ -100,18 +100,20 @@ impl NcclRank {
         exchange_once(nccl, ranks)
     }
 
-    /// What all ranks that are processes need to find each other; one of them makes it.
+    /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn meeting() -> Result<Vec<u8>, CudaError> {
+    pub(crate) fn meeting(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
+        host_is(host);
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
     /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
-    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one.
+    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
+    /// takes ranks of different `host`s for ranks on different hosts, where one is given.
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
@@ -119,10 +121,12 @@ impl NcclRank {
         device: &Device,
         rank: usize,
         meeting: &[u8],
+        host: Option<&str>,
         world: &Arc<World>,
     ) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
+        host_is(host);
         device.bind()?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
         let count = world.size();
@@ -306,12 +310,23 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
 }
 
 /// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
-/// allow. Whoever has decided about that keeps their choice.
+/// allow.
 fn never_multicast() {
-    const NVLS: &str = "NCCL_NVLS_ENABLE";
-    if std::env::var_os(NVLS).is_none() {
+    decide("NCCL_NVLS_ENABLE", "0");
+}
+
+/// Ranks of one host may stand for ranks of several.
+fn host_is(host: Option<&str>) {
+    if let Some(host) = host {
+        decide("NCCL_HOSTID", host);
+    }
+}
+
+/// Sets a variable of NCCL's. Whoever has decided about it keeps their choice.
+fn decide(name: &str, value: &str) {
+    if std::env::var_os(name).is_none() {
         // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
         // through the standard library, which orders them.
-        unsafe { std::env::set_var(NVLS, "0") };
+        unsafe { std::env::set_var(name, value) };
     }
 }

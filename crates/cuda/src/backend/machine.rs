@@ -75,6 +75,11 @@ impl CudaMachine {
     /// [`CudaError::NoPeerAccess`] when GPUs do not reach each other's memory and the transport needs it.
     pub fn with_transport(mut self, transport: TransportKind) -> Result<Self, CudaError> {
         self.transport = match (transport, self.reach_each_other()) {
+            (TransportKind::Hierarchical, _) => {
+                let reason =
+                    "is for ranks that are processes; start one a GPU with torchrun or mpirun".to_owned();
+                return Err(CudaError::Transport { transport: transport.name(), reason });
+            }
             (TransportKind::Nccl, _) | (TransportKind::Auto, Err(CudaError::NoPeerAccess { .. })) => {
                 TransportKind::Nccl
             }
@@ -128,14 +133,18 @@ impl CudaMachine {
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
-            TransportKind::Nvlink | TransportKind::Auto if alone && hopper && world.size() > 1 => {
+            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
+                if alone && hopper && world.size() > 1 =>
+            {
                 let link = |device: &Device| {
                     let stream = Stream::new(device, StreamPriority::Low)?;
                     Ok(Means::Link { num_sms: self.num_sms, abort: LinkAbort::new(&stream)? })
                 };
                 devices.iter().map(link).collect()
             }
-            TransportKind::Nvlink | TransportKind::Auto => Ok(devices.iter().map(|_| Means::Pull).collect()),
+            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
+                Ok(devices.iter().map(|_| Means::Pull).collect())
+            }
         }
     }
 }

@@ -13,6 +13,7 @@
 mod copies;
 mod exchange;
 mod kind;
+mod levels;
 mod link;
 mod process;
 mod pull;
@@ -34,6 +35,8 @@ use crate::nccl::NcclRank;
 use crate::{CudaError, Device, DeviceBuffer, Event};
 
 pub use kind::TransportKind;
+pub(crate) use levels::Level;
+pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
 use process::PeerProcesses;
 
@@ -153,15 +156,15 @@ impl CudaTransport {
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
 
-    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `number`.
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
     pub(crate) fn connect_process(
         rendezvous: &Rendezvous,
         world: &Arc<World>,
         device: &Device,
-        number: u64,
+        name: &str,
         means: Means,
     ) -> Result<Self, ExecError> {
-        let peers = PeerProcesses::connect(rendezvous, world, device, number)?;
+        let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })

@@ -11,7 +11,7 @@ use counterpoint_exec::{
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel};
+use counterpoint_plan::{AttentionSpec, CostModel, Topology};
 
 use super::tensors::Tensors;
 use super::{
@@ -86,9 +86,9 @@ impl Rank<'_> {
         } else {
             Outputs::default()
         };
-        let machine = self.machine()?;
-        progress.step("measuring this machine");
         let (topology, link) = placed(arguments)?;
+        let machine = self.machine(topology)?;
+        progress.step("measuring this machine");
         let config = plan_config(arguments, topology, self.cost(&machine, &spec)?);
         progress.step("planning");
         let solution = solve(arguments, &mask, &spec, &config)?;
@@ -110,13 +110,13 @@ impl Rank<'_> {
     }
 
     /// This process's rank of the device.
-    fn machine(&self) -> Result<ProcessMachine, CliError> {
+    fn machine(&self, topology: Topology) -> Result<ProcessMachine, CliError> {
         let Self { launch, rendezvous, arguments } = *self;
         Ok(match arguments.run.device {
             Device::Cpu => ProcessMachine::Cpu,
             Device::Cuda => {
                 let (timing, transport) = (Timing::Spans, arguments.run.transport);
-                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport);
+                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
                 ProcessMachine::Cuda(machine.map_err(ended)?)
             }
         })
