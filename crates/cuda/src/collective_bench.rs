@@ -129,10 +129,10 @@ pub fn bench_collective<M: Machine<Backend = CudaBackend> + Sync>(
             .clone()
             .zip(ends)
             .map(|(rank, ends)| {
-                let (parts, gate, results) = (&parts, &gate, &results);
+                let (parts, gate, results, world) = (&parts, &gate, &results, &world);
                 scope.spawn(move || {
-                    let times = Rank::<M>::new(rank, case, parts, ends)?.run(gate)?;
-                    lock(results).push(times);
+                    let times = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| rank.run(gate));
+                    lock(results).push(times.map_err(|error| world.fail(error))?);
                     Ok(())
                 })
             })

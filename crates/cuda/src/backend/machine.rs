@@ -5,10 +5,10 @@ use counterpoint_plan::DType;
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};
-use crate::kernel::{LINK_RANKS, LinkAbort};
+use crate::kernel::LINK_RANKS;
 use crate::nccl::NcclRank;
 use crate::transport::Means;
-use crate::{CudaError, CudaTransport, Device, Stream, StreamPriority, TransportKind, compiler_version};
+use crate::{CudaError, CudaTransport, Device, TransportKind, compiler_version};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -136,10 +136,7 @@ impl CudaMachine {
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
                 if alone && hopper && world.size() > 1 =>
             {
-                let link = |device: &Device| {
-                    let stream = Stream::new(device, StreamPriority::Low)?;
-                    Ok(Means::Link { num_sms: self.num_sms, abort: LinkAbort::new(&stream)? })
-                };
+                let link = |device: &Device| Means::link(world, device, self.num_sms);
                 devices.iter().map(link).collect()
             }
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
@@ -160,15 +157,13 @@ impl Machine for CudaMachine {
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();
         let means = self.means(world).map_err(|error| exec_error(0, "the connection of ranks", error))?;
-        let aborts: Vec<Option<LinkAbort>> = means.iter().map(Means::abort).collect();
         CudaTransport::connect(world, self.of_ranks(world.size()), means)
             .into_iter()
-            .zip(aborts)
             .enumerate()
-            .map(|(rank, (transport, abort))| {
+            .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock, abort)?;
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
                 Ok((backend, transport))
             })
             .collect()

@@ -11,13 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
 use super::{CudaBackend, cost, exec_error};
-use crate::kernel::{LINK_RANKS, LinkAbort};
+use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::NcclRank;
 use crate::transport::{Level, LevelledTransport, Means};
-use crate::{
-    CudaError, CudaTransport, Device, DeviceBuffer, Stream, StreamPriority, TransportKind, compiler_version,
-};
+use crate::{CudaError, CudaTransport, Device, DeviceBuffer, TransportKind, compiler_version};
 
 /// One GPU rank of several that are processes.
 pub struct CudaProcess {
@@ -158,24 +156,22 @@ impl CudaProcess {
         Ok(match self.transport {
             TransportKind::Nccl => vec![(Level::World, self.nccl(world, number)?)],
             TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
-            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink()?)],
+            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world)?)],
             TransportKind::Hierarchical => {
                 let each = self.topology.ranks_per_node;
                 let first = self.topology.node(self.rendezvous.rank()) * each;
                 let node = first..(first + each).min(self.topology.world_size);
-                let inside = (Level::Node(node.clone()), self.nvlink()?);
+                let inside = (Level::Node(node.clone()), self.nvlink(world)?);
                 vec![inside, (Level::OtherNodes(node), self.nccl(world, number)?)]
             }
         })
     }
 
-    fn nvlink(&self) -> Result<Means, ExecError> {
-        if !self.meets {
-            return Ok(Means::Pull);
+    fn nvlink(&self, world: &Arc<World>) -> Result<Means, ExecError> {
+        match self.meets {
+            true => Means::link(world, &self.device, self.num_sms).map_err(|error| self.unconnected(error)),
+            false => Ok(Means::Pull),
         }
-        let abort = Stream::new(&self.device, StreamPriority::Low).and_then(|stream| LinkAbort::new(&stream));
-        let abort = abort.map_err(|error| self.unconnected(error))?;
-        Ok(Means::Link { num_sms: self.num_sms, abort })
     }
 
     fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
@@ -230,7 +226,6 @@ impl Machine for CudaProcess {
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         let connect = || {
             let means = self.means(world, number)?;
-            let abort = means.iter().find_map(|(_, means)| means.abort());
             let (rendezvous, device) = (&self.rendezvous, &self.device);
             let level = |(level, means): (Level, Means)| {
                 let name = format!("{number} {}", level.name());
@@ -238,7 +233,7 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), abort)?;
+            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default())?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

@@ -32,7 +32,7 @@ use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
@@ -66,12 +66,13 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// What ends waits of a rank's kernels, where they wait.
-    pub(crate) fn abort(&self) -> Option<LinkAbort> {
-        match self {
-            Self::Link { abort, .. } => Some(abort.clone()),
-            Self::Pull | Self::Push | Self::Exchange(_) => None,
-        }
+    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
+    /// behind them.
+    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
+        let ended = abort.clone();
+        world.when_failed(move || ended.set());
+        Ok(Self::Link { num_sms, abort })
     }
 }
 
@@ -102,7 +103,6 @@ impl Payload for Part {
 pub struct CudaCollective {
     /// Among those of its transport.
     number: u64,
-    world: Arc<World>,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
@@ -125,17 +125,6 @@ impl CudaCollective {
             Work::Link(link) => link.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),
             Work::Pull(_) | Work::Push(_) => false,
-        }
-    }
-}
-
-impl Drop for CudaCollective {
-    fn drop(&mut self) {
-        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if let Work::Link(link) = &self.work
-            && self.world.has_failed()
-        {
-            link.abort();
         }
     }
 }
@@ -189,7 +178,6 @@ impl CudaTransport {
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(CudaCollective {
                 number: self.prepared.fetch_add(1, Ordering::Relaxed),
-                world: self.world.clone(),
                 collective: Arc::new(collective),
                 outputs,
                 ready: Mutex::new(None),
@@ -402,12 +390,10 @@ impl CudaTransport {
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            let error = self.world.fail(match error {
+            self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            });
-            call.backend.abort_links();
-            error
+            })
         })
     }
 }
