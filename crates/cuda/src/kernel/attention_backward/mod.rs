@@ -104,7 +104,8 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule = shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
+        let schedule =
+            shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,

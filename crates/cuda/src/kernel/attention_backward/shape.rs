@@ -106,7 +106,9 @@ impl BackwardShape {
         let config = match sums {
             DqSums::AsTheyCome => fast,
             DqSums::InOrder => TileScheduleConfig { blocks, order, ..fast },
-            DqSums::AcrossStages => TileScheduleConfig { tiles: TilePlacement::Aligned, blocks, order, ..fast },
+            DqSums::AcrossStages => {
+                TileScheduleConfig { tiles: TilePlacement::Aligned, blocks, order, ..fast }
+            }
         };
         TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
     }
