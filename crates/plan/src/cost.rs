@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::{PlanError, TileCosts};
+use crate::{PlanError, TileCosts, WorkerSharing};
 
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,6 +36,9 @@ pub struct CostModel {
     pub link: Link,
     /// Between nodes.
     pub network: Link,
+    /// What overlapping work takes from each other; without it, nothing.
+    #[serde(default)]
+    pub sharing: Option<WorkerSharing>,
     /// What attention kernels cost by the tiles that they walk; without it time is in proportion to unmasked pairs.
     #[serde(default)]
     pub tiles: Option<TileCosts>,
@@ -52,8 +55,17 @@ impl CostModel {
         launch_seconds: 5e-6,
         link: Link { alpha_seconds: 10e-6, bytes_per_second: 315e9 },
         network: Link { alpha_seconds: 60e-6, bytes_per_second: 45e9 },
+        sharing: None,
         tiles: Some(TileCosts::H200),
     };
+
+    /// Seconds of a product of `m x n x k`, without its launch.
+    pub fn matmul_seconds(&self, [m, n, k]: [usize; 3]) -> f64 {
+        match self.sharing {
+            Some(sharing) => sharing.matmul_seconds([m, n, k], self.matmul_flops_per_second),
+            None => 2.0 * m as f64 * n as f64 * k as f64 / self.matmul_flops_per_second,
+        }
+    }
 
     /// Whether times can be predicted with it.
     ///
@@ -91,6 +103,7 @@ impl CostModel {
                 });
             }
         }
+        self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
         self.tiles.map_or(Ok(()), |tiles| tiles.validate())
     }
 }

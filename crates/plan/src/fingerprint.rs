@@ -199,6 +199,8 @@ impl Words {
             launch_seconds,
             link,
             network,
+            // Decides no plan: it says how Programs of one are predicted.
+            sharing: _,
             tiles,
         } = *cost;
         for real in [

@@ -30,7 +30,9 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod wave_groups;
 mod work;
+mod worker_sharing;
 
 pub use attention_cost::{AttentionWork, TileCost, TileCosts};
 pub use bounds::TrafficBounds;
@@ -46,7 +48,7 @@ pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
-pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
@@ -55,11 +57,13 @@ pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
-    DqTurns, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection, TileMerge,
-    TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
-    TileStatistics, TurnSpan,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
+    TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
+    TileSplit, TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
+pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
+pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{CostModel, PlanError};
+use crate::{CostModel, PlanError, WorkerSharing};
 
 /// The version of the format. It changes with the meaning of a field, not when one is added.
 pub const PROFILE_VERSION: u32 = 1;
@@ -110,7 +110,7 @@ impl MachineProfile {
             machine: "NVIDIA H200".to_owned(),
             devices: 2,
             source: "built in: benches/runs/2026-11-22-h200-x2-whole".to_owned(),
-            cost: CostModel::H200,
+            cost: CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 },
             transports: Vec::new(),
             policies: Vec::new(),
         }
