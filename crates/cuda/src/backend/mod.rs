@@ -63,6 +63,8 @@ struct Rank {
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    /// What faults strike: the Program that runs, and how many runs there were.
+    program: Mutex<(String, u64)>,
 }
 
 /// Around an exchange on the device that ends when other ranks have come.
@@ -99,6 +101,7 @@ impl CudaBackend {
             missed_turns: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            program: Mutex::default(),
         })))
     }
 
@@ -131,6 +134,18 @@ impl CudaBackend {
         exec_error(self.0.rank, &place.to_string(), error)
     }
 
+    /// Lets injected faults strike an operation that is about to be enqueued on `stream`.
+    pub(crate) fn strike(&self, stream: &CudaStream, place: &OpPlace) -> Result<(), ExecError> {
+        let Rank { world, rank, program, .. } = &*self.0;
+        if world.config().faults.is_empty() {
+            return Ok(());
+        }
+        let (name, runs) = lock(program).clone();
+        // Those who wait for this rank meanwhile ask what it does.
+        stream.status().begin(place);
+        world.strike(*rank, &name, place, runs)
+    }
+
     /// Enqueues an operation; a failed world takes none.
     fn enqueue(
         &self,
@@ -139,6 +154,7 @@ impl CudaBackend {
         kind: SpanKind,
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
         self.0.device.bind().map_err(|error| self.error(place, error))?;
@@ -385,13 +401,17 @@ impl Backend for CudaBackend {
 
     fn begin_run(
         &self,
-        _program: &str,
+        program: &str,
         origin: Instant,
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
         barriers.iter().for_each(CudaBarrier::begin_run);
         signals.iter().for_each(CudaSignal::begin_run);
+        {
+            let mut current = lock(&self.0.program);
+            *current = (program.to_owned(), current.1 + 1);
+        }
         if self.timed() {
             let clock = self.0.clock.of_run(origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
@@ -419,6 +439,7 @@ impl Backend for CudaBackend {
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         event.record(stream.queue()).map_err(|error| self.error(place, error))
     }
@@ -444,6 +465,7 @@ impl Backend for CudaBackend {
         signal: &CudaSignal,
         value: u64,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         signal.raise(stream.queue(), value).map_err(|error| self.error(place, error))
     }
