@@ -7,6 +7,7 @@ mod clock;
 mod compute;
 mod cost;
 mod counters;
+mod exchange_marks;
 mod graph_run;
 mod linear;
 mod machine;
@@ -38,6 +39,7 @@ pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
+pub(crate) use exchange_marks::ExchangeMarks;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
@@ -65,18 +67,6 @@ struct Rank {
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
-}
-
-/// Around an exchange on the device that ends when other ranks have come.
-pub(crate) struct ExchangeMarks {
-    /// What it is of.
-    pub(crate) label: String,
-    /// Passed when it has begun.
-    pub(crate) begun: Event,
-    /// Passed when it has ended.
-    pub(crate) ended: Event,
-    /// The ranks that it needs.
-    pub(crate) peers: Vec<usize>,
 }
 
 impl CudaBackend {
@@ -174,19 +164,8 @@ impl CudaBackend {
             world.check()?;
             let waited = began.elapsed();
             if waited > limit {
-                let stall = match self.stuck_exchange() {
-                    Some(exchange) => {
-                        let suspect = world.suspect(&exchange.peers).unwrap_or(*rank);
-                        let awaited = Awaited {
-                            name: format!("rank {suspect}"),
-                            evidence: format!(
-                                "its exchange with ranks {:?} has begun and not ended",
-                                exchange.peers
-                            ),
-                            blocker: Some(Blocker::Rank(suspect)),
-                        };
-                        world.stalled(*rank, exchange.label.clone(), began, awaited)
-                    }
+                let stall = match self.exchange_under_way() {
+                    Some(exchange) => exchange.stalled(self, began),
                     None => {
                         let awaited = Awaited {
                             name: format!("stream {} of {:?}", stream.status().name, self.0.device),
@@ -216,14 +195,6 @@ impl CudaBackend {
     /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
     pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
         lock(&self.0.exchanges).push(exchange);
-    }
-
-    /// The exchange that has begun on the device and not ended, if there is one.
-    fn stuck_exchange(&self) -> Option<Arc<ExchangeMarks>> {
-        let is_stuck = |marks: &&Arc<ExchangeMarks>| {
-            matches!((marks.begun.is_done(), marks.ended.is_done()), (Ok(true), Ok(false)))
-        };
-        lock(&self.0.exchanges).iter().find(is_stuck).cloned()
     }
 
     /// Whether all ranks that kernels waited for have come.

@@ -186,13 +186,12 @@ impl CudaProcess {
     fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
         let (rank, key) = (self.rendezvous.rank(), format!("nccl {number}"));
         let host = self.nccl_host.as_deref();
-        if rank == 0 {
-            let meeting = NcclRank::meeting(host).map_err(|error| self.unconnected(error))?;
-            self.rendezvous.set(&key, &meeting)?;
-        }
-        let meeting = self.rendezvous.get(&key)?;
+        let own = match rank {
+            0 => NcclRank::meeting(host).map_err(|error| self.unconnected(error))?,
+            _ => Vec::new(),
+        };
         // Here a rank that never comes has a name.
-        self.rendezvous.barrier(&key)?;
+        let meeting = self.rendezvous.all_gather(&key, &own)?.swap_remove(0);
         let joined = NcclRank::join(&self.device, rank, &meeting, host, world, &self.sent);
         joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
     }
