@@ -64,7 +64,8 @@ impl Chains {
             weights[tile.number as usize] = *heaviest;
         }
         // Parts of a tile follow one another as they did.
-        tiles.sort_unstable_by_key(|tile| (Reverse(weights[tile.number as usize]), tile.number, tile.partial));
+        tiles
+            .sort_unstable_by_key(|tile| (Reverse(weights[tile.number as usize]), tile.number, tile.partial));
     }
 
     fn find(&mut self, number: u32) -> u32 {

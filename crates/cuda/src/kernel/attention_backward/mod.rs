@@ -104,7 +104,8 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule = shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
+        let schedule =
+            shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,
@@ -286,6 +287,7 @@ impl AttentionBackward {
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             ordered_from: if self.mode.continues_dq { 1 } else { 2 },
+            heads_at_a_time: heads_kv as u32,
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
             rows_q: rows_q as u32,
