@@ -187,6 +187,14 @@ pub(crate) enum CliError {
         /// Why.
         source: counterpoint_cuda::CudaError,
     },
+    /// A file does not hold a machine's profile.
+    #[error("{}: {source}", path.display())]
+    Profile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: counterpoint_plan::ProfileError,
+    },
     /// A plan cannot be made.
     #[error("{source}")]
     Plan {

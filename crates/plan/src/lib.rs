@@ -30,6 +30,7 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod transformer;
 mod wave_groups;
 mod work;
 mod worker_sharing;
@@ -62,6 +63,7 @@ pub use tile_schedule::{
     TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
+pub use transformer::{LayerLinear, TransformerSpec};
 pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
 pub use worker_sharing::WorkerSharing;
 

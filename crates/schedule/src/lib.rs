@@ -14,6 +14,7 @@ mod policy;
 mod program;
 mod simulate;
 mod timeline;
+mod transformer;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
@@ -28,4 +29,5 @@ pub use program::{
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};
+pub use transformer::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 pub use validate::ProgramError;

@@ -16,6 +16,7 @@ mod prediction;
 mod pytorch;
 mod rank_machine;
 mod selftest;
+mod simulate;
 mod solution;
 
 use counterpoint_cuda::collective_bench::BenchCollective;
@@ -39,6 +40,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::GroupReduce(arguments)) => {
             bench_collective::run(BenchCollective::GroupReduce, &arguments)
         }
+        Command::Simulate(command) => simulate::run(&command),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }
