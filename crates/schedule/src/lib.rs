@@ -18,7 +18,11 @@ mod transformer;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
-pub use linear::{WeightGradient, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient};
+pub use linear::{
+    ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL, SimulatedClock, WeightGradient,
+    lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_product, travel_seconds,
+};
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
 };

@@ -2,8 +2,8 @@
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    CostModel, DType, GroupFlow, LinearPlan, PassCosts, Plan, PlanConfig, PlanError, Topology,
-    TransformerSpec, WaveGroups,
+    CostModel, DType, GroupFlow, LinearPlan, LinkUse, PassCosts, Plan, PlanConfig, PlanError, ProductStart,
+    Topology, TransformerSpec, WaveGroups,
 };
 use thiserror::Error;
 
@@ -197,8 +197,18 @@ impl StepSpec {
             }
             let table = |each: f64| (0..=layers).map(|n| n as f64 * each).collect::<Vec<f64>>();
             let (product, travel) = (table(product), table(travel));
-            let costs =
-                PassCosts { flow, product, travel, back: Vec::new(), before: 0.0, after: 0.0, speed_beside };
+            let costs = PassCosts {
+                flow,
+                product,
+                travel,
+                back: Vec::new(),
+                before: 0.0,
+                after: 0.0,
+                join: 0.0,
+                starts: ProductStart::Free,
+                link: LinkUse::Shared,
+                speed_beside,
+            };
             costs.seconds(&vec![1; layers]) - costs.product[layers]
         };
         let sequential = self.policy.start == StartOrder::Sequential;
