@@ -65,7 +65,10 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
+pub use linear::{
+    CollectiveShape, LinearConfig, LinearInputs, LinearOutputs, LinearRun, MeasureError, MeasuredClock,
+    Repeats, run_linear, run_linear_on,
+};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]
