@@ -25,6 +25,7 @@
 mod arch;
 mod backend;
 pub mod bench;
+mod calibrate;
 pub mod collective_bench;
 mod compile;
 mod device;
@@ -48,6 +49,7 @@ pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
     GraphRun, Timing,
 };
+pub use calibrate::calibrate;
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,

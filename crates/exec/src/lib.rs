@@ -67,7 +67,7 @@ pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
     CollectiveShape, LinearConfig, LinearInputs, LinearOutputs, LinearRun, MeasureError, MeasuredClock,
-    Repeats, run_linear, run_linear_on,
+    Repeats, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

@@ -14,6 +14,7 @@ mod plan;
 mod planning;
 mod selftest;
 mod simulate;
+mod tune;
 mod usage;
 mod value;
 
@@ -36,8 +37,11 @@ pub(crate) use simulate::{
     SimulateAttentionArguments, SimulateCommand, SimulateLinearArguments, SimulateModelArguments,
     SimulationArguments,
 };
+pub(crate) use tune::{
+    BenchBandwidthArguments, RanksArguments, SearchArgument, TuneCommand, TuneGemmArguments,
+};
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
+pub(crate) use value::{DISPATCHES, OverlapChoice, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]
@@ -109,6 +113,17 @@ Examples:
     )]
     #[command(subcommand)]
     Simulate(SimulateCommand),
+    /// Find and keep the best overlap configuration of a shape on this machine
+    #[command(
+        subcommand_required = true,
+        arg_required_else_help = false,
+        after_help = "\
+Examples:
+  counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
+  counterpoint tune gemm --m 8k --n 8k --k 28672 --collective all-reduce --device cuda --search both"
+    )]
+    #[command(subcommand)]
+    Tune(TuneCommand),
     Selftest(SelftestArguments),
     Doctor(DoctorArguments),
 }

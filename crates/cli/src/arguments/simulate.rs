@@ -31,7 +31,7 @@ pub(crate) struct SimulationArguments {
         value_name = "POLICIES",
         value_delimiter = ',',
         default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine",
-        value_parser = value::overlap
+        value_parser = value::named_overlap
     )]
     pub(crate) overlap: Vec<OverlapPolicy>,
 

@@ -1,12 +1,14 @@
+use std::path::Path;
+
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, ExecError, RunConfig, calibrate, run_attention, run_attention_on,
 };
-use counterpoint_plan::{AttentionSpec, CostModel, Plan};
+use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan};
 
 use crate::arguments::Device;
-use crate::device;
 use crate::error::CliError;
+use crate::{device, profile};
 
 /// What `--device` names.
 pub(crate) enum RankMachine {
@@ -53,11 +55,27 @@ impl RankMachine {
         }
     }
 
-    /// What work costs on so many ranks of it: measured on CPUs, estimated on GPUs.
-    pub(crate) fn cost(&self, spec: &AttentionSpec, cp_size: usize) -> CostModel {
+    /// What it was measured to do: as the file says that was named, or on GPUs the one that was kept. The CPU's rates depend on
+    /// shapes so much that a command rather measures its own.
+    pub(crate) fn profile(&self, named: Option<&Path>) -> Result<Option<MachineProfile>, CliError> {
         match self {
-            Self::Cpu(_) => calibrate(spec, cp_size),
-            Self::Cuda(machine) => machine.estimated_cost(cp_size),
+            Self::Cpu(name) => profile::named(named, name),
+            Self::Cuda(_) => profile::of_machine(named, self.name()),
+        }
+    }
+
+    /// What work costs on so many ranks of it: as the profile says. Without one it is measured on CPUs, for these very shapes,
+    /// and estimated on GPUs.
+    pub(crate) fn cost(
+        &self,
+        spec: &AttentionSpec,
+        cp_size: usize,
+        profile: Option<&MachineProfile>,
+    ) -> CostModel {
+        let measured = profile.map(|profile| &profile.cost);
+        match self {
+            Self::Cpu(_) => measured.copied().unwrap_or_else(|| calibrate(spec, cp_size)),
+            Self::Cuda(machine) => machine.cost(measured, cp_size),
         }
     }
 

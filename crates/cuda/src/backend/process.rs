@@ -123,9 +123,10 @@ impl CudaProcess {
         self.transport
     }
 
-    /// What work costs: an estimate to plan with.
-    pub fn estimated_cost(&self) -> CostModel {
-        cost::estimate(self.device.sm_count(), self.sharing)
+    /// What work costs: as `measured` of this GPU, or else an estimate to plan with.
+    pub fn cost(&self, measured: Option<&CostModel>) -> CostModel {
+        let one = measured.copied().unwrap_or_else(|| cost::estimate(self.device.sm_count()));
+        cost::shared(one, self.sharing)
     }
 
     /// What moves this rank's rows.

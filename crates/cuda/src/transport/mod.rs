@@ -293,8 +293,10 @@ impl CudaTransport {
         backend.device().bind()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        if let Some(barrier) = barrier {
-            barrier.arrive(queue)?;
+        // Kernels that meet by themselves say themselves when they have started.
+        match barrier {
+            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
+            _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let pattern = &collective.collective.pattern;

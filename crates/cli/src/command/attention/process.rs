@@ -22,7 +22,7 @@ use crate::arguments::{AttentionArguments, Device};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument};
+use crate::{console, device, mask_argument, profile};
 
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
 pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
@@ -131,7 +131,7 @@ impl Rank<'_> {
         link: Option<SlowLink>,
     ) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let margin = arguments.run.overlap.sm_margin();
+        let margin = arguments.run.overlap.policy().sm_margin();
         let config = run_config(arguments, link);
         if let ProcessMachine::Cuda(machine) = machine {
             return run_attention_ranks(&machine, problem, &config, vec![inputs]);
@@ -163,9 +163,16 @@ impl Rank<'_> {
     /// As rank 0 measures it: equal plans need equal costs.
     fn cost(&self, machine: &ProcessMachine, spec: &AttentionSpec) -> Result<CostModel, CliError> {
         let measure = || {
+            let named = self.arguments.planning.profile.as_deref();
             let cost = match machine {
-                ProcessMachine::Cpu => calibrate(spec, self.arguments.cp_size),
-                ProcessMachine::Cuda(machine) => machine.estimated_cost(),
+                ProcessMachine::Cpu => {
+                    let named = profile::named(named, &device::cpu_name())?;
+                    named.map_or_else(|| calibrate(spec, self.arguments.cp_size), |profile| profile.cost)
+                }
+                ProcessMachine::Cuda(machine) => {
+                    let profile = profile::of_machine(named, &machine.device().properties().name)?;
+                    machine.cost(profile.as_ref().map(|profile| &profile.cost))
+                }
             };
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };

@@ -7,9 +7,11 @@ use counterpoint_exec::{
     AttentionInputs, AttentionRun, CheckReport, Pass, RunConfig, Sample, check_sample, random_inputs,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, PlanConfig, RankPlan, Topology};
-use counterpoint_report::{BenchRow, Rate, Statistics};
-use counterpoint_schedule::{GradientReduction, Timeline};
+use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, RankPlan, Topology};
+use counterpoint_report::{
+    BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_ratio, format_seconds,
+};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, Timeline};
 use serde_json::json;
 
 use self::sizes::Sizes;
@@ -21,6 +23,8 @@ use super::solution::Solution;
 use crate::arguments::{BenchCpArguments, BenchMask, dtype_name};
 use crate::console;
 use crate::error::CliError;
+use crate::output::Outputs;
+use crate::profile;
 use crate::progress::Progress;
 
 /// Rows and keys that are compared with the definition, in f64.
@@ -32,10 +36,13 @@ const WARM_UPS: usize = 3;
 pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
     let ranks = RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?;
     let sizes = Sizes::of(arguments, ranks.gpus());
+    let outputs = Outputs::check(&[("--trace", arguments.trace.as_deref())], &[])?;
     console::note_development_build();
     let mut wrong = Vec::new();
+    let mut traced = Vec::new();
     for &tokens in &sizes.tokens {
-        let section = Bench::new(arguments, &ranks, &sizes, tokens)?.measure(&arguments.masks)?;
+        let bench = Bench::new(arguments, &ranks, &sizes, tokens)?;
+        let section = bench.measure(&arguments.masks, &mut traced)?;
         if arguments.json {
             section.rows.iter().try_for_each(console::print_json)?;
         } else {
@@ -43,6 +50,7 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
         }
         wrong.extend(section.wrong);
     }
+    outputs.write(|_| Ok(trace(&traced).into_bytes()))?;
     if let Some(names) = &arguments.peers {
         peers::run(names, arguments, &sizes)?;
     }
@@ -54,6 +62,24 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
     })
 }
 
+/// The last run of a row.
+struct Traced {
+    name: String,
+    measured: Timeline,
+    predicted: Option<Timeline>,
+}
+
+fn trace(rows: &[Traced]) -> String {
+    let sections: Vec<TraceSection<'_>> = rows
+        .iter()
+        .map(|row| TraceSection {
+            name: &row.name,
+            timelines: TimelinePair { predicted: row.predicted.as_ref(), measured: Some(&row.measured) },
+        })
+        .collect();
+    chrome_trace(&sections)
+}
+
 /// One number of tokens, with its tensors.
 struct Bench<'a> {
     arguments: &'a BenchCpArguments,
@@ -62,6 +88,8 @@ struct Bench<'a> {
     tokens: usize,
     spec: AttentionSpec,
     inputs: AttentionInputs,
+    profile: Option<MachineProfile>,
+    policy: OverlapPolicy,
 }
 
 impl<'a> Bench<'a> {
@@ -88,16 +116,18 @@ impl<'a> Bench<'a> {
         // Inputs do not depend on the mask; they need one for its length.
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
-        Ok(Self { arguments, ranks, cp_size: sizes.cp_size, tokens, spec, inputs })
+        let profile = ranks.profile(arguments.planning.profile.as_deref())?;
+        let policy = profile::policy(arguments.overlap, profile.as_ref())?;
+        Ok(Self { arguments, ranks, cp_size: sizes.cp_size, tokens, spec, inputs, profile, policy })
     }
 
-    fn measure(&self, masks: &[BenchMask]) -> Result<Section, CliError> {
+    fn measure(&self, masks: &[BenchMask], traced: &mut Vec<Traced>) -> Result<Section, CliError> {
         let mut section = Section {
             title: format!(
                 "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
                 self.tokens,
                 self.ranks.name(),
-                self.arguments.overlap
+                self.policy
             ),
             rows: Vec::new(),
             findings: Vec::new(),
@@ -115,6 +145,10 @@ impl<'a> Bench<'a> {
                 for (row, detail, check) in rows.into_iter().flatten() {
                     section.add(row, detail, check);
                 }
+                if let Some((finding, timelines)) = together.finding(self, name, pass) {
+                    section.findings.push(finding);
+                    traced.extend(self.arguments.trace.is_some().then_some(timelines));
+                }
             }
         }
         Ok(section)
@@ -128,7 +162,7 @@ impl<'a> Bench<'a> {
             dispatch: planning.dispatch,
             stages: planning.stages,
             topology: Topology::flat(cp_size),
-            cost: self.ranks.cost(&self.spec, cp_size),
+            cost: self.ranks.cost(&self.spec, cp_size, self.profile.as_ref()),
         };
         let solution = Solution::solve(mask, &self.spec, &config)?;
         let reduction = match self.arguments.deterministic {
@@ -136,7 +170,7 @@ impl<'a> Bench<'a> {
             false => GradientReduction::PerStage,
         };
         let backward = self.inputs.dout.as_ref().map(|_| reduction);
-        let policy = self.arguments.overlap;
+        let policy = self.policy;
         let predicted = Prediction::of(&solution.plan, &self.spec, policy, backward, &config)?;
         let run_config = RunConfig {
             policy,
@@ -213,7 +247,7 @@ impl Case {
             "heads_q": bench.spec.heads_q,
             "heads_kv": bench.spec.heads_kv,
             "head_dim": bench.spec.head_dim,
-            "overlap": bench.arguments.overlap.to_string(),
+            "overlap": bench.policy.to_string(),
             "deterministic": bench.arguments.deterministic,
             "chunk_size": plan.k_dispatch.chunk_size(),
             // Stage 0 is the local work.
@@ -227,6 +261,31 @@ impl Case {
             "scaling": scaling,
         });
         Some((row, detail, &self.check))
+    }
+
+    /// What to read from one pass, and its timelines.
+    fn finding(&self, bench: &Bench<'_>, mask: BenchMask, pass: Pass) -> Option<(String, Traced)> {
+        let (seconds, measured, predicted) = self.pass(pass)?;
+        let median = Statistics::of(seconds)?.median;
+        let key = if pass == Pass::Forward { "forward" } else { "backward" };
+        let name = format!("{} {key}, {} tokens a rank", bench_mask::name(mask), bench.tokens);
+        let rank = &self.solution.plan.ranks[0];
+        let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
+        let predicted_seconds = predicted.map(Timeline::duration);
+        let told = predicted_seconds.map_or_else(String::new, |predicted| {
+            let ratio = format_ratio(median / predicted);
+            format!(", predicted {} (measured {ratio})", format_seconds(predicted))
+        });
+        let overlap = measured.overlap();
+        let hidden =
+            overlap.efficiency.map_or_else(String::new, |share| format!(", {:.0} % hidden", 100.0 * share));
+        let stages = console::count(stages, "remote stage");
+        let communication = format_seconds(overlap.communication_seconds);
+        let finding = format!(
+            "{name}: {}{told}; {stages}, communication {communication}{hidden}",
+            format_seconds(median)
+        );
+        Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
     }
 
     /// Seconds, the timeline of the last run and the predicted one.

@@ -37,7 +37,11 @@ impl Setting {
             &[("--trace", arguments.trace.as_deref()), ("--report", arguments.report.as_deref())],
             &[("--profile", arguments.profile.as_deref())],
         )?;
-        Ok(Self { profile: profile::load(arguments.profile.as_deref())?, outputs })
+        let profile = match &arguments.profile {
+            Some(path) => profile::read(path)?,
+            None => MachineProfile::h200(),
+        };
+        Ok(Self { profile, outputs })
     }
 }
 
@@ -56,7 +60,11 @@ struct Predicted {
 
 impl Predicted {
     fn new(title: &str, profile: &MachineProfile, columns: Vec<Column>) -> Self {
-        let setup = vec![("machine".to_owned(), profile.machine.clone())];
+        let shared = match profile.cost.sharing {
+            Some(sharing) => format!("{}, {} of them to communicate", sharing.workers, sharing.communication),
+            None => "not shared".to_owned(),
+        };
+        let setup = vec![("machine".to_owned(), profile.machine.clone()), ("workers".to_owned(), shared)];
         Self {
             title: title.to_owned(),
             setup,
