@@ -75,7 +75,9 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
         store_relaxed_system(&call.fault->wanted, wanted);
         store_release_system(&call.fault->set, 1);
       }
-      if (late || load_relaxed_system(call.abort) != 0) return false;
+      // Once a wait has given up, launches behind it must not each wait as long again.
+      const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
+      if (given_up || load_relaxed_system(call.abort) != 0) return false;
     }
     seen = load_acquire_system(word);
   }

@@ -65,4 +65,7 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
-pub use transport::{CudaCollective, CudaMeeting, CudaTransport, TransportKind};
+pub use transport::{
+    CudaCollective, CudaMeeting, CudaTransport, LevelledCollective, LevelledMeeting, LevelledTransport,
+    TransportKind,
+};

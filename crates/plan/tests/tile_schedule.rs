@@ -217,11 +217,11 @@ fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
 fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<std::ops::Range<i32>> {
     let forward = schedule.config().direction == TileDirection::Forward;
     let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
-        [] => vec![run.start..run.end],
+        [] => std::iter::once(run.start..run.end).collect(),
         bounds => bounds
             .iter()
             .map(|bound| if forward { bound.k_start..bound.k_end } else { bound.q_start..bound.q_end })
-            .collect(),
+            .collect::<Vec<_>>(),
     });
     rows.collect()
 }

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use clap::Args;
 use counterpoint_cuda::TransportKind;
 
-use super::{BenchMask, Device, OverlapChoice, PlanningArguments, value};
+use super::{BenchMask, Device, Exchange, OverlapChoice, PlanningArguments, value};
 
 /// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
 #[derive(Debug, Args)]
@@ -31,6 +31,14 @@ pub(crate) struct BenchCpArguments {
     /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
     #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: Option<usize>,
+
+    /// Nodes that the ranks are spread over, evenly
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) nodes: usize,
+
+    /// How rows cross between several nodes
+    #[arg(long, value_enum, default_value_t = Exchange::TwoLevel)]
+    pub(crate) exchange: Exchange,
 
     /// Masks
     #[arg(

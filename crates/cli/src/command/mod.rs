@@ -10,6 +10,7 @@ mod bench_mask;
 mod bench_plan;
 mod comparison;
 mod doctor;
+mod launched;
 mod mask;
 mod nodes;
 mod plan;

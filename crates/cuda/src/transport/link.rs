@@ -109,11 +109,6 @@ impl LinkWork {
     pub(super) fn mailbox(&self) -> DeviceBuffer {
         self.end.mailbox().clone()
     }
-
-    /// Lets this rank's kernels end.
-    pub(super) fn abort(&self) {
-        self.abort.set();
-    }
 }
 
 impl CudaTransport {

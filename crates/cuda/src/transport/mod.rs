@@ -13,6 +13,7 @@
 mod copies;
 mod exchange;
 mod kind;
+mod levels;
 mod link;
 mod process;
 mod pull;
@@ -31,9 +32,11 @@ use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 pub use kind::TransportKind;
+pub(crate) use levels::Level;
+pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
 use process::PeerProcesses;
 
@@ -63,12 +66,13 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// What ends waits of a rank's kernels, where they wait.
-    pub(crate) fn abort(&self) -> Option<LinkAbort> {
-        match self {
-            Self::Link { abort, .. } => Some(abort.clone()),
-            Self::Pull | Self::Push | Self::Exchange(_) => None,
-        }
+    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
+    /// behind them.
+    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
+        let ended = abort.clone();
+        world.when_failed(move || ended.set());
+        Ok(Self::Link { num_sms, abort })
     }
 }
 
@@ -99,7 +103,6 @@ impl Payload for Part {
 pub struct CudaCollective {
     /// Among those of its transport.
     number: u64,
-    world: Arc<World>,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
@@ -126,17 +129,6 @@ impl CudaCollective {
     }
 }
 
-impl Drop for CudaCollective {
-    fn drop(&mut self) {
-        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if let Work::Link(link) = &self.work
-            && self.world.has_failed()
-        {
-            link.abort();
-        }
-    }
-}
-
 impl CudaTransport {
     /// A transport for every rank of `world`, the first on the first of `devices` and by the first of `means`.
     pub(crate) fn connect(
@@ -153,15 +145,15 @@ impl CudaTransport {
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
 
-    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `number`.
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
     pub(crate) fn connect_process(
         rendezvous: &Rendezvous,
         world: &Arc<World>,
         device: &Device,
-        number: u64,
+        name: &str,
         means: Means,
     ) -> Result<Self, ExecError> {
-        let peers = PeerProcesses::connect(rendezvous, world, device, number)?;
+        let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
@@ -186,7 +178,6 @@ impl CudaTransport {
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(CudaCollective {
                 number: self.prepared.fetch_add(1, Ordering::Relaxed),
-                world: self.world.clone(),
                 collective: Arc::new(collective),
                 outputs,
                 ready: Mutex::new(None),
@@ -401,12 +392,10 @@ impl CudaTransport {
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            let error = self.world.fail(match error {
+            self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            });
-            call.backend.abort_links();
-            error
+            })
         })
     }
 }

@@ -3,8 +3,7 @@ mod result;
 mod tensors;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Launch, RunConfig, SlowLink, available_memory, check_attention,
-    reference_bytes,
+    AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, check_attention, reference_bytes,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
@@ -12,6 +11,7 @@ use counterpoint_schedule::GradientReduction;
 
 use self::result::AttentionResult;
 use self::tensors::Tensors;
+use super::launched::launch;
 use super::nodes::{slow_link, topology};
 use super::prediction::Prediction;
 use super::rank_machine::RankMachine;
@@ -29,7 +29,7 @@ pub(crate) fn run(mut arguments: AttentionArguments) -> Result<(), CliError> {
         let fastest = profile::policy(arguments.run.overlap, profile.as_ref())?;
         arguments.run.overlap = OverlapChoice::Named(fastest);
     }
-    match Launch::from_environment().map_err(|error| CliError::Run { source: error.into() })? {
+    match launch()? {
         None => run_all(&arguments),
         Some(launch) => process::run(&launch, &arguments),
     }
@@ -57,6 +57,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     let run = machine
         .run(&solution.plan, &spec, &inputs, &run_config(arguments, slow_link))
         .map_err(|source| CliError::Run { source })?;
+    let Some(run) = run else { return Ok(()) };
     let has_unused_dout = tensors.has_unused_dout();
     let ended = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
     ended.conclude(&outputs, progress, || Ok(inputs))
