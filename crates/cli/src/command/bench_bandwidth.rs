@@ -5,7 +5,7 @@ use counterpoint_report::{Column, Statistics, format_bytes, format_gbps, format_
 use serde_json::json;
 
 use super::rank_machine::RankMachine;
-use super::tune::{dtype, repeats, tp_size};
+use super::tune::{dtype, only_threads, repeats, tp_size};
 use crate::arguments::{BenchBandwidthArguments, dtype_name};
 use crate::console;
 use crate::error::CliError;
@@ -28,6 +28,7 @@ pub(crate) fn run(arguments: &BenchBandwidthArguments) -> Result<(), CliError> {
             measure(&machine, name, tp_size, arguments)
         }
         RankMachine::Cuda(machine) => measure(machine, ranks.name(), tp_size, arguments),
+        RankMachine::Process(_) => Err(only_threads()),
     }
 }
 

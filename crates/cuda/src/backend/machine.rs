@@ -1,8 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::DType;
-use counterpoint_plan::WorkerSharing;
+use counterpoint_plan::{DType, WorkerSharing};
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};

@@ -40,6 +40,7 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
             tuning.search(&machine)?
         }
         RankMachine::Cuda(machine) => tuning.search(machine)?,
+        RankMachine::Process(_) => return Err(only_threads()),
     };
     let kept = found.kept(ranks.name());
     if let Some(kept) = kept {
@@ -47,6 +48,12 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
         file.write()?;
     }
     found.tell(&tuning, ranks.name(), &file)
+}
+
+/// What is timed here are ranks of one process.
+pub(in crate::command) fn only_threads() -> CliError {
+    let message = "ranks that are processes are not timed by this command; start it without a launcher";
+    CliError::Usage { message: message.to_owned() }
 }
 
 /// Ranks that were asked for, or as many as there are GPUs; at least two.

@@ -2,7 +2,7 @@
 
 mod gemm;
 
-pub(super) use gemm::{dtype, repeats, tp_size};
+pub(super) use gemm::{dtype, only_threads, repeats, tp_size};
 
 use crate::arguments::TuneCommand;
 use crate::error::CliError;
