@@ -40,6 +40,7 @@ use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -63,6 +64,8 @@ struct Rank {
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    /// Multiprocessors of communication and of computation, where the policy parts them.
+    partition: Mutex<Option<Arc<Partition>>>,
 }
 
 /// Around an exchange on the device that ends when other ranks have come.
@@ -99,6 +102,7 @@ impl CudaBackend {
             missed_turns: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            partition: Mutex::default(),
         })))
     }
 
@@ -255,9 +259,6 @@ impl CudaBackend {
 /// the launchers' business; `connections` is what the driver was told.
 fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
     match policy {
-        OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
-            Err("this backend does not partition a GPU; use sm-margin=N")
-        }
         OverlapPolicy { mover: Mover::CopyEngine, .. } => {
             Err("this transport moves rows by kernels; leave copy-engine out")
         }
@@ -300,9 +301,21 @@ impl Backend for CudaBackend {
     }
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        policy_check(policy, crate::environment::max_connections().as_deref()).map_err(|reason| {
-            ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason: reason.to_owned() }
-        })
+        let refused = |reason| ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason };
+        policy_check(policy, crate::environment::max_connections().as_deref())
+            .map_err(|reason| refused(reason.to_owned()))?;
+        *lock(&self.0.partition) = match policy.workers {
+            WorkerShare::Common | WorkerShare::Margin(_) => None,
+            WorkerShare::Partition(workers) => {
+                let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
+                let hint = "use sm-margin=N";
+                Some(Arc::new(
+                    partition
+                        .map_err(|error| refused(format!("this GPU cannot be parted ({error}); {hint}")))?,
+                ))
+            }
+        };
+        Ok(())
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -357,12 +370,15 @@ impl Backend for CudaBackend {
     }
 
     fn create_stream(&self, spec: &StreamSpec) -> Result<CudaStream, ExecError> {
-        let priority = match spec.kind {
-            StreamKind::Compute => StreamPriority::Low,
-            StreamKind::Communication => StreamPriority::High,
+        let (part, priority) = match spec.kind {
+            StreamKind::Compute => (Part::Computation, StreamPriority::Low),
+            StreamKind::Communication => (Part::Communication, StreamPriority::High),
         };
-        let stream = Stream::new(&self.0.device, priority)
-            .map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
+        let stream = match &*lock(&self.0.partition) {
+            Some(partition) => Stream::on(partition, &self.0.device, part),
+            None => Stream::new(&self.0.device, priority),
+        };
+        let stream = stream.map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
         let status = self.0.world.register_stream(self.0.rank, &spec.name, spec.kind);
         Ok(CudaStream::new(stream, status))
     }
@@ -484,16 +500,13 @@ mod tests {
     #[test]
     fn policies_that_cannot_be_followed_are_refused() {
         let check = |policy: &str, connections| policy_check(&policy.parse().unwrap(), connections);
-        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8"] {
+        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8", "partition=8"] {
             assert_eq!(check(policy, None), Ok(()));
         }
         assert_eq!(check("single-connection", Some("1")), Ok(()));
-        for (policy, connections) in [
-            ("single-connection", None),
-            ("single-connection", Some("8")),
-            ("partition=8", None),
-            ("copy-engine", None),
-        ] {
+        for (policy, connections) in
+            [("single-connection", None), ("single-connection", Some("8")), ("copy-engine", None)]
+        {
             assert!(check(policy, connections).is_err(), "{policy}");
         }
     }
