@@ -61,7 +61,8 @@ fn a_step_of_a_model_on_thousands_of_ranks() {
 #[test]
 fn attention_on_two_levels() {
     let folder = Folder::new();
-    let line = "simulate attention --mask causal:32k --cp-size 16 --heads-q 16 --heads-kv 4 --dtype bf16 --json";
+    let line =
+        "simulate attention --mask causal:32k --cp-size 16 --heads-q 16 --heads-kv 4 --dtype bf16 --json";
     let near = folder.run(&format!("{line} --ranks-per-node 16")).ok().json();
     let far = folder.run(&format!("{line} --ranks-per-node 2")).ok().json();
     let communication = |document: &Value| rows(document)[0]["communication_seconds"].as_f64().unwrap();
@@ -75,7 +76,8 @@ fn a_profile_decides_and_a_wrong_one_is_refused() {
     let cost = r#"{"forward_flops_per_second": 1e14, "backward_flops_per_second": 1e14, "matmul_flops_per_second": 1e14,
         "memory_bytes_per_second": 1e12, "launch_seconds": 1e-6,
         "link": {"alpha_seconds": 1e-6, "bytes_per_second": 1e11}, "network": {"alpha_seconds": 1e-6, "bytes_per_second": 1e10}}"#;
-    folder.write("slow.json", format!(r#"{{"version": 1, "machine": "Slow", "devices": 2, "cost": {cost}}}"#));
+    folder
+        .write("slow.json", format!(r#"{{"version": 1, "machine": "Slow", "devices": 2, "cost": {cost}}}"#));
     let document = folder.run(&format!("{LINEAR} --tp-size 8 --profile slow.json --json")).ok().json();
     assert_eq!(document["setup"]["machine"], "Slow");
     // 2 x 8192 x 28672 x 8192 / 8 operations at 1e14 a second.

@@ -5,7 +5,8 @@ mod support;
 use serde_json::Value;
 use support::Folder;
 
-const SHAPE: &str = "tune gemm --m 64 --n 32 --k 32 --tp-size 2 --iterations 1 --warmups 0 --plans plans.json --json";
+const SHAPE: &str =
+    "tune gemm --m 64 --n 32 --k 32 --tp-size 2 --iterations 1 --warmups 0 --plans plans.json --json";
 
 /// Every search and collective; what is found is kept, one plan for a shape.
 #[test]
@@ -19,7 +20,8 @@ fn what_is_found_is_kept() {
         let searches = document["searches"].as_array().unwrap();
         assert_eq!(searches.len(), if search == "both" { 2 } else { 1 });
         for found in searches {
-            let rows: u64 = found["groups"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).sum();
+            let rows: u64 =
+                found["groups"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).sum();
             assert_eq!(rows, 32, "{found}");
             assert!(found["measured_seconds"].as_f64().unwrap() > 0.0);
         }
@@ -58,7 +60,8 @@ fn plans_that_cannot_be_trusted_are_left_alone() {
     folder.write("plans.json", format!(r#"{{"version": 1, "plans": [{plan}]}}"#));
     folder.refuses(&line, &["plans.json", "plan 0", "16", "32"]);
     // Another machine's plans stay beside this one's.
-    folder.write("plans.json", format!(r#"{{"version": 1, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
+    folder
+        .write("plans.json", format!(r#"{{"version": 1, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
     folder.run(&line).ok();
     let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
     assert_eq!(file["plans"].as_array().unwrap().len(), 2);
@@ -69,7 +72,10 @@ fn bad_requests_are_refused() {
     let folder = Folder::new();
     folder.refuses(&format!("{SHAPE} --collective all-gather --n 33"), &["out_features", "33", "2 ranks"]);
     folder.refuses(&format!("{SHAPE} --collective all-to-all"), &["all-to-all", "reduce-scatter"]);
-    folder.refuses("tune gemm --m 8 --n 8 --k 8 --collective all-reduce --tp-size 1", &["--tp-size", "at least 2"]);
+    folder.refuses(
+        "tune gemm --m 8 --n 8 --k 8 --collective all-reduce --tp-size 1",
+        &["--tp-size", "at least 2"],
+    );
     let many = format!("{SHAPE} --collective all-gather --search exhaustive --waves 20");
     folder.refuses(&many, &["--waves", "at most 12"]);
     folder.refuses("bench bandwidth -b 4M -e 1M", &["--min-bytes", "--max-bytes"]);
@@ -81,7 +87,8 @@ fn bad_requests_are_refused() {
 #[test]
 fn bandwidth_over_sizes() {
     let folder = Folder::new();
-    let ran = folder.run("bench bandwidth -b 16K -e 1M -f 8 --tp-size 4 --iterations 2 --warmups 0 --json").ok();
+    let ran =
+        folder.run("bench bandwidth -b 16K -e 1M -f 8 --tp-size 4 --iterations 2 --warmups 0 --json").ok();
     let rows: Vec<Value> = ran.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(rows.len(), 9);
     for row in &rows {
@@ -90,7 +97,8 @@ fn bandwidth_over_sizes() {
         assert!(alg > 0.0 && (bus / alg - factor).abs() < 1e-9, "{row}");
     }
     // An imitated link of 0.1 GB/s carries no more.
-    let ran = folder.run("bench bandwidth -b 1M -e 1M --tp-size 2 --slow-link 0,0.1 --iterations 2 --json").ok();
+    let ran =
+        folder.run("bench bandwidth -b 1M -e 1M --tp-size 2 --slow-link 0,0.1 --iterations 2 --json").ok();
     for line in ran.stdout.lines() {
         let row: Value = serde_json::from_str(line).unwrap();
         let bus = row["busbw"].as_f64().unwrap();

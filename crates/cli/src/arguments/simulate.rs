@@ -17,10 +17,6 @@ pub(crate) enum SimulateCommand {
 /// What every prediction is made with.
 #[derive(Debug, Args)]
 pub(crate) struct SimulationArguments {
-    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) profile: Option<PathBuf>,
-
     /// Ranks of one NVLink domain; beyond it is the network
     #[arg(long, value_name = "N", default_value = "8", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) ranks_per_node: usize,
@@ -116,6 +112,10 @@ pub(crate) struct SimulateLinearArguments {
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
     pub(crate) dtype: DType,
 
+    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
+
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
 }
@@ -156,6 +156,10 @@ pub(crate) struct SimulateModelArguments {
     /// Sequences of a replica between two updates
     #[arg(long, value_name = "N", default_value = "4", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) microbatches: usize,
+
+    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
 
     /// Groups of every linear layer: auto, or a number of equal ones
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]

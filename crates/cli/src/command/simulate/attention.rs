@@ -11,7 +11,7 @@ use crate::mask_argument;
 use crate::progress::Progress;
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
-    let setting = Setting::of(&arguments.simulation)?;
+    let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
     let spec = attention_spec(&arguments.shape)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let cp_size = arguments.cp_size;

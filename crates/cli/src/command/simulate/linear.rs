@@ -8,7 +8,7 @@ use crate::arguments::{SimulateLinearArguments, dtype_name};
 use crate::error::CliError;
 
 pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
-    let setting = Setting::of(&arguments.simulation)?;
+    let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;
     let spec = LinearSpec {
         kind: arguments.kind.into(),

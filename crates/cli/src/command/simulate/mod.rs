@@ -4,6 +4,8 @@ mod attention;
 mod linear;
 mod model;
 
+use std::path::Path;
+
 use counterpoint_plan::MachineProfile;
 use counterpoint_report::{
     Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, format_seconds, table,
@@ -32,12 +34,13 @@ struct Setting {
 }
 
 impl Setting {
-    fn of(arguments: &SimulationArguments) -> Result<Self, CliError> {
+    /// Of the machine in a file, or the H200 that is built in.
+    fn of(arguments: &SimulationArguments, profile: Option<&Path>) -> Result<Self, CliError> {
         let outputs = Outputs::check(
             &[("--trace", arguments.trace.as_deref()), ("--report", arguments.report.as_deref())],
-            &[("--profile", arguments.profile.as_deref())],
+            &[("--profile", profile)],
         )?;
-        let profile = match &arguments.profile {
+        let profile = match profile {
             Some(path) => profile::read(path)?,
             None => MachineProfile::h200(),
         };

@@ -10,7 +10,7 @@ use crate::error::CliError;
 use crate::progress::Progress;
 
 pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
-    let setting = Setting::of(&arguments.simulation)?;
+    let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;
     let model = arguments.model;
     let expression = format!("causal:{}", arguments.tokens);
