@@ -24,6 +24,8 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
   shared.steps[count % kSteps] = walk.next;
   walk.count = count + 1;
+  // Every thread that adds leaves at a step of its own.
+  if (flags & kExit && kAdders > 1) shared.steps[(count + 1) % kSteps].flags = kExit;
   if (flags & (kExit | kEmpty)) {
     mbarrier_arrive(full_q);
     mbarrier_arrive(full_dout);
@@ -111,14 +113,21 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
     mbarrier_wait(&shared.full_ds[slot], parity_of(count));
     const u32 flags = uniform_load(&shared.steps[count % kSteps].flags);
-    if (flags & (kExit | kEmpty)) {
-      // The adding thread leaves at the first part of the last step.
-      for (u32 part = 0; part < (flags & kExit ? 1 : kParts); ++part) {
+    if (flags & kExit) {
+      // Threads that add leave at the first part of a step.
+      for (u32 adder = 0; adder < kAdders; ++adder) {
+        const u32 buffer = dq_slot_of(count + adder, 0);
+        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count + adder, 0) ^ 1);
+        if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
+      }
+      break;
+    }
+    if (flags & kEmpty) {
+      for (u32 part = 0; part < kParts; ++part) {
         const u32 buffer = dq_slot_of(count, part);
         mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
         if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
       }
-      if (flags & kExit) break;
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       continue;
     }

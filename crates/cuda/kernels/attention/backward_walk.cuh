@@ -37,6 +37,7 @@ constexpr u32 kKeyRegisters = 208;
 constexpr u32 kQueryRegisters = 64;
 constexpr u32 kLoadRegisters = 32;
 constexpr u32 kItemClasses = 16;
+constexpr u32 kAdders = DETERMINISTIC ? 2 : 1;  // threads that add to dq, block by block in turn
 constexpr bool kSoftcap = SOFTCAP != 0;
 constexpr bool kDeterministic = DETERMINISTIC != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
@@ -50,7 +51,7 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
-  u32 turn;  // how many add to these rows before, where turns are taken
+  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them
   u32 run_begin, run_end;  // of the item
 };
 
@@ -94,8 +95,10 @@ struct AttentionBackwardArguments {
   u32* queue;                  // two words, zero before the first launch; each launch leaves them zero
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
-  u32* turns;                  // [blocks of rows, heads_q], zero before each launch: how many have added
+  u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
+  u32 ordered_from;            // turns before this one need not be waited for
+  u32 heads_at_a_time;         // key heads, see Walk
   u32 num_tiles;
   u32 rounds;  // slabs that will be summed, of all heads
   u32 rows_q;
@@ -133,15 +136,18 @@ __device__ __forceinline__ u32 dq_parity_of(u32 count, u32 part) { return (count
 // The parity of the round of K's and V's buffers in which a step's item uses them.
 __device__ __forceinline__ u32 item_parity_of(u32 flags) { return flags & kOdd ? 1 : 0; }
 
-// How many others add to the block of rows from `row` on before the tile of this number does.
-__device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params, i32 row, u32 tile) {
-  const u32 block = u32(row) / kRows;
+// Tells the step the turn of the tile of this number among those that add to its block of rows.
+__device__ __forceinline__ void find_turn(const AttentionBackwardArguments& params, Step& step, u32 tile) {
+  const u32 block = u32(step.row) / kRows;
   const u32 end = __ldg(params.turn_begins + block + 1);
   for (u32 i = __ldg(params.turn_begins + block); i < end; ++i) {
     const uint4 span = __ldg(reinterpret_cast<const uint4*>(params.turn_spans + i));
-    if (tile < span.y) return span.z + tile - span.x;
+    if (tile < span.y) {
+      step.turn = span.z + tile - span.x;
+      step.counter = span.w;
+      return;
+    }
   }
-  return 0;
 }
 
 // The walk over items and blocks. Only the loading thread uses it; it lies in shared memory because that thread's
@@ -149,7 +155,9 @@ __device__ __forceinline__ u32 turn_of(const AttentionBackwardArguments& params,
 //
 // Tiles come in classes of similar work, the heaviest first. Within a class the queue goes head by head, so that CTAs
 // that run together read the same rows; and class by class, so that the last items are short ones and CTAs finish
-// together.
+// together. Where additions take turns, the queue goes tile by tile, all heads of each: the longer before a tile the one
+// that it follows has started, the less it waits. An item is asked for only when it is to be opened: a CTA that held one while
+// it is busy would have others wait, for their turns or for it to finish last.
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
@@ -163,7 +171,6 @@ struct Walk {
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
   Step next;               // what the next call of advance() announces
-  u32 ticket;              // the item after this one, asked for early because the queue is far away
   u32 run;                 // runs are walked backwards
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
@@ -176,7 +183,6 @@ struct Walk {
 
   __device__ __forceinline__ void begin(const AttentionBackwardArguments& params) {
     count = items = 0;
-    ticket = atomicAdd(params.queue, 1u);
     open_item(params);
   }
 
@@ -221,7 +227,7 @@ struct Walk {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
-    if (kDeterministic) next.turn = turn_of(params, next.row, tile);
+    if (kDeterministic) find_turn(params, next, tile);
     if (last_block() && last_head(params)) next.flags |= kLast;
   }
 
@@ -241,10 +247,14 @@ struct Walk {
     if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
-  __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
-    if (ticket >= params.num_tiles * params.heads_kv) {
-      next.flags = kExit;
-      return;
+  // The tile of the queue's item `ticket`, whose head goes to `next`.
+  __device__ __forceinline__ const Tile* find_item(const AttentionBackwardArguments& params, u32 ticket) {
+    if (kDeterministic) {
+      const u32 before = ticket / (params.num_tiles * params.heads_at_a_time) * params.heads_at_a_time;
+      const u32 heads = min(params.heads_at_a_time, params.heads_kv - before);
+      const u32 rest = ticket - before * params.num_tiles;
+      next.head_kv = before + rest % heads;
+      return params.tiles + rest / heads;
     }
     u32 rest = ticket;
     u32 first = 0;
@@ -254,14 +264,22 @@ struct Walk {
       first = params.class_end[i - 1];
       tiles = params.class_end[i] - first;
     }
-    const Tile* item = params.tiles + first + rest % tiles;
+    next.head_kv = rest / tiles;
+    return params.tiles + first + rest % tiles;
+  }
+
+  __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
+    const u32 ticket = atomicAdd(params.queue, 1u);
+    if (ticket >= params.num_tiles * params.heads_kv) {
+      next.flags = kExit;
+      return;
+    }
+    const Tile* item = find_item(params, ticket);
     const int4 words = __ldg(reinterpret_cast<const int4*>(item));
     const u32 blocks = __ldg(&item->blocks);
     if (kDeterministic) tile = __ldg(&item->number);
-    ticket = atomicAdd(params.queue, 1u);
     next.key = words.x;
     next.key_end = words.y;
-    next.head_kv = rest / tiles;
     next.run_begin = u32(words.z);
     run = next.run_end = u32(words.w);
     if (run == next.run_begin) {

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearPlan};
 
+use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce, Op, ReduceOp, RowBlock, StreamId,
@@ -64,7 +65,7 @@ impl GatheredTokens {
         let p = &mut lowering.p;
         let stream = p.stream("all-gather", StreamKind::Communication);
         let barrier = p.barrier();
-        let groups = (0..plan.groups).map(|group| {
+        let groups = (0..plan.groups()).map(|group| {
             let rows = plan.group_tokens(group).iter().map(Range::len).sum();
             let buffer = p.buffer(&format!("{name}_{group}"), plan.spec.dtype, &[rows, columns], role);
             let op = GroupCast {
@@ -73,7 +74,7 @@ impl GatheredTokens {
                 wire_dtype: plan.spec.dtype,
                 arrive: barrier,
             };
-            p.push(stream, Some(group + 1), "all-gather", Op::GroupCast(op));
+            p.push(stream, Some(group + 1), GATHER, Op::GroupCast(op));
             (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
         });
         Self { own, groups: groups.collect(), barrier }
@@ -106,7 +107,7 @@ impl GatheredTokens {
                 (blocks, tokens)
             }
         };
-        if stage < plan.groups {
+        if stage < plan.groups() {
             p.after_start(
                 compute,
                 here,
@@ -186,7 +187,7 @@ impl ReducedTokens {
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
-            None if plan.groups == 1 => BufferRole::Output,
+            None if plan.groups() == 1 => BufferRole::Output,
             _ => BufferRole::Scratch,
         };
         let name = match role {
@@ -205,7 +206,7 @@ impl ReducedTokens {
             reduce_dtype: dtype.accumulator(),
             arrive: self.barrier,
         };
-        p.push(self.reduce, here, "reduce-scatter", Op::GroupReduce(op));
+        p.push(self.reduce, here, REDUCE, Op::GroupReduce(op));
         self.started += 1;
         let mut end = (sum, p.mark(self.reduce, here, "sums done"));
         if let (Some(gather), Some(all)) = (self.gather, self.replicated) {
@@ -216,7 +217,7 @@ impl ReducedTokens {
                 wire_dtype: dtype,
                 arrive: None,
             };
-            p.push(gather, here, "all-gather", Op::GroupCast(op));
+            p.push(gather, here, GATHER, Op::GroupCast(op));
             end = (all, p.mark(gather, here, "sums everywhere"));
         }
         self.done.push(end);
@@ -242,7 +243,7 @@ impl ReducedTokens {
         if let Some((_, last)) = self.done.last() {
             p.after(compute, None, "wait for the last sums", *last);
         }
-        if self.replicated.is_none() && plan.groups > 1 {
+        if self.replicated.is_none() && plan.groups() > 1 {
             let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
             let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
