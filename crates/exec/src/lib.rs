@@ -65,7 +65,10 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
+pub use linear::{
+    GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear,
+    run_linear_on,
+};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]
@@ -73,7 +76,7 @@ pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::random_inputs;
+pub use random::{random_inputs, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };

@@ -4,9 +4,7 @@ use counterpoint_mask::Band;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 use thiserror::Error;
 
-use crate::{
-    BufferId, GemmLayout, GroupCast, GroupReduce, Op, Program, ProgramOp, RowBlock, Span, SpanKind, Timeline,
-};
+use crate::{BufferId, GemmLayout, GemmReduce, Op, Program, RowBlock, Span, SpanKind, Timeline};
 
 /// Why a timeline cannot be predicted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -39,6 +37,8 @@ pub enum SimulateError {
 }
 
 /// Runs all ranks' Programs against the cost model.
+///
+/// A product that is reduced while it is computed takes the longer of the two, and the link's start.
 ///
 /// Computation takes `launch + flops / rate` (passes over memory: `launch + bytes / rate`); a collective begins on a rank
 /// when all ranks that it exchanges rows with have reached it, and takes that rank's link `alpha + bytes / beta`, with the
@@ -141,6 +141,7 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
     match op {
         Op::GroupCast(op) => Some(&op.part),
         Op::GroupReduce(op) => Some(&op.part),
+        Op::GemmReduce(op) => Some(&op.reduce.part),
         _ => None,
     }
 }
@@ -222,7 +223,8 @@ impl<'a> RankState<'a> {
                 span(SpanKind::Wait, now, at.max(now));
                 at.max(now)
             }
-            Op::GroupCast(GroupCast { part, .. }) | Op::GroupReduce(GroupReduce { part, .. }) => {
+            Op::GroupCast(_) | Op::GroupReduce(_) | Op::GemmReduce(_) => {
+                let Some(part) = collective_part(&op.op) else { return false };
                 let meeting = &mut meetings[collective.unwrap_or_default()];
                 if !self.waiting[stream] {
                     self.waiting[stream] = true;
@@ -234,12 +236,15 @@ impl<'a> RankState<'a> {
                 }
                 let Some(begin) = meeting.begins(rank, part) else { return false };
                 self.waiting[stream] = false;
-                let end = begin + collective_seconds(program, op, topology, cost);
-                span(SpanKind::Communication, now, end);
-                end
+                let (kind, seconds) = match &op.op {
+                    Op::GemmReduce(both) => (SpanKind::Compute, fused_seconds(program, both, topology, cost)),
+                    _ => (SpanKind::Communication, collective_seconds(program, &op.op, topology, cost)),
+                };
+                span(kind, now, begin + seconds);
+                begin + seconds
             }
             _ => {
-                let end = now + compute_seconds(program, op, cost);
+                let end = now + compute_seconds(program, &op.op, cost);
                 span(SpanKind::Compute, now, end);
                 end
             }
@@ -271,12 +276,24 @@ fn arrives_at(op: &Op) -> Option<usize> {
     match op {
         Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
         Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
+        Op::GemmReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
         _ => None,
     }
 }
 
-fn collective_seconds(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> f64 {
-    let (part, tensors, wire) = match &op.op {
+/// The longer of product and exchange, which begins with the first tile.
+fn fused_seconds(program: &Program, op: &GemmReduce, topology: &Topology, cost: &CostModel) -> f64 {
+    let multiply = compute_seconds(program, &Op::Gemm(op.gemm.clone()), cost);
+    let reduce = collective_seconds(program, &Op::GroupReduce(op.reduce.clone()), topology, cost);
+    let spread = op
+        .spread
+        .as_ref()
+        .map_or(0.0, |cast| collective_seconds(program, &Op::GroupCast(cast.clone()), topology, cost));
+    multiply.max(reduce + spread) + cost.link.alpha_seconds
+}
+
+fn collective_seconds(program: &Program, op: &Op, topology: &Topology, cost: &CostModel) -> f64 {
+    let (part, tensors, wire) = match op {
         Op::GroupCast(op) => (&op.part, &op.tensors, op.wire_dtype),
         Op::GroupReduce(op) => (&op.part, &op.tensors, op.wire_dtype),
         _ => return 0.0,
@@ -306,13 +323,13 @@ fn collective_seconds(program: &Program, op: &ProgramOp, topology: &Topology, co
     seconds(&cost.link, near).max(seconds(&cost.network, far))
 }
 
-fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+fn compute_seconds(program: &Program, op: &Op, cost: &CostModel) -> f64 {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
     let flops = |bands: &[Band], q: BufferId, v: BufferId| {
         let area: u64 = bands.iter().map(Band::area).sum();
         2.0 * area as f64 * shape(q)[1] as f64 * (shape(q)[2] + shape(v)[2]) as f64
     };
-    let work = match &op.op {
+    let work = match op {
         Op::AttentionForward(a) => flops(&a.bands, a.q, a.v) / cost.forward_flops_per_second,
         Op::AttentionBackward(a) => 2.5 * flops(&a.bands, a.q, a.v) / cost.backward_flops_per_second,
         Op::Gemm(gemm) => {

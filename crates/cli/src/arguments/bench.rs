@@ -1,6 +1,9 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value};
+use super::{
+    BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, BenchGemmCollectiveArguments, Device,
+    value,
+};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -8,6 +11,7 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),

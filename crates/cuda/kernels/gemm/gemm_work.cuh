@@ -79,6 +79,7 @@ struct GemmChunk {
 };
 constexpr u32 kChunkLast = 1;  // of this warpgroup's part of a tile
 constexpr u32 kChunkNone = 2;  // there is no more work
+constexpr u32 kChunkPart = 4;  // of another rank's tile: `column` is its owner, `row` its place among the owner's (gemm_reduce.cuh)
 
 template <typename C>
 struct alignas(1024) GemmShared {

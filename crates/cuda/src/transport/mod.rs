@@ -12,6 +12,7 @@
 
 mod copies;
 mod exchange;
+mod gemm_reduce;
 mod kind;
 mod link;
 mod pull;
@@ -25,7 +26,7 @@ use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
-use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
+use counterpoint_schedule::{BufferId, BufferSpec, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
@@ -104,6 +105,7 @@ pub struct CudaCollective {
 enum Work {
     Pull(Mutex<Option<pull::PullWork>>),
     Link(LinkWork),
+    GemmReduce(Box<gemm_reduce::GemmReduceWork>),
     Push(push::PushWork),
     Exchange(exchange::ExchangeWork),
 }
@@ -111,10 +113,13 @@ enum Work {
 impl Drop for CudaCollective {
     fn drop(&mut self) {
         // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if let Work::Link(link) = &self.work
-            && self.world.has_failed()
-        {
-            link.abort();
+        if !self.world.has_failed() {
+            return;
+        }
+        match &self.work {
+            Work::Link(link) => link.abort(),
+            Work::GemmReduce(work) => work.abort(),
+            Work::Pull(_) | Work::Push(_) | Work::Exchange(_) => {}
         }
     }
 }
@@ -151,17 +156,21 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            Ok(CudaCollective {
-                world: self.world.clone(),
-                collective: Arc::new(collective),
-                outputs,
-                ready: Mutex::new(None),
-                done: Mutex::new(None),
-                work,
-            })
+            Ok(self.collective(collective, outputs, work))
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
+    }
+
+    fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
+        CudaCollective {
+            world: self.world.clone(),
+            collective: Arc::new(collective),
+            outputs,
+            ready: Mutex::new(None),
+            done: Mutex::new(None),
+            work,
+        }
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
@@ -221,6 +230,19 @@ impl Transport<CudaBackend> for CudaTransport {
         self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
+    fn prepare_gemm_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &GemmReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.gemm_reduce_work(backend, place, op, program);
+        // As for every collective: the others are told instead of being let wait.
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         self.world.check()?;
         self.report(call, self.begin_meeting(call))
@@ -230,6 +252,7 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
             Work::Exchange(work) => self.exchange(call, meeting, work),
         };
@@ -266,18 +289,26 @@ impl CudaTransport {
         let pattern = &collective.collective.pattern;
         let (staging, mailbox, users) = match &collective.work {
             Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
+            Work::GemmReduce(work) if work.has_met() => {
+                return Ok(CudaMeeting { sequence, own: None, started });
+            }
             Work::Exchange(exchange) if exchange.has_met() => {
                 return Ok(CudaMeeting { sequence, own: None, started });
             }
+            Work::GemmReduce(work) => (Some(work.exchange()), Some(work.mailbox()), &[][..]),
             Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
             Work::Pull(_) => (None, None, &pattern.outgoing[..]),
             Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
             Work::Exchange(_) => (None, None, &[][..]),
         };
         let tensors = &collective.collective.tensors;
+        let outputs: Vec<BufferId> = match &collective.work {
+            Work::GemmReduce(work) => work.written_by_others().into_iter().collect(),
+            _ => tensors.iter().map(|(_, output)| *output).collect(),
+        };
         let part = Part {
             inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
-            outputs: tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect(),
+            outputs: outputs.iter().map(|output| buffers[output.0].clone()).collect(),
             staging,
             mailbox,
             ready: event(&collective.ready, backend.device())?,
@@ -299,10 +330,14 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) | Work::Exchange(_) => {}
+            Work::Link(_) | Work::GemmReduce(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
-        stream.end_span(place, SpanKind::Communication, meeting.started)?;
+        let kind = match &collective.work {
+            Work::GemmReduce(_) => SpanKind::Compute,
+            _ => SpanKind::Communication,
+        };
+        stream.end_span(place, kind, meeting.started)?;
         stream.status().end();
         Ok(())
     }

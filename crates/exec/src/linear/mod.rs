@@ -1,5 +1,6 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
+mod gemm_collective;
 mod run;
 mod shard;
 
@@ -7,6 +8,7 @@ use counterpoint_schedule::Timeline;
 
 use crate::HostTensor;
 
+pub use gemm_collective::{GemmCollective, GemmCollectiveSpec};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.

@@ -2,6 +2,7 @@
 
 mod library;
 mod order;
+mod reduce;
 mod shape;
 mod source;
 mod spec;
@@ -11,10 +12,11 @@ use std::ops::Range;
 pub use library::{GemmLibrary, LibraryGemm};
 use order::GemmUnit;
 pub use order::TileOrder;
+pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 use shape::TILE_ROWS;
 pub use shape::{GemmShape, TilePair};
-use source::GemmChoice;
 pub(super) use source::specialisations;
+use source::{GemmChoice, GemmEnds};
 pub use spec::{GEMM_DESTINATIONS, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
 
 use super::Scalar;
@@ -120,7 +122,20 @@ impl Gemm {
                 order::group(&mut unit_list, sizes, &shape, spec.m, spec.n).map_err(refused)?
             }
         };
-        let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element };
+        Self::with_units(stream, spec, shape, GemmEnds::Memory, unit_list, signals)
+    }
+
+    /// The same with units in their order, whose groups have been given.
+    fn with_units(
+        stream: &Stream,
+        spec: &GemmSpec,
+        shape: GemmShape,
+        ends: GemmEnds,
+        unit_list: Vec<GemmUnit>,
+        signals: Vec<u32>,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element, ends };
         let function = device.function(&choice.source())?;
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
         let partials = DeviceBuffer::new(device, shape.partials(spec.m, spec.n) * size_of::<f32>())?;
@@ -193,16 +208,10 @@ impl Gemm {
         self.check_tensors(tensors).map_err(refused)?;
         let [stride_a, stride_b, stride_d] = spec.strides;
         let element = spec.element.tensor_map_element();
-        let map = |name: &str,
-                   kind: TensorMapElement,
-                   address,
-                   [rows, columns]: [usize; 2],
-                   stride: usize,
-                   box_dims: [u32; 2]| {
-            let swizzle = if box_dims[0] * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
-            TensorMapSpec::new(kind, address, [columns as u64, rows as u64], box_dims)
-                .strides([stride as u64 * u64::from(kind.bytes())])
-                .swizzle(swizzle)
+        let map = |name: &str, address, [rows, columns]: [usize; 2], stride: usize, box_dims: [u32; 2]| {
+            TensorMapSpec::new(element, address, [columns as u64, rows as u64], box_dims)
+                .strides([stride as u64 * u64::from(element.bytes())])
+                .swizzle(Swizzle::Span128)
                 .encode(name)
         };
         // Along k, a CTA loads all rows of its operand, or half of those that the other reads too.
@@ -216,16 +225,11 @@ impl Gemm {
             GemmLayout::Tn => ([64, 64], [64, 64]),
         };
         let wide = spec.output == Scalar::F32;
-        let (kind, box_columns) =
-            if wide { (TensorMapElement::F32, 32) } else { (element, shape.chunk_columns()) };
         let rows = spec.rows_per_destination();
-        let n_whole = spec.n / (16 / kind.bytes() as usize) * (16 / kind.bytes() as usize);
         let mut d_maps = [None; GEMM_DESTINATIONS];
         let mut d = [0; GEMM_DESTINATIONS];
         for (index, &address) in tensors.d.iter().enumerate() {
-            // A tensor of the copy engine has at least one column. The kernel stores none of those beyond n_whole by it.
-            let columns = n_whole.max(1);
-            d_maps[index] = Some(map("D", kind, address, [rows, columns], stride_d, [box_columns, 64])?);
+            d_maps[index] = Some(self.map_of_d(address)?);
             d[index] = address;
         }
         // Nobody looks at those that are not there.
@@ -233,8 +237,8 @@ impl Gemm {
         let mut counters = [0; GEMM_DESTINATIONS];
         counters[..tensors.counters.len()].copy_from_slice(tensors.counters);
         Ok(GemmArguments {
-            a_map: map("A", element, tensors.a, spec.layout.a_dims(spec.m, spec.k), stride_a, box_a)?,
-            b_map: map("B", element, tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
+            a_map: map("A", tensors.a, spec.layout.a_dims(spec.m, spec.k), stride_a, box_a)?,
+            b_map: map("B", tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
             d_maps: d_maps.map(|map| map.unwrap_or(some)),
             d,
             counters,
@@ -247,7 +251,7 @@ impl Gemm {
             k_blocks: spec.k.div_ceil(64) as u32,
             m: spec.m as u32,
             n: spec.n as u32,
-            n_whole: n_whole as u32,
+            n_whole: self.columns_by_copy_engine() as u32,
             d_stride: stride_d as u32,
             rows_per_destination: if spec.destinations == 1 { u32::MAX } else { rows as u32 },
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
@@ -255,6 +259,28 @@ impl Gemm {
             adds: u32::from(spec.epilogue == GemmEpilogue::Accumulate),
             counters_of_peers: u32::from(matches!(spec.signals, GemmSignals::System { .. })),
         })
+    }
+
+    /// Columns of D up to the last multiple of 16 bytes.
+    fn columns_by_copy_engine(&self) -> usize {
+        let of_16_bytes = 16 / self.spec.output.bytes() as usize;
+        self.spec.n / of_16_bytes * of_16_bytes
+    }
+
+    /// How the copy engine finds one destination's rows of D.
+    fn map_of_d(&self, address: u64) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let (kind, box_columns) = match spec.output {
+            Scalar::F32 => (TensorMapElement::F32, 32),
+            _ => (spec.element.tensor_map_element(), shape.chunk_columns()),
+        };
+        // A tensor of the copy engine has at least one column. The kernel stores none by it where there are fewer.
+        let columns = self.columns_by_copy_engine().max(1) as u64;
+        let swizzle = if box_columns * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
+        TensorMapSpec::new(kind, address, [columns, spec.rows_per_destination() as u64], [box_columns, 64])
+            .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
+            .swizzle(swizzle)
+            .encode("D")
     }
 
     /// Whether there are as many addresses as the spec speaks of.
@@ -280,7 +306,7 @@ fn refused(reason: String) -> CudaError {
 
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
+    let mut all = vec![
         shared_layout!("gemm/gemm_work.cuh", GemmUnit { row_tile, column_tile, group }),
         shared_layout!(
             "gemm/gemm_work.cuh",
@@ -308,5 +334,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 counters_of_peers,
             }
         ),
-    ]
+    ];
+    all.extend(reduce::layouts());
+    all
 }
