@@ -17,9 +17,13 @@ constexpr u32 kGemmGroupBarrier = 1;
 // What becomes of tiles that need no other rank: they are stored where the maps say.
 template <typename C>
 struct GemmToMemory {
+  // Of a thread that loads or stores, and of one that multiplies.
+  static constexpr u32 kProducerRegisters = 40;
+  static constexpr u32 kConsumerRegisters = 232;
   const GemmArguments& arguments;
 
   __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ GemmRowsOfA rows_of_a(u32 row) const { return {&arguments.a_map, row}; }
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
@@ -188,13 +192,13 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
   }
   cluster_sync();
   if (uniform(threadIdx.x / 128) == 0) {
-    registers_decrease<C::kProducerRegisters>();
-    if (threadIdx.x == 0) gemm_load<C>(arguments, shared);
+    registers_decrease<Ends::kProducerRegisters>();
+    if (threadIdx.x == 0) gemm_load<C>(arguments, shared, ends);
     if (threadIdx.x == 32) ends.store(shared, 0);
     if (threadIdx.x == 64) ends.store(shared, 1);
-    if (threadIdx.x == 96) ends.begin();
+    if (uniform(threadIdx.x / 32) == 3) ends.begin();
   } else {
-    registers_increase<C::kConsumerRegisters>();
+    registers_increase<Ends::kConsumerRegisters>();
     GemmConsumer<C, Ends> consumer{arguments, shared, ends};
     consumer.run();
   }

@@ -40,6 +40,8 @@ struct GemmReduceArguments {
 
 template <typename C>
 struct GemmToRanks {
+  static constexpr u32 kProducerRegisters = 40;
+  static constexpr u32 kConsumerRegisters = 232;
   const GemmArguments& arguments;
   const GemmReduction& reduction;
 
@@ -49,14 +51,14 @@ struct GemmToRanks {
 
   __device__ __forceinline__ u64 call() const { return reduction.link.state->calls + 1; }
 
-  // One thread of every CTA: the first lets the others know that this rank's parts may be written.
+  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written.
   __device__ __forceinline__ void begin() const {
-    if (blockIdx.x != 0) return;
-    const u64 number = call();
-    for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-      if (peer != reduction.rank) store_release_system(&reduction.link.slots[peer]->announced, number);
+    const u32 peer = threadIdx.x % 32;
+    if (blockIdx.x == 0 && peer < reduction.ranks && peer != reduction.rank) {
+      store_release_system(&reduction.link.slots[peer]->announced, call());
     }
   }
+  __device__ __forceinline__ GemmRowsOfA rows_of_a(u32 row) const { return {&arguments.a_map, row}; }
 
   // Whether a rank's memory may be written, asked once of each: `known` has a bit for those that may.
   __device__ __forceinline__ bool may_write(u32 peer, u64 number, u32& known) const {

@@ -33,8 +33,6 @@ struct GemmConfig {
   static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
   // Columns of a chunk of elements: they must divide a tile.
   static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : 32;
-  static constexpr u32 kProducerRegisters = 40;
-  static constexpr u32 kConsumerRegisters = 232;
   static_assert(kTileN % 32 == 0 && kTileN <= 256, "whole chunks, one instruction");
 };
 
@@ -151,22 +149,29 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
   }
 }
 
-// The one thread that loads.
-template <typename C>
-__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared) {
+// Where rows of A are: a tensor, and the first of them there.
+struct GemmRowsOfA {
+  const TensorMap* map;
+  u32 row;
+};
+
+// The one thread that loads. `ends` knows where rows of A are, and may wait for them.
+template <typename C, typename Ends>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
   tma_prefetch_map(&arguments.a_map);
   tma_prefetch_map(&arguments.b_map);
   u32 stage = 0, round = 0;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
-    const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+    const GemmRowsOfA a = ends.rows_of_a(walk.row());
+    const u32 column = walk.template column<C::kTileN>();
     const u32 end = walk.k_end();
 #pragma unroll 1
     for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
       // Both CTAs' consumers are done with this stage: the halves that come are written into both.
       mbarrier_wait(&shared.empty[stage], (round & 1) ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
-      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_map, &shared.full[stage], k_block, row,
+      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a.map, &shared.full[stage], k_block, a.row,
                                            arguments.pairs_columns != 0, walk.rank);
       load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k_block, column,
                                           arguments.pairs_columns == 0, walk.rank);

@@ -43,9 +43,9 @@ pub use cast::Cast;
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec,
-    GemmReduceTensors, GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder,
-    TilePair, TileUnit,
+    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors, GemmLayout,
+    GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmShape, GemmSignals, GemmSpec,
+    GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

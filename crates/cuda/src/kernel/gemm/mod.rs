@@ -1,5 +1,6 @@
 //! The launcher of `gemm/gemm.cuh`.
 
+mod gather;
 mod library;
 mod order;
 mod reduce;
@@ -9,6 +10,7 @@ mod spec;
 
 use std::ops::Range;
 
+pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use library::{GemmLibrary, LibraryGemm};
 use order::GemmUnit;
 pub use order::TileOrder;
@@ -41,6 +43,7 @@ pub struct Gemm {
     signals: Vec<u32>,
     partials: DeviceBuffer,
     arrivals: DeviceBuffer,
+    ctas: u32,
     launch: Launch,
 }
 
@@ -146,7 +149,8 @@ impl Gemm {
         };
         let clusters = (device.sm_count().saturating_sub(spec.sm_margin) / 2).max(1);
         let items = unit_list.len() as u32 * shape.splits;
-        let launch = Launch::linear(2 * items.min(clusters), GemmShape::THREADS)
+        let ctas = 2 * items.min(clusters);
+        let launch = Launch::linear(ctas, GemmShape::THREADS)
             .cluster([2, 1, 1])
             .shared_bytes(GemmShape::shared_bytes(shape.columns));
         Ok(Self {
@@ -158,6 +162,7 @@ impl Gemm {
             signals,
             partials,
             arrivals,
+            ctas,
             launch,
         })
     }
@@ -206,24 +211,6 @@ impl Gemm {
     fn arguments(&self, tensors: &GemmTensors<'_>) -> Result<GemmArguments, CudaError> {
         let Self { spec, shape, .. } = self;
         self.check_tensors(tensors).map_err(refused)?;
-        let [stride_a, stride_b, stride_d] = spec.strides;
-        let element = spec.element.tensor_map_element();
-        let map = |name: &str, address, [rows, columns]: [usize; 2], stride: usize, box_dims: [u32; 2]| {
-            TensorMapSpec::new(element, address, [columns as u64, rows as u64], box_dims)
-                .strides([stride as u64 * u64::from(element.bytes())])
-                .swizzle(Swizzle::Span128)
-                .encode(name)
-        };
-        // Along k, a CTA loads all rows of its operand, or half of those that the other reads too.
-        let (rows_a, rows_b) = match shape.pair {
-            TilePair::Rows => (TILE_ROWS as u32, shape.columns / 2),
-            TilePair::Columns => (TILE_ROWS as u32 / 2, shape.columns),
-        };
-        let (box_a, box_b) = match spec.layout {
-            GemmLayout::Nt => ([64, rows_a], [64, rows_b]),
-            GemmLayout::Nn => ([64, rows_a], [64, 64]),
-            GemmLayout::Tn => ([64, 64], [64, 64]),
-        };
         let wide = spec.output == Scalar::F32;
         let rows = spec.rows_per_destination();
         let mut d_maps = [None; GEMM_DESTINATIONS];
@@ -237,8 +224,8 @@ impl Gemm {
         let mut counters = [0; GEMM_DESTINATIONS];
         counters[..tensors.counters.len()].copy_from_slice(tensors.counters);
         Ok(GemmArguments {
-            a_map: map("A", tensors.a, spec.layout.a_dims(spec.m, spec.k), stride_a, box_a)?,
-            b_map: map("B", tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
+            a_map: self.map_of_a(tensors.a, spec.m)?,
+            b_map: self.map_of_b(tensors.b)?,
             d_maps: d_maps.map(|map| map.unwrap_or(some)),
             d,
             counters,
@@ -252,13 +239,51 @@ impl Gemm {
             m: spec.m as u32,
             n: spec.n as u32,
             n_whole: self.columns_by_copy_engine() as u32,
-            d_stride: stride_d as u32,
+            d_stride: spec.strides[2] as u32,
             rows_per_destination: if spec.destinations == 1 { u32::MAX } else { rows as u32 },
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
             wide: u32::from(wide),
             adds: u32::from(spec.epilogue == GemmEpilogue::Accumulate),
             counters_of_peers: u32::from(matches!(spec.signals, GemmSignals::System { .. })),
         })
+    }
+
+    /// How the copy engine finds `m` rows of A: along k, a CTA loads all rows of its operand, or half of those that the other
+    /// reads too.
+    fn map_of_a(&self, address: u64, m: usize) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let rows = match (spec.layout, shape.pair) {
+            (GemmLayout::Tn, _) => 64,
+            (_, TilePair::Rows) => TILE_ROWS as u32,
+            (_, TilePair::Columns) => TILE_ROWS as u32 / 2,
+        };
+        self.map_of_operand("A", address, spec.layout.a_dims(m, spec.k), spec.strides[0], rows)
+    }
+
+    /// Likewise B.
+    fn map_of_b(&self, address: u64) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let rows = match (spec.layout, shape.pair) {
+            (GemmLayout::Nn | GemmLayout::Tn, _) => 64,
+            (GemmLayout::Nt, TilePair::Rows) => shape.columns / 2,
+            (GemmLayout::Nt, TilePair::Columns) => shape.columns,
+        };
+        self.map_of_operand("B", address, spec.layout.b_dims(spec.n, spec.k), spec.strides[1], rows)
+    }
+
+    fn map_of_operand(
+        &self,
+        name: &str,
+        address: u64,
+        [rows, columns]: [usize; 2],
+        stride: usize,
+        box_rows: u32,
+    ) -> Result<TensorMap, CudaError> {
+        let element = self.spec.element.tensor_map_element();
+        TensorMapSpec::new(element, address, [columns as u64, rows as u64], [64, box_rows])
+            .strides([stride as u64 * u64::from(element.bytes())])
+            .swizzle(Swizzle::Span128)
+            .encode(name)
     }
 
     /// Columns of D up to the last multiple of 16 bytes.
@@ -335,6 +360,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             }
         ),
     ];
+    all.extend(gather::layouts());
     all.extend(reduce::layouts());
     all
 }

@@ -132,7 +132,7 @@ impl GemmReduce {
         product.order = TileOrder::Shards { shards: spec.ranks, first: (spec.rank + 1) % spec.ranks };
         let mut units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         number_in_shards(&mut units, &shape, &product, spec.ranks);
-        let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::Ranks, units, Vec::new())?;
+        let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
     }
 

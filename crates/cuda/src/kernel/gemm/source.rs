@@ -19,7 +19,9 @@ pub(super) enum GemmEnds {
     /// They are stored.
     Memory,
     /// They are summed over ranks.
-    Ranks,
+    SumOverRanks,
+    /// They are stored; rows of A come from other ranks.
+    RowsOfRanks,
 }
 
 impl GemmEnds {
@@ -32,11 +34,17 @@ impl GemmEnds {
                 "GemmArguments",
                 "gemm<Config>(arguments, GemmToMemory<Config>{arguments})",
             ],
-            Self::Ranks => [
+            Self::SumOverRanks => [
                 "gemm/gemm_reduce.cuh",
                 "gemm_reduce",
                 "GemmReduceArguments",
                 "gemm_reduce<Config>(arguments)",
+            ],
+            Self::RowsOfRanks => [
+                "gemm/gemm_gather.cuh",
+                "gemm_gather",
+                "GemmGatherArguments",
+                "gemm_gather<Config>(arguments)",
             ],
         }
     }
@@ -79,9 +87,11 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     for element in ElementType::ALL {
         for layout in GemmLayout::ALL {
             for columns in COLUMNS {
-                // The gradient of a weight is summed over no ranks.
+                // The gradient of a weight needs no other rank.
                 let ends: &[GemmEnds] = match layout {
-                    GemmLayout::Nt | GemmLayout::Nn => &[GemmEnds::Memory, GemmEnds::Ranks],
+                    GemmLayout::Nt | GemmLayout::Nn => {
+                        &[GemmEnds::Memory, GemmEnds::SumOverRanks, GemmEnds::RowsOfRanks]
+                    }
                     GemmLayout::Tn => &[GemmEnds::Memory],
                 };
                 all.extend(ends.iter().map(|&ends| {
