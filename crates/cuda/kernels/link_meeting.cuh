@@ -49,6 +49,9 @@ struct LinkCall {
   LinkSlot* slots[kLinkRanks];  // this rank's slot in the mailbox of every rank
   u64 announced[kLinkTensors];  // the tensors that others work on
   u64 own[kLinkTensors];        // those on this side of what it works on
+  // What is added to an announced address for each rank, [rank][tensor], where ranks are processes, each of which reaches the
+  // tensors by addresses of its own; null where they share one address space.
+  const u64* shifts;
   const LinkSlot* mailbox;
   LinkState* state;
   LinkFault* fault;
@@ -91,7 +94,10 @@ __device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
   const u64 number = call.state->calls + 1;
   if (blockIdx.x == 0 && (call.announce_to >> lane & 1) != 0) {
     LinkSlot* slot = call.slots[lane];
-    for (u32 t = 0; t < call.tensors; ++t) store_relaxed_system(&slot->tensors[t], call.announced[t]);
+    for (u32 t = 0; t < call.tensors; ++t) {
+      const u64 shift = call.shifts == nullptr ? 0 : call.shifts[lane * kLinkTensors + t];
+      store_relaxed_system(&slot->tensors[t], call.announced[t] + shift);
+    }
     store_release_system(&slot->announced, number);
   }
   bool came = true;

@@ -45,7 +45,8 @@ mod transport;
 
 pub use arch::{Arch, Capability};
 pub use backend::{
-    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
+    GraphRun, Timing,
 };
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,

@@ -1,13 +1,15 @@
-//! Ranks of NCCL: grouped sends and receives, with a limit on every call.
+//! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+
+use counterpoint_exec::World;
 
 use crate::kernel::ElementType;
-use crate::library::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
+use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// `ncclUint8`: bytes, whatever they mean.
@@ -18,8 +20,10 @@ pub(crate) struct NcclRank {
     nccl: &'static Nccl,
     handle: NcclHandle,
     rank: usize,
+    /// Ranks.
+    count: usize,
     device: Device,
-    limit: Duration,
+    world: Arc<World>,
 }
 
 // SAFETY: a handle may be used from any thread, by one at a time; a rank's transport enqueues from one.
@@ -56,7 +60,8 @@ impl NcclRank {
     /// # Errors
     /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
     /// the limit.
-    pub(crate) fn connect(devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
+    pub(crate) fn connect(devices: &[Device], world: &Arc<World>) -> Result<Vec<Self>, CudaError> {
+        let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
             let reason = format!(
                 "rank {rank} shares {:?} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
@@ -68,25 +73,27 @@ impl NcclRank {
         let nccl = Nccl::get()?;
         never_multicast();
         let (sender, receiver) = mpsc::channel();
-        let (count, devices) = (devices.len(), devices.to_vec());
+        let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         // Nobody receives any more once the limit has passed.
-        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, limit))));
+        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, &world))));
         receiver.recv_timeout(limit).unwrap_or_else(|_| {
             let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
             Err(CudaError::Transport { transport: "nccl", reason })
         })
     }
 
-    fn connect_all(nccl: &'static Nccl, devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
-        let mut id = NcclUniqueId { bytes: [0; 128] };
-        // SAFETY: the pointer is to a local.
-        nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
+    fn connect_all(
+        nccl: &'static Nccl,
+        devices: &[Device],
+        world: &Arc<World>,
+    ) -> Result<Vec<Self>, CudaError> {
+        let id = unique_id(nccl)?;
         // NCCL writes them until the group has ended.
         let mut handles = vec![ptr::null_mut(); devices.len()];
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
                 device.bind()?;
-                let mut config = NcclConfig::blocking();
+                let mut config = NcclConfig::new(NcclCalls::Block);
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
                 let code =
@@ -95,18 +102,54 @@ impl NcclRank {
             })
         })?;
         let ranks = handles.into_iter().zip(devices).enumerate();
-        let ranks =
-            ranks.map(|(rank, (handle, device))| Self { nccl, handle, rank, device: device.clone(), limit });
+        let count = devices.len();
+        let ranks = ranks.map(|(rank, (handle, device))| {
+            let (device, world) = (device.clone(), world.clone());
+            Self { nccl, handle, rank, count, device, world }
+        });
         let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
-        let places = ranks.iter().map(|rank| Place::new(&rank.device, ranks.len()));
-        let places: Vec<Place> = places.collect::<Result<_, _>>()?;
-        if let Err(error) = meet(nccl, &ranks, &places) {
-            // Before the places go: freeing their memory would wait for exchanges that nobody ends.
-            drop(ranks);
-            return Err(error);
-        }
-        Ok(ranks)
+        exchange_once(nccl, ranks)
+    }
+
+    /// What all ranks that are processes need to find each other; one of them makes it.
+    ///
+    /// # Errors
+    /// [`CudaError::NoNccl`]; NCCL's own.
+    pub(crate) fn meeting() -> Result<Vec<u8>, CudaError> {
+        let nccl = Nccl::get()?;
+        never_multicast();
+        unique_id(nccl).map(|id| id.bytes.to_vec())
+    }
+
+    /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
+    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one.
+    ///
+    /// # Errors
+    /// As [`NcclRank::connect`].
+    pub(crate) fn join(
+        device: &Device,
+        rank: usize,
+        meeting: &[u8],
+        world: &Arc<World>,
+    ) -> Result<Self, CudaError> {
+        let nccl = Nccl::get()?;
+        never_multicast();
+        device.bind()?;
+        let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
+        let count = world.size();
+        let mut handle = ptr::null_mut();
+        let mut config = NcclConfig::new(NcclCalls::ComeBack);
+        // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
+        let code = unsafe {
+            (nccl.ncclCommInitRankConfig)(&mut handle, count as c_int, id, rank as c_int, &mut config)
+        };
+        nccl.check("ncclCommInitRankConfig", code)?;
+        let own = Self { nccl, handle, rank, count, device: device.clone(), world: world.clone() };
+        own.wait("ncclCommInitRankConfig")?;
+        let mut ranks = exchange_once(nccl, vec![own])?;
+        let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
+        ranks.pop().ok_or_else(gone)
     }
 
     /// Enqueues the sends and the receives, which may wait for each other.
@@ -208,13 +251,24 @@ impl NcclRank {
             if self.nccl.check(call, result)? == NcclProgress::Done {
                 return Ok(());
             }
-            if began.elapsed() > self.limit {
-                let Self { rank, limit, .. } = self;
-                let reason = format!("rank {rank} waited {:.3} s for {call}", limit.as_secs_f64());
-                return Err(CudaError::Transport { transport: "nccl", reason });
-            }
+            self.go_on(began, call)?;
             thread::yield_now();
         }
+    }
+}
+
+impl NcclRank {
+    /// Whether to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
+    fn go_on(&self, began: Instant, what: &str) -> Result<(), CudaError> {
+        let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
+        let limit = self.world.config().limit;
+        if let Some(error) = self.world.failure() {
+            return refuse(format!("rank {} stopped to wait for {what}: {error}", self.rank));
+        }
+        if began.elapsed() > limit {
+            return refuse(format!("rank {} waited {:.3} s for {what}", self.rank, limit.as_secs_f64()));
+        }
+        Ok(())
     }
 }
 
@@ -257,16 +311,36 @@ impl Place {
     }
 }
 
+/// Names a new group of ranks.
+fn unique_id(nccl: &Nccl) -> Result<NcclUniqueId, CudaError> {
+    let mut id = NcclUniqueId { bytes: [0; 128] };
+    // SAFETY: the pointer is to a local.
+    nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
+    Ok(id)
+}
+
+/// The ranks of this process, connected with all others.
+fn exchange_once(nccl: &Nccl, ranks: Vec<NcclRank>) -> Result<Vec<NcclRank>, CudaError> {
+    let places = ranks.iter().map(|rank| Place::new(&rank.device, rank.count));
+    let places: Vec<Place> = places.collect::<Result<_, _>>()?;
+    if let Err(error) = meet(nccl, &ranks, &places) {
+        // Before the places go: freeing their memory would wait for exchanges that nobody ends.
+        drop(ranks);
+        return Err(error);
+    }
+    Ok(ranks)
+}
+
 /// Every rank sends a few bytes to every other. NCCL connects two ranks when they first exchange something, for which both
 /// must call at the same time; from here on an exchange waits for no other thread.
 fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> {
     group(nccl, || {
         ranks.iter().zip(places).try_for_each(|(rank, Place { stream, memory })| {
             let message = |peer: usize, half: usize| {
-                let address = memory.address() + EACH * (half * ranks.len() + peer) as u64;
+                let address = memory.address() + EACH * (half * rank.count + peer) as u64;
                 NcclMessage { peer, address, bytes: EACH }
             };
-            let others = || (0..ranks.len()).filter(|&peer| peer != rank.rank);
+            let others = || (0..rank.count).filter(|&peer| peer != rank.rank);
             let sends: Vec<_> = others().map(|peer| message(peer, 0)).collect();
             let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
             rank.device.bind()?;
@@ -278,10 +352,7 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
     for (rank, place) in ranks.iter().zip(places) {
         let began = Instant::now();
         while !place.stream.is_idle()? {
-            if began.elapsed() > rank.limit {
-                let reason = format!("rank {} waited in vain for the first exchange", rank.rank);
-                return Err(CudaError::Transport { transport: "nccl", reason });
-            }
+            rank.go_on(began, "the first exchange")?;
             thread::yield_now();
         }
     }

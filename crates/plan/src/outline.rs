@@ -14,6 +14,8 @@ use crate::{
 pub(crate) struct RankOutline {
     /// Global key rows that it owns, merged and ascending.
     pub(crate) own: Vec<Range>,
+    /// Query rows that it owns.
+    pub(crate) q_rows: usize,
     /// Local query rows, global key columns.
     pub(crate) work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
@@ -98,7 +100,7 @@ impl Outline {
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
                 let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, work, remote }
+                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote }
             })
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);

@@ -31,7 +31,11 @@ pub struct CudaMachine {
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
-const NUM_SMS: u32 = 16;
+pub(super) const NUM_SMS: u32 = 16;
+
+/// What CUDA transports take.
+pub(super) const ELEMENT_TYPES: ElementTypes =
+    ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] };
 
 impl CudaMachine {
     /// These devices, whose ranks exchange rows in the way that suits them.
@@ -113,14 +117,14 @@ impl CudaMachine {
     }
 
     /// What moves the rows of each rank of a world.
-    fn means(&self, world: &World) -> Result<Vec<Means>, CudaError> {
+    fn means(&self, world: &Arc<World>) -> Result<Vec<Means>, CudaError> {
         let devices = self.of_ranks(world.size());
         // Kernels that wait for each other must all be running.
         let alone = world.size() <= self.devices.len().min(LINK_RANKS);
         let hopper = devices.iter().all(|device| device.arch().is_hopper());
         match self.transport {
             TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&devices, world.config().limit)?;
+                let ranks = NcclRank::connect(&devices, world)?;
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
@@ -141,7 +145,7 @@ impl Machine for CudaMachine {
     type Transport = CudaTransport;
 
     fn element_types(&self) -> ElementTypes {
-        ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] }
+        ELEMENT_TYPES
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

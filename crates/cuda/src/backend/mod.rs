@@ -10,6 +10,7 @@ mod counters;
 mod graph_run;
 mod machine;
 mod padding;
+mod process;
 mod stream;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +30,7 @@ pub use compute::CudaKernel;
 pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub use process::CudaProcess;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 

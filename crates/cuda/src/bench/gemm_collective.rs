@@ -62,12 +62,13 @@ pub struct GemmCollectiveRuns {
 type Ranked = Prepared<CudaBackend, CudaTransport>;
 
 impl GemmCollectiveBench {
-    /// Connects `ranks` GPUs. Each wait lasts `limit` at most.
+    /// Connects the GPUs of a machine, a rank each. Each wait lasts `limit` at most.
     ///
     /// # Errors
     /// When there are fewer, or no cuBLASLt or NCCL.
     pub fn new(machine: CudaMachine, limit: Duration) -> Result<Self, CudaError> {
-        let nccl = NcclRank::connect(machine.devices(), limit)?;
+        let config = WorldConfig { limit, ..WorldConfig::default() };
+        let nccl = NcclRank::connect(machine.devices(), &World::new(machine.devices().len(), config))?;
         let libraries = machine.devices().iter().map(GemmLibrary::open).collect::<Result<_, _>>()?;
         Ok(Self { machine, nccl, libraries, limit })
     }

@@ -74,9 +74,12 @@ impl GemmReduceWork {
         self.exchange.clone()
     }
 
-    /// The buffer that others write sums into.
-    pub(super) fn written_by_others(&self) -> Option<BufferId> {
-        (self.spread == SumsGoTo::All).then_some(self.sums.buffer)
+    /// The tensor that others write sums into.
+    pub(super) fn written_by_others(&self, buffers: &[CudaBuffer]) -> Vec<CudaBuffer> {
+        match self.spread {
+            SumsGoTo::Owner => Vec::new(),
+            SumsGoTo::All => vec![buffers[self.sums.buffer.0].clone()],
+        }
     }
 
     /// Lets this rank's kernels end.

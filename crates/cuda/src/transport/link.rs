@@ -7,6 +7,7 @@ use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
+use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
 use crate::kernel::{
@@ -32,6 +33,8 @@ pub(super) struct LinkWork {
 struct Met {
     kernel: LinkKernel,
     peers: LinkPeers,
+    /// Where ranks are processes.
+    shifts: KnownShifts,
 }
 
 enum LinkKernel {
@@ -134,12 +137,18 @@ impl CudaTransport {
             return Ok(());
         }
         let (inputs, outputs) = addresses(call);
-        let (announced, own) = match (&met.kernel, CAST) {
-            (LinkKernel::Copy(_), LinkDirection::Push) => (outputs, inputs),
-            _ => (inputs, outputs),
-        };
+        let pushes = matches!((&met.kernel, CAST), (LinkKernel::Copy(_), LinkDirection::Push));
+        let (announced, own) = if pushes { (outputs, inputs) } else { (inputs, outputs) };
         let limit = self.world.config().limit;
-        let link: LinkCall = work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        let mut link: LinkCall =
+            work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        if let Some(processes) = &self.peers {
+            let tensors = call.collective.collective.tensors.iter();
+            let announced = tensors.map(|(input, output)| if pushes { output } else { input });
+            let announced: Vec<_> = announced.map(|id| call.buffers[id.0].memory().clone()).collect();
+            let (setup, peers) = (backend.setup(), &met.peers.announce_to);
+            link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
+        }
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
@@ -183,6 +192,7 @@ impl CudaTransport {
             }
             Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
         };
-        Ok(Met { kernel, peers: LinkPeers { mailboxes, announce_to, work_on } })
+        let peers = LinkPeers { mailboxes, announce_to, work_on };
+        Ok(Met { kernel, peers, shifts: KnownShifts::default() })
     }
 }

@@ -1,4 +1,4 @@
-//! The CUDA transport between ranks of one process, on one GPU or several.
+//! The CUDA transport between ranks that are threads of one process, on one GPU or several, or processes (`process`).
 //!
 //! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
 //! be written" and publishes it with where its tensors are. *Fetch*: once those that it takes part with have published theirs,
@@ -15,6 +15,7 @@ mod exchange;
 mod gemm_reduce;
 mod kind;
 mod link;
+mod process;
 mod pull;
 mod push;
 mod rows;
@@ -25,8 +26,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
-use counterpoint_schedule::{BufferId, BufferSpec, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
+use counterpoint_schedule::{BufferSpec, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
@@ -35,6 +36,7 @@ use crate::{CudaError, Device, DeviceBuffer, Event};
 
 pub use kind::TransportKind;
 use link::LinkWork;
+use process::PeerProcesses;
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
@@ -43,6 +45,9 @@ pub struct CudaTransport {
     rank: usize,
     device: Device,
     next: AtomicU64,
+    prepared: AtomicU64,
+    /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
+    peers: Option<PeerProcesses>,
     means: Means,
 }
 
@@ -93,6 +98,8 @@ impl Payload for Part {
 
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
+    /// Among those of its transport.
+    number: u64,
     world: Arc<World>,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
@@ -108,6 +115,18 @@ enum Work {
     GemmReduce(Box<gemm_reduce::GemmReduceWork>),
     Push(push::PushWork),
     Exchange(exchange::ExchangeWork),
+}
+
+impl CudaCollective {
+    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
+    fn has_met(&self) -> bool {
+        match &self.work {
+            Work::Link(link) => link.has_met(),
+            Work::GemmReduce(work) => work.has_met(),
+            Work::Exchange(exchange) => exchange.has_met(),
+            Work::Pull(_) | Work::Push(_) => false,
+        }
+    }
 }
 
 impl Drop for CudaCollective {
@@ -134,9 +153,24 @@ impl CudaTransport {
         let board = Arc::new(Board::new(world));
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
-            Self { world, board, rank, device, next: AtomicU64::new(0), means }
+            let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+            Self { world, board, rank, device, next, prepared, peers: None, means }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
+    }
+
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `number`.
+    pub(crate) fn connect_process(
+        rendezvous: &Rendezvous,
+        world: &Arc<World>,
+        device: &Device,
+        number: u64,
+        means: Means,
+    ) -> Result<Self, ExecError> {
+        let peers = PeerProcesses::connect(rendezvous, world, device, number)?;
+        let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
+        let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
     }
 
     fn prepare(
@@ -164,6 +198,7 @@ impl CudaTransport {
 
     fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
         CudaCollective {
+            number: self.prepared.fetch_add(1, Ordering::Relaxed),
             world: self.world.clone(),
             collective: Arc::new(collective),
             outputs,
@@ -287,32 +322,43 @@ impl CudaTransport {
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let pattern = &collective.collective.pattern;
-        let (staging, mailbox, users) = match &collective.work {
-            Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
-            Work::GemmReduce(work) if work.has_met() => {
-                return Ok(CudaMeeting { sequence, own: None, started });
-            }
-            Work::Exchange(exchange) if exchange.has_met() => {
-                return Ok(CudaMeeting { sequence, own: None, started });
-            }
-            Work::GemmReduce(work) => (Some(work.exchange()), Some(work.mailbox()), &[][..]),
-            Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
-            Work::Pull(_) => (None, None, &pattern.outgoing[..]),
-            Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
-            Work::Exchange(_) => (None, None, &[][..]),
-        };
+        if collective.has_met() {
+            return Ok(CudaMeeting { sequence, own: None, started });
+        }
         let tensors = &collective.collective.tensors;
-        let outputs: Vec<BufferId> = match &collective.work {
-            Work::GemmReduce(work) => work.written_by_others().into_iter().collect(),
-            _ => tensors.iter().map(|(_, output)| *output).collect(),
+        let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
+        let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
+        let mut part = Part {
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            staging: None,
+            mailbox: None,
+            ready: self.event(&collective.ready)?,
+            done: self.event(&collective.done)?,
         };
-        let part = Part {
-            inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
-            outputs: outputs.iter().map(|output| buffers[output.0].clone()).collect(),
-            staging,
-            mailbox,
-            ready: event(&collective.ready, backend.device())?,
-            done: event(&collective.done, backend.device())?,
+        let users = match &collective.work {
+            Work::Pull(_) => {
+                part.inputs = inputs();
+                &pattern.outgoing[..]
+            }
+            Work::Push(push) => {
+                part.staging = push.staging();
+                if part.staging.is_none() {
+                    part.outputs = outputs();
+                }
+                &pattern.incoming[..]
+            }
+            Work::Link(link) => {
+                part.mailbox = Some(link.mailbox());
+                &[][..]
+            }
+            Work::GemmReduce(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.exchange());
+                part.outputs = work.written_by_others(buffers);
+                &[][..]
+            }
+            Work::Exchange(_) => &[][..],
         };
         part.ready.record(queue)?;
         let post = Post {
@@ -321,8 +367,11 @@ impl CudaTransport {
             at: Instant::now(),
             payload: part,
         };
-        let own = Some(self.board.publish(self.rank, sequence, post, users));
-        Ok(CudaMeeting { sequence, own, started })
+        let own = self.board.publish(self.rank, sequence, post, users);
+        if let Some(peers) = &self.peers {
+            peers.tell(sequence, collective.number, &own)?;
+        }
+        Ok(CudaMeeting { sequence, own: Some(own), started })
     }
 
     fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
@@ -356,6 +405,28 @@ impl CudaTransport {
         Ok(post)
     }
 
+    /// Lets `peer` know that this rank has enqueued its use of what that one published.
+    fn acknowledge(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
+        self.board.acknowledge(peer, sequence, self.rank);
+        match &self.peers {
+            Some(peers) => peers.used(peer, sequence),
+            None => Ok(()),
+        }
+    }
+
+    /// A collective's event, made on its first run.
+    fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
+        let mut slot = lock(slot);
+        if let Some(event) = &*slot {
+            return Ok(event.clone());
+        }
+        let made = match self.peers {
+            Some(_) => Event::shared(&self.device)?,
+            None => Event::new(&self.device)?,
+        };
+        Ok(slot.insert(made).clone())
+    }
+
     fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
         Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
     }
@@ -376,15 +447,6 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
-}
-
-/// A collective's event, made on its first run.
-fn event(slot: &Mutex<Option<Event>>, device: &Device) -> Result<Event, CudaError> {
-    let mut slot = lock(slot);
-    if let Some(event) = &*slot {
-        return Ok(event.clone());
-    }
-    Ok(slot.insert(Event::new(device)?).clone())
 }
 
 /// Why a collective cannot be enqueued.

@@ -7,7 +7,7 @@ mod traffic;
 
 use counterpoint_mask::{Band, Range};
 
-use crate::direction::{Direction, LinkRows, makespan};
+use crate::direction::{Direction, LinkRows, StageWork, makespan};
 use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
 use crate::runs::Runs;
@@ -109,15 +109,16 @@ pub(crate) fn cut(
             .enumerate()
             .map(|(rank, (profile, sent))| {
                 let received = ranks[rank].remote.len() as u64;
-                let rates =
-                    direction.rates(spec, config, received, sent.near + sent.far, traffic.crossing(rank));
+                let links = [received, sent.near + sent.far, traffic.crossing(rank)];
+                let rates = direction.rates(spec, config, ranks[rank].q_rows, links);
                 Cuts::solve(profile, &rates, most)
             })
             .collect();
         let choice = match config.stages {
             StageCount::Auto => Choice::quickest(&solved, most, |choice, limit| {
-                choice.seconds(&profiles, &traffic, limit, |area, rows| {
-                    direction.predict(area, rows, spec, &config.cost)
+                choice.seconds(&profiles, &traffic, limit, |rank, area, remote, rows| {
+                    let work = StageWork { area, q_rows: ranks[rank].q_rows, remote };
+                    direction.predict(work, rows, spec, &config.cost)
                 })
             }),
             StageCount::Fixed(stages) => Choice::new(&solved, stages, Cuts::most_up_to),
@@ -180,7 +181,7 @@ impl Choice {
         profiles: &[Profile],
         traffic: &Traffic,
         limit: f64,
-        predict: impl Fn(u64, LinkRows) -> StagePrediction,
+        predict: impl Fn(usize, u64, bool, LinkRows) -> StagePrediction,
     ) -> f64 {
         let stage_of: Vec<Vec<u8>> = self
             .cuts
@@ -193,12 +194,12 @@ impl Choice {
         let sent = traffic.sent(&stage_of, self.stages);
         let mut slowest = 0.0;
         for (rank, (cut, profile)) in self.cuts.iter().zip(profiles).enumerate() {
-            let local = predict(profile.local_area, LinkRows::default());
+            let local = predict(rank, profile.local_area, false, LinkRows::default());
             let remote = cut.windows(2).zip(&sent[rank * self.stages..]).map(|(ends, &sent)| {
                 let (from, to) = (usize::from(ends[0]), usize::from(ends[1]));
                 let received = traffic.received(rank, profile, from, to);
                 let area = profile.area_before[to] - profile.area_before[from];
-                predict(area, LinkRows::busier(sent, received))
+                predict(rank, area, true, LinkRows::busier(sent, received))
             });
             slowest = f64::max(slowest, makespan(std::iter::once(local).chain(remote)));
             if slowest >= limit {
@@ -210,16 +211,15 @@ impl Choice {
 }
 
 impl Direction {
-    /// What a rank's stages cost that receives, sends and takes from other nodes so many rows in all. A stage's transfer
-    /// takes as long as the busier side of it; which rows others fetch when is not known while everybody's cuts are still
-    /// open, so a rank's sending is spread over its stages as its receiving is.
+    /// What the stages cost of a rank with `q_rows` query rows that receives, sends and takes from other nodes so many rows in
+    /// all. A stage's transfer takes as long as the busier side of it; which rows others fetch when is not known while
+    /// everybody's cuts are still open, so a rank's sending is spread over its stages as its receiving is.
     fn rates(
         self,
         spec: &AttentionSpec,
         config: &PlanConfig,
-        received: u64,
-        sent: u64,
-        crossing: u64,
+        q_rows: usize,
+        [received, sent, crossing]: [u64; 3],
     ) -> Rates {
         let cost = &config.cost;
         let busier = received.max(sent) as f64 / received.max(1) as f64;
@@ -231,14 +231,19 @@ impl Direction {
             0 => cost.link.alpha_seconds,
             _ => cost.link.alpha_seconds.max(cost.network.alpha_seconds),
         };
-        let cast_row = spec.kv_row_bytes() as f64 * byte;
-        let (pair, reduce_alpha, reduce_row) = match self {
-            Direction::Forward => (spec.flops_forward(1) / cost.forward_flops_per_second, 0.0, 0.0),
-            Direction::Backward => {
-                let reduce_row = spec.kv_gradient_row_bytes() as f64 * byte;
-                (spec.flops_backward(1) / cost.backward_flops_per_second, alpha, reduce_row)
-            }
+        let launch = self.launch_seconds(q_rows, spec, cost);
+        let (reduce_alpha, reduce_row) = match self {
+            Direction::Forward => (0.0, 0.0),
+            Direction::Backward => (alpha, spec.kv_gradient_row_bytes() as f64 * byte),
         };
-        Rates { launch: cost.launch_seconds, pair, cast_alpha: alpha, cast_row, reduce_alpha, reduce_row }
+        Rates {
+            launch,
+            remote_launch: launch + self.remote_seconds(q_rows, spec, cost),
+            pair: self.pair_seconds(spec, cost),
+            cast_alpha: alpha,
+            cast_row: spec.kv_row_bytes() as f64 * byte,
+            reduce_alpha,
+            reduce_row,
+        }
     }
 }

@@ -108,6 +108,13 @@ impl Ended<'_> {
 
 /// Opens it, once the arguments that suit the CPU only are refused.
 fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMachine, CliError> {
+    refuse_what_the_device_lacks(arguments, dtype)?;
+    let run = &arguments.run;
+    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
+}
+
+/// Types and imitations that only the CPU has.
+fn refuse_what_the_device_lacks(arguments: &AttentionArguments, dtype: DType) -> Result<(), CliError> {
     let run = &arguments.run;
     let refuse = |reason: String| Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
     if run.device == Device::Cuda && !matches!(dtype, DType::Bf16 | DType::F16) {
@@ -122,7 +129,7 @@ fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMach
                 .to_owned(),
         );
     }
-    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
+    Ok(())
 }
 
 fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> RunConfig {
