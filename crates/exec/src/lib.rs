@@ -66,8 +66,8 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear,
-    run_linear_on,
+    GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs, LinearRun,
+    random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

@@ -23,16 +23,16 @@ struct GemmToMemory {
   const GemmArguments& arguments;
 
   __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ GemmRowsOfA rows_of_a(u32 row) const { return {&arguments.a_map, row}; }
+  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2], u32 row, u32 column,
-                                       const GemmWalk& walk) const {
+  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
+                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
     if (arguments.wide) {
-      staging.template tile<true>(acc, row, column, walk.unit.group);
+      staging.template tile<true>(acc, of, column, walk.unit.group);
     } else {
-      staging.template tile<false>(acc, row, column, walk.unit.group);
+      staging.template tile<false>(acc, of, column, walk.unit.group);
     }
   }
   __device__ __forceinline__ void end() const {}
@@ -158,13 +158,14 @@ struct GemmConsumer {
     GemmStaging<C> staging{arguments, shared, group, warp, lane};
     for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
       walk.look_up();
+      const GemmRowTile tile = walk.row_tile();
       multiply(walk.k_end() - walk.k_begin());
-      const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+      const u32 column = walk.template column<C::kTileN>();
       // A unit at the edge may have a tile without an element.
-      if (row >= arguments.m || column >= arguments.n) continue;
+      if (tile.rows == 0 || column >= arguments.n) continue;
       if (arguments.splits > 1 && !merge_parts(walk)) continue;
       if (arguments.bias != nullptr) add_bias(column);
-      ends.tile(staging, acc, row, column, walk);
+      ends.tile(staging, acc, tile, column, walk);
     }
     staging.finish();
   }

@@ -15,11 +15,11 @@
 
 namespace counterpoint {
 
-// One call of one rank, beside its product. Shared with the host.
+// One call of one rank, beside its product, of whose sources the first is the copy of A that others write into, and the second
+// this rank's rows of it. Shared with the host.
 struct GemmGathering {
-  TensorMap own_map;  // this rank's rows of A, as `a_map` is of all
   LinkCall link;
-  const u8* own;                           // the same memory
+  const u8* own;                           // this rank's rows of A
   u64 gathered[kGemmDestinations];         // where this rank's rows go in the memory of every rank
   const u64* arrivals;                     // [ranks, blocks]: CTAs of a rank that have stored their piece, over all calls
   u64 peer_arrivals[kGemmDestinations];    // this rank's place in those of every rank
@@ -107,30 +107,27 @@ struct GemmFromRanks {
     }
   }
 
-  // Rows of A that lie together from `row` on: at most as many as a tile has, all of one rank.
-  __device__ __forceinline__ GemmRowsOfA rows_of_a(u32 row) const {
-    const u32 owner = row / gathering.own_rows;
-    const u32 within = row - owner * gathering.own_rows;
-    if (owner == gathering.rank) return {&gathering.own_map, within};
+  // The thread that loads, before a tile: its rows have come.
+  __device__ __forceinline__ void await_rows(const GemmRowTile& of) const {
+    if (of.source != 0) return;
+    const u32 owner = of.source_row / gathering.own_rows;
+    const u32 within = of.source_row - owner * gathering.own_rows;
     const u64 wanted = call() * gridDim.x;
-    const u32 last = min(within + kGemmTileM, gathering.own_rows) - 1;
-    // Beyond the last row there is nothing to wait for, and nothing is loaded.
-    for (u32 block = within / gathering.block_rows; owner < gathering.ranks && block <= last / gathering.block_rows; ++block) {
-      const u64* word = gathering.arrivals + owner * gathering.blocks + block;
+    const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
+    for (u32 block = within / gathering.block_rows; block <= last; ++block) {
       // What comes wrong when the wait gives up, nobody looks at.
-      link_wait(gathering.link, word, wanted, owner, kLinkSend);
+      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, wanted, owner, kLinkSend);
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();
-    return {&arguments.a_map, row};
   }
 
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2], u32 row, u32 column,
-                                       const GemmWalk& walk) const {
-    staging.template tile<false>(acc, row, column, walk.unit.group);
+  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
+                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
+    staging.template tile<false>(acc, of, column, walk.unit.group);
   }
 
   // One thread of every CTA, when all of its cluster are through.

@@ -17,9 +17,9 @@
 
 namespace counterpoint {
 
-// One call of one rank, beside its product. Shared with the host.
+// One call of one rank, beside its product, whose destinations are the ranks: `d_maps` are this rank's rows of the sums in the
+// memory of each rank that gets them. Shared with the host.
 struct GemmReduction {
-  TensorMap sum_maps[kGemmDestinations];  // [rows_per_destination, n_whole]: this rank's rows of the sums in each rank's memory
   LinkCall link;
   const u8* parts;                      // what others send of this rank's tiles: [ranks, part_bytes]
   const u64* stamps;                    // and the call in which each part came: [ranks, parts of a rank]
@@ -58,7 +58,7 @@ struct GemmToRanks {
       store_release_system(&reduction.link.slots[peer]->announced, call());
     }
   }
-  __device__ __forceinline__ GemmRowsOfA rows_of_a(u32 row) const { return {&arguments.a_map, row}; }
+  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
 
   // Whether a rank's memory may be written, asked once of each: `known` has a bit for those that may.
   __device__ __forceinline__ bool may_write(u32 peer, u64 number, u32& known) const {
@@ -80,16 +80,19 @@ struct GemmToRanks {
       if (chunk.flags & kChunkNone) break;
       const u8* from = shared.staging[group][buffer];
       bool sent = false;
+      const u32 owner = chunk.destination;
       if (chunk.flags & kChunkPart) {
-        sent = may_write(u32(chunk.column), number, known);
+        sent = may_write(owner, number, known);
         if (sent) {
-          bulk_store(reinterpret_cast<u8*>(reduction.peer_parts[chunk.column]) + u64(chunk.row) * kChunkBytes, from, kChunkBytes);
+          bulk_store(reinterpret_cast<u8*>(reduction.peer_parts[owner]) + u64(u32(chunk.row)) * kChunkBytes, from,
+                     kChunkBytes);
         }
-      } else if (u32(chunk.row) < arguments.m && u32(chunk.column) < arguments.n) {
-        const i32 row = chunk.row - i32(own * arguments.rows_per_destination);
-        tma_store_2d(&reduction.sum_maps[own], from, chunk.column, row);
+      } else if (u32(chunk.column) < arguments.n) {
+        tma_store_2d(&arguments.d_maps[own], from, chunk.column, chunk.row);
         for (u32 peer = 0; reduction.spreads != 0 && peer < reduction.ranks; ++peer) {
-          if (peer != own && may_write(peer, number, known)) tma_store_2d(&reduction.sum_maps[peer], from, chunk.column, row);
+          if (peer != own && may_write(peer, number, known)) {
+            tma_store_2d(&arguments.d_maps[peer], from, chunk.column, chunk.row);
+          }
         }
       }
       tma_store_commit();
@@ -99,7 +102,7 @@ struct GemmToRanks {
         // All of this thread's stores are complete, not only read, before the owner hears of them.
         tma_store_wait<0>();
         fence_async_proxy_all();
-        store_release_system(reinterpret_cast<u64*>(reduction.peer_stamps[chunk.column]) + chunk.group, number);
+        store_release_system(reinterpret_cast<u64*>(reduction.peer_stamps[owner]) + chunk.group, number);
       }
     }
     tma_store_wait<0>();
@@ -108,21 +111,22 @@ struct GemmToRanks {
     fence_system();
   }
 
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2], u32 row, u32 column,
-                                       const GemmWalk& walk) const {
-    const u32 owner = row / arguments.rows_per_destination;
+  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
+                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
     // A unit's group is its number among its owner's.
     const u32 part = (walk.unit.group * 2 + walk.rank) * kGemmConsumers + staging.group;
-    if (owner != reduction.rank) return send(staging, acc, owner, part);
+    if (of.destination != reduction.rank) return send(staging, acc, of.destination, part);
     add_parts(staging, acc, part);
-    staging.template tile<false>(acc, row, column, 0);
+    staging.template tile<false>(acc, of, column, 0);
   }
 
-  __device__ __forceinline__ void send(GemmStaging<C>& staging, const float (&acc)[C::kTileN / 2], u32 owner, u32 part) const {
+  __device__ __forceinline__ void send(GemmStaging<C>& staging, const float (&acc)[C::kTileN / 2], u16 owner,
+                                       u32 part) const {
     const u32 thread = 32 * staging.warp + staging.lane;
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
-      const GemmChunk chunk{i32(owner), i32(part * kChunks + c), part, kChunkPart | (c + 1 == kChunks ? kChunkLast : 0)};
+      const u8 flags = c + 1 == kChunks ? kChunkPart | kChunkLast : kChunkPart;
+      const GemmChunk chunk{0, i32(part * kChunks + c), part, owner, 64, flags};
       staging.stage(chunk, [&](u8* to) {
 #pragma unroll
         for (u32 p = 0; p < kPacks; ++p) {

@@ -4,6 +4,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
+use super::linear::{BiasGradient, Product};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
@@ -15,6 +16,8 @@ enum Work {
     Forward(Box<Forward>),
     Delta(Box<Delta>),
     Backward(Box<Backward>),
+    Product(Box<Product>),
+    BiasGradient(Box<BiasGradient>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -35,6 +38,8 @@ impl CudaKernel {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
+            Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
@@ -51,6 +56,8 @@ impl CudaKernel {
             Work::Forward(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
+            Work::Product(work) => work.launch(stream, buffers),
+            Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
@@ -110,7 +117,7 @@ impl<'a> Prepare<'a> {
             .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
     }
 
-    fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
+    pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
         Scalar::of(*dtype).ok_or_else(|| {
             let types = [DType::Bf16, DType::F16, DType::F32];

@@ -350,7 +350,8 @@ impl<'a> Rank<'a> {
         let gathers = self.spec.collective == GemmCollective::AllGather;
         let (a, d) = if gathers { (&self.whole, &self.y) } else { (&self.x, &self.whole) };
         let d = [d.address()];
-        let tensors = GemmTensors { a: a.address(), b: self.weight.address(), d: &d, bias: 0, counters: &[] };
+        let tensors =
+            GemmTensors { a: &[a.address()], b: self.weight.address(), d: &d, bias: 0, counters: &[] };
         // SAFETY: the tensors are those of the spec and live as long as this value; they are freed after what is enqueued.
         unsafe { self.library.launch(&self.stream, &tensors) }
     }

@@ -8,6 +8,7 @@ mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
 mod cast;
+mod column_sum;
 mod device_schedule;
 mod dq_rounding;
 mod gemm;
@@ -40,12 +41,13 @@ pub use attention_tensors::{
     ResultTensors, StateTensors,
 };
 pub use cast::Cast;
+pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors, GemmLayout,
-    GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmShape, GemmSignals, GemmSpec,
-    GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
+    GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape, GemmSignals,
+    GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

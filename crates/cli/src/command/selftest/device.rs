@@ -9,7 +9,7 @@ use counterpoint_cuda::selftest::{
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
-    CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives,
+    CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives, selftest_linear,
 };
 
 use super::ledger::Ledger;
@@ -47,6 +47,10 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     if ledger.section("cpu") {
         let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if ledger.section("cpu linear layers") {
+        let checks = selftest_linear(&CpuSubject, extent, 4, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
     }
     if ledger.section("collectives through tcp") {
@@ -89,6 +93,9 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
         let checks = selftest_gemm(subject.gpu(), extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks.map_err(failed)?)?;
     }
+    if subject.gpu().arch().is_hopper() && ledger.section("linear layers") {
+        examine_linear(subject, 4, extent, ledger)?;
+    }
     if ledger.section("graphs") {
         let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
@@ -125,7 +132,27 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
             examine_collectives(&subject, most_ranks, extent, ledger)?;
         }
     }
+    for (section, transport, most_ranks) in [
+        ("linear layers by nvlink, a GPU each", TransportKind::Nvlink, gpus),
+        ("linear layers by copy-engine", TransportKind::CopyEngine, 2 * gpus),
+        ("linear layers by nccl", TransportKind::Nccl, gpus),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        if subject.gpu().arch().is_hopper() && ledger.section(section) {
+            examine_linear(&subject, most_ranks, extent, ledger)?;
+        }
+    }
     Ok(())
+}
+
+fn examine_linear(
+    subject: &CudaSubject,
+    most_ranks: usize,
+    extent: Extent,
+    ledger: &mut Ledger,
+) -> Result<(), CliError> {
+    let checks = selftest_linear(subject, extent, most_ranks, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks)
 }
 
 fn examine_collectives(

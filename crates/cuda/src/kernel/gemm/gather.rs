@@ -3,10 +3,10 @@
 use super::order::{self, TileOrder};
 use super::shape::{GemmShape, TILE_ROWS};
 use super::source::GemmEnds;
-use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, refused};
+use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
-use crate::{CudaError, Device, Stream, TensorMap};
+use crate::{CudaError, Device, Stream};
 
 /// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,7 +47,6 @@ pub struct GemmGatherTensors<'a> {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct GemmGathering {
-    own_map: TensorMap,
     link: LinkCall,
     own: u64,
     gathered: [u64; GEMM_DESTINATIONS],
@@ -110,6 +109,19 @@ impl GemmGatherSpec {
         (LEAST_BYTES.div_ceil(tile) * TILE_ROWS).min(self.own_rows())
     }
 
+    /// A's rows: of its copy those of the other ranks, and this rank's own.
+    fn sources(&self) -> Vec<GemmRows> {
+        let own = self.own_rows();
+        let first = self.rank * own;
+        let after = GemmRows { tensor: 0, first: first + own, count: self.product.m - first - own };
+        let sources = [
+            GemmRows { tensor: 0, first: 0, count: first },
+            GemmRows { tensor: 1, first: 0, count: own },
+            after,
+        ];
+        sources.into_iter().filter(|rows| rows.count > 0).collect()
+    }
+
     fn own_rows(&self) -> usize {
         self.product.m / self.ranks
     }
@@ -136,6 +148,7 @@ impl GemmGather {
             return Err(refused(format!("{shape:?} is no shape of this product")));
         }
         let mut product = spec.product.clone();
+        product.sources = spec.sources();
         product.order = TileOrder::Shards { shards: spec.ranks, first: spec.rank };
         let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
@@ -183,15 +196,19 @@ impl GemmGather {
                 format!("{} copies and {} counters of {ranks} ranks", gathered.len(), arrivals.len());
             return Err(refused(reason));
         }
-        let gemm =
-            self.gemm.arguments(&GemmTensors { a: gathered[rank], b, d: &[d], bias, counters: &[] })?;
+        let gemm = self.gemm.arguments(&GemmTensors {
+            a: &[gathered[rank], own],
+            b,
+            d: &[d],
+            bias,
+            counters: &[],
+        })?;
         let row_bytes = (product.k * product.element.bytes()) as u64;
         let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
         let at = |addresses: &[u64], offset: u64| {
             std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset))
         };
         let gathering = GemmGathering {
-            own_map: self.gemm.map_of_a(own, own_rows)?,
             link: *link,
             own,
             gathered: at(gathered, (rank * own_rows) as u64 * row_bytes),
@@ -218,7 +235,6 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
         shared_layout!(
             "gemm/gemm_gather.cuh",
             GemmGathering {
-                own_map,
                 link,
                 own,
                 gathered,

@@ -6,7 +6,7 @@ use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
-use crate::{CudaError, Device, Stream, TensorMap};
+use crate::{CudaError, Device, Stream};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,7 +56,6 @@ pub struct GemmReduceTensors<'a> {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct GemmReduction {
-    sum_maps: [TensorMap; GEMM_DESTINATIONS],
     link: LinkCall,
     parts: u64,
     stamps: u64,
@@ -128,7 +127,7 @@ impl GemmReduce {
             return Err(refused(format!("{shape:?} is no shape of this product")));
         }
         let mut product = spec.product.clone();
-        product.destinations = spec.ranks;
+        product.shares = vec![product.m / spec.ranks; spec.ranks];
         product.order = TileOrder::Shards { shards: spec.ranks, first: (spec.rank + 1) % spec.ranks };
         let mut units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         number_in_shards(&mut units, &shape, &product, spec.ranks);
@@ -187,20 +186,19 @@ impl GemmReduce {
             let reason = format!("{} exchanges and {} sums of {ranks} ranks", exchanges.len(), sums.len());
             return Err(refused(reason));
         }
-        let own = vec![sums[rank]; ranks];
-        let gemm = self.gemm.arguments(&GemmTensors { a, b, d: &own, bias, counters: &[] })?;
-        let mut sum_maps = gemm.d_maps;
+        // Nobody stores to ranks that get no sums.
+        let d: Vec<u64> = match spread {
+            SumsGoTo::Owner => vec![sums[rank]; ranks],
+            SumsGoTo::All => sums.to_vec(),
+        };
+        let gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &d, bias, counters: &[] })?;
         let mut peer_parts = [0; GEMM_DESTINATIONS];
         let mut peer_stamps = [0; GEMM_DESTINATIONS];
         for peer in 0..ranks {
-            if spread == SumsGoTo::All {
-                sum_maps[peer] = self.gemm.map_of_d(sums[peer])?;
-            }
             peer_stamps[peer] = exchanges[peer] + (rank * self.parts() * size_of::<u64>()) as u64;
             peer_parts[peer] = exchanges[peer] + (self.stamp_bytes() + rank * self.part_bytes()) as u64;
         }
         let reduction = GemmReduction {
-            sum_maps,
             link: *link,
             parts: exchanges[rank] + self.stamp_bytes() as u64,
             stamps: exchanges[rank],
@@ -238,7 +236,6 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
         shared_layout!(
             "gemm/gemm_reduce.cuh",
             GemmReduction {
-                sum_maps,
                 link,
                 parts,
                 stamps,
