@@ -89,6 +89,16 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let step = match &op.op {
                 Op::GroupCast(op) => cast(op)?,
                 Op::GroupReduce(op) => reduce(op)?,
+                Op::CastGemm(op) => {
+                    let arrive = op.cast.arrive.map(|barrier| barrier.0);
+                    match transport.prepare_cast_gemm(&backend, &place, op, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive },
+                        None => {
+                            push(cast(&op.cast)?);
+                            Step::Compute(backend.prepare(&program, index)?)
+                        }
+                    }
+                }
                 Op::GemmReduce(op) => {
                     let arrive = op.reduce.arrive.map(|barrier| barrier.0);
                     match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {

@@ -74,6 +74,7 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
         }
         Op::Gemm(op) => check.gemm(op),
         Op::GemmReduce(op) => check.gemm(&op.gemm),
+        Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])

@@ -1,4 +1,4 @@
-use counterpoint_schedule::{BufferSpec, GemmReduce, GroupCast, GroupReduce, Program};
+use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program};
 
 use crate::{Backend, ExecError, OpPlace};
 
@@ -52,6 +52,20 @@ pub trait Transport<B: Backend>: Send {
         _backend: &B,
         _place: &OpPlace,
         _op: &GemmReduce,
+        _program: &Program,
+    ) -> Result<Option<Self::Collective>, ExecError> {
+        Ok(None)
+    }
+
+    /// Likewise a product whose operand's rows come from other ranks.
+    ///
+    /// # Errors
+    /// As [`Transport::prepare_gemm_reduce`].
+    fn prepare_cast_gemm(
+        &self,
+        _backend: &B,
+        _place: &OpPlace,
+        _op: &CastGemm,
         _program: &Program,
     ) -> Result<Option<Self::Collective>, ExecError> {
         Ok(None)

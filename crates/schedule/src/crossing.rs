@@ -25,6 +25,7 @@ impl Program {
             Op::GroupCast(op) => cast(op),
             Op::GroupReduce(op) => reduce(op),
             Op::GemmReduce(op) => reduce(&op.reduce) + op.spread.as_ref().map_or(0, cast),
+            Op::CastGemm(op) => cast(&op.cast),
             _ => 0,
         });
         bytes.map(|bytes| bytes as u64).sum()

@@ -335,6 +335,17 @@ pub struct GemmReduce {
     pub spread: Option<GroupCast>,
 }
 
+/// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
+/// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
+/// bits of the two operations one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CastGemm {
+    /// What brings the rows.
+    pub cast: GroupCast,
+    /// The product.
+    pub gemm: Gemm,
+}
+
 /// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ColumnSum {
@@ -363,6 +374,8 @@ pub enum Op {
     ColumnSum(ColumnSum),
     /// A matrix product that is reduced over ranks while it is computed.
     GemmReduce(Box<GemmReduce>),
+    /// A matrix product whose operand's rows come from other ranks while it is computed.
+    CastGemm(Box<CastGemm>),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.

@@ -50,7 +50,7 @@ pub enum SimulateError {
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
 /// way; the slower of the two counts.
 ///
-/// A product that is reduced while it is computed takes the longer of both, and the link's start.
+/// A product whose rows travel while it is computed takes the longer of both, and the link's start.
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
@@ -111,6 +111,7 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
         Op::GroupCast(op) => Some(&op.part),
         Op::GroupReduce(op) => Some(&op.part),
         Op::GemmReduce(op) => Some(&op.reduce.part),
+        Op::CastGemm(op) => Some(&op.cast.part),
         _ => None,
     }
 }
@@ -120,6 +121,7 @@ fn arrives_at(op: &Op) -> Option<usize> {
         Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
         Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
         Op::GemmReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
+        Op::CastGemm(op) => op.cast.arrive.map(|barrier| barrier.0),
         _ => None,
     }
 }
@@ -146,6 +148,10 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
                 (0..2).for_each(|port| moved.moving[port] += spread.moving[port]);
             }
             moved
+        }
+        Op::CastGemm(op) => {
+            let cast = &op.cast;
+            rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost)
         }
         _ => Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
     }
@@ -214,6 +220,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
         }
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
+        Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second

@@ -72,7 +72,7 @@ pub enum ProgramError {
         /// Name of the buffer that the slot holds.
         other: String,
     },
-    /// A product that is reduced while it is computed may run beside another collective.
+    /// A product whose rows travel while it is computed may run beside another collective.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \
          holds all workers meanwhile; order them by an event"
@@ -149,6 +149,11 @@ impl Op {
                 out.extend(op.spread.iter().flat_map(|cast| &cast.tensors).map(|&(input, _)| input));
                 out
             }
+            Op::CastGemm(op) => {
+                let mut out = op.gemm.reads();
+                out.extend(op.cast.tensors.iter().map(|&(input, _)| input));
+                out
+            }
             Op::Cast { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
@@ -183,6 +188,11 @@ impl Op {
                 let outputs = op.reduce.tensors.iter().chain(casts).map(|&(_, output)| output);
                 [op.gemm.out].into_iter().chain(outputs).collect()
             }
+            Op::CastGemm(op) => {
+                let mut out = vec![op.gemm.out];
+                out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
+                out
+            }
             Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
@@ -214,8 +224,8 @@ impl GroupReduce {
 impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
     /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
-    /// that count as one, are read before the next one has its turn. And that a product that is reduced while it is computed is
-    /// in order with every other collective: it may hold all of a device's workers while it waits for other ranks.
+    /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
+    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks.
     ///
     /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
     ///
@@ -265,7 +275,7 @@ impl Program {
 
     fn check_fused(&self, clocks: &[Clock]) -> Result<(), ProgramError> {
         let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
-            Op::GemmReduce(_) => Some((index, true)),
+            Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
             Op::GroupCast(_) | Op::GroupReduce(_) => Some((index, false)),
             _ => None,
         });
@@ -386,6 +396,7 @@ impl Program {
                     let spread = both.spread.as_ref().and_then(|cast| cast.arrive);
                     self.arrive(index, spread, &mut arrivals)?;
                 }
+                Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
             }
             out.push(clock.clone());

@@ -7,15 +7,14 @@ use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{
-    self as schedule, Accumulate, BufferId, BufferSpec, GroupCast, Program, ReduceOp, RowBlock,
-};
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GroupCast, Program, ReduceOp};
 
+use super::fused::{Rows, element_of, layout_of, one_stretch, whole};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work};
 use crate::backend::{CudaBackend, CudaBuffer};
 use crate::kernel::{
-    ElementType, GemmEpilogue, GemmLayout, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmSpec,
-    LinkAbort, LinkEnd, LinkPeers, SumsGoTo,
+    GemmEpilogue, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmSpec, LinkAbort, LinkEnd, LinkPeers,
+    SumsGoTo,
 };
 use crate::{CudaError, DeviceBuffer};
 
@@ -35,20 +34,6 @@ pub(super) struct GemmReduceWork {
     spread: SumsGoTo,
     /// Made when ranks first meet.
     met: OnceLock<Met>,
-}
-
-/// A row of a buffer.
-#[derive(Clone, Copy)]
-struct Rows {
-    buffer: BufferId,
-    /// Bytes before it.
-    offset: u64,
-}
-
-impl Rows {
-    fn address(&self, buffers: &[CudaBuffer]) -> u64 {
-        buffers[self.buffer.0].address() + self.offset
-    }
 }
 
 /// What a rank knows of the others.
@@ -102,19 +87,11 @@ fn fitting(op: &schedule::GemmReduce, collective: &Collective, program: &Program
     let specs = &program.buffers;
     let schedule::GemmReduce { gemm, reduce, spread } = op;
     let spec_of = |id: BufferId| &specs[id.0];
-    let element = match spec_of(gemm.out).dtype {
-        DType::Bf16 => ElementType::Bf16,
-        DType::F16 => ElementType::F16,
-        DType::F32 | DType::F64 => return None,
-    };
     let dtype = spec_of(gemm.out).dtype;
-    let layout = match gemm.layout {
-        schedule::GemmLayout::Nt => GemmLayout::Nt,
-        schedule::GemmLayout::Nn => GemmLayout::Nn,
-        schedule::GemmLayout::Tn => return None,
-    };
+    let element = element_of(dtype)?;
+    let layout = layout_of(gemm.layout)?;
     let (a, m) = one_stretch(&gemm.a, specs)?;
-    let (b, _) = one_stretch(&gemm.b, specs)?;
+    let b = whole(&gemm.b, specs)?;
     let n = spec_of(gemm.out).row_elements();
     let [(share, sum)] = reduce.tensors[..] else { return None };
     let alike = share == gemm.out
@@ -168,17 +145,6 @@ fn spread_to(
     let in_turn = cast.part.remote.iter().map(|split| split.rank).eq(everyone);
     let rows = cast.part.remote.get(rank)?.rows;
     (from == sum && whole && in_turn && rows.len() == own).then_some((to, rows.start))
-}
-
-/// Where blocks begin that follow each other in one buffer, and how many rows they have together.
-fn one_stretch(blocks: &[RowBlock], specs: &[BufferSpec]) -> Option<(Rows, usize)> {
-    let first = blocks.first()?;
-    let follows =
-        |pair: &[RowBlock]| pair[0].buffer == pair[1].buffer && pair[0].rows.end == pair[1].rows.start;
-    let spec = &specs[first.buffer.0];
-    let offset = first.rows.start as u64 * (spec.row_elements() * spec.dtype.size()) as u64;
-    let rows = blocks.iter().map(|block| block.rows.len()).sum();
-    blocks.windows(2).all(follows).then_some((Rows { buffer: first.buffer, offset }, rows))
 }
 
 impl CudaTransport {
@@ -240,11 +206,8 @@ impl CudaTransport {
         };
         let mut sums = met.sums.clone();
         let own = work.sums.address(buffers);
-        if work.spread == SumsGoTo::All && sums[self.rank] != own {
-            let reason = "the other ranks write into its result and know where that was when they first met; make the Program \
-                          ready again to use other memory";
-            let kernel = place.to_string();
-            return Err(CudaError::Launch { kernel, reason: reason.to_owned() }.into());
+        if work.spread == SumsGoTo::All {
+            self.check_unmoved(place, sums[self.rank], own)?;
         }
         sums[self.rank] = own;
         let limit = self.world.config().limit;

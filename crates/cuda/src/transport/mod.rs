@@ -10,8 +10,10 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod cast_gemm;
 mod copies;
 mod exchange;
+mod fused;
 mod gemm_reduce;
 mod kind;
 mod link;
@@ -27,7 +29,7 @@ use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
-use counterpoint_schedule::{BufferSpec, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
+use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
@@ -113,6 +115,7 @@ enum Work {
     Pull(Mutex<Option<pull::PullWork>>),
     Link(LinkWork),
     GemmReduce(Box<gemm_reduce::GemmReduceWork>),
+    CastGemm(Box<cast_gemm::CastGemmWork>),
     Push(push::PushWork),
     Exchange(exchange::ExchangeWork),
 }
@@ -123,6 +126,7 @@ impl CudaCollective {
         match &self.work {
             Work::Link(link) => link.has_met(),
             Work::GemmReduce(work) => work.has_met(),
+            Work::CastGemm(work) => work.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),
             Work::Pull(_) | Work::Push(_) => false,
         }
@@ -138,6 +142,7 @@ impl Drop for CudaCollective {
         match &self.work {
             Work::Link(link) => link.abort(),
             Work::GemmReduce(work) => work.abort(),
+            Work::CastGemm(work) => work.abort(),
             Work::Pull(_) | Work::Push(_) | Work::Exchange(_) => {}
         }
     }
@@ -278,6 +283,18 @@ impl Transport<CudaBackend> for CudaTransport {
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }
 
+    fn prepare_cast_gemm(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &CastGemm,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.cast_gemm_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         self.world.check()?;
         self.report(call, self.begin_meeting(call))
@@ -288,6 +305,7 @@ impl Transport<CudaBackend> for CudaTransport {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
             Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
+            Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
             Work::Exchange(work) => self.exchange(call, meeting, work),
         };
@@ -358,6 +376,12 @@ impl CudaTransport {
                 part.outputs = work.written_by_others(buffers);
                 &[][..]
             }
+            Work::CastGemm(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.arrivals());
+                part.outputs = vec![work.written_by_others(buffers)];
+                &[][..]
+            }
             Work::Exchange(_) => &[][..],
         };
         part.ready.record(queue)?;
@@ -379,11 +403,11 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) | Work::GemmReduce(_) | Work::Exchange(_) => {}
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
         let kind = match &collective.work {
-            Work::GemmReduce(_) => SpanKind::Compute,
+            Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
             _ => SpanKind::Communication,
         };
         stream.end_span(place, kind, meeting.started)?;

@@ -54,6 +54,7 @@ impl CpuKernel {
             Op::Gemm(op) => multiply(op, &access, workers),
             // Its collectives are operations of their own here.
             Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
+            Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)

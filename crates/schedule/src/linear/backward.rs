@@ -4,12 +4,12 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens};
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens, rows_on_their_way};
 use super::forward::group_rows;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op, OverlapPolicy,
-    Program, RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, CastGemm, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op,
+    OverlapPolicy, Program, RowBlock, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `dy` (as the forward's `y`), `weight` and, unless the weight is frozen, `x` (as the
@@ -163,7 +163,15 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
     let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
     let mut all_dy = lowering.whole(dy, tokens);
-    if lowering.gathers() {
+    // What a deferred gradient keeps is in groups.
+    let fused = lowering.p.policy().mover == Mover::Fused && gradient != WeightGradient::Deferred;
+    if lowering.gathers() && fused {
+        let (rows, cast) = rows_on_their_way(lowering, dy, plan.spec.out_features, "dy_all");
+        all_dy = rows.clone();
+        let gemm = input_product(lowering, (rows, vec![Range::new(0, tokens)]), weight, dx);
+        let op = Op::CastGemm(Box::new(CastGemm { cast, gemm }));
+        lowering.p.push(lowering.compute, Some(0), "dx", op);
+    } else if lowering.gathers() {
         let columns = plan.spec.out_features;
         let (name, role) = kept_or(gradient, "dy");
         let gathered = GatheredTokens::start(lowering, dy, columns, name, role);

@@ -125,6 +125,30 @@ impl GatheredTokens {
     }
 }
 
+/// All tokens in their order for a product of `own`, `[local tokens, columns]`, and of the others' rows, which come while it is
+/// computed, into a buffer of this name; and what brings them.
+pub(super) fn rows_on_their_way(
+    lowering: &mut Lowering<'_>,
+    own: BufferId,
+    columns: usize,
+    name: &str,
+) -> (Vec<RowBlock>, GroupCast) {
+    let (plan, rank) = (lowering.plan, lowering.rank);
+    let (tokens, dtype) = (plan.spec.tokens, plan.spec.dtype);
+    let all = lowering.p.buffer(name, dtype, &[tokens, columns], BufferRole::Scratch);
+    let cast = GroupCast {
+        part: Arc::new(plan.other_tokens_part(rank)),
+        tensors: vec![(own, all)],
+        wire_dtype: dtype,
+        arrive: None,
+    };
+    let rows = plan.tokens_of(rank);
+    let mut blocks = block(all, Range::new(0, rows.start));
+    blocks.extend(block(own, Range::new(0, rows.len())));
+    blocks.extend(block(all, Range::new(rows.end, tokens)));
+    (blocks, cast)
+}
+
 /// All tokens in their order, from one buffer for every group.
 pub(super) fn all_tokens(plan: &LinearPlan, groups: &[BufferId]) -> Vec<RowBlock> {
     let mut blocks = Vec::new();

@@ -1,10 +1,11 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{LinearKind, LinearPlan};
 
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens};
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
+    RowBlock, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -58,6 +59,12 @@ fn column(lowering: &mut Lowering<'_>) {
     if !lowering.gathers() {
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
         return multiply(lowering, 0, all, weight, bias, y);
+    }
+    if lowering.p.policy().mover == Mover::Fused {
+        let (rows, cast) = rows_on_their_way(lowering, x, plan.spec.in_features, "x_all");
+        let gemm = product(lowering, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
+        lowering.p.push(lowering.compute, Some(0), "y", Op::CastGemm(Box::new(CastGemm { cast, gemm })));
+        return;
     }
     let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
     for stage in 0..=plan.groups() {

@@ -285,7 +285,7 @@ impl<'a> Clockwork<'a> {
         }
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
-        if matches!(program.ops[op].op, Op::GemmReduce(_)) {
+        if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
             let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
             end = end.max(multiplied);
         }
@@ -302,7 +302,7 @@ impl<'a> Clockwork<'a> {
             Some(_) => {
                 state.communicating -= 1;
                 match state.program.ops[op].op {
-                    Op::GemmReduce(_) => SpanKind::Compute,
+                    Op::GemmReduce(_) | Op::CastGemm(_) => SpanKind::Compute,
                     _ => SpanKind::Communication,
                 }
             }
