@@ -134,7 +134,6 @@ def main():
             case = Case(collective, shape, dtype, rank, world)
             flops = 2.0 * shape[0] * shape[1] * shape[2]
             iterations = max(2, min(given.iterations, int(0.01 / (2e-5 + flops / 6e14))))
-            first = None
             for name in names:
                 run = case.sequential if name == "mm-nccl" else case.async_tp
                 if name == "async-tp" and collective == "all-reduce":
@@ -143,7 +142,6 @@ def main():
                     continue
                 error = case.error(run())
                 took = seconds(run, iterations, given.cycles)
-                first = first or took
                 row = {"by": name, "collective": collective, "ranks": world, "m": shape[0], "n": shape[1], "k": shape[2],
                        "seconds": took, "error": error}
                 if not error <= bound:

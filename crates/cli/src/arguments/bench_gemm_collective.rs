@@ -19,6 +19,10 @@ against the first policy's result; a row out of bounds is not printed, and the
 exit status is 1. Without --shapes it takes the shapes of published measurements
 and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
+--peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
+NCCL one after the other and PyTorch's async-TP operators in the same way, after
+our rows, on the same shapes.
+
 Examples:
   counterpoint bench gemm-collective --ranks 2
   counterpoint bench gemm-collective --device cuda --ranks 2 --collective reduce-scatter
@@ -59,6 +63,10 @@ pub(crate) struct BenchGemmCollectiveArguments {
     /// Limit of every wait
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
+
+    /// Time PyTorch's ways too: mm-nccl, async-tp [given without names: all]
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
+    pub(crate) peers: Option<String>,
 
     /// Few shapes, to see that everything works
     #[arg(long, conflicts_with = "shapes")]

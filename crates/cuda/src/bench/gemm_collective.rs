@@ -209,6 +209,9 @@ impl GemmCollectiveBench {
 const ROWS: usize = 6;
 const COLUMNS: usize = 16;
 const SEED: u64 = 100;
+/// What keeps a device busy for some milliseconds.
+const GATE_BYTES: usize = 512 << 20;
+const GATE_FILLS: usize = 24;
 
 /// One rank with its tensors and all that is timed on it.
 struct Rank<'a> {
@@ -223,6 +226,7 @@ struct Rank<'a> {
     x: DeviceBuffer,
     weight: DeviceBuffer,
     y: DeviceBuffer,
+    gate: DeviceBuffer,
     library: LibraryGemm,
 }
 
@@ -264,6 +268,7 @@ impl<'a> Rank<'a> {
             |rows: usize, columns: usize| DeviceBuffer::new(device, rows * columns * element.bytes());
         let (x, weight, y) = (buffer(x_rows, k)?, buffer(n, k)?, buffer(y_rows, n)?);
         let whole = if gathers { buffer(m, k)? } else { buffer(m, n)? };
+        let gate = DeviceBuffer::new(device, GATE_BYTES)?;
         let fill = RandomFill::new(device, element.scalar())?;
         fill.launch(&stream, &x, SEED + rank as u64)?;
         fill.launch(&stream, &weight, weight_seed(rank))?;
@@ -280,7 +285,7 @@ impl<'a> Rank<'a> {
                 })?;
             }
         }
-        Ok(Self { bench, spec: *spec, element, rank, programs, stream, whole, x, weight, y, library })
+        Ok(Self { bench, spec: *spec, element, rank, programs, stream, whole, x, weight, y, gate, library })
     }
 
     fn run(&mut self, meeting: &Meeting, runs: GemmCollectiveRuns) -> Result<RankTimes, ExecError> {
@@ -305,7 +310,10 @@ impl<'a> Rank<'a> {
         for _ in 0..runs.samples {
             for (&contender, seconds) in contenders.iter().zip(&mut seconds) {
                 meeting.wait(self.rank)?;
-                // Not timed: while it runs, the runs that are are enqueued.
+                // Not timed: while the device is busy with these, all runs that are timed are enqueued, on every rank.
+                for _ in 0..GATE_FILLS {
+                    self.fail(self.gate.fill(self.queue(contender), 0))?;
+                }
                 self.enqueue(contender)?;
                 self.fail(begin.record(self.queue(contender)))?;
                 for _ in 0..runs.iterations {

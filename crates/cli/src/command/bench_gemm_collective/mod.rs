@@ -2,6 +2,7 @@
 
 mod cases;
 mod cpu;
+mod peers;
 mod row;
 
 use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
@@ -25,10 +26,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         console::print(&format!("products and collectives on {}\n{}", machine.name(), row::HEADER))?;
     }
     let (mut last, mut wrong) = (Vec::new(), Vec::new());
-    for spec in cases::chosen(arguments) {
+    let cases = cases::chosen(arguments);
+    for spec in &cases {
         let progress = Progress::new();
         progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
-        let rows = machine.measure(&spec, arguments).map_err(|source| CliError::Run { source })?;
+        let rows = machine.measure(spec, arguments).map_err(|source| CliError::Run { source })?;
         drop(progress);
         for row in &rows {
             if !row.is_right() {
@@ -46,6 +48,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     }
     if !arguments.json {
         console::print(&row::finding(&last))?;
+    }
+    if let Some(names) = &arguments.peers {
+        // Ours are through with the GPUs' memory.
+        drop(machine);
+        peers::run(names, arguments, &cases)?;
     }
     if wrong.is_empty() {
         return Ok(());
