@@ -71,8 +71,6 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
   for (u32 look = 1; seen < wanted; ++look) {
     if (look % kLooks == 0) {
       const bool late = global_nanoseconds() - began > call.limit;
-      // Another wait of this kernel has given up: this one would in vain last as long again.
-      const bool given_up = load_relaxed(&call.state->faults) != 0;
       if (late && atomicAdd(&call.state->faults, 1u) == 0) {
         store_relaxed_system(&call.fault->awaited, rank);
         store_relaxed_system(&call.fault->step, step);
@@ -80,7 +78,9 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
         store_relaxed_system(&call.fault->wanted, wanted);
         store_release_system(&call.fault->set, 1);
       }
-      if (late || given_up || load_relaxed_system(call.abort) != 0) return false;
+      // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
+      const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
+      if (given_up || load_relaxed_system(call.abort) != 0) return false;
     }
     seen = load_acquire_system(word);
   }

@@ -2,12 +2,13 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Instant;
 
 use counterpoint_exec::World;
 
+use crate::backend::lock;
 use crate::kernel::ElementType;
 use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
@@ -18,7 +19,7 @@ const BYTES: c_int = 1;
 /// One rank's end.
 pub(crate) struct NcclRank {
     nccl: &'static Nccl,
-    handle: NcclHandle,
+    end: Arc<End>,
     rank: usize,
     /// Ranks.
     count: usize,
@@ -26,10 +27,45 @@ pub(crate) struct NcclRank {
     world: Arc<World>,
 }
 
-// SAFETY: a handle may be used from any thread, by one at a time; a rank's transport enqueues from one.
-unsafe impl Send for NcclRank {}
+/// NCCL's handle, until it is aborted.
+struct End {
+    nccl: &'static Nccl,
+    device: Device,
+    handle: Mutex<Option<NcclHandle>>,
+}
+
+// SAFETY: a handle may be used from any thread, by one at a time, which the lock sees to.
+unsafe impl Send for End {}
 // SAFETY: as above.
-unsafe impl Sync for NcclRank {}
+unsafe impl Sync for End {}
+
+impl End {
+    fn new(nccl: &'static Nccl, device: &Device, handle: NcclHandle) -> Arc<Self> {
+        Arc::new(Self { nccl, device: device.clone(), handle: Mutex::new(Some(handle)) })
+    }
+
+    fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
+        let aborted = || CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() };
+        lock(&self.handle).ok_or_else(aborted).and_then(call)
+    }
+
+    /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
+    fn abort(&self) {
+        let handle = lock(&self.handle).take();
+        if let Some(handle) = handle
+            && self.device.bind().is_ok()
+        {
+            // SAFETY: a handle of NCCL's, which nobody else has any more.
+            unsafe { (self.nccl.ncclCommAbort)(handle) };
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
 
 /// Bytes for or from one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,26 +140,28 @@ impl NcclRank {
         let ranks = handles.into_iter().zip(devices).enumerate();
         let count = devices.len();
         let ranks = ranks.map(|(rank, (handle, device))| {
-            let (device, world) = (device.clone(), world.clone());
-            Self { nccl, handle, rank, count, device, world }
+            let (end, device, world) = (End::new(nccl, device, handle), device.clone(), world.clone());
+            Self { nccl, end, rank, count, device, world }
         });
         let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
         exchange_once(nccl, ranks)
     }
 
-    /// What all ranks that are processes need to find each other; one of them makes it.
+    /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
     ///
     /// # Errors
     /// [`CudaError::NoNccl`]; NCCL's own.
-    pub(crate) fn meeting() -> Result<Vec<u8>, CudaError> {
+    pub(crate) fn meeting(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
+        host_is(host);
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
     /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
-    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one.
+    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
+    /// takes ranks of different `host`s for ranks on different hosts, where one is given.
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
@@ -131,10 +169,12 @@ impl NcclRank {
         device: &Device,
         rank: usize,
         meeting: &[u8],
+        host: Option<&str>,
         world: &Arc<World>,
     ) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
+        host_is(host);
         device.bind()?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
         let count = world.size();
@@ -145,7 +185,15 @@ impl NcclRank {
             (nccl.ncclCommInitRankConfig)(&mut handle, count as c_int, id, rank as c_int, &mut config)
         };
         nccl.check("ncclCommInitRankConfig", code)?;
-        let own = Self { nccl, handle, rank, count, device: device.clone(), world: world.clone() };
+        let end = End::new(nccl, device, handle);
+        // A host that is held up by what waits behind an exchange could not end that.
+        let ended = Arc::downgrade(&end);
+        world.when_failed(move || {
+            if let Some(end) = ended.upgrade() {
+                end.abort();
+            }
+        });
+        let own = Self { nccl, end, rank, count, device: device.clone(), world: world.clone() };
         own.wait("ncclCommInitRankConfig")?;
         let mut ranks = exchange_once(nccl, vec![own])?;
         let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
@@ -168,7 +216,8 @@ impl NcclRank {
     ) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: the caller's promise.
-        group(self.nccl, || unsafe { self.enqueue(stream, sends, receives) })?;
+        self.end
+            .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
         self.wait("ncclGroupEnd")
     }
 
@@ -176,11 +225,12 @@ impl NcclRank {
     /// As [`NcclRank::exchange`].
     unsafe fn enqueue(
         &self,
+        handle: NcclHandle,
         stream: &Stream,
         sends: &[NcclMessage],
         receives: &[NcclMessage],
     ) -> Result<(), CudaError> {
-        let Self { nccl, handle, .. } = *self;
+        let nccl = self.nccl;
         for &NcclMessage { peer, address, bytes } in sends {
             // SAFETY: the caller's promise.
             let code = unsafe {
@@ -218,13 +268,13 @@ impl NcclRank {
     ) -> Result<(), CudaError> {
         /// `ncclSum`.
         const SUM: c_int = 0;
-        let Self { nccl, handle, .. } = *self;
+        let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };
         self.device.bind()?;
         let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
         // SAFETY: the caller's promise.
-        let (name, code) = unsafe {
+        let called = |handle: NcclHandle| unsafe {
             match collective {
                 NcclCollective::AllGather => {
                     ("ncclAllGather", (nccl.ncclAllGather)(from, to, count, kind, handle, queue))
@@ -237,18 +287,24 @@ impl NcclRank {
                 }
             }
         };
-        nccl.check(name, code).map(|_| ())
+        self.end.with(|handle| {
+            let (name, code) = called(handle);
+            nccl.check(name, code).map(|_| ())
+        })
     }
 
     /// Waits on the host until NCCL has done what it was asked.
     fn wait(&self, call: &'static str) -> Result<(), CudaError> {
         let began = Instant::now();
         loop {
-            let mut result = 0;
-            // SAFETY: the handle is alive, the pointer is to a local.
-            let code = unsafe { (self.nccl.ncclCommGetAsyncError)(self.handle, &mut result) };
-            self.nccl.check("ncclCommGetAsyncError", code)?;
-            if self.nccl.check(call, result)? == NcclProgress::Done {
+            let progress = self.end.with(|handle| {
+                let mut result = 0;
+                // SAFETY: the handle is alive, the pointer is to a local.
+                let code = unsafe { (self.nccl.ncclCommGetAsyncError)(handle, &mut result) };
+                self.nccl.check("ncclCommGetAsyncError", code)?;
+                self.nccl.check(call, result)
+            });
+            if progress? == NcclProgress::Done {
                 return Ok(());
             }
             self.go_on(began, call)?;
@@ -269,16 +325,6 @@ impl NcclRank {
             return refuse(format!("rank {} waited {:.3} s for {what}", self.rank, limit.as_secs_f64()));
         }
         Ok(())
-    }
-}
-
-impl Drop for NcclRank {
-    fn drop(&mut self) {
-        if self.device.bind().is_ok() {
-            // Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
-            // SAFETY: made in connect, and not used after.
-            unsafe { (self.nccl.ncclCommAbort)(self.handle) };
-        }
     }
 }
 
@@ -345,7 +391,7 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
             let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
             rank.device.bind()?;
             // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
-            unsafe { rank.enqueue(stream, &sends, &receives) }
+            rank.end.with(|handle| unsafe { rank.enqueue(handle, stream, &sends, &receives) })
         })
     })?;
     ranks.iter().try_for_each(|rank| rank.wait("the first exchange"))?;
@@ -360,12 +406,23 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
 }
 
 /// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
-/// allow. Whoever has decided about that keeps their choice.
+/// allow.
 fn never_multicast() {
-    const NVLS: &str = "NCCL_NVLS_ENABLE";
-    if std::env::var_os(NVLS).is_none() {
+    decide("NCCL_NVLS_ENABLE", "0");
+}
+
+/// Ranks of one host may stand for ranks of several.
+fn host_is(host: Option<&str>) {
+    if let Some(host) = host {
+        decide("NCCL_HOSTID", host);
+    }
+}
+
+/// Sets a variable of NCCL's. Whoever has decided about it keeps their choice.
+fn decide(name: &str, value: &str) {
+    if std::env::var_os(name).is_none() {
         // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
         // through the standard library, which orders them.
-        unsafe { std::env::set_var(NVLS, "0") };
+        unsafe { std::env::set_var(name, value) };
     }
 }

@@ -24,7 +24,10 @@ impl Direction {
         let compute_seconds = match stage.area {
             0 => 0.0,
             area => {
-                let passed = if stage.remote { self.remote_seconds(stage.q_rows, spec, cost) } else { 0.0 };
+                let passed = match stage.remote {
+                    true => self.remote_seconds(stage.q_rows, spec, cost),
+                    false => self.own_seconds(stage.own_rows, spec, cost),
+                };
                 self.launch_seconds(stage.q_rows, spec, cost)
                     + passed
                     + area as f64 * self.pair_seconds(spec, cost)
@@ -65,11 +68,25 @@ impl Direction {
             return 0.0;
         }
         let sum = spec.dtype.accumulator().size();
+        // Written once, read at half the rate: a tile waits for its state before it can end. Likewise sums of dq.
         let bytes = match self {
-            Direction::Forward => 2 * spec.heads_q * (spec.head_dim_v + 2) * sum,
-            Direction::Backward => 2 * spec.heads_q * spec.head_dim * sum,
+            Direction::Forward => 3 * spec.heads_q * (spec.head_dim_v + 2) * sum,
+            Direction::Backward => 3 * spec.heads_q * spec.head_dim * sum,
         };
         (q_rows * bytes) as f64 / cost.memory_bytes_per_second
+    }
+
+    /// Seconds to copy own rows into the key buffer of a stage that does all work, and their gradients out of it.
+    fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
+        if own_rows == 0 {
+            return 0.0;
+        }
+        let (copies, bytes) = match self {
+            Direction::Forward => (2.0, spec.kv_row_bytes()),
+            Direction::Backward => (4.0, spec.kv_row_bytes() + spec.kv_gradient_row_bytes()),
+        };
+        // A copy reads and writes each byte.
+        copies * cost.launch_seconds + (2 * own_rows * bytes) as f64 / cost.memory_bytes_per_second
     }
 
     fn pair(self, spec: &AttentionSpec, cost: &CostModel) -> (f64, f64) {
@@ -94,6 +111,8 @@ pub(crate) struct StageWork {
     pub(crate) area: u64,
     /// The rank's query rows, all of them.
     pub(crate) q_rows: usize,
+    /// Own key rows that are copied beside those received; 0 where they are not.
+    pub(crate) own_rows: usize,
     /// Whether it comes after the local work.
     pub(crate) remote: bool,
 }

@@ -272,9 +272,10 @@ impl Words {
     }
 
     fn stage(&mut self, stage: &StagePlan) {
-        let StagePlan { part, recv_ranges, key_rows, bands, area } = stage;
+        let StagePlan { part, recv_ranges, own_rows, key_rows, bands, area } = stage;
         self.part(part);
         self.ranges(recv_ranges);
+        self.size(*own_rows);
         self.size(*key_rows);
         self.size(bands.len());
         for Band { q_range, k_range, diag_min, diag_max } in bands.iter() {

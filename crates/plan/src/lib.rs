@@ -57,9 +57,9 @@ pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
-    DqTurns, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection, TileMerge,
-    TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
-    TileStatistics, TurnSpan,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
+    TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
+    TileSplit, TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
 pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};

@@ -22,6 +22,13 @@ pub(crate) struct RankOutline {
     pub(crate) remote: RowList,
 }
 
+impl RankOutline {
+    /// Number of key rows that it owns.
+    pub(crate) fn own_rows(&self) -> usize {
+        self.own.iter().map(Range::len).sum()
+    }
+}
+
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
 /// a plan: one rank's part follows from it alone.
 pub(crate) struct Outline {
@@ -161,12 +168,13 @@ impl Outline {
         let stages = parts.into_iter().zip(bands).enumerate();
         let stages = stages.map(|(stage, (part, bands))| {
             let recv_ranges = cuts.rows(rank, stage).to_vec();
+            let own_rows = cuts.own_rows(rank, stage);
             let key_rows = match stage {
                 0 => self.k_dispatch.tokens(rank),
-                _ => recv_ranges.iter().map(Range::len).sum(),
+                _ => own_rows + recv_ranges.iter().map(Range::len).sum::<usize>(),
             };
             let area = bands.iter().map(Band::area).sum();
-            StagePlan { part, recv_ranges, key_rows, bands: bands.into(), area }
+            StagePlan { part, recv_ranges, own_rows, key_rows, bands: bands.into(), area }
         });
         stages.collect()
     }

@@ -45,7 +45,8 @@ impl Prediction {
                 .enumerate()
                 .map(|(index, stage)| {
                     let rows = busier_rows(&stage.part, rank, &config.topology);
-                    let work = StageWork { area: stage.area, q_rows, remote: index > 0 };
+                    let StagePlan { area, own_rows, .. } = *stage;
+                    let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
                     direction.predict(work, rows, spec, &config.cost)
                 })
                 .collect();

@@ -207,13 +207,14 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
             return cost.forward_seconds(&AttentionWork {
                 staged: begun + left > 0,
-                passed_bytes: begun + left,
+                // A tile waits for its state before it can end, so it is read at half the rate.
+                passed_bytes: 2 * begun + left,
                 ..work
             });
         }
         Op::AttentionBackward(a) => {
             let dq = bytes(a.dq);
-            let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 0 };
+            let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
             let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
             let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
             return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
@@ -221,6 +222,11 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
         Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
+        Op::CopyRows { src, rows, .. } => {
+            let src = &program.buffers[src.0];
+            // Read and written.
+            2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
+        }
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second

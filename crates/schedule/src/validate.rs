@@ -154,7 +154,7 @@ impl Op {
                 out.extend(op.cast.tensors.iter().map(|&(input, _)| input));
                 out
             }
-            Op::Cast { src, .. } => vec![*src],
+            Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
@@ -193,7 +193,7 @@ impl Op {
                 out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
                 out
             }
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
+            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::CopyRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }

@@ -5,19 +5,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use counterpoint_exec::{
     ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
 };
-use counterpoint_plan::CostModel;
+use counterpoint_plan::{CostModel, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
 use super::{CudaBackend, cost, exec_error};
-use crate::kernel::{LINK_RANKS, LinkAbort};
+use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::NcclRank;
-use crate::transport::Means;
-use crate::{
-    CudaError, CudaTransport, Device, DeviceBuffer, Stream, StreamPriority, TransportKind, compiler_version,
-};
+use crate::transport::{Level, LevelledTransport, Means};
+use crate::{CudaError, CudaTransport, Device, DeviceBuffer, TransportKind, compiler_version};
 
 /// One GPU rank of several that are processes.
 pub struct CudaProcess {
@@ -27,10 +25,13 @@ pub struct CudaProcess {
     /// Never [`TransportKind::Auto`].
     transport: TransportKind,
     num_sms: u32,
+    topology: Topology,
     /// Ranks of the GPU that has most.
     sharing: usize,
-    /// Whether all GPUs have kernels that meet by themselves.
-    can_meet: bool,
+    /// Whether kernels of all ranks that reach each other's memory can wait for each other.
+    meets: bool,
+    /// What NCCL is told to be this process's host, where not what it finds.
+    nccl_host: Option<String>,
     /// Connections made so far, the same number on every rank.
     connections: AtomicU64,
 }
@@ -49,16 +50,18 @@ const PROBE_BYTES: usize = 2 << 20;
 
 impl CudaProcess {
     /// This process's rank on its GPU: that with the number `local_rank`, its place among the ranks of its host where the
-    /// launcher does not say, counted round when there are fewer GPUs. All ranks call it, with the same `transport`.
+    /// launcher does not say, counted round when there are fewer GPUs. All ranks call it, with the same `transport` and
+    /// `topology`, whose nodes need not be hosts: NCCL is told that they are.
     ///
     /// # Errors
-    /// When there is no driver, GPU or compiler; [`CudaError::Transport`] for a transport that these ranks cannot use, and
-    /// [`CudaError::NoPeerAccess`] when it needs memory that GPUs do not reach; whatever ended the job.
+    /// When there is no driver, GPU or compiler; [`CudaError::Transport`] for a transport that these ranks cannot use, memory
+    /// out of reach among its reasons; whatever ended the job.
     pub fn new(
         rendezvous: &Arc<Rendezvous>,
         local_rank: Option<usize>,
         timing: Timing,
         transport: TransportKind,
+        topology: Topology,
     ) -> Result<Self, ExecError> {
         let rank = rendezvous.rank();
         let neighbours = rendezvous.ranks_on_this_host();
@@ -79,31 +82,51 @@ impl CudaProcess {
             probe: handle.ok(),
         };
         let seats: Vec<Seat> = gather(rendezvous, "GPUs", &seat)?;
-        let unreached: Vec<Option<String>> =
-            gather(rendezvous, "memory of GPUs", &unreached(&device, rank, &neighbours, &seats))?;
+        // Ranks that are to reach this one's memory.
+        let is_near = |other: usize| match transport {
+            TransportKind::Auto | TransportKind::Hierarchical => topology.node(other) == topology.node(rank),
+            TransportKind::Nvlink | TransportKind::CopyEngine | TransportKind::Nccl => true,
+        };
+        let near: Vec<usize> = (0..seats.len()).filter(|other| *other != rank && is_near(*other)).collect();
+        let reached = reach(&device, rank, &near, &neighbours, &seats);
+        let unreached: Vec<Option<String>> = gather(rendezvous, "memory of GPUs", &reached.err())?;
         // Nobody's memory goes before all have closed it.
         rendezvous.barrier("memory of GPUs closed")?;
         drop(probe);
-        let sharing =
-            seats.iter().map(|seat| seats.iter().filter(|other| other.uuid == seat.uuid).count()).max();
-        let sharing = sharing.unwrap_or(1);
-        let reason = unreached.into_iter().flatten().next();
-        let transport = match (transport, reason) {
-            (TransportKind::Auto, Some(_)) | (TransportKind::Nccl, _) => TransportKind::Nccl,
-            (TransportKind::Auto, None) => TransportKind::Nvlink,
-            (kind, None) => kind,
-            (kind, Some(reason)) => return Err(failed(refused(kind, reason))),
+        let count = |near: &dyn Fn(usize, usize) -> bool| {
+            let same = |a: usize, b: usize| near(a, b) && seats[a].uuid == seats[b].uuid;
+            let sharers = (0..seats.len()).map(|a| (0..seats.len()).filter(|b| same(a, *b)).count());
+            sharers.max().unwrap_or(1)
         };
-        if transport == TransportKind::Nccl && sharing > 1 {
-            let reason = format!(
-                "{sharing} ranks share a GPU, and NCCL wants a GPU for each; start fewer processes a host, or use --transport \
-                 nvlink where all are on one host"
-            );
-            return Err(failed(refused(transport, reason)));
-        }
-        let can_meet = seats.iter().all(|seat| seat.is_hopper);
-        let (rendezvous, connections) = (rendezvous.clone(), AtomicU64::new(0));
-        Ok(Self { rendezvous, device, timing, transport, num_sms: NUM_SMS, sharing, can_meet, connections })
+        let sharing = count(&|_, _| true);
+        let transport = choose(transport, unreached.into_iter().flatten().next(), topology, sharing);
+        let transport = transport.map_err(failed)?;
+        let sharing_near = match transport {
+            TransportKind::Hierarchical => count(&|a, b| topology.node(a) == topology.node(b)),
+            _ => sharing,
+        };
+        let meets = sharing_near == 1
+            && seats.iter().all(|seat| seat.is_hopper)
+            && (2..=LINK_RANKS).contains(&seats.len());
+        let imitated = neighbours.iter().any(|other| topology.node(*other) != topology.node(rank));
+        // Ranks that share a GPU must not find each other on one host.
+        let nccl_host = match (transport, sharing > 1) {
+            (TransportKind::Hierarchical, true) => Some(format!("rank {rank}")),
+            (_, false) if imitated => Some(format!("node {}", topology.node(rank))),
+            _ => None,
+        };
+        Ok(Self {
+            rendezvous: rendezvous.clone(),
+            device,
+            timing,
+            transport,
+            num_sms: NUM_SMS,
+            topology,
+            sharing,
+            meets,
+            nccl_host,
+            connections: AtomicU64::new(0),
+        })
     }
 
     /// The same, whose transport's kernels take at most `num_sms` multiprocessors.
@@ -123,42 +146,57 @@ impl CudaProcess {
         self.transport
     }
 
-    /// What work costs: an estimate to plan with.
-    pub fn estimated_cost(&self) -> CostModel {
-        cost::estimate(self.device.sm_count(), self.sharing)
+    /// What work costs: as `measured` of this GPU, or else an estimate to plan with.
+    pub fn cost(&self, measured: Option<&CostModel>) -> CostModel {
+        let one = measured.copied().unwrap_or_else(|| cost::estimate(self.device.sm_count()));
+        cost::shared(one, self.sharing)
     }
 
-    /// What moves this rank's rows.
-    fn means(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
-        let rank = self.rendezvous.rank();
-        let failed = |error| exec_error(rank, "the connection of ranks", error);
-        let meets = self.sharing == 1 && self.can_meet && (2..=LINK_RANKS).contains(&world.size());
-        match self.transport {
-            TransportKind::Nccl => {
-                let key = format!("nccl {number}");
-                if rank == 0 {
-                    let meeting = NcclRank::meeting().map_err(failed)?;
-                    self.rendezvous.set(&key, &meeting)?;
-                }
-                let meeting = self.rendezvous.get(&key)?;
-                // Here a rank that never comes has a name.
-                self.rendezvous.barrier(&key)?;
-                NcclRank::join(&self.device, rank, &meeting, world).map(Means::Exchange).map_err(failed)
+    /// What moves this rank's rows, and to whom.
+    fn means(&self, world: &Arc<World>, number: u64) -> Result<Vec<(Level, Means)>, ExecError> {
+        Ok(match self.transport {
+            TransportKind::Nccl => vec![(Level::World, self.nccl(world, number)?)],
+            TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
+            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world)?)],
+            TransportKind::Hierarchical => {
+                let each = self.topology.ranks_per_node;
+                let first = self.topology.node(self.rendezvous.rank()) * each;
+                let node = first..(first + each).min(self.topology.world_size);
+                let inside = (Level::Node(node.clone()), self.nvlink(world)?);
+                vec![inside, (Level::OtherNodes(node), self.nccl(world, number)?)]
             }
-            TransportKind::CopyEngine => Ok(Means::Push),
-            TransportKind::Nvlink | TransportKind::Auto if meets => {
-                let abort = Stream::new(&self.device, StreamPriority::Low);
-                let abort = abort.and_then(|stream| LinkAbort::new(&stream)).map_err(failed)?;
-                Ok(Means::Link { num_sms: self.num_sms, abort })
-            }
-            TransportKind::Nvlink | TransportKind::Auto => Ok(Means::Pull),
+        })
+    }
+
+    fn nvlink(&self, world: &Arc<World>) -> Result<Means, ExecError> {
+        match self.meets {
+            true => Means::link(world, &self.device, self.num_sms).map_err(|error| self.unconnected(error)),
+            false => Ok(Means::Pull),
         }
+    }
+
+    fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
+        let (rank, key) = (self.rendezvous.rank(), format!("nccl {number}"));
+        let host = self.nccl_host.as_deref();
+        if rank == 0 {
+            let meeting = NcclRank::meeting(host).map_err(|error| self.unconnected(error))?;
+            self.rendezvous.set(&key, &meeting)?;
+        }
+        let meeting = self.rendezvous.get(&key)?;
+        // Here a rank that never comes has a name.
+        self.rendezvous.barrier(&key)?;
+        let joined = NcclRank::join(&self.device, rank, &meeting, host, world);
+        joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
+    }
+
+    fn unconnected(&self, error: CudaError) -> ExecError {
+        exec_error(self.rendezvous.rank(), "the connection of ranks", error)
     }
 }
 
 impl Machine for CudaProcess {
     type Backend = CudaBackend;
-    type Transport = CudaTransport;
+    type Transport = LevelledTransport;
 
     fn world_size(&self) -> Option<usize> {
         Some(self.rendezvous.world_size())
@@ -189,11 +227,15 @@ impl Machine for CudaProcess {
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         let connect = || {
             let means = self.means(world, number)?;
-            let abort = means.abort();
             let (rendezvous, device) = (&self.rendezvous, &self.device);
-            let transport = CudaTransport::connect_process(rendezvous, world, device, number, means)?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), abort)?;
-            Ok(vec![(backend, transport)])
+            let level = |(level, means): (Level, Means)| {
+                let name = format!("{number} {}", level.name());
+                let transport = CudaTransport::connect_process(rendezvous, world, device, &name, means)?;
+                Ok((level, transport))
+            };
+            let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
+            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default())?;
+            Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))
     }
@@ -211,36 +253,51 @@ impl Machine for CudaProcess {
     }
 }
 
-/// Why this rank cannot reach the memory of every other's GPU, if it cannot.
-fn unreached(device: &Device, rank: usize, neighbours: &[usize], seats: &[Seat]) -> Option<String> {
-    let far: Vec<String> =
-        (0..seats.len()).filter(|peer| !neighbours.contains(peer)).map(|peer| peer.to_string()).collect();
-    if !far.is_empty() {
-        return Some(format!(
-            "rank {rank} has no other GPU's memory in reach on the hosts of ranks {}",
-            far.join(", ")
-        ));
-    }
-    let reach = |peer: usize| -> Result<(), String> {
-        let Some(handle) = &seats[peer].probe else {
-            return Err("its driver shares no memory between processes".to_owned());
+/// Whether this rank reaches the memory of the ranks that are `near`, the reason where not.
+fn reach(
+    device: &Device,
+    rank: usize,
+    near: &[usize],
+    neighbours: &[usize],
+    seats: &[Seat],
+) -> Result<(), String> {
+    for peer in near {
+        if !neighbours.contains(peer) {
+            return Err(format!("ranks {rank} and {peer} are on different hosts"));
+        }
+        let Some(handle) = &seats[*peer].probe else {
+            return Err(format!("the driver of rank {peer} shares no memory between processes"));
         };
         // Closed at once.
-        OpenedMemory::open(device, handle, PROBE_BYTES).map(drop).map_err(|error| error.to_string())
-    };
-    let others = (0..seats.len()).filter(|peer| *peer != rank);
-    let mut failures = others.filter_map(|peer| reach(peer).err().map(|reason| (peer, reason)));
-    failures.next().map(|(peer, reason)| format!("rank {rank} cannot open memory of rank {peer}: {reason}"))
+        OpenedMemory::open(device, handle, PROBE_BYTES)
+            .map_err(|error| format!("rank {rank} cannot open memory of rank {peer}: {error}"))?;
+    }
+    Ok(())
 }
 
-fn refused(transport: TransportKind, reason: String) -> CudaError {
-    let name =
-        TransportKind::NAMES.into_iter().find(|(_, kind)| *kind == transport).map_or("", |(name, _)| name);
-    let reason = match transport {
-        TransportKind::Nccl => reason,
-        _ => format!("{reason}; use --transport nccl"),
+/// What `wanted` is for ranks of which some do not reach the memory that they should, for that reason, and of which
+/// `sharing` are on one GPU.
+fn choose(
+    wanted: TransportKind,
+    unreached: Option<String>,
+    topology: Topology,
+    sharing: usize,
+) -> Result<TransportKind, CudaError> {
+    let kind = match (wanted, &unreached) {
+        (TransportKind::Auto, None) if topology.nodes() > 1 => TransportKind::Hierarchical,
+        (TransportKind::Auto, None) => TransportKind::Nvlink,
+        (TransportKind::Auto, Some(_)) => TransportKind::Nccl,
+        (kind, _) => kind,
     };
-    CudaError::Transport { transport: name, reason }
+    let refuse = |reason| Err(CudaError::Transport { transport: kind.name(), reason });
+    match (kind, unreached) {
+        (TransportKind::Nccl, _) if sharing > 1 => refuse(format!(
+            "{sharing} ranks share a GPU, and NCCL wants a GPU for each; start fewer processes a host, or use --transport \
+             nvlink where all are on one host"
+        )),
+        (TransportKind::Nccl, _) | (_, None) => Ok(kind),
+        (_, Some(reason)) => refuse(format!("{reason}; use --transport nccl")),
+    }
 }
 
 fn gather<T: Serialize + DeserializeOwned>(

@@ -59,11 +59,6 @@ impl CastGemmWork {
     pub(super) fn written_by_others(&self, buffers: &[CudaBuffer]) -> CudaBuffer {
         buffers[self.all.0].clone()
     }
-
-    /// Lets this rank's kernels end.
-    pub(super) fn abort(&self) {
-        self.abort.set();
-    }
 }
 
 /// An operation whose tensors a kernel takes: its spec and where they are.

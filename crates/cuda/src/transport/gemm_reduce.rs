@@ -66,11 +66,6 @@ impl GemmReduceWork {
             SumsGoTo::All => vec![buffers[self.sums.buffer.0].clone()],
         }
     }
-
-    /// Lets this rank's kernels end.
-    pub(super) fn abort(&self) {
-        self.abort.set();
-    }
 }
 
 /// An operation whose tensors a kernel takes: its spec and where they are.

@@ -14,7 +14,7 @@ use crate::kernel::{
     LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkReduce,
     LinkReduceSpec, RowMove, Scalar,
 };
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -109,11 +109,6 @@ impl LinkWork {
     pub(super) fn mailbox(&self) -> DeviceBuffer {
         self.end.mailbox().clone()
     }
-
-    /// Lets this rank's kernels end.
-    pub(super) fn abort(&self) {
-        self.abort.set();
-    }
 }
 
 impl CudaTransport {
@@ -123,7 +118,7 @@ impl CudaTransport {
         meeting: &CudaMeeting,
         work: &LinkWork,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, place, .. } = *call;
+        let CollectiveCall { backend, stream, place, barrier, .. } = *call;
         let met = match work.met.get() {
             Some(met) => met,
             None => {
@@ -134,6 +129,7 @@ impl CudaTransport {
         };
         // A sum also makes the rows that have no operand.
         if met.peers.mailboxes.is_empty() && work.spec.is_none() {
+            barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
             return Ok(());
         }
         let (inputs, outputs) = addresses(call);
@@ -149,11 +145,14 @@ impl CudaTransport {
             let (setup, peers) = (backend.setup(), &met.peers.announce_to);
             link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
         }
+        // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
+        let started = barrier.map(CudaBarrier::arrival).transpose()?;
+        let started = started.as_ref();
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
-            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link) }?,
-            LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link) }?,
+            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
         Ok(())
     }

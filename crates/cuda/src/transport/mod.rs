@@ -16,6 +16,7 @@ mod exchange;
 mod fused;
 mod gemm_reduce;
 mod kind;
+mod levels;
 mod link;
 mod process;
 mod pull;
@@ -34,9 +35,11 @@ use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupRe
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 pub use kind::TransportKind;
+pub(crate) use levels::Level;
+pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
 use process::PeerProcesses;
 
@@ -66,12 +69,13 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// What ends waits of a rank's kernels, where they wait.
-    pub(crate) fn abort(&self) -> Option<LinkAbort> {
-        match self {
-            Self::Link { abort, .. } => Some(abort.clone()),
-            Self::Pull | Self::Push | Self::Exchange(_) => None,
-        }
+    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
+    /// behind them.
+    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
+        let ended = abort.clone();
+        world.when_failed(move || ended.set());
+        Ok(Self::Link { num_sms, abort })
     }
 }
 
@@ -102,7 +106,6 @@ impl Payload for Part {
 pub struct CudaCollective {
     /// Among those of its transport.
     number: u64,
-    world: Arc<World>,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
@@ -133,21 +136,6 @@ impl CudaCollective {
     }
 }
 
-impl Drop for CudaCollective {
-    fn drop(&mut self) {
-        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if !self.world.has_failed() {
-            return;
-        }
-        match &self.work {
-            Work::Link(link) => link.abort(),
-            Work::GemmReduce(work) => work.abort(),
-            Work::CastGemm(work) => work.abort(),
-            Work::Pull(_) | Work::Push(_) | Work::Exchange(_) => {}
-        }
-    }
-}
-
 impl CudaTransport {
     /// A transport for every rank of `world`, the first on the first of `devices` and by the first of `means`.
     pub(crate) fn connect(
@@ -164,15 +152,15 @@ impl CudaTransport {
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
 
-    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `number`.
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
     pub(crate) fn connect_process(
         rendezvous: &Rendezvous,
         world: &Arc<World>,
         device: &Device,
-        number: u64,
+        name: &str,
         means: Means,
     ) -> Result<Self, ExecError> {
-        let peers = PeerProcesses::connect(rendezvous, world, device, number)?;
+        let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
@@ -204,7 +192,6 @@ impl CudaTransport {
     fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
         CudaCollective {
             number: self.prepared.fetch_add(1, Ordering::Relaxed),
-            world: self.world.clone(),
             collective: Arc::new(collective),
             outputs,
             ready: Mutex::new(None),
@@ -335,8 +322,10 @@ impl CudaTransport {
         backend.device().bind()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        if let Some(barrier) = barrier {
-            barrier.arrive(queue)?;
+        // Kernels that meet by themselves say themselves when they have started.
+        match barrier {
+            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
+            _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let pattern = &collective.collective.pattern;
@@ -457,12 +446,10 @@ impl CudaTransport {
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            let error = self.world.fail(match error {
+            self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            });
-            call.backend.abort_links();
-            error
+            })
         })
     }
 }

@@ -83,8 +83,8 @@ impl LinearCase {
         let mover = if draw.chance(40) { Mover::Fused } else { Mover::Transport };
         let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
-        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200)
-            .expect("what is drawn divides and is not 0");
+        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
+        let plan = plan.expect("what is drawn divides and is not 0");
         Self { seed, plan, main_grad, config: LinearConfig { weight_gradient, run } }
     }
 
@@ -134,8 +134,10 @@ impl LinearCase {
     ) -> SelfCheck {
         let name = format!("same bits without overlap: {}", self.describe());
         let LinearPlan { spec, tp_size, .. } = self.plan;
-        let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &CostModel::H200)
-            .expect("the same layer has a plan");
+        let plan = match LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &CostModel::H200) {
+            Ok(plan) => plan,
+            Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
+        };
         let mut config = self.config.clone();
         config.run.policy = OverlapPolicy::new(StartOrder::Sequential);
         let plain = match subject.run_linear(&plan, inputs, &config) {

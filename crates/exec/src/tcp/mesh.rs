@@ -75,7 +75,7 @@ struct Hello {
 }
 
 impl<M: Serialize + DeserializeOwned> Mesh<M> {
-    /// Connects this rank to all others, which do the same with the same `number`.
+    /// Connects this rank to all others, which do the same with the same `name`.
     ///
     /// # Errors
     /// [`RendezvousError::Absent`] with the ranks that did not come within the limit; whatever ended the job.
@@ -83,7 +83,7 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         rendezvous: &Rendezvous,
         world: &Arc<World>,
         recipient: &Arc<R>,
-        number: u64,
+        name: &str,
     ) -> Result<Self, ExecError> {
         let (rank, ranks) = (rendezvous.rank(), rendezvous.world_size());
         let began = Instant::now();
@@ -92,8 +92,8 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         let failed = |peer, error: &io::Error| lost(world, rank, peer, error.to_string());
         let listener = listen(alone, rendezvous.address_of(rank)).map_err(|error| failed(rank, &error))?;
         let port = listener.local_addr().map_err(|error| failed(rank, &error))?.port();
-        let door = Door { port, word: RandomState::new().hash_one(number) };
-        let doors = gather(rendezvous, &format!("connections {number}"), &door)?;
+        let door = Door { port, word: RandomState::new().hash_one(name) };
+        let doors = gather(rendezvous, &format!("connections {name}"), &door)?;
 
         let mut streams: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
         for (peer, theirs) in doors.iter().enumerate().take(rank) {

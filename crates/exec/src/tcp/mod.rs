@@ -68,7 +68,7 @@ impl Machine for TcpMachine {
         self.rendezvous.attach(world);
         let inbox = Arc::new(Inbox::new(world, rank));
         let number = self.meshes.fetch_add(1, Ordering::Relaxed);
-        let mesh = Mesh::connect(&self.rendezvous, world, &inbox, number);
+        let mesh = Mesh::connect(&self.rendezvous, world, &inbox, &number.to_string());
         let mesh = mesh.map_err(|error| world.fail(error))?;
         let transport = CpuTransport::remote(world, rank, Arc::new(mesh), &inbox, self.slow_link);
         Ok(vec![(CpuBackend::new(world, rank, self.workers.clone()), transport)])

@@ -12,7 +12,7 @@ use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, PlanConfig, StageCount, StagePrediction};
+use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
@@ -23,6 +23,8 @@ pub(crate) struct StageCuts {
     stages: usize,
     /// `rows[rank * stages + stage]`: global key rows received; empty for stage 0.
     rows: Vec<Vec<Range>>,
+    /// By rank: own rows with which the key buffer of stage 1 begins, where all work is done there at once.
+    gathered: Option<Vec<usize>>,
 }
 
 impl StageCuts {
@@ -33,12 +35,23 @@ impl StageCuts {
             rows.push(Vec::new());
             rows.extend(places.windows(2).map(|cut| outline.remote.rows(cut[0], cut[1])));
         }
-        Self { stages, rows }
+        Self { stages, rows, gathered: None }
     }
 
     /// Stage 0 alone.
     fn local(ranks: usize) -> Self {
-        Self { stages: 1, rows: vec![Vec::new(); ranks] }
+        Self { stages: 1, rows: vec![Vec::new(); ranks], gathered: None }
+    }
+
+    /// All work in one stage, once all rows have arrived beside the own ones.
+    fn gathered(ranks: &[RankOutline]) -> Self {
+        let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
+        Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }
+    }
+
+    /// Own rows with which the key buffer of a stage begins that does all of `rank`'s work; 0 in all others.
+    pub(crate) fn own_rows(&self, rank: usize, stage: usize) -> usize {
+        self.gathered.as_ref().filter(|_| stage == 1).map_or(0, |own_rows| own_rows[rank])
     }
 
     /// Number of stages, stage 0 included.
@@ -53,22 +66,22 @@ impl StageCuts {
 
     /// As [`StageCuts::rows`], of all ranks, ascending.
     pub(crate) fn placed_rows(&self, stage: usize) -> Vec<Vec<PlacedRows>> {
-        (0..self.rows.len() / self.stages).map(|rank| PlacedRows::of(self.rows(rank, stage))).collect()
+        let placed = |rank| PlacedRows::of(self.rows(rank, stage), self.own_rows(rank, stage));
+        (0..self.rows.len() / self.stages).map(placed).collect()
     }
 
     /// The bands of every stage of `rank`.
     pub(crate) fn bands(&self, rank: usize, outline: &RankOutline) -> Vec<Vec<Band>> {
         let mut segments = Vec::with_capacity(outline.own.len() + outline.remote.ranges.len() + self.stages);
-        let mut add = |stage: usize, rows: &[Range]| {
-            let mut start = 0;
+        let mut add = |stage: usize, mut start: usize, rows: &[Range]| {
             for &range in rows {
                 segments.push(KeySegment { range, stage, start });
                 start += range.len();
             }
         };
-        add(0, &outline.own);
+        add(usize::from(self.gathered.is_some()), 0, &outline.own);
         for stage in 1..self.stages {
-            add(stage, self.rows(rank, stage));
+            add(stage, self.own_rows(rank, stage), self.rows(rank, stage));
         }
         segments.sort_unstable_by_key(|segment| segment.range.start);
         cut_into_stages(&outline.work, &segments, self.stages)
@@ -93,10 +106,15 @@ pub(crate) fn cut(
     let (most, cells) = match config.stages {
         _ if ranks.iter().all(|rank| rank.remote.len() == 0) => (0, 0),
         StageCount::Auto => (MOST_AUTO_STAGES, CELLS),
-        StageCount::Fixed(stages) => (stages, CELLS.max(stages)),
+        StageCount::Fixed(stages) => (stages.max(1), CELLS.max(stages)),
     };
     if most == 0 {
         return [(), ()].map(|()| StageCuts::local(ranks.len()));
+    }
+    let can_gather =
+        config.topology.nodes() == 1 && ranks.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));
+    if can_gather && config.stages == StageCount::Fixed(0) {
+        return [(), ()].map(|()| StageCuts::gathered(ranks));
     }
     let profiles: Vec<Profile> = ranks.iter().map(|rank| Profile::new(rank, runs, cells)).collect();
     let traffic = Traffic::new(ranks, &profiles, runs, &config.topology);
@@ -115,13 +133,33 @@ pub(crate) fn cut(
             })
             .collect();
         let choice = match config.stages {
-            StageCount::Auto => Choice::quickest(&solved, most, |choice, limit| {
-                choice.seconds(&profiles, &traffic, limit, |rank, area, remote, rows| {
-                    let work = StageWork { area, q_rows: ranks[rank].q_rows, remote };
-                    direction.predict(work, rows, spec, &config.cost)
-                })
-            }),
-            StageCount::Fixed(stages) => Choice::new(&solved, stages, Cuts::most_up_to),
+            StageCount::Auto => {
+                let (choice, seconds) = Choice::quickest(&solved, most, |choice, limit| {
+                    choice.seconds(&profiles, &traffic, limit, |rank, area, remote, rows| {
+                        let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
+                        direction.predict(work, rows, spec, &config.cost)
+                    })
+                });
+                // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
+                let may_gather = can_gather && config.cost.tiles.is_some();
+                let gathered = |(rank, outline): (usize, &RankOutline)| {
+                    let profile = &profiles[rank];
+                    let last = profile.places.len() - 1;
+                    let work = StageWork {
+                        area: profile.local_area + profile.area_before[last],
+                        q_rows: outline.q_rows,
+                        own_rows: outline.own_rows(),
+                        remote: false,
+                    };
+                    let rows = LinkRows::busier(sent[rank], traffic.received(rank, profile, 0, last));
+                    makespan([direction.predict(work, rows, spec, &config.cost)])
+                };
+                if may_gather && ranks.iter().enumerate().map(gathered).fold(0.0, f64::max) < seconds {
+                    return StageCuts::gathered(ranks);
+                }
+                choice
+            }
+            StageCount::Fixed(stages) => Choice::new(&solved, stages.max(1), Cuts::most_up_to),
         };
         let places: Vec<Vec<usize>> = profiles
             .iter()
@@ -156,8 +194,8 @@ impl Choice {
     ///
     /// Each rank cuts for itself, as if its sending were spread over its stages. Who sends what when follows only from all
     /// cuts together, and can undo what stages gain: then every rank waits for one owner at a time. So the number of stages
-    /// is chosen by what they really send, and is never worse than a single stage.
-    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> Self {
+    /// is chosen by what they really send, and is never worse than a single stage. With it the seconds of the choice.
+    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> (Self, f64) {
         let mut best = Choice::new(solved, 1, Cuts::best_up_to);
         let mut least = seconds(&best, f64::INFINITY);
         for stages in 2..=most {
@@ -171,7 +209,7 @@ impl Choice {
                 (best, least) = (choice, seconds);
             }
         }
-        best
+        (best, least)
     }
 
     /// Predicted makespan of the slowest rank, every stage charged what it really sends and receives; or that of any rank

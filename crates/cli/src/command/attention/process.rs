@@ -11,7 +11,7 @@ use counterpoint_exec::{
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel};
+use counterpoint_plan::{AttentionSpec, CostModel, Topology};
 
 use super::tensors::Tensors;
 use super::{
@@ -19,41 +19,16 @@ use super::{
     refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::{AttentionArguments, Device};
+use crate::command::launched::{as_rank, ended, refuse_other_sizes};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument};
+use crate::{console, device, mask_argument, profile};
 
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
 pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
-    refuse_other_sizes(launch, arguments)?;
-    let rendezvous = Rendezvous::join(launch, arguments.run.limit).map_err(ended)?;
-    let result = Rank { launch, rendezvous: &rendezvous, arguments }.run();
-    match &result {
-        // A check that fails is a result: the others have done their part.
-        Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
-        Err(error) => {
-            let reason = error.to_string();
-            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
-        }
-    }
-    result
-}
-
-fn refuse_other_sizes(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
-    let (ranks, processes) = (arguments.cp_size, launch.world_size);
-    if ranks == processes {
-        return Ok(());
-    }
-    let reason = format!(
-        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
-        launch.launcher
-    );
-    Err(CliError::Flag { flag: "--cp-size", value: ranks.to_string(), reason })
-}
-
-fn ended(source: ExecError) -> CliError {
-    CliError::Run { source }
+    refuse_other_sizes(launch, "--cp-size", arguments.cp_size)?;
+    as_rank(launch, arguments.run.limit, |rendezvous| Rank { launch, rendezvous, arguments }.run())
 }
 
 /// Where this process's rank is.
@@ -86,9 +61,9 @@ impl Rank<'_> {
         } else {
             Outputs::default()
         };
-        let machine = self.machine()?;
-        progress.step("measuring this machine");
         let (topology, link) = placed(arguments)?;
+        let machine = self.machine(topology)?;
+        progress.step("measuring this machine");
         let config = plan_config(arguments, topology, self.cost(&machine, &spec)?);
         progress.step("planning");
         let solution = solve(arguments, &mask, &spec, &config)?;
@@ -110,13 +85,13 @@ impl Rank<'_> {
     }
 
     /// This process's rank of the device.
-    fn machine(&self) -> Result<ProcessMachine, CliError> {
+    fn machine(&self, topology: Topology) -> Result<ProcessMachine, CliError> {
         let Self { launch, rendezvous, arguments } = *self;
         Ok(match arguments.run.device {
             Device::Cpu => ProcessMachine::Cpu,
             Device::Cuda => {
                 let (timing, transport) = (Timing::Spans, arguments.run.transport);
-                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport);
+                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
                 ProcessMachine::Cuda(machine.map_err(ended)?)
             }
         })
@@ -131,7 +106,7 @@ impl Rank<'_> {
         link: Option<SlowLink>,
     ) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let margin = arguments.run.overlap.sm_margin();
+        let margin = arguments.run.overlap.policy().sm_margin();
         let config = run_config(arguments, link);
         if let ProcessMachine::Cuda(machine) = machine {
             return run_attention_ranks(&machine, problem, &config, vec![inputs]);
@@ -163,9 +138,16 @@ impl Rank<'_> {
     /// As rank 0 measures it: equal plans need equal costs.
     fn cost(&self, machine: &ProcessMachine, spec: &AttentionSpec) -> Result<CostModel, CliError> {
         let measure = || {
+            let named = self.arguments.planning.profile.as_deref();
             let cost = match machine {
-                ProcessMachine::Cpu => calibrate(spec, self.arguments.cp_size),
-                ProcessMachine::Cuda(machine) => machine.estimated_cost(),
+                ProcessMachine::Cpu => {
+                    let named = profile::named(named, &device::cpu_name())?;
+                    named.map_or_else(|| calibrate(spec, self.arguments.cp_size), |profile| profile.cost)
+                }
+                ProcessMachine::Cuda(machine) => {
+                    let profile = profile::of_machine(named, &machine.device().properties().name)?;
+                    machine.cost(profile.as_ref().map(|profile| &profile.cost))
+                }
             };
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };

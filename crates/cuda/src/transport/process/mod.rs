@@ -42,19 +42,19 @@ pub(super) struct PeerProcesses {
 pub(super) type KnownShifts = Mutex<BTreeMap<Vec<u64>, LinkShifts>>;
 
 impl PeerProcesses {
-    /// Connects this rank to all others, which do the same with the same `number`.
+    /// Connects this rank to all others, which do the same with the same `name`.
     pub(super) fn connect(
         rendezvous: &Rendezvous,
         world: &Arc<World>,
         device: &Device,
-        number: u64,
+        name: &str,
     ) -> Result<Self, ExecError> {
         let rank = rendezvous.rank();
         let inbox = Arc::new(Inbox::new(world, rank, device));
-        let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, number)?);
+        let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, name)?);
         inbox.answer_by(&mesh);
         // Nobody is told anything before all can answer.
-        rendezvous.barrier(&format!("parts {number}"))?;
+        rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
         Ok(Self { world, rank, device, inbox, mesh, exports: Mutex::default() })
     }
