@@ -65,7 +65,10 @@ static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 16, "layouts share
 
 // Waits until a word of another rank's has come to `wanted`; false when it gave up.
 __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
-  constexpr u32 kLooks = 64;  // between looks at the clock and, over PCIe, at the host's word
+  constexpr u32 kLooks = 64;  // between looks at the clock
+  // Between looks at the host's word: some milliseconds. Reads of one word over PCIe follow each other, and hundreds of threads
+  // may wait.
+  constexpr u32 kHostLooks = 4096;
   u64 seen = load_acquire_system(word);
   const u64 began = global_nanoseconds();
   for (u32 look = 1; seen < wanted; ++look) {
@@ -80,7 +83,7 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
       }
       // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
       const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
-      if (given_up || load_relaxed_system(call.abort) != 0) return false;
+      if (given_up || (look % kHostLooks == 0 && load_relaxed_system(call.abort) != 0)) return false;
     }
     seen = load_acquire_system(word);
   }
