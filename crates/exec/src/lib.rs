@@ -66,8 +66,8 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    CollectiveShape, LinearConfig, LinearInputs, LinearOutputs, LinearRun, MeasureError, MeasuredClock,
-    Repeats, random_linear_inputs, run_linear, run_linear_on,
+    CollectiveShape, GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs,
+    LinearRun, MeasureError, MeasuredClock, Repeats, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
@@ -76,7 +76,7 @@ pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::random_inputs;
+pub use random::{random_inputs, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };

@@ -277,6 +277,14 @@ impl LinearPlan {
         GroupPart::all_gather_v(rank, &lengths)
     }
 
+    /// The same, in which each rank's rows go to the others only.
+    pub fn other_tokens_part(&self, rank: usize) -> GroupPart {
+        let mut part = self.all_tokens_part(rank);
+        part.remote.retain(|split| split.rank as usize != rank);
+        part.owned.iter_mut().for_each(|split| split.ranks.retain(|&to| to as usize != rank));
+        part
+    }
+
     fn part(&self, rank: usize, group: usize, owned: impl Fn(&Self, usize) -> Range) -> GroupPart {
         let everyone: Vec<u32> = (0..self.tp_size as u32).collect();
         let mut end = 0;

@@ -1,7 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
-    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value,
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchGemmCollectiveArguments, Device, value,
 };
 
 /// What to measure.
@@ -10,6 +11,7 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
     Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),

@@ -45,6 +45,9 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            // Where the transport has no kernel that communicates too.
+            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }

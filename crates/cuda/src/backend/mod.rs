@@ -210,6 +210,7 @@ impl CudaBackend {
             let what = match step {
                 LinkStep::Begin => "begun",
                 LinkStep::Pass => "read or written this rank's rows in",
+                LinkStep::Send => "sent all of its rows in",
             };
             let awaited = Awaited {
                 name: format!("rank {awaited}"),

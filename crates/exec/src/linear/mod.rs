@@ -1,6 +1,7 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
 mod clock;
+mod gemm_collective;
 mod run;
 mod shard;
 
@@ -11,6 +12,7 @@ use crate::HostTensor;
 use crate::random::normal;
 
 pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
+pub use gemm_collective::{GemmCollective, GemmCollectiveSpec};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.
