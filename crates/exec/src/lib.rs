@@ -23,6 +23,7 @@ mod environment;
 mod error;
 mod fault;
 mod frame;
+mod global_buffer;
 mod host_element;
 mod interpreter;
 pub mod kernel;
@@ -62,11 +63,14 @@ pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
+pub use global_buffer::GlobalBuffer;
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    LinearConfig, LinearInputs, LinearOutputs, LinearRun, random_linear_inputs, run_linear, run_linear_on,
+    ColumnParallelLinear, LayerGradient, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
+    LinearOutputs, LinearRun, LinearScratch, LinearTensor, RankBuffers, RowParallelLinear,
+    random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

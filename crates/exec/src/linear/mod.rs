@@ -1,5 +1,8 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
+mod deferred;
+mod layer;
+mod parallel;
 mod run;
 mod shard;
 
@@ -9,6 +12,8 @@ use counterpoint_schedule::Timeline;
 use crate::HostTensor;
 use crate::random::normal;
 
+pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
+pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.
