@@ -69,8 +69,8 @@ pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
     ColumnParallelLinear, LayerGradient, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
-    LinearOutputs, LinearRun, LinearScratch, LinearTensor, RankBuffers, RowParallelLinear,
-    random_linear_inputs, run_linear, run_linear_on,
+    LinearOutputs, LinearRun, LinearSample, LinearScratch, LinearTensor, RankBuffers, RowParallelLinear,
+    check_linear, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

@@ -60,8 +60,9 @@ impl Product {
                 return Err(prepare.error("no CUDA kernel adds a bias to what it accumulates".to_owned()));
             }
         };
-        let most = if terms { GEMM_DESTINATIONS } else { usize::MAX };
-        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, most)?;
+        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
+            !terms || columns_fit(rows)
+        })?;
         let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
             output: out.scalar(),
             strides: [a.stride(), b.stride(), out.stride()],
@@ -117,6 +118,14 @@ impl Product {
         }
         self.out.leave(stream, buffers)
     }
+}
+
+/// Whether one launch stores these rows, which are columns of A.
+fn columns_fit(rows: &[Range]) -> bool {
+    /// Elements of 16 bytes, at whose multiples the copy engine reads.
+    const ELEMENTS: usize = 8;
+    let Some((_, before)) = rows.split_last() else { return true };
+    rows.len() <= GEMM_DESTINATIONS && before.iter().all(|rows| rows.len().is_multiple_of(ELEMENTS))
 }
 
 /// Rows of A and of the result side by side, cut wherever one of them is.

@@ -92,7 +92,9 @@ impl Case {
                 spec.shares = vec![spec.m / shares; shares];
                 spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
             } else {
-                spec.shares = cut(&mut dice, spec.m, shares, 1);
+                // Where A lies along m, its rows begin at multiples of 16 bytes.
+                let unit = if layout == GemmLayout::Tn { 8 } else { 1 };
+                spec.shares = cut(&mut dice, spec.m, shares, unit);
             }
         }
         let rows = layout.a_dims(spec.m, k)[0];

@@ -3,6 +3,7 @@
 mod deferred;
 mod layer;
 mod parallel;
+mod reference;
 mod run;
 mod shard;
 
@@ -14,6 +15,7 @@ use crate::random::normal;
 
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
+pub use reference::{LinearSample, check_linear};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.

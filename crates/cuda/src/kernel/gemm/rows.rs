@@ -70,6 +70,11 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
             spec.sources
         ));
     }
+    // The copy engine's boxes begin at multiples of 16 bytes.
+    let begins = |stretch: &Stretch| (stretch.source_row * spec.element.bytes()).is_multiple_of(16);
+    if spec.layout == GemmLayout::Tn && !stretches(spec).iter().all(begins) {
+        return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
+    }
     Ok(())
 }
 
@@ -222,5 +227,8 @@ mod tests {
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 100)], &[60, 50])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(16, 0, 100)], &[100])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 stretches"));
+        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[35, 55])).is_ok());
+        assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[35, 55])).unwrap_err().contains("16 bytes"));
+        assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[40, 50])).is_ok());
     }
 }
