@@ -57,8 +57,12 @@ pub enum WaveGroups {
     Fixed(usize),
 }
 
-/// The most groups that a pass is cut into by itself: each costs the start of a collective.
-const MOST_GROUPS: usize = 16;
+/// Numbers of groups that a pass is cut into by itself: each group costs the start of a collective, and powers of two leave products
+/// of sizes that models have whole rounds of tiles.
+const AUTO_GROUPS: [usize; 5] = [1, 2, 4, 8, 16];
+
+/// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
+const TILE_ROWS: usize = 128;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -136,8 +140,8 @@ impl LinearPlan {
             let multiply = multiply + groups as f64 * cost.launch_seconds;
             f64::max(multiply + travel * share + starts, multiply * share + travel + groups as f64 * starts)
         };
-        let most = self.most_groups().min(MOST_GROUPS);
-        (1..=most).min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(1)
+        let fits = |groups: &usize| *groups <= self.most_groups();
+        AUTO_GROUPS.into_iter().filter(fits).min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(1)
     }
 
     /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal
@@ -147,9 +151,16 @@ impl LinearPlan {
     }
 
     /// Those of a rank's tokens that are in a group, counted from its first. Groups follow each other in every rank's tokens,
-    /// so every group has work for, and rows of, all ranks.
+    /// so every group has work for, and rows of, all ranks. Where each can have a tile of rows, they begin with one.
     pub fn group_rows(&self, rank: usize, group: usize) -> Range {
-        even(self.tokens_of(rank).len(), self.groups, group)
+        let rows = self.tokens_of(rank).len();
+        let tiles = rows / TILE_ROWS;
+        if tiles < self.groups {
+            return even(rows, self.groups, group);
+        }
+        let tiles = even(tiles, self.groups, group);
+        let end = if group + 1 == self.groups { rows } else { tiles.end * TILE_ROWS };
+        Range::new(tiles.start * TILE_ROWS, end)
     }
 
     /// The tokens of a group, by owner.
@@ -239,7 +250,7 @@ mod tests {
 
     #[test]
     fn groups_have_every_token_once_and_parts_fit() {
-        for tokens in [1, 2, 7, 64, 65] {
+        for tokens in [1, 2, 7, 64, 65, 1500] {
             for tp_size in [1, 2, 3, 4] {
                 for groups in [1, 2, 5, 100] {
                     let groups = WaveGroups::Fixed(groups);
@@ -260,6 +271,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn groups_are_whole_tiles_where_there_are_enough() {
+        let plan = LinearPlan { spec: spec(4096 + 7), tp_size: 4, groups: 3 };
+        let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
+        assert_eq!(rows(0), [384, 384, 258]);
+        assert_eq!(rows(3), [384, 384, 257]);
     }
 
     #[test]

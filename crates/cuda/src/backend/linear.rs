@@ -8,8 +8,8 @@ use super::CudaBuffer;
 use super::compute::Prepare;
 use super::matrix_rows::{ResultRows, SourceRows};
 use crate::kernel::{
-    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmRows, GemmSpec,
-    GemmTensors,
+    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows,
+    GemmSpec, GemmTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -70,6 +70,7 @@ impl Product {
             sources,
             shares,
             sm_margin: prepare.sm_margin(),
+            grid: prepare.grid(),
             ..GemmSpec::new(m, n, k, layout, element)
         };
         let mut parts = Vec::new();
@@ -180,6 +181,11 @@ impl BiasGradient {
 }
 
 impl Prepare<'_> {
+    /// Where something may run beside a product, and no multiprocessors are left to it, it must find some between two units.
+    fn grid(&self) -> GemmGrid {
+        if self.has_one_stream() || self.sm_margin() > 0 { GemmGrid::Persistent } else { GemmGrid::PerUnit }
+    }
+
     /// A product whose bits do not depend on which rows of the result are computed together: its k is in one part, unless all
     /// of a gradient of a weight is one product anyway.
     fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {

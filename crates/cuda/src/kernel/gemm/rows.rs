@@ -60,9 +60,9 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if spec.shares.iter().sum::<usize>() != spec.m || spec.shares.contains(&0) {
         return Err(format!("D has {} rows, its shares have {:?}", spec.m, spec.shares));
     }
-    let stretches = stretches(spec).len();
-    if stretches > GEMM_DESTINATIONS {
-        return Err(format!("{stretches} stretches of rows; it takes {GEMM_DESTINATIONS}"));
+    let stretches = stretches(spec);
+    if stretches.len() > GEMM_DESTINATIONS {
+        return Err(format!("{} stretches of rows; it takes {GEMM_DESTINATIONS}", stretches.len()));
     }
     if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
         return Err(format!(
@@ -72,7 +72,7 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     }
     // The copy engine's boxes begin at multiples of 16 bytes.
     let begins = |stretch: &Stretch| (stretch.source_row * spec.element.bytes()).is_multiple_of(16);
-    if spec.layout == GemmLayout::Tn && !stretches(spec).iter().all(begins) {
+    if spec.layout == GemmLayout::Tn && !stretches.iter().all(begins) {
         return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
     }
     Ok(())
