@@ -15,6 +15,8 @@ use crate::error::CliError;
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
 const WARM_UPS: usize = 3;
+/// Of the ideal time: where less can be hidden, a share of it says nothing.
+const LEAST_HIDEABLE: f64 = 0.01;
 
 /// One layer on one machine.
 pub(super) struct Case<'a> {
@@ -196,9 +198,9 @@ impl Case<'_> {
             seconds: statistics,
             sequential_seconds: sequential.median,
             ideal_seconds: ideal,
-            efficiency: (plain.gather + plain.reduce > 0.0
-                && measured.policy.start != StartOrder::Sequential)
-                .then_some((sequential.median - statistics.median) / hideable),
+            efficiency: (measured.policy.start != StartOrder::Sequential
+                && hideable > LEAST_HIDEABLE * ideal)
+                .then(|| (sequential.median - statistics.median) / hideable),
             product_seconds: own.product,
             weight_gradient_seconds: own.weight_gradient,
             weight_gradient_slowdown: (plain.weight_gradient > 0.0)

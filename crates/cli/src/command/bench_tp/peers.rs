@@ -68,7 +68,10 @@ pub(super) fn run(
             false => match serde_json::from_str::<PeerRow>(line) {
                 Ok(row) => console::print(&row.line(rows)),
                 // Not a row: words of PyTorch.
-                Err(_) => Ok(console::note(line)),
+                Err(_) => {
+                    console::note(line);
+                    Ok(())
+                }
             },
         };
         run_script_heard(SCRIPT, (0..tp_size).map(process).collect(), &lacks, heard)?;

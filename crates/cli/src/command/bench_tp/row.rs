@@ -52,12 +52,16 @@ impl Row {
     pub(super) fn line(&self) -> String {
         let [tokens, hidden, local] = self.shape;
         let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+        let activations = match self.activations {
+            Activations::Replicated => "replicated",
+            Activations::SequenceParallel => "sequence-parallel",
+        };
         let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         format!(
             "{:6}  {:8}  {:17}  {:18}  {:24}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
             word(&self.kind),
             word(&self.pass),
-            word(&self.activations),
+            activations,
             format!("{tokens}:{hidden}:{local}"),
             self.policy,
             self.transport,
