@@ -87,7 +87,7 @@ pub use rendezvous::{
     ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
     RendezvousError,
 };
-pub use tcp::{TcpLoopback, TcpMachine};
+pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -365,6 +365,15 @@ pub enum Op {
         /// Destination, with the rows of all of them.
         dst: BufferId,
     },
+    /// Copies the first `rows` rows of `src` to the first rows of `dst`, whose other rows stay as they are.
+    CopyRows {
+        /// Source, of at least so many rows.
+        src: BufferId,
+        /// Destination, likewise, of the same row shape and element type.
+        dst: BufferId,
+        /// Number of rows.
+        rows: usize,
+    },
     /// Marks a point of this stream.
     Record(EventId),
     /// Goes on once the event has been recorded.

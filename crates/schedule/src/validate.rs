@@ -139,7 +139,7 @@ impl Op {
                 }
                 out
             }
-            Op::Cast { src, .. } => vec![*src],
+            Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
@@ -168,7 +168,7 @@ impl Op {
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
+            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::CopyRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }

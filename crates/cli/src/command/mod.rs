@@ -10,6 +10,7 @@ mod bench_plan;
 mod bench_tp;
 mod comparison;
 mod doctor;
+mod launched;
 mod mask;
 mod nodes;
 mod plan;
@@ -27,7 +28,7 @@ use crate::error::CliError;
 /// Runs a command.
 pub(crate) fn run(command: Command) -> Result<(), CliError> {
     match command {
-        Command::Attention(arguments) => attention::run(&arguments),
+        Command::Attention(arguments) => attention::run(*arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),

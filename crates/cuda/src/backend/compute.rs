@@ -28,6 +28,12 @@ enum Work {
         srcs: Vec<BufferId>,
         dst: BufferId,
     },
+    /// The first bytes of a buffer to those of another.
+    CopyFirst {
+        src: BufferId,
+        dst: BufferId,
+        bytes: usize,
+    },
 }
 
 impl CudaKernel {
@@ -45,6 +51,11 @@ impl CudaKernel {
             }
             Op::Cast { src, dst } => Work::Cast { cast: prepare.cast(*src, *dst)?, src: *src, dst: *dst },
             Op::Concat { srcs, dst } => Work::Concat { srcs: srcs.clone(), dst: *dst },
+            Op::CopyRows { src, dst, rows } => {
+                let spec = prepare.spec(*src);
+                let bytes = rows * spec.row_elements() * spec.dtype.size();
+                Work::CopyFirst { src: *src, dst: *dst, bytes }
+            }
             other => return Err(prepare.error(format!("no CUDA kernel computes {other:?}"))),
         };
         Ok(Self(work))
@@ -63,6 +74,10 @@ impl CudaKernel {
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
                 // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
+            }
+            Work::CopyFirst { src, dst, bytes } => {
+                let first = buffers[src.0].memory().slice(0..*bytes)?;
+                buffers[dst.0].memory().copy_from(stream, 0, &first)
             }
             Work::Concat { srcs, dst } => {
                 let mut offset = 0;

@@ -81,7 +81,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
             TileBound { q_start, q_end, k_start, k_end, diag_min, diag_max, reserved }
         ),
         shared_layout!("attention/tile_schedule.cuh", TileMerge { start, end, slot_begin, slot_end }),
-        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
+        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, counter }),
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [

@@ -54,7 +54,7 @@ pub use layout::{SharedLayout, shared_layouts};
 pub use link_copy::{LinkCopy, LinkDirection};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
-    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkStep, MissedRank,
+    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkShifts, LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;

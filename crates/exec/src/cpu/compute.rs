@@ -71,6 +71,14 @@ impl CpuKernel {
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
+            Op::CopyRows { src, dst, rows } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                let count = rows * src.shape()[1..].iter().product::<usize>();
+                with_host_element!(src.dtype(), T => {
+                    elements_mut::<T>(&mut dst)[..count].copy_from_slice(&elements::<T>(&src)[..count]);
+                });
+                Ok(())
+            }
             // `check_operands` lets no other operation through.
             _ => Ok(()),
         }

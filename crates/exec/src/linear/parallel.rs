@@ -46,9 +46,9 @@ impl LinearOptions {
         [tokens, in_features, out_features]: [usize; 3],
         scratch: &mut LinearScratch<M>,
     ) -> Result<LinearLayer<M>, ExecError> {
-        let Self { activations, has_bias, dtype, gradient, groups, ref cost, ref run } = *self;
+        let Self { activations, has_bias, dtype, gradient, ref groups, ref cost, ref run } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
-        let plan = LinearPlan::new(spec, tp_size, groups, cost)
+        let plan = LinearPlan::new(spec, tp_size, groups.clone(), cost)
             .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })?;
         LinearLayer::new(machine, plan, gradient, run, scratch)
     }

@@ -83,17 +83,13 @@ impl LinearCase {
             if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let policy = OverlapPolicy { workers, ..OverlapPolicy::new(start) };
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
-        // What is drawn divides and is not 0.
-        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200).unwrap_or(LinearPlan {
-            spec,
-            tp_size,
-            groups: 1,
-        });
+        let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
+        let plan = plan.expect("what is drawn divides and is not 0");
         Self { seed, plan, main_grad, config: LinearConfig { weight_gradient, run } }
     }
 
     fn describe(&self) -> String {
-        let LinearPlan { spec, tp_size, groups } = &self.plan;
+        let LinearPlan { spec, tp_size, .. } = &self.plan;
         let LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype } = spec;
         let words = format!("{kind:?} {activations:?} {dtype:?}").to_lowercase();
         let mut text = format!("{words} {tokens} tokens {in_features} to {out_features}");
@@ -108,7 +104,7 @@ impl LinearCase {
             (WeightGradient::Accumulated(dtype), _) => write!(text, " into {dtype:?}"),
         };
         if *tp_size > 1 {
-            let _ = write!(text, " ranks={tp_size} groups={groups} {}", self.config.run.policy);
+            let _ = write!(text, " ranks={tp_size} groups={} {}", self.plan.groups(), self.config.run.policy);
         }
         text
     }
@@ -136,7 +132,11 @@ impl LinearCase {
         outputs: &LinearOutputs,
     ) -> SelfCheck {
         let name = format!("same bits without overlap: {}", self.describe());
-        let plan = LinearPlan { groups: 1, ..self.plan.clone() };
+        let LinearPlan { spec, tp_size, .. } = self.plan;
+        let plan = match LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), &CostModel::H200) {
+            Ok(plan) => plan,
+            Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
+        };
         let mut config = self.config.clone();
         config.run.policy = OverlapPolicy::new(StartOrder::Sequential);
         let plain = match subject.run_linear(&plan, inputs, &config) {

@@ -48,12 +48,13 @@ pub enum TilePlacement {
 pub enum TileOrder {
     /// Most blocks first, then by rows: what a queue needs so that CTAs finish together.
     Work,
-    /// By rows: what a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have
-    /// started.
-    Position,
+    /// As `Work`, but of tiles that walk a row in common, directly or by others, the one with the lower rows comes first: what
+    /// a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have started.
+    Chains,
 }
 
-/// Splitting tiles along the walked axis when they are too few to keep a device busy. The parts' results are merged after.
+/// Splitting tiles along the walked axis when they are too few to keep a device busy, or when the last ones would keep only a part
+/// of it busy. The parts' results are merged after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TileSplit {
     /// CTAs that run at a time.

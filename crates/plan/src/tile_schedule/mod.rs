@@ -1,10 +1,13 @@
 //! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
 
+mod chains;
 mod config;
 mod coverage;
 mod error;
 mod fit;
+mod head_groups;
 mod layout;
+mod list_time;
 mod split;
 mod statistics;
 mod sweep;
@@ -14,13 +17,15 @@ mod walked;
 
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use error::TileScheduleError;
+pub use head_groups::HeadGroups;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
 pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};
 
-use split::Parts;
+use chains::Chains;
+use split::{Cut, Parts};
 use sweep::Sweep;
 use walk::Walk;
 
@@ -133,21 +138,21 @@ impl TileSchedule {
         let area = turned.iter().map(Band::area).sum();
         let (config, merges) = (*config, Vec::new());
         let mut schedule = Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0 };
-        if let Some(part) =
-            config.split.and_then(|split| split::part_blocks(&schedule.tiles, config.block, &split))
+        if let Some(cuts) = config.split.and_then(|split| split::cuts(&schedule.tiles, config.block, &split))
         {
-            schedule.split(part);
+            schedule.split(&cuts);
         }
-        if config.order == TileOrder::Work {
-            sort_by_work(&mut schedule.tiles);
+        match config.order {
+            TileOrder::Work => sort_by_work(&mut schedule.tiles),
+            TileOrder::Chains => Chains::of(&schedule).sort(&mut schedule.tiles),
         }
         Ok(schedule)
     }
 
-    fn split(&mut self, part: usize) {
+    fn split(&mut self, cuts: &[Cut]) {
         let direction = self.config.direction;
         let parts =
-            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, part, |bound, run| {
+            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, cuts, |bound, run| {
                 bound.clip(direction, run)
             });
         (self.tiles, self.runs, self.bounds) = (parts.tiles, parts.runs, parts.bounds);

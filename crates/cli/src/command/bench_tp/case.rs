@@ -53,19 +53,19 @@ impl Case<'_> {
     pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
         let scratch = &mut LinearScratch::new();
         let mut tensors = None;
-        let plain =
-            self.measure(machine, OverlapPolicy::new(StartOrder::Sequential), 1, &mut tensors, scratch)?;
-        let mut all = vec![plain];
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let plain = self.plan(WaveGroups::Fixed(1))?;
+        let mut all = vec![self.measure(machine, sequential, plain, &mut tensors, scratch)?];
         for policy in &self.arguments.overlap {
             let mut done = Vec::new();
             for &groups in &self.arguments.groups {
-                let groups = match groups {
-                    0 => self.plan(WaveGroups::Auto)?.groups,
-                    groups => self.plan(WaveGroups::Fixed(groups as usize))?.groups,
-                };
-                if !done.contains(&groups) {
-                    done.push(groups);
-                    all.push(self.measure(machine, *policy, groups, &mut tensors, scratch)?);
+                let plan = self.plan(match groups {
+                    0 => WaveGroups::Auto,
+                    groups => WaveGroups::Fixed(groups as usize),
+                })?;
+                if !done.contains(&plan) {
+                    done.push(plan.clone());
+                    all.push(self.measure(machine, *policy, plan, &mut tensors, scratch)?);
                 }
             }
         }
@@ -90,12 +90,11 @@ impl Case<'_> {
         &self,
         machine: &M,
         policy: OverlapPolicy,
-        groups: usize,
+        plan: LinearPlan,
         tensors: &mut Option<Tensors<M>>,
         scratch: &mut LinearScratch<M>,
     ) -> Result<Measured, CliError> {
         let failed = |source| CliError::Run { source };
-        let plan = self.plan(WaveGroups::Fixed(groups))?;
         let run = RunConfig { policy, poison: false, ..RunConfig::default() };
         let gradient = LayerGradient::Accumulated(DType::F32);
         let mut layer = LinearLayer::new(machine, plan.clone(), gradient, &run, scratch).map_err(failed)?;
@@ -125,7 +124,7 @@ impl Case<'_> {
             }
             passes.push((pass, timelines));
         }
-        Ok(Measured { policy, groups, passes, checked })
+        Ok(Measured { policy, groups: plan.groups(), passes, checked })
     }
 
     fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {

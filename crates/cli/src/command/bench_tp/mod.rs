@@ -68,14 +68,17 @@ fn measure(
     (transport, machine): (TransportKind, &RankMachine),
     inputs: &LinearInputs,
 ) -> Result<Vec<Row>, CliError> {
+    let profile = machine.profile(None)?;
+    let measured = profile.as_ref().map(|profile| &profile.cost);
     let cost = match machine {
-        RankMachine::Cpu(_) => CostModel::H200,
-        RankMachine::Cuda(gpus) => gpus.estimated_cost(tp_size),
+        RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
+        RankMachine::Cpu(_) | RankMachine::Process(_) => measured.copied().unwrap_or(CostModel::H200),
     };
     let device = machine.name();
     let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs };
     match machine {
-        RankMachine::Cpu(_) => {
+        // Ranks are threads: `open` makes no other.
+        RankMachine::Cpu(_) | RankMachine::Process(_) => {
             let ranks = CpuMachine::new(0, None).map_err(|source| CliError::Run { source })?;
             case.measure_on(&ranks)
         }

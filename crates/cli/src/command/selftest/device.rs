@@ -13,6 +13,7 @@ use counterpoint_exec::selftest::{
 };
 
 use super::ledger::Ledger;
+use super::processes;
 use crate::arguments::{Device, SelftestArguments};
 use crate::error::CliError;
 use crate::{console, device};
@@ -115,12 +116,16 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
         ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
     }
+    let gpus = nvlink.as_ref().map_or(1, |subject| subject.machine().devices().len());
+    if ledger.section("processes") {
+        let checks = processes::examine(gpus, extent);
+        ledger.add(checks.map_err(failed)?)?;
+    }
     let Some(nvlink) = nvlink else { return Ok(()) };
     if ledger.section("attention on several GPUs") {
         let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
     }
-    let gpus = nvlink.machine().devices().len();
     for (section, transport, most_ranks) in [
         ("collectives by nvlink, a GPU each", TransportKind::Nvlink, gpus),
         ("collectives by nvlink, GPUs shared", TransportKind::Nvlink, 2 * gpus),
