@@ -12,7 +12,9 @@ mod input;
 mod interrupt;
 mod mask_argument;
 mod output;
+mod profile;
 mod progress;
+mod tuned;
 
 use std::process::ExitCode;
 

@@ -11,16 +11,18 @@
 
 namespace counterpoint {
 
-// How many warps fetch, elements of a piece at most, and stages of so many: chosen when a kernel is compiled.
+// How many warps fetch, elements of a piece at most, stages and the bytes of each: chosen when a kernel is compiled.
 #ifndef LINK_FETCHERS
 #define LINK_FETCHERS 1
 #define LINK_ELEMENTS 4096
+#define LINK_STAGE_BYTES 16384
 #define LINK_STAGES 12
 #endif
 constexpr u32 kLinkFetchers = LINK_FETCHERS;
 constexpr u32 kLinkAdders = 256;
 constexpr u32 kLinkElements = LINK_ELEMENTS;
 constexpr u32 kLinkOperandStages = LINK_STAGES;
+constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;
 
 // Elements that lie together and have the same operands.
 struct LinkReducePiece {
@@ -48,7 +50,7 @@ struct LinkBlock {
 static_assert(sizeof(LinkReducePiece) == 24 && sizeof(LinkFetch) == 16, "layouts shared with the host");
 
 struct alignas(128) LinkReduceShared {
-  u8 stages[kLinkOperandStages][kLinkElements * 4];
+  u8 stages[kLinkOperandStages][kLinkStageBytes];
   u64 full[kLinkOperandStages];
   u64 empty[kLinkOperandStages];
   u64 tensors[kLinkRanks * kLinkTensors];
@@ -69,14 +71,17 @@ struct LinkStage {
 
 template <typename Term, u32 kTurns, u32 kPack>
 __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], const Term* terms, u32 packs, u32 thread) {
+  // All loads before the first sum: each would otherwise wait for the one before. Past the end there is nothing to add.
+  Pack<Term, kPack> held[kTurns] = {};
 #pragma unroll
   for (u32 u = 0; u < kTurns; ++u) {
     const u32 pack = thread + u * kLinkAdders;
-    if (pack < packs) {
-      const Pack<Term, kPack> term = load_pack<Term, kPack>(terms + pack * kPack);
+    if (pack < packs) held[u] = load_pack<Term, kPack>(terms + pack * kPack);
+  }
 #pragma unroll
-      for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(term.at[e]);
-    }
+  for (u32 u = 0; u < kTurns; ++u) {
+#pragma unroll
+    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(held[u].at[e]);
   }
 }
 
@@ -85,6 +90,8 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
                                          const LinkReducePiece* __restrict__ pieces, u32 begin, u32 end,
                                          u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
+  static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
+                "an operand fits a stage");
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
   const u32 thread = threadIdx.x - 32 * kLinkFetchers;
   LinkStage stage;
@@ -107,17 +114,21 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
       stage.next();
     }
     Result* result = reinterpret_cast<Result*>(call.own[piece.tensor]) + piece.to;
+    // Tested once: a test at each element takes longer than all else that is done with it.
+    if (piece.divisor != 1) {
+#pragma unroll
+      for (u32 u = 0; u < kTurns; ++u) {
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) sums[u][e] = __fdiv_rn(sums[u][e], float(piece.divisor));
+      }
+    }
 #pragma unroll
     for (u32 u = 0; u < kTurns; ++u) {
       const u32 pack = thread + u * kLinkAdders;
       if (pack < packs) {
         Pack<Result, kPack> out;
 #pragma unroll
-        for (u32 e = 0; e < kPack; ++e) {
-          float sum = sums[u][e];
-          if (piece.divisor != 1) sum = __fdiv_rn(sum, float(piece.divisor));
-          out.at[e] = narrow<Result>(sum);
-        }
+        for (u32 e = 0; e < kPack; ++e) out.at[e] = narrow<Result>(sums[u][e]);
         store_pack(result + pack * kPack, out);
       }
     }

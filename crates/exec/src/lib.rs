@@ -65,7 +65,10 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
+pub use linear::{
+    CollectiveShape, GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs,
+    LinearRun, MeasureError, MeasuredClock, Repeats, random_linear_inputs, run_linear, run_linear_on,
+};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]
@@ -73,7 +76,7 @@ pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::random_inputs;
+pub use random::{random_inputs, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
@@ -81,7 +84,7 @@ pub use rendezvous::{
     ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
     RendezvousError,
 };
-pub use tcp::{TcpLoopback, TcpMachine};
+pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -8,7 +8,7 @@ use counterpoint_schedule::{
 
 use crate::ExecError;
 
-/// Checks that the tensors of compute operation `index` of `program` fit it and each other, which every backend asks for
+/// Checks that the tensors of compute operation `index` (of one that also communicates: of its computation) of `program` fit it and each other, which every backend asks for
 /// when it prepares the operation. Whether it has a kernel for their types is the backend's own business.
 ///
 /// # Errors
@@ -73,6 +73,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Gemm(op) => check.gemm(op),
+        Op::GemmReduce(op) => check.gemm(&op.gemm),
+        Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])
@@ -90,6 +92,16 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
                 shape[0] = check.spec(*src).rows();
                 check.tensor(*src, target.dtype, &shape)
             })
+        }
+        Op::CopyRows { src, dst, rows } => {
+            let source = check.spec(*src);
+            let enough = source.rows().min(check.spec(*dst).rows()) >= *rows;
+            if !enough {
+                return Err(check.error(format!("{rows} rows are more than one of the tensors has")));
+            }
+            let mut shape = source.shape.clone();
+            shape[0] = check.spec(*dst).rows();
+            check.tensor(*dst, source.dtype, &shape)
         }
         other => Err(check.error(format!("{other:?} is no computation"))),
     }

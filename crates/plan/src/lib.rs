@@ -5,6 +5,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod attention_cost;
 mod bounds;
 mod cache;
 mod config;
@@ -15,9 +16,11 @@ mod error;
 mod exchange;
 mod fingerprint;
 mod group_part;
+mod group_search;
 mod hierarchy;
 mod layout;
 mod linear;
+mod machine_profile;
 mod outline;
 mod plan;
 mod prediction;
@@ -28,8 +31,13 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod transformer;
+mod tuning;
+mod wave_groups;
 mod work;
+mod worker_sharing;
 
+pub use attention_cost::{AttentionWork, TileCost, TileCosts};
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
@@ -42,18 +50,28 @@ pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
+pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
-pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
+pub use machine_profile::{
+    LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
+};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
-    DqTurns, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection, TileMerge,
-    TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
-    TileStatistics, TurnSpan,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
+    TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
+    TileSplit, TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
+pub use transformer::{LayerLinear, TransformerSpec};
+pub use tuning::{
+    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPlans, TunedShape, TuningError,
+};
+pub use wave_groups::{GroupFlow, LinkUse, PassCosts, PassCurves, ProductStart, WaveGroups, compositions};
+pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for

@@ -14,10 +14,19 @@ use crate::{
 pub(crate) struct RankOutline {
     /// Global key rows that it owns, merged and ascending.
     pub(crate) own: Vec<Range>,
+    /// Query rows that it owns.
+    pub(crate) q_rows: usize,
     /// Local query rows, global key columns.
     pub(crate) work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub(crate) remote: RowList,
+}
+
+impl RankOutline {
+    /// Number of key rows that it owns.
+    pub(crate) fn own_rows(&self) -> usize {
+        self.own.iter().map(Range::len).sum()
+    }
 }
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
@@ -98,7 +107,7 @@ impl Outline {
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
                 let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, work, remote }
+                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote }
             })
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
@@ -159,12 +168,13 @@ impl Outline {
         let stages = parts.into_iter().zip(bands).enumerate();
         let stages = stages.map(|(stage, (part, bands))| {
             let recv_ranges = cuts.rows(rank, stage).to_vec();
+            let own_rows = cuts.own_rows(rank, stage);
             let key_rows = match stage {
                 0 => self.k_dispatch.tokens(rank),
-                _ => recv_ranges.iter().map(Range::len).sum(),
+                _ => own_rows + recv_ranges.iter().map(Range::len).sum::<usize>(),
             };
             let area = bands.iter().map(Band::area).sum();
-            StagePlan { part, recv_ranges, key_rows, bands: bands.into(), area }
+            StagePlan { part, recv_ranges, own_rows, key_rows, bands: bands.into(), area }
         });
         stages.collect()
     }

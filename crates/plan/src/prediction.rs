@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::direction::{Direction, LinkRows, makespan};
+use crate::direction::{Direction, LinkRows, StageWork, makespan};
 use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, StagePlan, Topology};
 
 /// Predicted seconds of one stage of one rank.
@@ -39,11 +39,15 @@ impl Prediction {
     /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, rank: usize, stages: &[StagePlan]| {
+            let q_rows = plan.ranks[rank].q_rows;
             let stages: Vec<StagePrediction> = stages
                 .iter()
-                .map(|stage| {
+                .enumerate()
+                .map(|(index, stage)| {
                     let rows = busier_rows(&stage.part, rank, &config.topology);
-                    direction.predict(stage.area, rows, spec, &config.cost)
+                    let StagePlan { area, own_rows, .. } = *stage;
+                    let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
+                    direction.predict(work, rows, spec, &config.cost)
                 })
                 .collect();
             RankPrediction { seconds: makespan(stages.iter().copied()), stages }

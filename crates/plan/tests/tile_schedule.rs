@@ -218,7 +218,7 @@ fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
     let forward = schedule.config().direction == TileDirection::Forward;
     let range = |start: i32, end: i32| Range::new(start as usize, end as usize);
     let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
-        [] => vec![range(run.start, run.end)],
+        [] => Vec::from([range(run.start, run.end)]),
         bounds => {
             let rows = bounds.iter().map(|bound| match forward {
                 true => range(bound.k_start, bound.k_end),

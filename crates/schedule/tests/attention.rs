@@ -30,6 +30,8 @@ fn cost() -> CostModel {
         launch_seconds: 1e-6,
         link,
         network: link,
+        sharing: None,
+        tiles: None,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
 
 use std::io::Write;
+use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -54,6 +55,28 @@ pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> R
         }
         thread::sleep(PAUSE);
     }
+}
+
+/// As [`run_script`], in a process for each of `ranks` GPUs, which find each other as PyTorch's `env://` wants it. `command` makes
+/// one of them.
+pub(super) fn run_script_on_gpus(
+    script: &str,
+    ranks: usize,
+    command: impl Fn() -> Command,
+) -> Result<(), CliError> {
+    // One that was free a moment ago.
+    let free_port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
+    let no_port = |error: std::io::Error| CliError::NoPeers { reason: format!("no free port ({error})") };
+    let port = free_port().map_err(no_port)?;
+    let process = |rank: usize| {
+        let mut command = command();
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        command.env("WORLD_SIZE", ranks.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command
+    };
+    let lacks = format!("python3 has no PyTorch that sees {ranks} GPUs");
+    run_script(script, (0..ranks).map(process).collect(), &lacks)
 }
 
 /// Processes that end with their owner.

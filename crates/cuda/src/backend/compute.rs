@@ -1,9 +1,10 @@
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
+use super::linear::{BiasGradient, Product};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
@@ -15,6 +16,8 @@ enum Work {
     Forward(Box<Forward>),
     Delta(Box<Delta>),
     Backward(Box<Backward>),
+    Product(Box<Product>),
+    BiasGradient(Box<BiasGradient>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -24,6 +27,12 @@ enum Work {
     Concat {
         srcs: Vec<BufferId>,
         dst: BufferId,
+    },
+    /// The first bytes of a buffer to those of another.
+    CopyFirst {
+        src: BufferId,
+        dst: BufferId,
+        bytes: usize,
     },
 }
 
@@ -35,11 +44,21 @@ impl CudaKernel {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
+            Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            // Where the transport has no kernel that communicates too.
+            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
             Op::Cast { src, dst } => Work::Cast { cast: prepare.cast(*src, *dst)?, src: *src, dst: *dst },
             Op::Concat { srcs, dst } => Work::Concat { srcs: srcs.clone(), dst: *dst },
+            Op::CopyRows { src, dst, rows } => {
+                let spec = prepare.spec(*src);
+                let bytes = rows * spec.row_elements() * spec.dtype.size();
+                Work::CopyFirst { src: *src, dst: *dst, bytes }
+            }
             other => return Err(prepare.error(format!("no CUDA kernel computes {other:?}"))),
         };
         Ok(Self(work))
@@ -51,11 +70,17 @@ impl CudaKernel {
             Work::Forward(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
+            Work::Product(work) => work.launch(stream, buffers),
+            Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
                 // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
+            }
+            Work::CopyFirst { src, dst, bytes } => {
+                let first = buffers[src.0].memory().slice(0..*bytes)?;
+                buffers[dst.0].memory().copy_from(stream, 0, &first)
             }
             Work::Concat { srcs, dst } => {
                 let mut offset = 0;
@@ -89,7 +114,12 @@ impl<'a> Prepare<'a> {
     }
 
     pub(super) fn sm_margin(&self) -> u32 {
-        self.program.policy.sm_margin().try_into().unwrap_or(u32::MAX)
+        let workers = match self.program.policy.workers {
+            // Those of communication are not there for this one's blocks.
+            WorkerShare::Margin(workers) | WorkerShare::Partition(workers) => workers,
+            WorkerShare::Common => 0,
+        };
+        workers.try_into().unwrap_or(u32::MAX)
     }
 
     /// Has the end of every run ask whether a turn was missed.
@@ -110,7 +140,7 @@ impl<'a> Prepare<'a> {
             .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
     }
 
-    fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
+    pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
         Scalar::of(*dtype).ok_or_else(|| {
             let types = [DType::Bf16, DType::F16, DType::F32];

@@ -7,9 +7,13 @@ mod clock;
 mod compute;
 mod cost;
 mod counters;
+mod exchange_marks;
 mod graph_run;
+mod linear;
 mod machine;
+mod matrix_rows;
 mod padding;
+mod process;
 mod stream;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,13 +33,16 @@ pub use compute::CudaKernel;
 pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub use process::CudaProcess;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
+pub(crate) use exchange_marks::ExchangeMarks;
 
-use crate::kernel::{LinkAbort, LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -57,8 +64,12 @@ struct Rank {
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
     /// Likewise waits of kernels for other ranks.
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
-    /// Ends those.
-    abort: Option<LinkAbort>,
+    /// And exchanges by other means, which have no limit on the device.
+    exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    /// Multiprocessors of communication and of computation, where the policy parts them.
+    partition: Mutex<Option<Arc<Partition>>>,
+    /// What faults strike: the Program that runs, and how many runs there were.
+    program: Mutex<(String, u64)>,
 }
 
 impl CudaBackend {
@@ -68,7 +79,6 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
-        abort: Option<LinkAbort>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -83,7 +93,9 @@ impl CudaBackend {
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
             links: Mutex::default(),
-            abort,
+            exchanges: Mutex::default(),
+            partition: Mutex::default(),
+            program: Mutex::default(),
         })))
     }
 
@@ -107,12 +119,25 @@ impl CudaBackend {
         self.0.timing == Timing::Spans && !self.is_capturing()
     }
 
-    fn is_capturing(&self) -> bool {
+    /// Whether operations go into a graph instead of running.
+    pub(crate) fn is_capturing(&self) -> bool {
         self.0.capturing.load(Ordering::Relaxed)
     }
 
     pub(crate) fn error(&self, place: &dyn std::fmt::Display, error: CudaError) -> ExecError {
         exec_error(self.0.rank, &place.to_string(), error)
+    }
+
+    /// Lets injected faults strike an operation that is about to be enqueued on `stream`.
+    pub(crate) fn strike(&self, stream: &CudaStream, place: &OpPlace) -> Result<(), ExecError> {
+        let Rank { world, rank, program, .. } = &*self.0;
+        if world.config().faults.is_empty() {
+            return Ok(());
+        }
+        let (name, runs) = lock(program).clone();
+        // Those who wait for this rank meanwhile ask what it does.
+        stream.status().begin(place);
+        world.strike(*rank, &name, place, runs)
     }
 
     /// Enqueues an operation; a failed world takes none.
@@ -123,6 +148,7 @@ impl CudaBackend {
         kind: SpanKind,
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
         self.0.device.bind().map_err(|error| self.error(place, error))?;
@@ -142,12 +168,18 @@ impl CudaBackend {
             world.check()?;
             let waited = began.elapsed();
             if waited > limit {
-                let awaited = Awaited {
-                    name: format!("stream {} of {:?}", stream.status().name, self.0.device),
-                    evidence: "the device has not finished what was enqueued there".to_owned(),
-                    blocker: None::<Blocker>,
+                let stall = match self.exchange_under_way() {
+                    Some(exchange) => exchange.stalled(self, began),
+                    None => {
+                        let awaited = Awaited {
+                            name: format!("stream {} of {:?}", stream.status().name, self.0.device),
+                            evidence: "the device has not finished what was enqueued there".to_owned(),
+                            blocker: None::<Blocker>,
+                        };
+                        world.stalled(*rank, place, began, awaited)
+                    }
                 };
-                return Err(world.fail(world.stalled(*rank, place, began, awaited)));
+                return Err(world.fail(stall));
             }
             // Short runs are watched closely, long ones leave the core to others.
             if waited < CLOSE_WATCH { std::hint::spin_loop() } else { thread::sleep(PAUSE) }
@@ -164,22 +196,21 @@ impl CudaBackend {
         lock(&self.0.links).push((label, link));
     }
 
-    /// Ends what kernels of this rank wait for, when a rank has failed.
-    pub(crate) fn abort_links(&self) {
-        if let Some(abort) = &self.0.abort {
-            abort.set();
-        }
+    /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
+    pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
+        lock(&self.0.exchanges).push(exchange);
     }
 
     /// Whether all ranks that kernels waited for have come.
     fn check_links(&self, began: Instant) -> Result<(), ExecError> {
-        let Rank { world, rank, links, .. } = &*self.0;
+        let Rank { world, rank, links, exchanges, .. } = &*self.0;
         for (label, link) in lock(links).iter() {
             let missed = link.missed().map_err(|error| self.error(label, error))?;
             let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
             let what = match step {
                 LinkStep::Begin => "begun",
                 LinkStep::Pass => "read or written this rank's rows in",
+                LinkStep::Send => "sent all of its rows in",
             };
             let awaited = Awaited {
                 name: format!("rank {awaited}"),
@@ -190,6 +221,7 @@ impl CudaBackend {
         }
         // Those that nobody else holds belong to calls that were made once.
         lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
+        lock(exchanges).retain(|exchange| Arc::strong_count(exchange) > 1);
         Ok(())
     }
 
@@ -215,9 +247,6 @@ impl CudaBackend {
 /// the launchers' business; `connections` is what the driver was told.
 fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
     match policy {
-        OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
-            Err("this backend does not partition a GPU; use sm-margin=N")
-        }
         OverlapPolicy { mover: Mover::CopyEngine, .. } => {
             Err("this transport moves rows by kernels; leave copy-engine out")
         }
@@ -260,9 +289,21 @@ impl Backend for CudaBackend {
     }
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        policy_check(policy, crate::environment::max_connections().as_deref()).map_err(|reason| {
-            ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason: reason.to_owned() }
-        })
+        let refused = |reason| ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason };
+        policy_check(policy, crate::environment::max_connections().as_deref())
+            .map_err(|reason| refused(reason.to_owned()))?;
+        *lock(&self.0.partition) = match policy.workers {
+            WorkerShare::Common | WorkerShare::Margin(_) => None,
+            WorkerShare::Partition(workers) => {
+                let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
+                let hint = "use sm-margin=N";
+                Some(Arc::new(
+                    partition
+                        .map_err(|error| refused(format!("this GPU cannot be parted ({error}); {hint}")))?,
+                ))
+            }
+        };
+        Ok(())
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -317,12 +358,15 @@ impl Backend for CudaBackend {
     }
 
     fn create_stream(&self, spec: &StreamSpec) -> Result<CudaStream, ExecError> {
-        let priority = match spec.kind {
-            StreamKind::Compute => StreamPriority::Low,
-            StreamKind::Communication => StreamPriority::High,
+        let (part, priority) = match spec.kind {
+            StreamKind::Compute => (Part::Computation, StreamPriority::Low),
+            StreamKind::Communication => (Part::Communication, StreamPriority::High),
         };
-        let stream = Stream::new(&self.0.device, priority)
-            .map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
+        let stream = match &*lock(&self.0.partition) {
+            Some(partition) => Stream::on(partition, &self.0.device, part),
+            None => Stream::new(&self.0.device, priority),
+        };
+        let stream = stream.map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
         let status = self.0.world.register_stream(self.0.rank, &spec.name, spec.kind);
         Ok(CudaStream::new(stream, status))
     }
@@ -345,13 +389,17 @@ impl Backend for CudaBackend {
 
     fn begin_run(
         &self,
-        _program: &str,
+        program: &str,
         origin: Instant,
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
         barriers.iter().for_each(CudaBarrier::begin_run);
         signals.iter().for_each(CudaSignal::begin_run);
+        {
+            let mut current = lock(&self.0.program);
+            *current = (program.to_owned(), current.1 + 1);
+        }
         if self.timed() {
             let clock = self.0.clock.of_run(origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
@@ -379,6 +427,7 @@ impl Backend for CudaBackend {
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         event.record(stream.queue()).map_err(|error| self.error(place, error))
     }
@@ -404,6 +453,7 @@ impl Backend for CudaBackend {
         signal: &CudaSignal,
         value: u64,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         signal.raise(stream.queue(), value).map_err(|error| self.error(place, error))
     }
@@ -433,9 +483,7 @@ impl Backend for CudaBackend {
     }
 
     fn fail(&self, error: ExecError) -> ExecError {
-        let error = self.0.world.fail(error);
-        self.abort_links();
-        error
+        self.0.world.fail(error)
     }
 }
 
@@ -446,16 +494,13 @@ mod tests {
     #[test]
     fn policies_that_cannot_be_followed_are_refused() {
         let check = |policy: &str, connections| policy_check(&policy.parse().unwrap(), connections);
-        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8"] {
+        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8", "partition=8"] {
             assert_eq!(check(policy, None), Ok(()));
         }
         assert_eq!(check("single-connection", Some("1")), Ok(()));
-        for (policy, connections) in [
-            ("single-connection", None),
-            ("single-connection", Some("8")),
-            ("partition=8", None),
-            ("copy-engine", None),
-        ] {
+        for (policy, connections) in
+            [("single-connection", None), ("single-connection", Some("8")), ("copy-engine", None)]
+        {
             assert!(check(policy, connections).is_err(), "{policy}");
         }
     }

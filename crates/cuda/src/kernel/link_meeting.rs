@@ -34,7 +34,7 @@ struct LinkState {
 struct LinkFault {
     set: u64,
     awaited: u64,
-    passing: u64,
+    step: u64,
     seen: u64,
     wanted: u64,
 }
@@ -59,6 +59,8 @@ pub enum LinkStep {
     Begin,
     /// To be through with the tensors of the one that waits.
     Pass,
+    /// To send a piece of its rows.
+    Send,
 }
 
 /// `LinkCall` of the kernels: one call of one rank.
@@ -68,6 +70,7 @@ pub struct LinkCall {
     slots: [u64; LINK_RANKS],
     announced: [u64; LINK_TENSORS],
     own: [u64; LINK_TENSORS],
+    shifts: u64,
     mailbox: u64,
     state: u64,
     fault: u64,
@@ -143,8 +146,12 @@ impl LinkEnd {
     pub fn missed(&self) -> Result<Option<MissedRank>, CudaError> {
         let mut found = [LinkFault::zeroed()];
         self.fault.read(0, &mut found)?;
-        let [LinkFault { set, awaited, passing, seen, wanted }] = found;
-        let step = if passing == 0 { LinkStep::Begin } else { LinkStep::Pass };
+        let [LinkFault { set, awaited, step, seen, wanted }] = found;
+        let step = match step {
+            0 => LinkStep::Begin,
+            1 => LinkStep::Pass,
+            _ => LinkStep::Send,
+        };
         Ok((set != 0).then_some(MissedRank { rank: awaited as usize, step, seen, wanted }))
     }
 
@@ -181,6 +188,7 @@ impl LinkEnd {
             slots,
             announced: listed(announced),
             own: listed(own),
+            shifts: 0,
             mailbox: self.memory.address(),
             state: self.memory.address() + MAILBOX_BYTES as u64,
             fault: self.fault.device_address(),
@@ -193,18 +201,48 @@ impl LinkEnd {
     }
 }
 
+impl LinkCall {
+    /// The same call where ranks are processes, which reach the announced tensors by other addresses than this one.
+    #[must_use]
+    pub fn shifted(self, shifts: &LinkShifts) -> Self {
+        Self { shifts: shifts.0.address(), ..self }
+    }
+}
+
+/// By how much the addresses by which other processes reach this rank's tensors differ from its own.
+#[derive(Clone, Debug)]
+pub struct LinkShifts(DeviceBuffer);
+
+impl LinkShifts {
+    /// From (rank, tensor, difference), all others 0; on `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// When memory is used up.
+    pub fn new(
+        setup: &Stream,
+        shifts: impl IntoIterator<Item = (usize, usize, u64)>,
+    ) -> Result<Self, CudaError> {
+        let mut table = vec![0u64; LINK_RANKS * LINK_TENSORS];
+        for (rank, tensor, shift) in shifts {
+            table[rank * LINK_TENSORS + tensor] = shift;
+        }
+        DeviceBuffer::from_slice(setup, &table).map(Self)
+    }
+}
+
 /// Types that the kernels share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, tensors }),
         shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults }),
-        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, passing, seen, wanted }),
+        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, step, seen, wanted }),
         shared_layout!(
             "link_meeting.cuh",
             LinkCall {
                 slots,
                 announced,
                 own,
+                shifts,
                 mailbox,
                 state,
                 fault,

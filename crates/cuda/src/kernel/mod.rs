@@ -8,6 +8,7 @@ mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
 mod cast;
+mod column_sum;
 mod device_schedule;
 mod dq_rounding;
 mod gemm;
@@ -29,6 +30,7 @@ mod row_merge;
 mod row_reduce;
 mod scalar;
 mod specialisation;
+mod start_litmus;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::{AttentionBackward, MissedTurn};
@@ -40,11 +42,13 @@ pub use attention_tensors::{
     ResultTensors, StateTensors,
 };
 pub use cast::Cast;
+pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec,
-    GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
+    GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape, GemmSignals,
+    GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
@@ -52,7 +56,7 @@ pub use layout::{SharedLayout, shared_layouts};
 pub use link_copy::{LinkCopy, LinkDirection};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
-    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkStep, MissedRank,
+    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkShifts, LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
@@ -64,6 +68,7 @@ pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use start_litmus::StartLitmus;
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

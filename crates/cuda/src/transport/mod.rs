@@ -1,4 +1,4 @@
-//! The CUDA transport between ranks of one process, on one GPU or several.
+//! The CUDA transport between ranks that are threads of one process, on one GPU or several, or processes (`process`).
 //!
 //! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
 //! be written" and publishes it with where its tensors are. *Fetch*: once those that it takes part with have published theirs,
@@ -10,10 +10,15 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod cast_gemm;
 mod copies;
 mod exchange;
+mod fused;
+mod gemm_reduce;
 mod kind;
+mod levels;
 mod link;
+mod process;
 mod pull;
 mod push;
 mod rows;
@@ -24,16 +29,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
-use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
+use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 pub use kind::TransportKind;
+pub(crate) use levels::Level;
+pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
+use process::PeerProcesses;
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
@@ -42,6 +50,9 @@ pub struct CudaTransport {
     rank: usize,
     device: Device,
     next: AtomicU64,
+    prepared: AtomicU64,
+    /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
+    peers: Option<PeerProcesses>,
     means: Means,
 }
 
@@ -58,12 +69,13 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// What ends waits of a rank's kernels, where they wait.
-    pub(crate) fn abort(&self) -> Option<LinkAbort> {
-        match self {
-            Self::Link { abort, .. } => Some(abort.clone()),
-            Self::Pull | Self::Push | Self::Exchange(_) => None,
-        }
+    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
+    /// behind them.
+    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
+        let ended = abort.clone();
+        world.when_failed(move || ended.set());
+        Ok(Self::Link { num_sms, abort })
     }
 }
 
@@ -92,7 +104,8 @@ impl Payload for Part {
 
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
-    world: Arc<World>,
+    /// Among those of its transport.
+    number: u64,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
@@ -104,17 +117,21 @@ pub struct CudaCollective {
 enum Work {
     Pull(Mutex<Option<pull::PullWork>>),
     Link(LinkWork),
+    GemmReduce(Box<gemm_reduce::GemmReduceWork>),
+    CastGemm(Box<cast_gemm::CastGemmWork>),
     Push(push::PushWork),
     Exchange(exchange::ExchangeWork),
 }
 
-impl Drop for CudaCollective {
-    fn drop(&mut self) {
-        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if let Work::Link(link) = &self.work
-            && self.world.has_failed()
-        {
-            link.abort();
+impl CudaCollective {
+    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
+    fn has_met(&self) -> bool {
+        match &self.work {
+            Work::Link(link) => link.has_met(),
+            Work::GemmReduce(work) => work.has_met(),
+            Work::CastGemm(work) => work.has_met(),
+            Work::Exchange(exchange) => exchange.has_met(),
+            Work::Pull(_) | Work::Push(_) => false,
         }
     }
 }
@@ -129,9 +146,24 @@ impl CudaTransport {
         let board = Arc::new(Board::new(world));
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
-            Self { world, board, rank, device, next: AtomicU64::new(0), means }
+            let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+            Self { world, board, rank, device, next, prepared, peers: None, means }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
+    }
+
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
+    pub(crate) fn connect_process(
+        rendezvous: &Rendezvous,
+        world: &Arc<World>,
+        device: &Device,
+        name: &str,
+        means: Means,
+    ) -> Result<Self, ExecError> {
+        let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
+        let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
+        let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
     }
 
     fn prepare(
@@ -151,17 +183,21 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            Ok(CudaCollective {
-                world: self.world.clone(),
-                collective: Arc::new(collective),
-                outputs,
-                ready: Mutex::new(None),
-                done: Mutex::new(None),
-                work,
-            })
+            Ok(self.collective(collective, outputs, work))
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
+    }
+
+    fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
+        CudaCollective {
+            number: self.prepared.fetch_add(1, Ordering::Relaxed),
+            collective: Arc::new(collective),
+            outputs,
+            ready: Mutex::new(None),
+            done: Mutex::new(None),
+            work,
+        }
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
@@ -221,7 +257,33 @@ impl Transport<CudaBackend> for CudaTransport {
         self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
+    fn prepare_gemm_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &GemmReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.gemm_reduce_work(backend, place, op, program);
+        // As for every collective: the others are told instead of being let wait.
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
+    fn prepare_cast_gemm(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &CastGemm,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.cast_gemm_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
+        call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
         self.report(call, self.begin_meeting(call))
     }
@@ -230,6 +292,8 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
+            Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
             Work::Exchange(work) => self.exchange(call, meeting, work),
         };
@@ -259,29 +323,56 @@ impl CudaTransport {
         backend.device().bind()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        if let Some(barrier) = barrier {
-            barrier.arrive(queue)?;
+        // Kernels that meet by themselves say themselves when they have started.
+        match barrier {
+            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
+            _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let pattern = &collective.collective.pattern;
-        let (staging, mailbox, users) = match &collective.work {
-            Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
-            Work::Exchange(exchange) if exchange.has_met() => {
-                return Ok(CudaMeeting { sequence, own: None, started });
-            }
-            Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
-            Work::Pull(_) => (None, None, &pattern.outgoing[..]),
-            Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
-            Work::Exchange(_) => (None, None, &[][..]),
-        };
+        if collective.has_met() {
+            return Ok(CudaMeeting { sequence, own: None, started });
+        }
         let tensors = &collective.collective.tensors;
-        let part = Part {
-            inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
-            outputs: tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect(),
-            staging,
-            mailbox,
-            ready: event(&collective.ready, backend.device())?,
-            done: event(&collective.done, backend.device())?,
+        let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
+        let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
+        let mut part = Part {
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            staging: None,
+            mailbox: None,
+            ready: self.event(&collective.ready)?,
+            done: self.event(&collective.done)?,
+        };
+        let users = match &collective.work {
+            Work::Pull(_) => {
+                part.inputs = inputs();
+                &pattern.outgoing[..]
+            }
+            Work::Push(push) => {
+                part.staging = push.staging();
+                if part.staging.is_none() {
+                    part.outputs = outputs();
+                }
+                &pattern.incoming[..]
+            }
+            Work::Link(link) => {
+                part.mailbox = Some(link.mailbox());
+                &[][..]
+            }
+            Work::GemmReduce(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.exchange());
+                part.outputs = work.written_by_others(buffers);
+                &[][..]
+            }
+            Work::CastGemm(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.arrivals());
+                part.outputs = vec![work.written_by_others(buffers)];
+                &[][..]
+            }
+            Work::Exchange(_) => &[][..],
         };
         part.ready.record(queue)?;
         let post = Post {
@@ -290,8 +381,11 @@ impl CudaTransport {
             at: Instant::now(),
             payload: part,
         };
-        let own = Some(self.board.publish(self.rank, sequence, post, users));
-        Ok(CudaMeeting { sequence, own, started })
+        let own = self.board.publish(self.rank, sequence, post, users);
+        if let Some(peers) = &self.peers {
+            peers.tell(sequence, collective.number, &own)?;
+        }
+        Ok(CudaMeeting { sequence, own: Some(own), started })
     }
 
     fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
@@ -299,10 +393,14 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) | Work::Exchange(_) => {}
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
-        stream.end_span(place, SpanKind::Communication, meeting.started)?;
+        let kind = match &collective.work {
+            Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
+            _ => SpanKind::Communication,
+        };
+        stream.end_span(place, kind, meeting.started)?;
         stream.status().end();
         Ok(())
     }
@@ -321,18 +419,38 @@ impl CudaTransport {
         Ok(post)
     }
 
+    /// Lets `peer` know that this rank has enqueued its use of what that one published.
+    fn acknowledge(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
+        self.board.acknowledge(peer, sequence, self.rank);
+        match &self.peers {
+            Some(peers) => peers.used(peer, sequence),
+            None => Ok(()),
+        }
+    }
+
+    /// A collective's event, made on its first run.
+    fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
+        let mut slot = lock(slot);
+        if let Some(event) = &*slot {
+            return Ok(event.clone());
+        }
+        let made = match self.peers {
+            Some(_) => Event::shared(&self.device)?,
+            None => Event::new(&self.device)?,
+        };
+        Ok(slot.insert(made).clone())
+    }
+
     fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
         Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
     }
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            let error = self.world.fail(match error {
+            self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            });
-            call.backend.abort_links();
-            error
+            })
         })
     }
 }
@@ -341,15 +459,6 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
-}
-
-/// A collective's event, made on its first run.
-fn event(slot: &Mutex<Option<Event>>, device: &Device) -> Result<Event, CudaError> {
-    let mut slot = lock(slot);
-    if let Some(event) = &*slot {
-        return Ok(event.clone());
-    }
-    Ok(slot.insert(Event::new(device)?).clone())
 }
 
 /// Why a collective cannot be enqueued.

@@ -51,11 +51,10 @@ impl CpuKernel {
                     backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
             }
-            Op::Gemm(op) => with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
-                product::<T, T>(op, &access, workers)
-            } else {
-                product::<T, <T as HostElement>::Accumulator>(op, &access, workers)
-            }),
+            Op::Gemm(op) => multiply(op, &access, workers),
+            // Its collectives are operations of their own here.
+            Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
+            Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)
@@ -71,10 +70,27 @@ impl CpuKernel {
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
+            Op::CopyRows { src, dst, rows } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                let count = rows * src.shape()[1..].iter().product::<usize>();
+                with_host_element!(src.dtype(), T => {
+                    elements_mut::<T>(&mut dst)[..count].copy_from_slice(&elements::<T>(&src)[..count]);
+                });
+                Ok(())
+            }
             // `check_operands` lets no other operation through.
             _ => Ok(()),
         }
     }
+}
+
+fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError> {
+    let dtype = |id: BufferId| access.buffers[id.0].dtype();
+    with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
+        product::<T, T>(op, access, workers)
+    } else {
+        product::<T, <T as HostElement>::Accumulator>(op, access, workers)
+    })
 }
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>

@@ -121,6 +121,13 @@ pub fn lower_attention_backward(
         if s > 0 && reduction == GradientReduction::PerStage {
             share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
         }
+        // A stage that does all work leaves none to the local one.
+        let gathered = stages.get(s + 1).is_some_and(|next| next.own_rows > 0);
+        if gathered {
+            keys.leave(&mut p, s);
+            continue;
+        }
+        let begins = s == 0 || stage.own_rows > 0;
         let op = AttentionBackward {
             q: local.q,
             k,
@@ -135,11 +142,17 @@ pub fn lower_attention_backward(
             bands: stage.bands.clone(),
             scale: spec.scale,
             softcap: spec.softcap,
-            accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+            accumulate_dq: if begins { Accumulate::Start } else { Accumulate::Continue },
             deterministic: reduction == GradientReduction::Deterministic,
         };
         p.push(compute, here, "attention backward", Op::AttentionBackward(op));
         keys.leave(&mut p, s);
+        if stage.own_rows > 0 {
+            for (src, dst) in [(stage_dk, dk.written), (stage_dv, dv.written)] {
+                let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
+                p.push(compute, here, "copy own dk dv", copy);
+            }
+        }
         if s > 0 {
             match reduction {
                 GradientReduction::PerStage => {
