@@ -67,7 +67,7 @@ pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
     GemmCollective, GemmCollectiveSpec, LinearConfig, LinearInputs, LinearOutputs, LinearRun,
-    random_linear_inputs, run_linear, run_linear_on,
+    all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

@@ -3,6 +3,7 @@
 //! the other checks rely on.
 
 mod cache;
+mod fused;
 mod gemm;
 mod graph;
 mod guard;
@@ -11,6 +12,7 @@ mod long;
 mod subject;
 
 pub use cache::selftest_cache;
+pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;
 pub use graph::selftest_graphs;
 pub use guard::selftest_guard;

@@ -10,7 +10,9 @@ use counterpoint_schedule::Timeline;
 use crate::HostTensor;
 use crate::random::normal;
 
-pub use gemm_collective::{GemmCollective, GemmCollectiveSpec};
+pub use gemm_collective::{
+    GemmCollective, GemmCollectiveSpec, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,
+};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.
