@@ -35,16 +35,20 @@ fn what_is_found_is_kept() {
     assert_eq!(folder.names(), ["plans.json"]);
 }
 
-/// Over an imitated link as slow as the product, groups that overlap are found, and are faster than none.
+/// Over an imitated link that is slower than the product, groups that overlap are found, and are faster than none: in one of a
+/// few attempts, as other programs may take the processor meanwhile.
 #[test]
 fn an_imitated_link_is_hidden() {
     let folder = Folder::new();
-    let line = "tune gemm --m 1k --n 512 --k 1k --tp-size 2 --collective reduce-scatter --slow-link 500,0.08 \
+    let line = "tune gemm --m 1k --n 512 --k 1k --tp-size 2 --collective reduce-scatter --slow-link 500,0.01 \
                 --iterations 3 --warmups 1 --plans plans.json --json --waves 8";
-    let document = folder.run(line).ok().json();
-    let found = &document["searches"][0];
-    assert!(found["groups"].as_array().unwrap().len() > 1, "{found}");
-    assert!(found["ratio"].as_f64().unwrap() > 1.02, "{document}");
+    let mut attempts = (0..4).map(|_| folder.run(line).ok().json());
+    let hidden = |document: &Value| {
+        let found = &document["searches"][0];
+        assert!(found["groups"].as_array().unwrap().len() > 1, "{found}");
+        found["ratio"].as_f64().unwrap() > 1.05
+    };
+    assert!(attempts.any(|document| hidden(&document)));
 }
 
 #[test]
