@@ -4,7 +4,7 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 18] = [
+const LEVELS: [&str; 19] = [
     "",
     "attention",
     "plan",
@@ -14,6 +14,7 @@ const LEVELS: [&str; 18] = [
     "bench attention",
     "bench cp",
     "bench bandwidth",
+    "bench tp",
     "bench group-cast",
     "bench group-reduce",
     "simulate",

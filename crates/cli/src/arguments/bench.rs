@@ -1,7 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
-    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value,
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchTpArguments, Device, value,
 };
 
 /// What to measure.
@@ -12,6 +13,7 @@ pub(crate) enum BenchCommand {
     Gemm(BenchGemmArguments),
     Cp(BenchCpArguments),
     Bandwidth(BenchBandwidthArguments),
+    Tp(BenchTpArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
 }

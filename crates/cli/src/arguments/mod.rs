@@ -8,6 +8,7 @@ mod bench;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
+mod bench_tp;
 mod doctor;
 mod mask;
 mod plan;
@@ -28,6 +29,7 @@ pub(crate) use bench::{
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
+pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;

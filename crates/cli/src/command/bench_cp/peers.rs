@@ -1,10 +1,9 @@
-use std::net::TcpListener;
 use std::process::Command;
 
 use super::sizes::Sizes;
 use crate::arguments::{BenchCpArguments, BenchMask};
 use crate::command::bench_mask;
-use crate::command::pytorch::run_script;
+use crate::command::pytorch::{free_port, run_script};
 use crate::error::CliError;
 
 /// Times PyTorch's context parallelisms on the same sizes.
@@ -46,9 +45,4 @@ fn command(names: &str, masks: &[String], arguments: &BenchCpArguments, sizes: &
         command.arg("--json");
     }
     command
-}
-
-/// One that was free a moment ago.
-fn free_port() -> std::io::Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
