@@ -64,13 +64,14 @@ pub(crate) struct BenchTpArguments {
     #[arg(
         long,
         value_name = "POLICIES",
-        value_parser = value::overlap,
+        value_parser = value::named_overlap,
         value_delimiter = ',',
         default_value = "concurrent,kernel-barrier"
     )]
     pub(crate) overlap: Vec<OverlapPolicy>,
 
-    /// Groups of tokens of a pass; 0 has them chosen by what work and transport cost
+    /// Groups of tokens of a pass; 0 takes those that `tune gemm` kept for the layer, or has them chosen by what work and
+    /// transport cost
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
     pub(crate) groups: Vec<u32>,
 

@@ -113,7 +113,7 @@ nothing; policies differ in what lets communication start, and in what it takes.
 
 Examples:
   counterpoint simulate model --model gpt3-175b --ranks 8,64,512,4096
-  counterpoint simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k --tp-size 8
+  counterpoint simulate linear --kind row --tokens 8k --in-features 8k --out-features 8k --tp-size 8
   counterpoint simulate attention --mask causal:64k --cp-size 16 --dtype bf16"
     )]
     #[command(subcommand)]
@@ -125,7 +125,7 @@ Examples:
         after_help = "\
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
-  counterpoint tune gemm --m 8k --n 8k --k 28672 --collective all-reduce --device cuda --search both"
+  counterpoint tune gemm --m 8k --n 8k --k 8k --collective all-reduce --device cuda --search both"
     )]
     #[command(subcommand)]
     Tune(TuneCommand),

@@ -3,7 +3,7 @@ use counterpoint_exec::{
     HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample, LinearScratch,
     LinearTensor, Machine, RankBuffers, RunConfig, check_linear,
 };
-use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
 
@@ -29,6 +29,8 @@ pub(super) struct Case<'a> {
     pub(super) cost: CostModel,
     pub(super) device: &'a str,
     pub(super) inputs: &'a LinearInputs,
+    /// Groups that were tuned on this machine.
+    pub(super) tuned: &'a TunedPlans,
 }
 
 /// The tensors that all policies use.
@@ -60,7 +62,7 @@ impl Case<'_> {
             let mut done = Vec::new();
             for &groups in &self.arguments.groups {
                 let plan = self.plan(match groups {
-                    0 => WaveGroups::Auto,
+                    0 => self.tuned.groups_for(&self.spec, self.tp_size, self.device),
                     groups => WaveGroups::Fixed(groups as usize),
                 })?;
                 if !done.contains(&plan) {

@@ -7,7 +7,7 @@ mod row;
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, LinearInputs, random_linear_inputs};
-use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec};
+use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, TunedPlans};
 
 use self::case::Case;
 use self::row::Row;
@@ -16,6 +16,7 @@ use crate::arguments::{BenchTpArguments, Device};
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::tuned;
 
 /// `counterpoint bench tp`.
 pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
@@ -33,6 +34,7 @@ pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
             row::HEADER
         ))?;
     }
+    let tuned = tuned::kept()?;
     let progress = Progress::new();
     let shapes = shapes(arguments);
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
@@ -41,7 +43,8 @@ pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
         for (transport, machine) in &machines {
             let words = format!("{:?} {:?} {shape:?} {transport}", spec.kind, spec.activations);
             progress.step(words.to_lowercase());
-            for row in measure(arguments, (spec, shape), tp_size, (*transport, machine), &inputs)? {
+            let on = On { transport: *transport, machine, tuned: &tuned };
+            for row in measure(arguments, (spec, shape), tp_size, on, &inputs)? {
                 match &row.wrong {
                     Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
                     None if arguments.json => console::print_json(&row)?,
@@ -61,11 +64,18 @@ pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
 }
 
+/// What a layer is measured on.
+struct On<'a> {
+    transport: TransportKind,
+    machine: &'a RankMachine,
+    tuned: &'a TunedPlans,
+}
+
 fn measure(
     arguments: &BenchTpArguments,
     (spec, shape): (LinearSpec, [usize; 3]),
     tp_size: usize,
-    (transport, machine): (TransportKind, &RankMachine),
+    On { transport, machine, tuned }: On<'_>,
     inputs: &LinearInputs,
 ) -> Result<Vec<Row>, CliError> {
     let profile = machine.profile(None)?;
@@ -75,7 +85,7 @@ fn measure(
         RankMachine::Cpu(_) | RankMachine::Process(_) => measured.copied().unwrap_or(CostModel::H200),
     };
     let device = machine.name();
-    let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs };
+    let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned };
     match machine {
         // Ranks are threads: `open` makes no other.
         RankMachine::Cpu(_) | RankMachine::Process(_) => {

@@ -1,3 +1,4 @@
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
     DType, GroupSearch, GroupSearcher, LinearPlan, LinearSpec, LinkUse, PassClock, ProductStart, TunedGroups,
@@ -25,10 +26,7 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let ranks =
         RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
     let tp_size = tp_size(&arguments.ranks, &ranks)?;
-    let policy = arguments.overlap.unwrap_or(match arguments.ranks.device {
-        Device::Cpu => OverlapPolicy::default(),
-        Device::Cuda => OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() },
-    });
+    let policy = arguments.overlap.unwrap_or_else(|| usual_policy(&ranks, arguments.ranks.transport));
     let spec = arguments.collective.layer([arguments.m, arguments.n, arguments.k], dtype(&arguments.ranks));
     let searcher = searcher(arguments, spec, tp_size, policy, &ranks)?;
     console::note_development_build();
@@ -48,6 +46,16 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
         file.write()?;
     }
     found.tell(&tuning, ranks.name(), &file)
+}
+
+/// What lets communication run under computation on these ranks.
+fn usual_policy(ranks: &RankMachine, transport: TransportKind) -> OverlapPolicy {
+    let RankMachine::Cuda(machine) = ranks else { return OverlapPolicy::default() };
+    if transport == TransportKind::CopyEngine {
+        return OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() };
+    }
+    let workers = WorkerShare::Margin(machine.worker_sharing().communication);
+    OverlapPolicy { workers, ..OverlapPolicy::new(StartOrder::KernelBarrier) }
 }
 
 /// What is timed here are ranks of one process.
