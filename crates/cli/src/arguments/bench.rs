@@ -1,6 +1,9 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value};
+use super::{
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchGemmCollectiveArguments, BenchTpArguments, Device, value,
+};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -8,7 +11,10 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
+    Tp(BenchTpArguments),
+    Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
 }
