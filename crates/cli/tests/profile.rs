@@ -19,8 +19,9 @@ fn a_measured_profile_is_kept_and_planned_with() {
 
     folder.run("doctor --calibrate --output mine.json").ok();
     folder.run(&format!("{ATTENTION} --profile mine.json")).ok();
-    let plan = folder.run("plan --mask causal:2k --cp-size 2 --profile mine.json").ok();
-    assert!(plan.stdout.contains(measured["machine"].as_str().unwrap()), "{}", plan.stdout);
+    folder.run("plan --mask causal:2k --cp-size 2 --profile mine.json --report plan.html").ok();
+    let report = String::from_utf8(folder.read("plan.html")).unwrap();
+    assert!(report.contains(measured["machine"].as_str().unwrap()), "the report says what it is planned for");
 }
 
 #[test]
