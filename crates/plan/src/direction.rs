@@ -31,6 +31,30 @@ impl Direction {
     }
 }
 
+impl Direction {
+    /// Seconds of the hosted work of one rank: `area` pairs, and `rows` hosted query rows in the busier direction of its
+    /// links. Results travel back as queries have come.
+    pub(crate) fn predict_hosted(
+        self,
+        area: u64,
+        rows: LinkRows,
+        spec: &AttentionSpec,
+        cost: &CostModel,
+    ) -> StagePrediction {
+        let bytes = match self {
+            Direction::Forward => spec.hosted_forward_bytes(),
+            Direction::Backward => spec.hosted_backward_bytes(),
+        };
+        let cast_seconds = rows.seconds(bytes.tensors, cost) + rows.seconds(bytes.statistics, cost);
+        let reduce_seconds = rows.seconds(bytes.results, cost);
+        StagePrediction {
+            cast_seconds,
+            reduce_seconds,
+            ..self.predict(area, LinkRows::default(), spec, cost)
+        }
+    }
+}
+
 /// Key rows that one rank sends or receives in one collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkRows {
@@ -53,7 +77,7 @@ impl LinkRows {
     }
 }
 
-/// From the start of the first stage to the end of the last. Casts follow each other; a stage's computation waits for
+/// From the start of the first stage to the end of the last; hosted work is a stage after the first. Casts follow each other; a stage's computation waits for
 /// its cast and for the stage before; reduces follow each other, each after its stage's computation.
 pub(crate) fn makespan(stages: impl IntoIterator<Item = StagePrediction>) -> f64 {
     let (mut cast_end, mut compute_end, mut reduce_end) = (0.0_f64, 0.0_f64, 0.0_f64);

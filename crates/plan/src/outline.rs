@@ -1,23 +1,34 @@
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::exchange::{exchange, exchange_part};
+use crate::hosting::{Away, assign, proposals};
 use crate::receive_order::ReceiveOrder;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, rank_work, without};
 use crate::{
-    AttentionSpec, Dispatch, GroupPart, Plan, PlanConfig, PlanError, RankPlan, StagePlan, chunk_work,
-    dispatch, dispatch_keys, dispatch_queries,
+    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, Prediction, QueryExchange,
+    RankPlan, StageCount, StagePlan, chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
 pub(crate) struct RankOutline {
     /// Global key rows that it owns, merged and ascending.
     pub(crate) own: Vec<Range>,
-    /// Local query rows, global key columns.
+    /// Local query rows, global key columns; without rows that are away.
     pub(crate) work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub(crate) remote: RowList,
+    /// What it computes for rows that are away; on every rank or on none.
+    pub(crate) hosted: Option<HostedWork>,
+}
+
+/// Who owns which rows.
+#[derive(Clone)]
+struct Owners {
+    q_dispatch: Dispatch,
+    k_dispatch: Dispatch,
+    k_runs: Runs,
 }
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
@@ -85,20 +96,68 @@ impl Outline {
         q_dispatch: Dispatch,
         k_dispatch: Dispatch,
     ) -> Self {
-        let k_runs = Runs::new(&k_dispatch);
-        let work = match q_dispatch == k_dispatch {
-            true => rank_work(mask, &k_runs, q_dispatch.cp_size()),
-            false => rank_work(mask, &Runs::new(&q_dispatch), q_dispatch.cp_size()),
+        let owners = Owners { k_runs: Runs::new(&k_dispatch), q_dispatch, k_dispatch };
+        let q_runs = (owners.q_dispatch != owners.k_dispatch).then(|| Runs::new(&owners.q_dispatch));
+        let q_runs = q_runs.as_ref().unwrap_or(&owners.k_runs);
+        let work = rank_work(mask, q_runs, owners.q_dispatch.cp_size());
+        let away = Self::away(&work, &owners, q_runs, spec, config);
+        let (work, hosted) = match &away {
+            Some(away) => assign(&work, away, &owners.q_dispatch, q_runs, &owners.k_runs),
+            None => (work, Vec::new()),
         };
+        Self::of_work(work, hosted, owners, spec, config)
+    }
+
+    /// The rows that are away, where some are.
+    fn away(
+        work: &[Vec<Band>],
+        owners: &Owners,
+        q_runs: &Runs,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> Option<Away> {
+        let Owners { q_dispatch, k_dispatch, k_runs } = owners;
+        let mut proposals = proposals(work, q_dispatch, k_dispatch, k_runs, spec, config);
+        if proposals.is_empty() || config.query_exchange == QueryExchange::FewestBytes {
+            return proposals.pop();
+        }
+        // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
+        let config = PlanConfig { stages: StageCount::Auto, ..*config };
+        let seconds = |(work, hosted): (Vec<Vec<Band>>, Vec<HostedWork>)| {
+            let plan = Self::of_work(work, hosted, owners.clone(), spec, &config).into_plan();
+            let prediction = Prediction::new(&plan, spec, &config);
+            (prediction.forward_seconds(), prediction.backward_seconds())
+        };
+        let without = seconds((work.to_vec(), Vec::new()));
+        let mut best = (None, without.0 + without.1);
+        for away in proposals {
+            let (forward, backward) = seconds(assign(work, &away, q_dispatch, q_runs, k_runs));
+            if forward <= without.0 && backward <= without.1 && forward + backward < best.1 {
+                best = (Some(away), forward + backward);
+            }
+        }
+        best.0
+    }
+
+    /// Of work that is given to ranks. `hosted` is empty where no row is away.
+    fn of_work(
+        work: Vec<Vec<Band>>,
+        hosted: Vec<HostedWork>,
+        owners: Owners,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> Self {
+        let Owners { q_dispatch, k_dispatch, k_runs } = owners;
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
         let order = ReceiveOrder::new(&k_runs, &k_rows, &config.topology);
+        let mut hosted = hosted.into_iter();
         let ranks: Vec<RankOutline> = work
             .into_iter()
             .enumerate()
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
                 let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, work, remote }
+                RankOutline { own, work, remote, hosted: hosted.next() }
             })
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
@@ -142,15 +201,18 @@ impl Outline {
 
     fn rank_plan(&self, rank: usize, forward: Vec<GroupPart>, backward: Vec<GroupPart>) -> RankPlan {
         let forward = self.stage_plans(rank, &self.forward, forward);
+        let hosted = self.ranks[rank].hosted.clone();
         RankPlan {
             rank,
             q_ranges: self.q_dispatch.ranges(rank),
             k_ranges: self.ranks[rank].own.clone(),
             q_rows: self.q_dispatch.tokens(rank),
             k_rows: self.k_dispatch.tokens(rank),
-            area: forward.iter().map(|stage| stage.area).sum(),
+            area: forward.iter().map(|stage| stage.area).sum::<u64>()
+                + hosted.as_ref().map_or(0, |work| work.area),
             forward,
             backward: self.stage_plans(rank, &self.backward, backward),
+            hosted,
         }
     }
 

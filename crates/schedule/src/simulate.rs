@@ -324,6 +324,10 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             };
             2.0 * m as f64 * k as f64 * shape(gemm.out)[1] as f64 / cost.matmul_flops_per_second
         }
+        Op::AttentionFinish(op) => {
+            placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
+        }
+        Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             let bytes: u64 = touched.map(|id| program.buffers[id.0].bytes()).sum();
@@ -331,4 +335,11 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
         }
     };
     cost.launch_seconds + work
+}
+
+/// Bytes read and written where all rows of `src` become rows of `dst`.
+fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
+    let (src, dst) = (&program.buffers[src.0], &program.buffers[dst.0]);
+    let elements = src.rows() * src.row_elements();
+    (elements * (src.dtype.size() + dst.dtype.size())) as f64
 }

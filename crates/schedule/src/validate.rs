@@ -103,6 +103,12 @@ impl Op {
                 }
                 out
             }
+            Op::AttentionFinish(op) => {
+                // Rows that it does not name stay as they are, so what was there counts.
+                let mut out = vec![op.merged_out, op.merged_lse, op.out, op.lse];
+                out.extend(op.sink);
+                out
+            }
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.out, op.dout, op.lse];
                 if let Some((sink, _)) = op.sink {
@@ -141,6 +147,7 @@ impl Op {
             }
             Op::Cast { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
+            Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -154,6 +161,7 @@ impl Op {
                 ForwardEnd::State(state) => state.buffers().to_vec(),
                 ForwardEnd::Result { out, lse, .. } => vec![out, lse],
             },
+            Op::AttentionFinish(op) => vec![op.out, op.lse],
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.delta];
                 out.extend(op.sink.map(|(_, dsink)| dsink));
@@ -168,7 +176,7 @@ impl Op {
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } => vec![*dst],
+            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::PlaceRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }

@@ -1,5 +1,5 @@
 use clap::Args;
-use counterpoint_plan::{DType, DispatchAlgorithm, StageCount};
+use counterpoint_plan::{DType, DispatchAlgorithm, QueryExchange, StageCount};
 
 use super::value;
 
@@ -18,6 +18,10 @@ pub(crate) struct PlanningArguments {
     /// How many stages the remote work is cut into, communication of one under computation of another
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
+
+    /// Whether queries that see many keys of other ranks may travel to these keys instead
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = value::query_exchange())]
+    pub(crate) query_exchange: QueryExchange,
 }
 
 /// Shapes of tensors that do not come from a file.

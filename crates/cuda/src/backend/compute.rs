@@ -4,6 +4,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
+use super::attention_finish::{Finish, Placing};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
@@ -13,6 +14,8 @@ pub struct CudaKernel(Work);
 
 enum Work {
     Forward(Box<Forward>),
+    Finish(Box<Finish>),
+    Placing(Box<Placing>),
     Delta(Box<Delta>),
     Backward(Box<Backward>),
     Cast {
@@ -33,6 +36,10 @@ impl CudaKernel {
         let prepare = Prepare { backend, program, index };
         let work = match &program.ops[index].op {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
+            Op::AttentionFinish(op) => Work::Finish(Box::new(Finish::new(&prepare, op)?)),
+            Op::PlaceRows { src, dst, rows } => {
+                Work::Placing(Box::new(Placing::new(&prepare, *src, *dst, rows)?))
+            }
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
@@ -49,6 +56,8 @@ impl CudaKernel {
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.0 {
             Work::Forward(work) => work.launch(stream, buffers),
+            Work::Finish(work) => work.launch(stream, buffers),
+            Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
@@ -110,7 +119,7 @@ impl<'a> Prepare<'a> {
             .error(&format_args!("the preparation of `{}`", self.program.ops[self.index].label), error)
     }
 
-    fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
+    pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
         Scalar::of(*dtype).ok_or_else(|| {
             let types = [DType::Bf16, DType::F16, DType::F32];

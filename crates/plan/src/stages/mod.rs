@@ -10,6 +10,7 @@ use counterpoint_mask::{Band, Range};
 use crate::direction::{Direction, LinkRows, makespan};
 use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
+use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
 use crate::{AttentionSpec, PlanConfig, StageCount, StagePrediction};
@@ -114,9 +115,15 @@ pub(crate) fn cut(
                 Cuts::solve(profile, &rates, most)
             })
             .collect();
+        let predict_hosted = |(rank, outline): (usize, &RankOutline)| {
+            let hosted = outline.hosted.as_ref()?;
+            let rows = busier_rows(&hosted.part, rank, &config.topology);
+            Some(direction.predict_hosted(hosted.area, rows, spec, &config.cost))
+        };
+        let hosted: Vec<Option<StagePrediction>> = ranks.iter().enumerate().map(predict_hosted).collect();
         let choice = match config.stages {
             StageCount::Auto => Choice::quickest(&solved, most, |choice, limit| {
-                choice.seconds(&profiles, &traffic, limit, |area, rows| {
+                choice.seconds(&profiles, &traffic, &hosted, limit, |area, rows| {
                     direction.predict(area, rows, spec, &config.cost)
                 })
             }),
@@ -179,6 +186,7 @@ impl Choice {
         &self,
         profiles: &[Profile],
         traffic: &Traffic,
+        hosted: &[Option<StagePrediction>],
         limit: f64,
         predict: impl Fn(u64, LinkRows) -> StagePrediction,
     ) -> f64 {
@@ -200,7 +208,7 @@ impl Choice {
                 let area = profile.area_before[to] - profile.area_before[from];
                 predict(area, LinkRows::busier(sent, received))
             });
-            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(remote)));
+            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(hosted[rank]).chain(remote)));
             if slowest >= limit {
                 break;
             }

@@ -127,6 +127,7 @@ impl<'a> Bench<'a> {
             chunk_size: planning.chunk_size,
             dispatch: planning.dispatch,
             stages: planning.stages,
+            query_exchange: planning.query_exchange,
             topology: Topology::flat(cp_size),
             cost: self.ranks.cost(&self.spec, cp_size),
         };
