@@ -11,6 +11,7 @@ mod config;
 mod cost;
 mod direction;
 mod dispatch;
+mod division;
 mod error;
 mod exchange;
 mod fingerprint;

@@ -1,14 +1,15 @@
 use counterpoint_mask::{Band, Mask, Range};
 
+use crate::dispatch::chunk_work_with_away;
+use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
-use crate::hosting::{Away, assign, proposals};
 use crate::receive_order::ReceiveOrder;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
-use crate::work::{RowList, needed_rows, rank_work, without};
+use crate::work::{RowList, needed_rows, without};
 use crate::{
-    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, Prediction, QueryExchange,
-    RankPlan, StageCount, StagePlan, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
+    chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -21,14 +22,6 @@ pub(crate) struct RankOutline {
     pub(crate) remote: RowList,
     /// What it computes for rows that are away; on every rank or on none.
     pub(crate) hosted: Option<HostedWork>,
-}
-
-/// Who owns which rows.
-#[derive(Clone)]
-struct Owners {
-    q_dispatch: Dispatch,
-    k_dispatch: Dispatch,
-    k_runs: Runs,
 }
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
@@ -48,9 +41,14 @@ impl Outline {
         if mask.seqlen_q() != mask.seqlen_k() {
             return Self::cross_attention(mask, spec, config);
         }
-        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
-        let dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
-        Ok(Self::build(mask, spec, config, dispatch.clone(), dispatch))
+        let chunk_size = config.chunk_size_for(mask.seqlen_q());
+        let dispatch_with = |away: &[Range]| {
+            let work = chunk_work_with_away(mask, chunk_size, away);
+            let dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
+            Owners::new(dispatch.clone(), dispatch)
+        };
+        let division = Division::choose(mask, spec, config, dispatch_with(&[]), dispatch_with);
+        Ok(Self::of(division, spec, config))
     }
 
     pub(crate) fn cross_attention(
@@ -62,7 +60,9 @@ impl Outline {
         let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
         let q_dispatch = dispatch_queries(&work, config.topology.world_size, config.dispatch);
         let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
-        Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
+        let owners = Owners::new(q_dispatch, k_dispatch);
+        let division = Division::choose(mask, spec, config, owners.clone(), |_| owners.clone());
+        Ok(Self::of(division, spec, config))
     }
 
     pub(crate) fn on(
@@ -86,68 +86,15 @@ impl Outline {
                 plan: q_dispatch.cp_size(),
             });
         }
-        Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
+        let owners = Owners::new(q_dispatch, k_dispatch);
+        let division = Division::choose(mask, spec, config, owners.clone(), |_| owners.clone());
+        Ok(Self::of(division, spec, config))
     }
 
-    fn build(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        q_dispatch: Dispatch,
-        k_dispatch: Dispatch,
-    ) -> Self {
-        let owners = Owners { k_runs: Runs::new(&k_dispatch), q_dispatch, k_dispatch };
-        let q_runs = (owners.q_dispatch != owners.k_dispatch).then(|| Runs::new(&owners.q_dispatch));
-        let q_runs = q_runs.as_ref().unwrap_or(&owners.k_runs);
-        let work = rank_work(mask, q_runs, owners.q_dispatch.cp_size());
-        let away = Self::away(&work, &owners, q_runs, spec, config);
-        let (work, hosted) = match &away {
-            Some(away) => assign(&work, away, &owners.q_dispatch, q_runs, &owners.k_runs),
-            None => (work, Vec::new()),
-        };
-        Self::of_work(work, hosted, owners, spec, config)
-    }
-
-    /// The rows that are away, where some are.
-    fn away(
-        work: &[Vec<Band>],
-        owners: &Owners,
-        q_runs: &Runs,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Option<Away> {
-        let Owners { q_dispatch, k_dispatch, k_runs } = owners;
-        let mut proposals = proposals(work, q_dispatch, k_dispatch, k_runs, spec, config);
-        if proposals.is_empty() || config.query_exchange == QueryExchange::FewestBytes {
-            return proposals.pop();
-        }
-        // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
-        let config = PlanConfig { stages: StageCount::Auto, ..*config };
-        let seconds = |(work, hosted): (Vec<Vec<Band>>, Vec<HostedWork>)| {
-            let plan = Self::of_work(work, hosted, owners.clone(), spec, &config).into_plan();
-            let prediction = Prediction::new(&plan, spec, &config);
-            (prediction.forward_seconds(), prediction.backward_seconds())
-        };
-        let without = seconds((work.to_vec(), Vec::new()));
-        let mut best = (None, without.0 + without.1);
-        for away in proposals {
-            let (forward, backward) = seconds(assign(work, &away, q_dispatch, q_runs, k_runs));
-            if forward <= without.0 && backward <= without.1 && forward + backward < best.1 {
-                best = (Some(away), forward + backward);
-            }
-        }
-        best.0
-    }
-
-    /// Of work that is given to ranks. `hosted` is empty where no row is away.
-    fn of_work(
-        work: Vec<Vec<Band>>,
-        hosted: Vec<HostedWork>,
-        owners: Owners,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-    ) -> Self {
-        let Owners { q_dispatch, k_dispatch, k_runs } = owners;
+    /// Of a division of the work.
+    pub(crate) fn of(division: Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+        let Division { owners, work, hosted } = division;
+        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
         let order = ReceiveOrder::new(&k_runs, &k_rows, &config.topology);
         let mut hosted = hosted.into_iter();

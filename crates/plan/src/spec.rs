@@ -66,6 +66,16 @@ impl AttentionSpec {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.accumulator().size()
     }
 
+    /// Bytes that travel in a forward and a backward for one key row that a rank receives.
+    pub fn exchanged_key_bytes(&self) -> u64 {
+        (2 * self.kv_row_bytes() + self.kv_gradient_row_bytes()) as u64
+    }
+
+    /// Likewise for one query row that a host receives.
+    pub fn exchanged_query_bytes(&self) -> u64 {
+        (self.hosted_forward_bytes().total() + self.hosted_backward_bytes().total()) as u64
+    }
+
     /// Bytes that travel in a forward for one hosted query row and one host; see [`HostedWork`](crate::HostedWork).
     pub fn hosted_forward_bytes(&self) -> HostedRowBytes {
         HostedRowBytes {

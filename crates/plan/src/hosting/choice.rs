@@ -75,8 +75,8 @@ impl Prices {
         let forward = spec.flops_forward(1) / cost.forward_flops_per_second;
         let backward = spec.flops_backward(1) / cost.backward_flops_per_second;
         Self {
-            key_bytes: (2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes()) as f64,
-            query_bytes: (spec.hosted_forward_bytes().total() + spec.hosted_backward_bytes().total()) as f64,
+            key_bytes: spec.exchanged_key_bytes() as f64,
+            query_bytes: spec.exchanged_query_bytes() as f64,
             seconds_per_byte: 1.0 / cost.link.bytes_per_second,
             seconds_per_pair: forward + backward,
         }
