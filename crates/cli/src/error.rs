@@ -33,6 +33,14 @@ pub(crate) enum CliError {
         /// The system's words.
         source: io::Error,
     },
+    /// A file does not hold a profile that can be used.
+    #[error("machine profile {}: {source}", path.display())]
+    Profile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: Box<counterpoint_plan::ProfileError>,
+    },
     /// A file does not hold a mask.
     #[error("{}: {source}", path.display())]
     MaskFile {

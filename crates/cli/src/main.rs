@@ -12,6 +12,7 @@ mod input;
 mod interrupt;
 mod mask_argument;
 mod output;
+mod profile;
 mod progress;
 
 use std::process::ExitCode;

@@ -46,6 +46,9 @@ struct LinkCall {
   LinkSlot* slots[kLinkRanks];  // this rank's slot in the mailbox of every rank
   u64 announced[kLinkTensors];  // the tensors that others work on
   u64 own[kLinkTensors];        // those on this side of what it works on
+  // What is added to an announced address for each rank, [rank][tensor], where ranks are processes, each of which reaches the
+  // tensors by addresses of its own; null where they share one address space.
+  const u64* shifts;
   const LinkSlot* mailbox;
   LinkState* state;
   LinkFault* fault;
@@ -72,7 +75,9 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
         store_relaxed_system(&call.fault->wanted, wanted);
         store_release_system(&call.fault->set, 1);
       }
-      if (late || load_relaxed_system(call.abort) != 0) return false;
+      // Once a wait has given up, launches behind it must not each wait as long again.
+      const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
+      if (given_up || load_relaxed_system(call.abort) != 0) return false;
     }
     seen = load_acquire_system(word);
   }
@@ -86,7 +91,10 @@ __device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
   const u64 number = call.state->calls + 1;
   if (blockIdx.x == 0 && (call.announce_to >> lane & 1) != 0) {
     LinkSlot* slot = call.slots[lane];
-    for (u32 t = 0; t < call.tensors; ++t) store_relaxed_system(&slot->tensors[t], call.announced[t]);
+    for (u32 t = 0; t < call.tensors; ++t) {
+      const u64 shift = call.shifts == nullptr ? 0 : call.shifts[lane * kLinkTensors + t];
+      store_relaxed_system(&slot->tensors[t], call.announced[t] + shift);
+    }
     store_release_system(&slot->announced, number);
   }
   bool came = true;

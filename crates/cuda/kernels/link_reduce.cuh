@@ -11,16 +11,18 @@
 
 namespace counterpoint {
 
-// How many warps fetch, elements of a piece at most, and stages of so many: chosen when a kernel is compiled.
+// How many warps fetch, elements of a piece at most, stages and the bytes of each: chosen when a kernel is compiled.
 #ifndef LINK_FETCHERS
 #define LINK_FETCHERS 1
 #define LINK_ELEMENTS 4096
+#define LINK_STAGE_BYTES 16384
 #define LINK_STAGES 12
 #endif
 constexpr u32 kLinkFetchers = LINK_FETCHERS;
 constexpr u32 kLinkAdders = 256;
 constexpr u32 kLinkElements = LINK_ELEMENTS;
 constexpr u32 kLinkOperandStages = LINK_STAGES;
+constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;
 
 // Elements that lie together and have the same operands.
 struct LinkReducePiece {
@@ -48,7 +50,7 @@ struct LinkBlock {
 static_assert(sizeof(LinkReducePiece) == 24 && sizeof(LinkFetch) == 16, "layouts shared with the host");
 
 struct alignas(128) LinkReduceShared {
-  u8 stages[kLinkOperandStages][kLinkElements * 4];
+  u8 stages[kLinkOperandStages][kLinkStageBytes];
   u64 full[kLinkOperandStages];
   u64 empty[kLinkOperandStages];
   u64 tensors[kLinkRanks * kLinkTensors];
@@ -85,6 +87,8 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
                                          const LinkReducePiece* __restrict__ pieces, u32 begin, u32 end,
                                          u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
+  static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
+                "an operand fits a stage");
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
   const u32 thread = threadIdx.x - 32 * kLinkFetchers;
   LinkStage stage;

@@ -1,4 +1,4 @@
-//! Timing group collectives among the GPUs of this process, and checking what they moved.
+//! Timing group collectives among GPUs, of this process or of several, and checking what they moved.
 
 use std::sync::Barrier;
 use std::sync::{Arc, Mutex};
@@ -15,7 +15,7 @@ use counterpoint_schedule::{
 
 use crate::backend::{exec_error, lock};
 use crate::kernel::{CheckedRows, RowCheck, RowContents, RowOrigin, Scalar};
-use crate::{CudaBuffer, CudaCollective, CudaError, CudaMachine, DeviceBuffer, Event};
+use crate::{CudaBackend, CudaBuffer, CudaError, DeviceBuffer, Event};
 
 /// Tensors that travel together, as keys and values do.
 const TENSORS: usize = 2;
@@ -99,32 +99,45 @@ pub struct CollectiveTimes {
     pub wrong: u64,
 }
 
-/// Times a collective on a machine. Ranks enqueue from threads of their own; what was received is checked, element by element,
-/// before and after.
+impl CollectiveTimes {
+    /// What came of a case, from what came of it on some of the ranks and on the others.
+    #[must_use]
+    pub fn join(self, other: &Self) -> Self {
+        let seconds = self.seconds.iter().zip(&other.seconds).map(|(own, other)| own.max(*other));
+        Self { seconds: seconds.collect(), wrong: self.wrong + other.wrong }
+    }
+}
+
+/// Times a collective on the ranks of a machine that are in this process; all its processes call it. Ranks enqueue from threads
+/// of their own; what was received is checked, element by element, before and after.
 ///
 /// # Errors
 /// Whatever ends a run.
-pub fn bench_collective(machine: &CudaMachine, case: &CollectiveCase) -> Result<CollectiveTimes, ExecError> {
+pub fn bench_collective<M: Machine<Backend = CudaBackend> + Sync>(
+    machine: &M,
+    case: &CollectiveCase,
+) -> Result<CollectiveTimes, ExecError> {
     let config = WorldConfig { limit: case.limit, poison: false, ..WorldConfig::default() };
     let world = World::new(case.ranks, config);
     let parts = case.parts();
-    let barrier = Barrier::new(case.ranks);
+    let here = machine.ranks_here(case.ranks);
+    let gate = Gate { machine, threads: Barrier::new(here.len()), failed: Mutex::new(None) };
     let results: Mutex<Vec<CollectiveTimes>> = Mutex::default();
     let ends = machine.connect(&world)?;
     thread::scope(|scope| {
-        let ranks: Vec<_> = ends
-            .into_iter()
-            .enumerate()
+        let ranks: Vec<_> = here
+            .clone()
+            .zip(ends)
             .map(|(rank, ends)| {
-                let (parts, barrier, results) = (&parts, &barrier, &results);
+                let (parts, gate, results, world) = (&parts, &gate, &results, &world);
                 scope.spawn(move || {
-                    let times = Rank::new(rank, case, parts, ends)?.run(barrier)?;
-                    lock(results).push(times);
+                    let times = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| rank.run(gate));
+                    lock(results).push(times.map_err(|error| world.fail(error))?);
                     Ok(())
                 })
             })
             .collect();
-        ranks.into_iter().enumerate().try_for_each(|(rank, thread)| {
+        here.zip(ranks).try_for_each(|(rank, thread)| {
             thread.join().unwrap_or_else(|_| {
                 let place = "a benchmark".to_owned();
                 Err(ExecError::RankPanicked { rank, place, message: "see above".to_owned() })
@@ -132,19 +145,35 @@ pub fn bench_collective(machine: &CudaMachine, case: &CollectiveCase) -> Result<
         })
     })?;
     let results = lock(&results);
-    let slowest = |sample: usize| results.iter().map(|times| times.seconds[sample]).fold(0.0, f64::max);
-    Ok(CollectiveTimes {
-        seconds: (0..case.samples).map(slowest).collect(),
-        wrong: results.iter().map(|times| times.wrong).sum(),
-    })
+    let all = results.iter().skip(1).fold(results.first().cloned(), |all, times| Some(all?.join(times)));
+    Ok(all.unwrap_or(CollectiveTimes { seconds: Vec::new(), wrong: 0 }))
+}
+
+/// Where all ranks meet, those of this process first.
+struct Gate<'a, M> {
+    machine: &'a M,
+    threads: Barrier,
+    failed: Mutex<Option<ExecError>>,
+}
+
+impl<M: Machine> Gate<'_, M> {
+    fn wait(&self) -> Result<(), ExecError> {
+        if self.threads.wait().is_leader()
+            && let Err(error) = self.machine.meet("a benchmark")
+        {
+            lock(&self.failed).get_or_insert(error);
+        }
+        self.threads.wait();
+        lock(&self.failed).clone().map_or(Ok(()), Err)
+    }
 }
 
 /// One rank with its tensors.
-struct Rank<'a> {
+struct Rank<'a, M: Machine<Backend = CudaBackend>> {
     rank: usize,
     case: &'a CollectiveCase,
-    ends: Ends<CudaMachine>,
-    collective: CudaCollective,
+    ends: Ends<M>,
+    collective: <M::Transport as Transport<CudaBackend>>::Collective,
     place: OpPlace,
     /// Inputs, then outputs.
     buffers: Vec<CudaBuffer>,
@@ -152,12 +181,12 @@ struct Rank<'a> {
     origins: DeviceBuffer,
 }
 
-impl<'a> Rank<'a> {
+impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
     fn new(
         rank: usize,
         case: &'a CollectiveCase,
         parts: &[GroupPart],
-        ends: Ends<CudaMachine>,
+        ends: Ends<M>,
     ) -> Result<Self, ExecError> {
         let CollectiveCase { collective, dtype, row_elements, .. } = *case;
         let (backend, transport) = &ends;
@@ -202,7 +231,7 @@ impl<'a> Rank<'a> {
         Ok(Self { rank, case, collective: prepared, place, buffers, check, origins, ends })
     }
 
-    fn run(&self, barrier: &Barrier) -> Result<CollectiveTimes, ExecError> {
+    fn run(&self, gate: &Gate<'_, M>) -> Result<CollectiveTimes, ExecError> {
         let (backend, transport) = &self.ends;
         let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a benchmark", error));
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
@@ -218,10 +247,10 @@ impl<'a> Rank<'a> {
         let check = || -> Result<u64, ExecError> {
             self.fill().map_err(failed)?;
             // Nobody's rows are read before they are made.
-            barrier.wait();
+            gate.wait()?;
             transport.enqueue(&call)?;
             backend.synchronize(&[&stream])?;
-            barrier.wait();
+            gate.wait()?;
             self.wrong().map_err(failed)
         };
         let mut wrong = check()?;
@@ -230,7 +259,7 @@ impl<'a> Rank<'a> {
         let (begin, end) = (event()?, event()?);
         let mut seconds = Vec::with_capacity(self.case.samples);
         for _ in 0..self.case.samples {
-            barrier.wait();
+            gate.wait()?;
             // The first run's meeting is not timed: it waits for the host's threads to come out of the barrier.
             transport.enqueue(&call)?;
             begin.record(stream.queue()).map_err(failed)?;
@@ -240,7 +269,7 @@ impl<'a> Rank<'a> {
             let took = end.time_since(&begin).map_err(failed)?;
             seconds.push(took.as_secs_f64() / self.case.iterations as f64);
         }
-        barrier.wait();
+        gate.wait()?;
         wrong += check()?;
         Ok(CollectiveTimes { seconds, wrong })
     }

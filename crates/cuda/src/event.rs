@@ -3,10 +3,12 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use cudarc::driver::sys::CUevent;
+use cudarc::driver::sys::{CUevent, CUipcEventHandle};
 
 use crate::library::call;
-use crate::{CudaError, Device, Stream};
+use crate::{CudaError, Device, Stream, memory};
+
+const DISABLE_TIMING: u32 = 2;
 
 /// Marks a point of a stream. Cheap to clone: a clone is the same event.
 #[derive(Clone)]
@@ -28,8 +30,41 @@ impl Event {
     /// # Errors
     /// When the driver has none left.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        const DISABLE_TIMING: u32 = 2;
         Self::with_flags(device, DISABLE_TIMING)
+    }
+
+    /// An event that other processes of this host may wait for, once they have opened what [`Event::handle`] gives.
+    ///
+    /// # Errors
+    /// When the driver has none left.
+    pub(crate) fn shared(device: &Device) -> Result<Self, CudaError> {
+        const INTERPROCESS: u32 = 4;
+        Self::with_flags(device, DISABLE_TIMING | INTERPROCESS)
+    }
+
+    /// What names a shared event to other processes of this host.
+    ///
+    /// # Errors
+    /// When the system does not share events between processes.
+    pub(crate) fn handle(&self) -> Result<Vec<u8>, CudaError> {
+        let driver = self.0.device.bind()?;
+        let mut handle = CUipcEventHandle { reserved: [0; 64] };
+        // SAFETY: the pointer is to a local, the event is alive.
+        unsafe { call!(driver, cuIpcGetEventHandle(&mut handle, self.0.raw)) }?;
+        Ok(handle.reserved.map(|byte| byte as u8).into())
+    }
+
+    /// The event of another process that a handle names.
+    ///
+    /// # Errors
+    /// When it names none, or that process is gone.
+    pub(crate) fn open(device: &Device, handle: &[u8]) -> Result<Self, CudaError> {
+        let driver = device.bind()?;
+        let mut raw = ptr::null_mut();
+        let handle = CUipcEventHandle { reserved: memory::handle_bytes(handle) };
+        // SAFETY: the pointer is to a local; the event is destroyed in drop.
+        unsafe { call!(driver, cuIpcOpenEventHandle(&mut raw, handle)) }?;
+        Ok(Self(Arc::new(Mark { device: device.clone(), raw })))
     }
 
     /// An event that also takes the time when it is reached, for [`Event::time_since`].

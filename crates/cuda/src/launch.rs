@@ -5,7 +5,10 @@ use std::ptr;
 use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig};
 
 use crate::library::call;
-use crate::{CudaError, Function, Stream};
+use crate::{CudaError, Event, Function, Stream};
+
+/// The first CUDA whose launches mark an event once all blocks have begun.
+const LAUNCH_COMPLETION: (u32, u32) = (12, 3);
 
 /// How many threads a kernel is launched with, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,9 +145,28 @@ impl Function {
         launch: &Launch,
         arguments: &impl KernelArguments,
     ) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_telling(stream, launch, arguments, None) }
+    }
+
+    /// As [`Function::launch`]; `started` is marked once every block of the kernel has begun, where the driver can do that (from
+    /// CUDA 12.3 on), else when the kernel may start. It takes no times.
+    ///
+    /// # Safety
+    /// As [`Function::launch`].
+    ///
+    /// # Errors
+    /// As [`Function::launch`].
+    pub unsafe fn launch_telling(
+        &self,
+        stream: &Stream,
+        launch: &Launch,
+        arguments: &impl KernelArguments,
+        started: Option<&Event>,
+    ) -> Result<(), CudaError> {
         let driver = stream.device().bind()?;
         // SAFETY: the attribute is plain data for which all zeros are valid.
-        let mut attributes: [CUlaunchAttribute; 2] = unsafe { mem::zeroed() };
+        let mut attributes: [CUlaunchAttribute; 3] = unsafe { mem::zeroed() };
         let mut count = 0;
         if launch.cluster != [1; 3] {
             attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
@@ -157,6 +179,16 @@ impl Function {
             attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
             attributes[count].value.programmaticStreamSerializationAllowed = 1;
             count += 1;
+        }
+        match started {
+            Some(started) if driver.version()? >= LAUNCH_COMPLETION => {
+                attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
+                attributes[count].value.launchCompletionEvent.event = started.raw();
+                attributes[count].value.launchCompletionEvent.flags = 0;
+                count += 1;
+            }
+            Some(started) => started.record(stream)?,
+            None => {}
         }
         let config = CUlaunchConfig {
             gridDimX: launch.grid[0],

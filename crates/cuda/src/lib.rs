@@ -25,6 +25,7 @@
 mod arch;
 mod backend;
 pub mod bench;
+mod calibrate;
 pub mod collective_bench;
 mod compile;
 mod device;
@@ -45,8 +46,10 @@ mod transport;
 
 pub use arch::{Arch, Capability};
 pub use backend::{
-    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaSignal, CudaStream, GraphRun, Timing,
+    CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
+    GraphRun, Timing,
 };
+pub use calibrate::calibrate;
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
@@ -62,4 +65,7 @@ pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
-pub use transport::{CudaCollective, CudaMeeting, CudaTransport, TransportKind};
+pub use transport::{
+    CudaCollective, CudaMeeting, CudaTransport, LevelledCollective, LevelledMeeting, LevelledTransport,
+    TransportKind,
+};

@@ -1,12 +1,15 @@
-//! Ranks of NCCL: grouped sends and receives, with a limit on every call.
+//! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
 use std::ffi::c_int;
 use std::ptr;
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::library::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
+use counterpoint_exec::World;
+
+use crate::backend::lock;
+use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// `ncclUint8`: bytes, whatever they mean.
@@ -15,16 +18,53 @@ const BYTES: c_int = 1;
 /// One rank's end.
 pub(crate) struct NcclRank {
     nccl: &'static Nccl,
-    handle: NcclHandle,
+    end: Arc<End>,
     rank: usize,
+    /// Ranks.
+    count: usize,
     device: Device,
-    limit: Duration,
+    world: Arc<World>,
 }
 
-// SAFETY: a handle may be used from any thread, by one at a time; a rank's transport enqueues from one.
-unsafe impl Send for NcclRank {}
+/// NCCL's handle, until it is aborted.
+struct End {
+    nccl: &'static Nccl,
+    device: Device,
+    handle: Mutex<Option<NcclHandle>>,
+}
+
+// SAFETY: a handle may be used from any thread, by one at a time, which the lock sees to.
+unsafe impl Send for End {}
 // SAFETY: as above.
-unsafe impl Sync for NcclRank {}
+unsafe impl Sync for End {}
+
+impl End {
+    fn new(nccl: &'static Nccl, device: &Device, handle: NcclHandle) -> Arc<Self> {
+        Arc::new(Self { nccl, device: device.clone(), handle: Mutex::new(Some(handle)) })
+    }
+
+    fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
+        let aborted = || CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() };
+        lock(&self.handle).ok_or_else(aborted).and_then(call)
+    }
+
+    /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
+    fn abort(&self) {
+        let handle = lock(&self.handle).take();
+        if let Some(handle) = handle
+            && self.device.bind().is_ok()
+        {
+            // SAFETY: a handle of NCCL's, which nobody else has any more.
+            unsafe { (self.nccl.ncclCommAbort)(handle) };
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
 
 /// Bytes for or from one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +84,8 @@ impl NcclRank {
     /// # Errors
     /// [`CudaError::NoNccl`]; [`CudaError::Transport`] when two ranks share a GPU; NCCL's own, also when it is not ready at
     /// the limit.
-    pub(crate) fn connect(devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
+    pub(crate) fn connect(devices: &[Device], world: &Arc<World>) -> Result<Vec<Self>, CudaError> {
+        let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
             let reason = format!(
                 "rank {rank} shares {:?} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
@@ -56,25 +97,27 @@ impl NcclRank {
         let nccl = Nccl::get()?;
         never_multicast();
         let (sender, receiver) = mpsc::channel();
-        let (count, devices) = (devices.len(), devices.to_vec());
+        let (count, devices, world) = (devices.len(), devices.to_vec(), world.clone());
         // Nobody receives any more once the limit has passed.
-        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, limit))));
+        thread::spawn(move || drop(sender.send(Self::connect_all(nccl, &devices, &world))));
         receiver.recv_timeout(limit).unwrap_or_else(|_| {
             let reason = format!("{count} ranks were not connected after {:.3} s", limit.as_secs_f64());
             Err(CudaError::Transport { transport: "nccl", reason })
         })
     }
 
-    fn connect_all(nccl: &'static Nccl, devices: &[Device], limit: Duration) -> Result<Vec<Self>, CudaError> {
-        let mut id = NcclUniqueId { bytes: [0; 128] };
-        // SAFETY: the pointer is to a local.
-        nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
+    fn connect_all(
+        nccl: &'static Nccl,
+        devices: &[Device],
+        world: &Arc<World>,
+    ) -> Result<Vec<Self>, CudaError> {
+        let id = unique_id(nccl)?;
         // NCCL writes them until the group has ended.
         let mut handles = vec![ptr::null_mut(); devices.len()];
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
                 device.bind()?;
-                let mut config = NcclConfig::blocking();
+                let mut config = NcclConfig::new(NcclCalls::Block);
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
                 let code =
@@ -83,18 +126,66 @@ impl NcclRank {
             })
         })?;
         let ranks = handles.into_iter().zip(devices).enumerate();
-        let ranks =
-            ranks.map(|(rank, (handle, device))| Self { nccl, handle, rank, device: device.clone(), limit });
+        let count = devices.len();
+        let ranks = ranks.map(|(rank, (handle, device))| {
+            let (end, device, world) = (End::new(nccl, device, handle), device.clone(), world.clone());
+            Self { nccl, end, rank, count, device, world }
+        });
         let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
-        let places = ranks.iter().map(|rank| Place::new(&rank.device, ranks.len()));
-        let places: Vec<Place> = places.collect::<Result<_, _>>()?;
-        if let Err(error) = meet(nccl, &ranks, &places) {
-            // Before the places go: freeing their memory would wait for exchanges that nobody ends.
-            drop(ranks);
-            return Err(error);
-        }
-        Ok(ranks)
+        exchange_once(nccl, ranks)
+    }
+
+    /// What all ranks that are processes need to find each other; one of them makes it. `host` as in [`NcclRank::join`].
+    ///
+    /// # Errors
+    /// [`CudaError::NoNccl`]; NCCL's own.
+    pub(crate) fn meeting(host: Option<&str>) -> Result<Vec<u8>, CudaError> {
+        let nccl = Nccl::get()?;
+        never_multicast();
+        host_is(host);
+        unique_id(nccl).map(|id| id.bytes.to_vec())
+    }
+
+    /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
+    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
+    /// takes ranks of different `host`s for ranks on different hosts, where one is given.
+    ///
+    /// # Errors
+    /// As [`NcclRank::connect`].
+    pub(crate) fn join(
+        device: &Device,
+        rank: usize,
+        meeting: &[u8],
+        host: Option<&str>,
+        world: &Arc<World>,
+    ) -> Result<Self, CudaError> {
+        let nccl = Nccl::get()?;
+        never_multicast();
+        host_is(host);
+        device.bind()?;
+        let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
+        let count = world.size();
+        let mut handle = ptr::null_mut();
+        let mut config = NcclConfig::new(NcclCalls::ComeBack);
+        // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
+        let code = unsafe {
+            (nccl.ncclCommInitRankConfig)(&mut handle, count as c_int, id, rank as c_int, &mut config)
+        };
+        nccl.check("ncclCommInitRankConfig", code)?;
+        let end = End::new(nccl, device, handle);
+        // A host that is held up by what waits behind an exchange could not end that.
+        let ended = Arc::downgrade(&end);
+        world.when_failed(move || {
+            if let Some(end) = ended.upgrade() {
+                end.abort();
+            }
+        });
+        let own = Self { nccl, end, rank, count, device: device.clone(), world: world.clone() };
+        own.wait("ncclCommInitRankConfig")?;
+        let mut ranks = exchange_once(nccl, vec![own])?;
+        let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
+        ranks.pop().ok_or_else(gone)
     }
 
     /// Enqueues the sends and the receives, which may wait for each other.
@@ -113,7 +204,8 @@ impl NcclRank {
     ) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: the caller's promise.
-        group(self.nccl, || unsafe { self.enqueue(stream, sends, receives) })?;
+        self.end
+            .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
         self.wait("ncclGroupEnd")
     }
 
@@ -121,11 +213,12 @@ impl NcclRank {
     /// As [`NcclRank::exchange`].
     unsafe fn enqueue(
         &self,
+        handle: NcclHandle,
         stream: &Stream,
         sends: &[NcclMessage],
         receives: &[NcclMessage],
     ) -> Result<(), CudaError> {
-        let Self { nccl, handle, .. } = *self;
+        let nccl = self.nccl;
         for &NcclMessage { peer, address, bytes } in sends {
             // SAFETY: the caller's promise.
             let code = unsafe {
@@ -147,30 +240,34 @@ impl NcclRank {
     fn wait(&self, call: &'static str) -> Result<(), CudaError> {
         let began = Instant::now();
         loop {
-            let mut result = 0;
-            // SAFETY: the handle is alive, the pointer is to a local.
-            let code = unsafe { (self.nccl.ncclCommGetAsyncError)(self.handle, &mut result) };
-            self.nccl.check("ncclCommGetAsyncError", code)?;
-            if self.nccl.check(call, result)? == NcclProgress::Done {
+            let progress = self.end.with(|handle| {
+                let mut result = 0;
+                // SAFETY: the handle is alive, the pointer is to a local.
+                let code = unsafe { (self.nccl.ncclCommGetAsyncError)(handle, &mut result) };
+                self.nccl.check("ncclCommGetAsyncError", code)?;
+                self.nccl.check(call, result)
+            });
+            if progress? == NcclProgress::Done {
                 return Ok(());
             }
-            if began.elapsed() > self.limit {
-                let Self { rank, limit, .. } = self;
-                let reason = format!("rank {rank} waited {:.3} s for {call}", limit.as_secs_f64());
-                return Err(CudaError::Transport { transport: "nccl", reason });
-            }
+            self.go_on(began, call)?;
             thread::yield_now();
         }
     }
 }
 
-impl Drop for NcclRank {
-    fn drop(&mut self) {
-        if self.device.bind().is_ok() {
-            // Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
-            // SAFETY: made in connect, and not used after.
-            unsafe { (self.nccl.ncclCommAbort)(self.handle) };
+impl NcclRank {
+    /// Whether to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
+    fn go_on(&self, began: Instant, what: &str) -> Result<(), CudaError> {
+        let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
+        let limit = self.world.config().limit;
+        if let Some(error) = self.world.failure() {
+            return refuse(format!("rank {} stopped to wait for {what}: {error}", self.rank));
         }
+        if began.elapsed() > limit {
+            return refuse(format!("rank {} waited {:.3} s for {what}", self.rank, limit.as_secs_f64()));
+        }
+        Ok(())
     }
 }
 
@@ -203,31 +300,48 @@ impl Place {
     }
 }
 
+/// Names a new group of ranks.
+fn unique_id(nccl: &Nccl) -> Result<NcclUniqueId, CudaError> {
+    let mut id = NcclUniqueId { bytes: [0; 128] };
+    // SAFETY: the pointer is to a local.
+    nccl.check("ncclGetUniqueId", unsafe { (nccl.ncclGetUniqueId)(&mut id) })?;
+    Ok(id)
+}
+
+/// The ranks of this process, connected with all others.
+fn exchange_once(nccl: &Nccl, ranks: Vec<NcclRank>) -> Result<Vec<NcclRank>, CudaError> {
+    let places = ranks.iter().map(|rank| Place::new(&rank.device, rank.count));
+    let places: Vec<Place> = places.collect::<Result<_, _>>()?;
+    if let Err(error) = meet(nccl, &ranks, &places) {
+        // Before the places go: freeing their memory would wait for exchanges that nobody ends.
+        drop(ranks);
+        return Err(error);
+    }
+    Ok(ranks)
+}
+
 /// Every rank sends a few bytes to every other. NCCL connects two ranks when they first exchange something, for which both
 /// must call at the same time; from here on an exchange waits for no other thread.
 fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> {
     group(nccl, || {
         ranks.iter().zip(places).try_for_each(|(rank, Place { stream, memory })| {
             let message = |peer: usize, half: usize| {
-                let address = memory.address() + EACH * (half * ranks.len() + peer) as u64;
+                let address = memory.address() + EACH * (half * rank.count + peer) as u64;
                 NcclMessage { peer, address, bytes: EACH }
             };
-            let others = || (0..ranks.len()).filter(|&peer| peer != rank.rank);
+            let others = || (0..rank.count).filter(|&peer| peer != rank.rank);
             let sends: Vec<_> = others().map(|peer| message(peer, 0)).collect();
             let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
             rank.device.bind()?;
             // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
-            unsafe { rank.enqueue(stream, &sends, &receives) }
+            rank.end.with(|handle| unsafe { rank.enqueue(handle, stream, &sends, &receives) })
         })
     })?;
     ranks.iter().try_for_each(|rank| rank.wait("the first exchange"))?;
     for (rank, place) in ranks.iter().zip(places) {
         let began = Instant::now();
         while !place.stream.is_idle()? {
-            if began.elapsed() > rank.limit {
-                let reason = format!("rank {} waited in vain for the first exchange", rank.rank);
-                return Err(CudaError::Transport { transport: "nccl", reason });
-            }
+            rank.go_on(began, "the first exchange")?;
             thread::yield_now();
         }
     }
@@ -235,12 +349,23 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
 }
 
 /// NCCL makes multicast objects for reductions in the switch, which sends and receives do not use and which a host may not
-/// allow. Whoever has decided about that keeps their choice.
+/// allow.
 fn never_multicast() {
-    const NVLS: &str = "NCCL_NVLS_ENABLE";
-    if std::env::var_os(NVLS).is_none() {
+    decide("NCCL_NVLS_ENABLE", "0");
+}
+
+/// Ranks of one host may stand for ranks of several.
+fn host_is(host: Option<&str>) {
+    if let Some(host) = host {
+        decide("NCCL_HOSTID", host);
+    }
+}
+
+/// Sets a variable of NCCL's. Whoever has decided about it keeps their choice.
+fn decide(name: &str, value: &str) {
+    if std::env::var_os(name).is_none() {
         // SAFETY: before this process's first communicator, so NCCL does not read it now; this program's own reads go
         // through the standard library, which orders them.
-        unsafe { std::env::set_var(NVLS, "0") };
+        unsafe { std::env::set_var(name, value) };
     }
 }

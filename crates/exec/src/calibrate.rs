@@ -42,6 +42,10 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         launch_seconds: rates.launch * turns,
         link,
         network: link,
+        // Rates are those of ranks that all compute at once.
+        sharing: None,
+        // Kernels of the CPU have no tiles to count; their rates are of whole problems.
+        tiles: None,
     }
 }
 

@@ -65,7 +65,9 @@ pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
-pub use linear::{LinearConfig, LinearInputs, LinearOutputs, LinearRun, run_linear, run_linear_on};
+pub use linear::{
+    LinearConfig, LinearInputs, LinearOutputs, LinearRun, random_linear_inputs, run_linear, run_linear_on,
+};
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]
@@ -81,7 +83,7 @@ pub use rendezvous::{
     ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
     RendezvousError,
 };
-pub use tcp::{TcpLoopback, TcpMachine};
+pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};
 pub use transport::{CollectiveCall, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

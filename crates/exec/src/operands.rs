@@ -113,6 +113,16 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(*src, from.dtype, &shape)?;
             check.places(rows, from.rows(), to.rows())
         }
+        Op::CopyRows { src, dst, rows } => {
+            let source = check.spec(*src);
+            let enough = source.rows().min(check.spec(*dst).rows()) >= *rows;
+            if !enough {
+                return Err(check.error(format!("{rows} rows are more than one of the tensors has")));
+            }
+            let mut shape = source.shape.clone();
+            shape[0] = check.spec(*dst).rows();
+            check.tensor(*dst, source.dtype, &shape)
+        }
         other => Err(check.error(format!("{other:?} is no computation"))),
     }
 }

@@ -37,6 +37,7 @@ pub struct World {
     failed: AtomicBool,
     failure: Mutex<Option<ExecError>>,
     waiters: Mutex<Vec<Weak<dyn Wake>>>,
+    enders: Mutex<Vec<Ender>>,
     streams: Mutex<Vec<Weak<StreamStatus>>>,
     /// Nanoseconds from `born` to the last start or end of an operation of any rank.
     progress: AtomicU64,
@@ -64,6 +65,7 @@ impl World {
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             waiters: Mutex::new(Vec::new()),
+            enders: Mutex::new(Vec::new()),
             streams: Mutex::new(Vec::new()),
             progress: AtomicU64::new(0),
             remote: OnceLock::new(),
@@ -95,8 +97,19 @@ impl World {
             if let Some(remote) = self.remote.get() {
                 remote.tell(&first);
             }
+            std::mem::take(&mut *lock(&self.enders)).into_iter().for_each(|end| end());
         }
         first
+    }
+
+    /// Has `end` called on the first error, on the thread that reports it, or now when there is one: to end what no wait on the
+    /// host knows of, such as kernels that wait for each other. It must not wait for anyone.
+    pub fn when_failed(&self, end: impl FnOnce() + Send + 'static) {
+        lock(&self.enders).push(Box::new(end));
+        // Whoever failed it just before may have missed this one.
+        if self.has_failed() {
+            std::mem::take(&mut *lock(&self.enders)).into_iter().for_each(|end| end());
+        }
     }
 
     /// Makes this the world of one rank whose peers are other processes: they hear of its failure, and are asked what they
@@ -216,6 +229,25 @@ impl World {
         }
     }
 
+    /// Which of these ranks most likely holds up those that wait for all of them: one whose process does not answer, or else one
+    /// that waits for nobody.
+    pub fn suspect(&self, ranks: &[usize]) -> Option<usize> {
+        let remote = self.remote.get();
+        let activity = |rank: usize| match remote.filter(|remote| remote.rank() != rank) {
+            Some(remote) => remote.activity_of(rank),
+            None => Some(self.activity_of(rank)),
+        };
+        let mut best = None;
+        for &rank in ranks {
+            match activity(rank) {
+                None => return Some(rank),
+                Some(activity) if activity.waits_for.is_none() => best = best.or(Some(rank)),
+                Some(_) => {}
+            }
+        }
+        best.or_else(|| ranks.first().copied())
+    }
+
     /// The stream that keeps a rank from reaching a collective: the communication it is in, or, when it is in none, the
     /// computation.
     pub(crate) fn holding_stream(&self, rank: usize) -> Option<Arc<StreamStatus>> {
@@ -243,6 +275,9 @@ impl World {
         }))
     }
 }
+
+/// Called once, on the first error.
+type Ender = Box<dyn FnOnce() + Send>;
 
 /// Adds to a list of weak references, forgetting the dead ones before it grows: a world that lives long must not
 /// remember everything that ever was.

@@ -72,7 +72,7 @@ proptest! {
         seqlens in (150usize..400, 150usize..600, any::<bool>()),
         cp_size in 2usize..7,
         chunk_size in 8usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (1usize..6).prop_map(StageCount::Fixed)],
+        stages in prop_oneof![Just(StageCount::Auto), (0usize..6).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
         order in 0usize..3,
         dtype in 0usize..4,
@@ -130,7 +130,7 @@ proptest! {
         let spec = AttentionSpec { seqlen_sink: 1, ..spec(2, 2, 16, 16, dtype) };
         let inputs = random_inputs(&mask, &spec, seed, true);
         let mut first = None;
-        for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 5), (1, 2)] {
+        for (order, stages) in [(0, 1), (1, 2), (2, 3), (1, 0), (2, 0), (1, 5), (1, 2)] {
             let stages = StageCount::Fixed(stages);
             let plan = Plan::new(&mask, &spec, &config(cp_size, 32, stages)).unwrap();
             let policy = OverlapPolicy::new(StartOrder::ALL[order]);

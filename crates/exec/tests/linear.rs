@@ -91,6 +91,18 @@ fn plan(spec: LinearSpec, tp_size: usize, groups: usize) -> LinearPlan {
     LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), &CostModel::H200).unwrap()
 }
 
+/// Sizes of at least 1 that add up to `rows`, as near to the weights as they come.
+fn in_proportion(rows: usize, weights: &[usize]) -> Vec<usize> {
+    let total: usize = weights.iter().sum();
+    let ends = weights.iter().scan(0, |sum, weight| {
+        *sum += weight;
+        Some(*sum * rows / total)
+    });
+    let mut start = 0;
+    let sizes = ends.map(|end| end - std::mem::replace(&mut start, end));
+    sizes.filter(|size| *size > 0).collect()
+}
+
 fn run(plan: &LinearPlan, inputs: &LinearInputs, config: &LinearConfig) -> LinearRun {
     run_linear(plan, inputs, config).unwrap_or_else(|error| panic!("{plan:?}: {error}"))
 }
@@ -178,15 +190,17 @@ proptest! {
         prop_assert_eq!(run.weight_gradient.is_some(), gradient == WeightGradient::Deferred);
     }
 
-    /// Groups, policies and delays change no bit, nor does deferring the gradient of the weight.
+    /// Groups of any sizes, policies and delays change no bit, nor does deferring the gradient of the weight.
     #[test]
     fn results_have_the_same_bits_however_they_are_overlapped(
         (spec, tp_size) in layer(),
-        groups in 2usize..6,
+        weights in proptest::collection::vec(1usize..8, 2..6),
         delay in 0u64..3,
     ) {
         let inputs = inputs(&spec, None, 7);
         let quiet = run(&plan(spec, tp_size, 1), &inputs, &config(WeightGradient::Written, StartOrder::Sequential));
+        let sizes = WaveGroups::Sizes(in_proportion(spec.tokens.div_ceil(tp_size), &weights));
+        let grouped = LinearPlan::new(spec, tp_size, sizes, &CostModel::H200).unwrap();
         for start in StartOrder::ALL {
             for gradient in [WeightGradient::Written, WeightGradient::Deferred] {
                 let mut config = config(gradient, start);
@@ -198,8 +212,8 @@ proptest! {
                         kind: FaultKind::Stall(Duration::from_millis(delay * rank as u64)),
                     })
                     .collect();
-                let other = run(&plan(spec, tp_size, groups), &inputs, &config);
-                prop_assert_eq!(&other.outputs, &quiet.outputs, "{:?} {:?}", start, gradient);
+                let other = run(&grouped, &inputs, &config);
+                prop_assert_eq!(&other.outputs, &quiet.outputs, "{:?} {:?} {:?}", grouped, start, gradient);
             }
         }
     }

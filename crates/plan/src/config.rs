@@ -9,7 +9,9 @@ use crate::{CostModel, DispatchAlgorithm, PlanError, Topology};
 pub enum StageCount {
     /// The number that minimises the predicted makespan.
     Auto,
-    /// So many remote stages after stage 0 (the local work), on every rank; at least 1.
+    /// So many remote stages after stage 0 (the local work), on every rank. 0 is all work at once, after everything has
+    /// arrived: one stage whose key buffer begins with the rank's own rows. Where some rank's own rows are no multiple of
+    /// [`KEY_BLOCK`](crate::KEY_BLOCK), or rows cross nodes, that is not to be had, and 0 is as 1.
     Fixed(usize),
 }
 
@@ -124,7 +126,7 @@ impl PlanConfig {
             return Err(PlanError::RanksPerNode { ranks_per_node, world_size });
         }
         if let StageCount::Fixed(stages) = self.stages
-            && (stages == 0 || stages > MAX_STAGES)
+            && stages > MAX_STAGES
         {
             return Err(PlanError::Stages { stages, max: MAX_STAGES });
         }

@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::PlanError;
+use crate::{PlanError, TileCosts, WorkerSharing};
 
 /// A link: moving `b` bytes takes `alpha_seconds + b / bytes_per_second`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,7 +21,8 @@ impl Link {
 /// What work costs on a machine, calibrated by measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CostModel {
-    /// Attention forward, floating-point operations a second of one rank.
+    /// Attention forward, floating-point operations a second of one rank; with `tiles` what it does in long tiles of large
+    /// blocks, for a few milliseconds.
     pub forward_flops_per_second: f64,
     /// Attention backward, likewise.
     pub backward_flops_per_second: f64,
@@ -35,20 +36,36 @@ pub struct CostModel {
     pub link: Link,
     /// Between nodes.
     pub network: Link,
+    /// What overlapping work takes from each other; without it, nothing.
+    #[serde(default)]
+    pub sharing: Option<WorkerSharing>,
+    /// What attention kernels cost by the tiles that they walk; without it time is in proportion to unmasked pairs.
+    #[serde(default)]
+    pub tiles: Option<TileCosts>,
 }
 
 impl CostModel {
     /// A Hopper GPU on NVLink, nodes joined by 400 Gb/s of network a GPU: what to plan with where nothing was measured.
-    /// Rates of attention kernels as published for this GPU, the link as measured with NCCL's all-to-all.
+    /// Our attention kernels and the link that kernels drive themselves, as measured on this GPU.
     pub const H200: CostModel = CostModel {
-        forward_flops_per_second: 600e12,
-        backward_flops_per_second: 500e12,
+        forward_flops_per_second: 775e12,
+        backward_flops_per_second: 738e12,
         matmul_flops_per_second: 700e12,
         memory_bytes_per_second: 4.3e12,
         launch_seconds: 5e-6,
-        link: Link { alpha_seconds: 40e-6, bytes_per_second: 330e9 },
+        link: Link { alpha_seconds: 10e-6, bytes_per_second: 315e9 },
         network: Link { alpha_seconds: 60e-6, bytes_per_second: 45e9 },
+        sharing: None,
+        tiles: Some(TileCosts::H200),
     };
+
+    /// Seconds of a product of `m x n x k`, without its launch.
+    pub fn matmul_seconds(&self, [m, n, k]: [usize; 3]) -> f64 {
+        match self.sharing {
+            Some(sharing) => sharing.matmul_seconds([m, n, k], self.matmul_flops_per_second),
+            None => 2.0 * m as f64 * n as f64 * k as f64 / self.matmul_flops_per_second,
+        }
+    }
 
     /// Whether times can be predicted with it.
     ///
@@ -86,6 +103,7 @@ impl CostModel {
                 });
             }
         }
-        Ok(())
+        self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
+        self.tiles.map_or(Ok(()), |tiles| tiles.validate())
     }
 }

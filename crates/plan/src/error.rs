@@ -43,7 +43,7 @@ pub enum PlanError {
         world_size: usize,
     },
     /// A fixed number of stages that is out of range.
-    #[error("the number of stages is {stages}; it must be between 1 and {max}, or chosen automatically")]
+    #[error("the number of stages is {stages}; it must be between 0 and {max}, or chosen automatically")]
     Stages {
         /// What was asked.
         stages: usize,

@@ -77,9 +77,9 @@ pub(crate) struct PlacedRows {
 }
 
 impl PlacedRows {
-    /// Ranges that lie in a buffer one after the other, ascending by their global rows.
-    pub(crate) fn of(buffer: &[Range]) -> Vec<Self> {
-        let mut end = 0;
+    /// Ranges that lie in a buffer one after the other from row `first` on, ascending by their global rows.
+    pub(crate) fn of(buffer: &[Range], first: usize) -> Vec<Self> {
+        let mut end = first;
         let place = |&range: &Range| {
             end += range.len();
             Self { range, start: end - range.len() }

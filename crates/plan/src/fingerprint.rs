@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 
 use crate::{
     AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GroupPart, HostedWork, Link, OwnedSplit,
-    Plan, PlanConfig, QueryExchange, RankPlan, RemoteSplit, StageCount, StagePlan, Topology,
+    Plan, PlanConfig, QueryExchange, RankPlan, RemoteSplit, StageCount, StagePlan, TileCost, Topology,
     TwoLevelExchange, TwoLevelPart,
 };
 
@@ -208,6 +208,9 @@ impl Words {
             launch_seconds,
             link,
             network,
+            // Decides no plan: it says how Programs of one are predicted.
+            sharing: _,
+            tiles,
         } = *cost;
         for real in [
             forward_flops_per_second,
@@ -221,6 +224,38 @@ impl Words {
         for Link { alpha_seconds, bytes_per_second } in [link, network] {
             self.real(alpha_seconds);
             self.real(bytes_per_second);
+        }
+        self.size(tiles.map_or(0, |tiles| tiles.workers));
+        for kernel in tiles.iter().flat_map(|tiles| [&tiles.forward, &tiles.backward]) {
+            self.tile_cost(kernel);
+        }
+    }
+
+    fn tile_cost(&mut self, kernel: &TileCost) {
+        let TileCost {
+            tile_rows,
+            block,
+            staged_block,
+            pack,
+            block_columns,
+            bounded_columns,
+            tile_columns,
+            staggered_columns,
+            start_seconds,
+            slowdown,
+            slowdown_seconds,
+        } = *kernel;
+        [tile_rows, block, staged_block, pack].into_iter().for_each(|size| self.size(size));
+        for real in [
+            block_columns,
+            bounded_columns,
+            tile_columns,
+            staggered_columns,
+            start_seconds,
+            slowdown,
+            slowdown_seconds,
+        ] {
+            self.real(real);
         }
     }
 
@@ -254,9 +289,10 @@ impl Words {
     }
 
     fn stage(&mut self, stage: &StagePlan) {
-        let StagePlan { part, recv_ranges, key_rows, bands, area } = stage;
+        let StagePlan { part, recv_ranges, own_rows, key_rows, bands, area } = stage;
         self.part(part);
         self.ranges(recv_ranges);
+        self.size(*own_rows);
         self.size(*key_rows);
         self.bands(bands);
         self.word(*area);

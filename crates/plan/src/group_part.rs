@@ -145,6 +145,18 @@ impl GroupPart {
         Self::from_splits(input, [(lengths[rank], root as u32)])
     }
 
+    /// What of the part is shared with the ranks that `wanted` picks; rows stay where they are.
+    #[must_use]
+    pub fn shared_with(&self, wanted: impl Fn(usize) -> bool) -> Self {
+        let wanted = |rank: u32| wanted(rank as usize);
+        let owned = self.owned.iter().map(|split| OwnedSplit {
+            rows: split.rows,
+            ranks: split.ranks.iter().copied().filter(|rank| wanted(*rank)).collect(),
+        });
+        let remote = self.remote.iter().filter(|split| wanted(split.rank)).cloned();
+        Self { owned: owned.collect(), remote: remote.collect() }
+    }
+
     /// Checks the part on `rank` of `world_size`, whose owned tensor has `owned_rows` rows and whose remote one
     /// `remote_rows`. What it needs of other ranks' parts can only be checked when they meet.
     ///

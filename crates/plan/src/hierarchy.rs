@@ -39,6 +39,13 @@ pub struct TwoLevelExchange {
     pub whole: Vec<TwoLevelPart>,
 }
 
+/// What the stages receive, their key buffers laid one after the other.
+fn placed(stages: &[StagePlan]) -> Vec<PlacedRows> {
+    let rows: Vec<Range> = stages.iter().flat_map(|stage| &stage.recv_ranges).copied().collect();
+    // Own rows are in one stage only, and then nothing is received before it.
+    PlacedRows::of(&rows, stages.iter().map(|stage| stage.own_rows).sum())
+}
+
 impl TwoLevelExchange {
     /// The two levels of `plan`, whose ranks are laid out as `topology` says. On one node only the near part is not empty,
     /// and is the flat exchange.
@@ -53,17 +60,13 @@ impl TwoLevelExchange {
             for stage in 0..stages(&plan.ranks[0]).len() {
                 let ranks = plan.ranks.iter();
                 let received: Vec<Vec<PlacedRows>> =
-                    ranks.map(|rank| PlacedRows::of(&stages(rank)[stage].recv_ranges)).collect();
+                    ranks.map(|rank| placed(&stages(rank)[stage..=stage])).collect();
                 let stage_parts = two_levels(&runs, &received, topology);
                 parts.iter_mut().zip(stage_parts).for_each(|(parts, part)| parts.push(part));
             }
             parts
         };
-        let whole = |rank: &RankPlan| {
-            let buffers = rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied();
-            PlacedRows::of(&buffers.collect::<Vec<_>>())
-        };
-        let received: Vec<Vec<PlacedRows>> = plan.ranks.iter().map(whole).collect();
+        let received: Vec<Vec<PlacedRows>> = plan.ranks.iter().map(|rank| placed(&rank.backward)).collect();
         Self {
             forward: direction(|rank| &rank.forward),
             backward: direction(|rank| &rank.backward),

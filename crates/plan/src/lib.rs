@@ -5,6 +5,7 @@
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
+mod attention_cost;
 mod bounds;
 mod cache;
 mod config;
@@ -20,6 +21,7 @@ mod hierarchy;
 mod hosting;
 mod layout;
 mod linear;
+mod machine_profile;
 mod outline;
 mod plan;
 mod prediction;
@@ -30,8 +32,11 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod wave_groups;
 mod work;
+mod worker_sharing;
 
+pub use attention_cost::{AttentionWork, TileCost, TileCosts};
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
 pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, QueryExchange, StageCount};
@@ -46,7 +51,10 @@ pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::HostedWork;
-pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
+pub use machine_profile::{
+    LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
+};
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType, HostedRowBytes};
@@ -57,6 +65,8 @@ pub use tile_schedule::{
     TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
+pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
+pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a
 /// rank's received rows in their order), so that every kernel block, and with it every bit of a deterministic result, is the same for

@@ -4,7 +4,9 @@
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
-use crate::{CostModel, DType, GroupPart, OwnedSplit, PlanError, RemoteSplit};
+use crate::{
+    CostModel, DType, GroupFlow, GroupPart, OwnedSplit, PassCosts, PlanError, RemoteSplit, WaveGroups,
+};
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -47,18 +49,10 @@ pub struct LinearSpec {
     pub dtype: DType,
 }
 
-/// How many groups of tokens one pass of a layer is cut into.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum WaveGroups {
-    /// The number that the cost model predicts to be fastest.
-    Auto,
-    /// So many, at least 1.
-    Fixed(usize),
-}
-
 /// The most groups that a pass is cut into by itself: each costs the start of a collective.
 const MOST_GROUPS: usize = 16;
+/// The steps in which sizes of groups are looked at.
+const STEPS: usize = 32;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,8 +61,8 @@ pub struct LinearPlan {
     pub spec: LinearSpec,
     /// Ranks of the tensor-parallel group.
     pub tp_size: usize,
-    /// Groups of tokens of one pass.
-    pub groups: usize,
+    /// Rows of every group in the tokens of the first rank.
+    groups: Vec<usize>,
 }
 
 impl LinearPlan {
@@ -100,44 +94,95 @@ impl LinearPlan {
         if !split.is_multiple_of(tp_size) {
             return error(field, split, format!("a multiple of the {tp_size} ranks that share them"));
         }
-        if groups == WaveGroups::Fixed(0) {
-            return error("groups", 0, "at least 1".to_owned());
-        }
-        let mut plan = Self { spec, tp_size, groups: 1 };
+        let mut plan = Self { spec, tp_size, groups: Vec::new() };
+        let rows = plan.tokens_of(0).len();
         plan.groups = match groups {
-            WaveGroups::Fixed(groups) => groups.min(plan.most_groups()),
+            WaveGroups::Fixed(0) => return error("groups", 0, "at least 1".to_owned()),
+            WaveGroups::Fixed(groups) => {
+                let groups = groups.min(rows);
+                (0..groups).map(|group| even(rows, groups, group).len()).collect()
+            }
+            WaveGroups::Sizes(sizes) => {
+                let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
+                if sum != rows || sizes.contains(&0) {
+                    let wanted = format!("sizes of at least 1 that add up to the {rows} tokens of a rank");
+                    return error("the sum of groups", sum, wanted);
+                }
+                sizes
+            }
             WaveGroups::Auto => plan.fastest_groups(cost),
         };
         Ok(plan)
     }
 
-    /// Groups that have a token of some rank.
-    fn most_groups(&self) -> usize {
-        self.tokens_of(0).len().max(1)
+    /// Number of groups of tokens of one pass.
+    pub fn groups(&self) -> usize {
+        self.groups.len()
     }
 
-    /// The number of groups with the smallest predicted time: with `G` groups a pass takes at least
-    /// `max(t_gemm + t_comm(last), t_gemm(first) + T_comm + G alpha)`, and each more product costs a launch.
-    fn fastest_groups(&self, cost: &CostModel) -> usize {
+    /// Rows of every group in the tokens of the first rank, which add up to these.
+    pub fn group_sizes(&self) -> &[usize] {
+        &self.groups
+    }
+
+    /// The groups with the smallest predicted time of the pass in which they matter most.
+    fn fastest_groups(&self, cost: &CostModel) -> Vec<usize> {
+        let rows = self.tokens_of(0).len();
+        let step = rows.div_ceil(STEPS);
+        let sizes = match self.pass_costs(cost, step) {
+            Some(costs) => costs.fastest(MOST_GROUPS),
+            None => return vec![rows],
+        };
+        let mut left = rows;
+        let sizes = sizes.into_iter().map(|steps| {
+            let size = (steps * step).min(left);
+            left -= size;
+            size
+        });
+        sizes.collect()
+    }
+
+    /// What the forward costs in steps of `rows` rows of each rank's tokens, or the backward where the forward does not
+    /// communicate; `None` where neither does.
+    fn pass_costs(&self, cost: &CostModel, rows: usize) -> Option<PassCosts> {
         let LinearSpec { tokens, in_features, out_features, dtype, kind, activations, .. } = self.spec;
         if self.tp_size == 1 {
-            return 1;
+            return None;
         }
-        let flops = 2.0 * tokens as f64 * in_features as f64 * out_features as f64;
-        let multiply = flops / self.tp_size as f64 / cost.matmul_flops_per_second;
-        let features = if kind == LinearKind::Column { in_features } else { out_features };
-        let ways = if activations == Activations::Replicated { 2.0 } else { 1.0 };
-        let remote = (self.tp_size - 1) as f64 / self.tp_size as f64;
-        let bytes = ways * remote * (tokens * features * dtype.size()) as f64;
-        let travel = bytes / cost.link.bytes_per_second;
-        let seconds = |groups: usize| {
-            let share = 1.0 / groups as f64;
-            let starts = ways * cost.link.alpha_seconds;
-            let multiply = multiply + groups as f64 * cost.launch_seconds;
-            f64::max(multiply + travel * share + starts, multiply * share + travel + groups as f64 * starts)
+        let all_rows = self.tokens_of(0).len();
+        let steps = all_rows.div_ceil(rows);
+        let of_steps = |seconds: &dyn Fn(usize) -> f64| {
+            (0..=steps).map(|n| if n == 0 { 0.0 } else { seconds((n * rows).min(all_rows)) }).collect()
         };
-        let most = self.most_groups().min(MOST_GROUPS);
-        (1..=most).min_by(|a, b| seconds(*a).total_cmp(&seconds(*b))).unwrap_or(1)
+        // Of the features that are not split, which travel.
+        let features = if kind == LinearKind::Column { in_features } else { out_features };
+        let flops = 2.0 * in_features as f64 * out_features as f64 / self.tp_size as f64;
+        let product =
+            |tokens: usize| cost.launch_seconds + flops * tokens as f64 / cost.matmul_flops_per_second;
+        let peers = self.tp_size - 1;
+        let travel = |rows: usize| cost.link.seconds((rows * peers * features * dtype.size()) as u64);
+        let flow = match (kind, activations) {
+            (LinearKind::Column, Activations::SequenceParallel) => GroupFlow::Gather,
+            (LinearKind::Row, Activations::SequenceParallel) => GroupFlow::Reduce,
+            (_, Activations::Replicated) => GroupFlow::ReduceAndGather,
+        };
+        let (own, after) = match flow {
+            GroupFlow::Gather => (product(all_rows), 0.0),
+            // The gradient of the weight follows where it is the backward that communicates.
+            _ if kind == LinearKind::Column => (0.0, product(tokens)),
+            _ => (0.0, 0.0),
+        };
+        // Of a gather the own rows are multiplied before.
+        let owners = if flow == GroupFlow::Gather { peers } else { self.tp_size };
+        Some(PassCosts {
+            flow,
+            product: of_steps(&|rows| product(rows * owners)),
+            travel: of_steps(&travel),
+            back: of_steps(&travel),
+            before: own,
+            after,
+            speed_beside: 1.0,
+        })
     }
 
     /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal
@@ -147,9 +192,11 @@ impl LinearPlan {
     }
 
     /// Those of a rank's tokens that are in a group, counted from its first. Groups follow each other in every rank's tokens,
-    /// so every group has work for, and rows of, all ranks.
+    /// so every group has work for, and rows of, all ranks; one of a single row may miss the ranks that own a token fewer.
     pub fn group_rows(&self, rank: usize, group: usize) -> Range {
-        even(self.tokens_of(rank).len(), self.groups, group)
+        let rows = self.tokens_of(rank).len();
+        let start = self.groups[..group].iter().sum::<usize>().min(rows);
+        Range::new(start, (start + self.groups[group]).min(rows))
     }
 
     /// The tokens of a group, by owner.
@@ -239,13 +286,16 @@ mod tests {
 
     #[test]
     fn groups_have_every_token_once_and_parts_fit() {
-        for tokens in [1, 2, 7, 64, 65] {
+        for tokens in [1usize, 2, 7, 64, 65] {
             for tp_size in [1, 2, 3, 4] {
-                for groups in [1, 2, 5, 100] {
-                    let groups = WaveGroups::Fixed(groups);
-                    let plan = LinearPlan::new(spec(tokens), tp_size, groups, &CostModel::H200).unwrap();
+                let rows = tokens.div_ceil(tp_size);
+                let fixed = [1, 2, 5, 100].map(WaveGroups::Fixed);
+                let uneven = (rows > 2).then(|| WaveGroups::Sizes(vec![1, rows - 2, 1]));
+                for groups in fixed.into_iter().chain(uneven).chain([WaveGroups::Auto]) {
+                    let plan =
+                        LinearPlan::new(spec(tokens), tp_size, groups.clone(), &CostModel::H200).unwrap();
                     let mut seen = vec![0; tokens];
-                    for group in 0..plan.groups {
+                    for group in 0..plan.groups() {
                         let ranges = plan.group_tokens(group);
                         let rows: usize = ranges.iter().map(Range::len).sum();
                         ranges.iter().for_each(|r| seen[r.start..r.end].iter_mut().for_each(|n| *n += 1));
@@ -275,14 +325,33 @@ mod tests {
         );
     }
 
-    /// More groups where there is more to hide, one where a collective's start costs more than all of it.
+    /// More groups where there is more to hide, one where a collective's start costs more than all of it. Small first ones where
+    /// communication takes longer, so that it begins early; small last ones where computation does.
     #[test]
     fn automatic_groups_follow_the_cost() {
-        let groups = |tokens: usize| {
-            let spec = LinearSpec { tokens, in_features: 8192, out_features: 8192, ..spec(1) };
-            LinearPlan::new(spec, 4, WaveGroups::Auto, &CostModel::H200).unwrap().groups
+        let groups = |tokens: usize, kind: LinearKind, in_features: usize| {
+            let spec = LinearSpec { kind, tokens, in_features, out_features: 8192, ..spec(1) };
+            let plan = LinearPlan::new(spec, 4, WaveGroups::Auto, &CostModel::H200).unwrap();
+            assert_eq!(plan.group_sizes().iter().sum::<usize>(), tokens.div_ceil(4));
+            plan.group_sizes().to_vec()
         };
-        assert_eq!(groups(16), 1);
-        assert!(groups(32_768) > 2, "{}", groups(32_768));
+        assert_eq!(groups(16, LinearKind::Row, 8192), [4]);
+        assert!(groups(32_768, LinearKind::Column, 8192).len() > 1);
+        let ends = |sizes: &[usize]| (sizes[0], sizes[sizes.len() - 1]);
+        let (first, last) = ends(&groups(32_768, LinearKind::Row, 4096));
+        assert!(first < last, "{first} {last}");
+        let (first, last) = ends(&groups(32_768, LinearKind::Row, 32_768));
+        assert!(first > last, "{first} {last}");
+    }
+
+    #[test]
+    fn sizes_that_do_not_add_up_are_named() {
+        for (sizes, words) in
+            [(vec![3, 2], ["5", "6 tokens"]), (vec![6, 0], ["6", "at least 1"]), (vec![], ["0", "6 tokens"])]
+        {
+            let error = LinearPlan::new(spec(12), 2, WaveGroups::Sizes(sizes), &CostModel::H200).unwrap_err();
+            let text = error.to_string();
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        }
     }
 }

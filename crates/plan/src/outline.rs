@@ -16,12 +16,21 @@ use crate::{
 pub(crate) struct RankOutline {
     /// Global key rows that it owns, merged and ascending.
     pub(crate) own: Vec<Range>,
+    /// Query rows that it owns.
+    pub(crate) q_rows: usize,
     /// Local query rows, global key columns; without rows that are away.
     pub(crate) work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub(crate) remote: RowList,
     /// What it computes for rows that are away; on every rank or on none.
     pub(crate) hosted: Option<HostedWork>,
+}
+
+impl RankOutline {
+    /// Number of key rows that it owns.
+    pub(crate) fn own_rows(&self) -> usize {
+        self.own.iter().map(Range::len).sum()
+    }
 }
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
@@ -104,7 +113,7 @@ impl Outline {
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
                 let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, work, remote, hosted: hosted.next() }
+                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote, hosted: hosted.next() }
             })
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
@@ -168,12 +177,13 @@ impl Outline {
         let stages = parts.into_iter().zip(bands).enumerate();
         let stages = stages.map(|(stage, (part, bands))| {
             let recv_ranges = cuts.rows(rank, stage).to_vec();
+            let own_rows = cuts.own_rows(rank, stage);
             let key_rows = match stage {
                 0 => self.k_dispatch.tokens(rank),
-                _ => recv_ranges.iter().map(Range::len).sum(),
+                _ => own_rows + recv_ranges.iter().map(Range::len).sum::<usize>(),
             };
             let area = bands.iter().map(Band::area).sum();
-            StagePlan { part, recv_ranges, key_rows, bands: bands.into(), area }
+            StagePlan { part, recv_ranges, own_rows, key_rows, bands: bands.into(), area }
         });
         stages.collect()
     }

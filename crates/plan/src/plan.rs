@@ -18,6 +18,9 @@ pub struct StagePlan {
     /// Global key rows that the stage receives, in the order of the stage's key buffer. Stages are cuts of one list, whose order
     /// is fixed by the dispatch and starts each rank at another owner, so that owners send evenly in every stage.
     pub recv_ranges: Vec<Range>,
+    /// The rank's own rows with which the key buffer begins, in a stage that does all of the plan's work at once; what it
+    /// receives lies behind them. 0 in any other stage.
+    pub own_rows: usize,
     /// Rows of the stage's key buffer.
     pub key_rows: usize,
     /// The work: rows are the rank's local query rows, columns are rows of the stage's key buffer. Sorted.

@@ -1,6 +1,6 @@
 use serde::{Deserialize, Serialize};
 
-use crate::direction::{Direction, LinkRows, makespan};
+use crate::direction::{Direction, LinkRows, StageWork, makespan};
 use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, RankPlan, StagePlan, Topology};
 
 /// Predicted seconds of one stage of one rank.
@@ -41,17 +41,20 @@ impl Prediction {
     /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {
-            let rank = plan.rank;
+            let (rank, q_rows) = (plan.rank, plan.q_rows);
             let stages: Vec<StagePrediction> = stages
                 .iter()
-                .map(|stage| {
+                .enumerate()
+                .map(|(index, stage)| {
                     let rows = busier_rows(&stage.part, rank, &config.topology);
-                    direction.predict(stage.area, rows, spec, &config.cost)
+                    let StagePlan { area, own_rows, .. } = *stage;
+                    let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
+                    direction.predict(work, rows, spec, &config.cost)
                 })
                 .collect();
             let hosted = plan.hosted.as_ref().map(|hosted| {
                 let rows = busier_rows(&hosted.part, rank, &config.topology);
-                direction.predict_hosted(hosted.area, rows, spec, &config.cost)
+                direction.predict_hosted(hosted, rows, spec, &config.cost)
             });
             let (local, remote) = stages.split_at(1);
             let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());

@@ -77,19 +77,23 @@ fn check_stage(plan: &Plan, stages: &[&StagePlan], parts: &[&TwoLevelPart], topo
     group_cast(&inter, &own, &mut first, |source, rank| node(source) != node(rank));
     let near: Vec<&GroupPart> = parts.iter().map(|part| &part.near).collect();
     let forward: Vec<&GroupPart> = parts.iter().map(|part| &part.forward).collect();
-    let received = |stage: &&StagePlan| vec![usize::MAX; stage.recv_ranges.iter().map(Range::len).sum()];
+    let received = |stage: &&StagePlan| {
+        vec![usize::MAX; stage.own_rows + stage.recv_ranges.iter().map(Range::len).sum::<usize>()]
+    };
     let mut second: Vec<Vec<usize>> = stages.iter().map(received).collect();
     group_cast(&near, &own, &mut second, |source, rank| node(source) == node(rank));
     group_cast(&forward, &first, &mut second, |source, rank| node(source) == node(rank));
     for rank in 0..ranks {
         assert!(first[rank].iter().all(|&row| row != usize::MAX), "the buffer of step one is packed");
-        assert_eq!(second[rank], rows(&stages[rank].recv_ranges), "the buffer of rank {rank}");
+        let (own, received) = second[rank].split_at(stages[rank].own_rows);
+        assert!(own.iter().all(|&row| row == usize::MAX), "own rows do not travel");
+        assert_eq!(received, rows(&stages[rank].recv_ranges), "the buffer of rank {rank}");
     }
 
     // Every row enters a foreign node that needs it once.
     let mut wanted = BTreeSet::new();
     for rank in 0..ranks {
-        for row in &second[rank] {
+        for row in &second[rank][stages[rank].own_rows..] {
             let owner =
                 own.iter().position(|own| own.binary_search(row).is_ok()).expect("every row has an owner");
             if node(owner) != node(rank) {
@@ -145,6 +149,7 @@ proptest! {
         prop_assert_eq!(two_level.crossing_rows(), crossed);
         let whole = |rank: &RankPlan| StagePlan {
             recv_ranges: rank.backward.iter().flat_map(|stage| &stage.recv_ranges).copied().collect(),
+            own_rows: rank.backward.iter().map(|stage| stage.own_rows).sum(),
             ..rank.backward[0].clone()
         };
         let whole: Vec<StagePlan> = plan.ranks.iter().map(whole).collect();

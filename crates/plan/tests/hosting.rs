@@ -182,6 +182,7 @@ proptest! {
             plan.ranks.into_iter().map(|rank| rank.hosted).collect::<Vec<_>>()
         };
         let auto = hosted(StageCount::Auto);
+        prop_assert_eq!(&auto, &hosted(StageCount::Fixed(0)));
         prop_assert_eq!(&auto, &hosted(StageCount::Fixed(1)));
         prop_assert_eq!(&auto, &hosted(StageCount::Fixed(4)));
     }

@@ -8,7 +8,8 @@ use std::collections::{BTreeSet, VecDeque};
 use cases::{configs, key_buffer, masks, rows, spec};
 use counterpoint_mask::{Documents, Mask, Window};
 use counterpoint_plan::{
-    DispatchAlgorithm, GroupPart, KEY_BLOCK, Plan, PlanConfig, RankPlan, StageCount, StagePlan, plan_rank,
+    AttentionSpec, CostModel, DispatchAlgorithm, GroupPart, KEY_BLOCK, Link, Plan, PlanConfig, RankPlan,
+    StageCount, StagePlan, plan_rank,
 };
 use proptest::prelude::*;
 
@@ -70,7 +71,7 @@ fn check_pairs(mask: &Mask, plan: &Plan) {
 }
 
 /// Moves row numbers as a group-cast would and returns what every rank's buffer then holds.
-fn group_cast(parts: &[&GroupPart], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
+fn group_cast(parts: &[&GroupPart], own_rows: &[usize], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
     let mut wires = vec![VecDeque::new(); parts.len() * parts.len()];
     for (source, part) in parts.iter().enumerate() {
         for split in &part.owned {
@@ -84,7 +85,7 @@ fn group_cast(parts: &[&GroupPart], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
     }
     let mut outputs = Vec::new();
     for (rank, part) in parts.iter().enumerate() {
-        let mut buffer = vec![None; part.recv_rows() as usize];
+        let mut buffer = vec![None; own_rows[rank] + part.recv_rows() as usize];
         for split in &part.remote {
             let message: Vec<usize> = wires[split.rank as usize * parts.len() + rank]
                 .pop_front()
@@ -94,7 +95,7 @@ fn group_cast(parts: &[&GroupPart], inputs: &[Vec<usize>]) -> Vec<Vec<usize>> {
                 assert_eq!(buffer[place].replace(row), None, "two splits fill row {place}");
             }
         }
-        let filled: Option<Vec<usize>> = buffer.into_iter().collect();
+        let filled: Option<Vec<usize>> = buffer.into_iter().skip(own_rows[rank]).collect();
         outputs.push(filled.expect("the buffer is packed"));
     }
     assert!(wires.iter().all(VecDeque::is_empty), "something was sent that nobody takes");
@@ -112,7 +113,9 @@ fn check_exchange(mask: &Mask, plan: &Plan) {
         for stage in 0..stages {
             let parts: Vec<&GroupPart> =
                 plan.ranks.iter().map(|rank| &directions(rank)[direction][stage].part).collect();
-            for (rank, buffer) in group_cast(&parts, &inputs).into_iter().enumerate() {
+            let own_rows: Vec<usize> =
+                plan.ranks.iter().map(|rank| directions(rank)[direction][stage].own_rows).collect();
+            for (rank, buffer) in group_cast(&parts, &own_rows, &inputs).into_iter().enumerate() {
                 let stage_plan = &directions(&plan.ranks[rank])[direction][stage];
                 assert_eq!(buffer, rows(&stage_plan.recv_ranges));
                 if stage == 0 {
@@ -164,12 +167,13 @@ fn check_hosting(mask: &Mask, plan: &Plan) {
     };
     let inputs: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.q_ranges)).collect();
     let parts: Vec<&GroupPart> = works.iter().map(|work| &work.part).collect();
-    let buffers = group_cast(&parts, &inputs);
+    let none = vec![0; plan.cp_size()];
+    let buffers = group_cast(&parts, &none, &inputs);
     let away = |rank: usize| rows(&works[rank].away()).into_iter().map(|local| inputs[rank][local]).collect();
     let away: Vec<Vec<usize>> = (0..plan.cp_size()).map(away).collect();
     assert!(away.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
     let home: Vec<GroupPart> = works.iter().map(|work| work.home_part()).collect();
-    assert_eq!(group_cast(&home.iter().collect::<Vec<_>>(), &away), buffers);
+    assert_eq!(group_cast(&home.iter().collect::<Vec<_>>(), &none, &away), buffers);
     for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
         assert_eq!(*buffer, rows(&work.q_ranges));
         assert_eq!(work.away_rows(), away[rank.rank].len());
@@ -335,6 +339,37 @@ fn neighbours_are_fused() {
     }
 }
 
+#[test]
+fn all_work_at_once_where_ranks_own_whole_blocks() {
+    let config = |chunk_size| PlanConfig {
+        chunk_size: Some(chunk_size),
+        stages: StageCount::Fixed(0),
+        ..PlanConfig::new(4)
+    };
+    for mask in [Mask::full(2048).unwrap(), Mask::causal(2048).unwrap()] {
+        let plan = Plan::new(&mask, &spec(), &config(128)).unwrap();
+        check_pairs(&mask, &plan);
+        check_exchange(&mask, &plan);
+        for stages in plan.ranks.iter().flat_map(|rank| [&rank.forward, &rank.backward]) {
+            assert_eq!(stages.len(), 2);
+            assert_eq!((stages[0].area, stages[1].own_rows), (0, 512));
+        }
+        // 8 rows less, and ranks own blocks that are cut.
+        let plan = Plan::new(&Mask::full(2040).unwrap(), &spec(), &config(128)).unwrap();
+        assert!(plan.ranks.iter().all(|rank| rank.forward.len() == 2 && rank.forward[1].own_rows == 0));
+    }
+    // A GPU gives up overlap where it costs more than it hides, and only there.
+    let rows = |cost| {
+        let config = PlanConfig { cost, stages: StageCount::Auto, ..config(128) };
+        let spec = AttentionSpec { heads_q: 64, heads_kv: 8, head_dim: 128, head_dim_v: 128, ..spec() };
+        Plan::new(&Mask::causal(2048).unwrap(), &spec, &config).unwrap().ranks[0].forward[1].own_rows
+    };
+    assert_eq!(rows(CostModel::H200), 512);
+    assert_eq!(rows(CostModel { tiles: None, ..CostModel::H200 }), 0);
+    let link = Link { alpha_seconds: 1e-5, bytes_per_second: 1e9 };
+    assert_eq!(rows(CostModel { link, forward_flops_per_second: 1e12, ..CostModel::H200 }), 0);
+}
+
 /// Longer sequences, so that lists of remote rows have many key blocks to cut between.
 fn long_case() -> impl Strategy<Value = (Mask, PlanConfig)> {
     (masks(1500), configs())
@@ -352,7 +387,7 @@ proptest! {
         check_hosting(&mask, &plan);
         if let StageCount::Fixed(stages) = config.stages {
             let remote = plan.ranks.iter().any(|rank| rank.recv_rows() > 0);
-            prop_assert_eq!(plan.rank(0).forward.len(), if remote { stages + 1 } else { 1 });
+            prop_assert_eq!(plan.rank(0).forward.len(), if remote { stages.max(1) + 1 } else { 1 });
         }
     }
 }

@@ -405,7 +405,7 @@ fn bad_configurations_are_refused() {
         config.topology.ranks_per_node = ranks_per_node;
         assert_eq!(config.validate(), Err(PlanError::RanksPerNode { ranks_per_node, world_size: 4 }));
     }
-    for stages in [0, MAX_STAGES + 1] {
+    for stages in [MAX_STAGES + 1, usize::MAX] {
         let config = PlanConfig { stages: StageCount::Fixed(stages), ..PlanConfig::new(4) };
         assert_eq!(config.validate(), Err(PlanError::Stages { stages, max: MAX_STAGES }));
     }

@@ -29,7 +29,7 @@ fn direction() -> impl Strategy<Value = TileDirection> {
 }
 
 fn order() -> impl Strategy<Value = TileOrder> {
-    prop_oneof![Just(TileOrder::Work), Just(TileOrder::Position)]
+    prop_oneof![Just(TileOrder::Work), Just(TileOrder::Chains)]
 }
 
 fn schedule(mask: &Mask, config: &TileScheduleConfig) -> TileSchedule {
@@ -176,11 +176,59 @@ fn check_rows(schedule: &TileSchedule, rows: usize) {
 }
 
 fn check_order(schedule: &TileSchedule) {
-    let key = |tile: &Tile| match schedule.config().order {
-        TileOrder::Work => (u32::MAX - tile.blocks, tile.number),
-        TileOrder::Position => (0, tile.number),
-    };
-    assert!(schedule.tiles().is_sorted_by_key(key));
+    let tiles = schedule.tiles();
+    match schedule.config().order {
+        TileOrder::Work => {
+            assert!(tiles.is_sorted_by_key(|tile| (u32::MAX - tile.blocks, tile.number)));
+        }
+        TileOrder::Chains => {
+            let chains = chains(schedule);
+            let weight = |tile: &Tile| {
+                let waiting = tiles.iter().filter(|other| {
+                    other.number >= tile.number && chains[&other.number] == chains[&tile.number]
+                });
+                waiting.map(|other| other.blocks).max().unwrap()
+            };
+            assert!(tiles.is_sorted_by_key(|tile| (u32::MAX - weight(tile), tile.number)));
+        }
+    }
+}
+
+/// By number, the least number of the tiles that it is joined with by rows that both walk.
+fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
+    let tiles = schedule.tiles();
+    let mut chains: BTreeMap<u32, u32> = tiles.iter().map(|tile| (tile.number, tile.number)).collect();
+    loop {
+        let before = chains.clone();
+        for (a, b) in tiles.iter().flat_map(|a| tiles.iter().map(move |b| (a, b))) {
+            if walk_a_row_in_common(schedule, a, b) {
+                let least = chains[&a.number].min(chains[&b.number]);
+                chains.insert(a.number, least);
+                chains.insert(b.number, least);
+            }
+        }
+        if chains == before {
+            return chains;
+        }
+    }
+}
+
+/// The walked rows that a tile has unmasked pairs in, of each run as far as its bounds say.
+fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<std::ops::Range<i32>> {
+    let forward = schedule.config().direction == TileDirection::Forward;
+    let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
+        [] => std::iter::once(run.start..run.end).collect(),
+        bounds => bounds
+            .iter()
+            .map(|bound| if forward { bound.k_start..bound.k_end } else { bound.q_start..bound.q_end })
+            .collect::<Vec<_>>(),
+    });
+    rows.collect()
+}
+
+fn walk_a_row_in_common(schedule: &TileSchedule, a: &Tile, b: &Tile) -> bool {
+    let (a, b) = (walked_rows(schedule, a), walked_rows(schedule, b));
+    a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
 }
 
 /// All that must hold for any schedule of `mask`.
@@ -256,7 +304,7 @@ proptest! {
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,
             blocks: TilePlacement::Aligned,
-            order: TileOrder::Position,
+            order: TileOrder::Chains,
             ..TileScheduleConfig::new(direction, tile_rows, block)
         };
         let blocks_of = |schedule: &TileSchedule, keys_before: usize| {
@@ -301,15 +349,18 @@ proptest! {
     fn key_tiles_take_turns(mask in masks(260), tile_rows in 1..70_usize, block in 1..50_usize, split in proptest::option::of(1..300_usize)) {
         let config = TileScheduleConfig {
             blocks: TilePlacement::Aligned,
-            order: TileOrder::Position,
+            order: TileOrder::Chains,
             split: split.map(|workers| TileSplit { workers, heads: 1 }),
             ..TileScheduleConfig::new(TileDirection::Backward, tile_rows, block)
         };
         let schedule = schedule(&mask, &config);
         let turns = schedule.dq_turns().unwrap();
         let numbers = schedule.tiles().iter().map(|tile| tile.number).max().map_or(0, |last| last + 1);
-        let mut adders = vec![0; mask.seqlen_q().div_ceil(block)];
-        prop_assert_eq!(turns.begins().len(), adders.len() + 1);
+        let chains = chains(&schedule);
+        let count = mask.seqlen_q().div_ceil(block);
+        let mut adders: BTreeMap<(usize, u32), u32> = BTreeMap::new();
+        let mut counters: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
+        prop_assert_eq!(turns.begins().len(), count + 1);
         for number in 0..numbers {
             let parts = schedule.tiles().iter().filter(|tile| tile.number == number);
             let mut touched: Vec<usize> = parts
@@ -318,21 +369,26 @@ proptest! {
                 .collect();
             touched.sort_unstable();
             touched.dedup();
-            for index in 0..adders.len() {
+            for index in 0..count {
+                let found = turns.turn(index, number);
                 if touched.contains(&index) {
-                    prop_assert_eq!(turns.turn(index, number), Some(adders[index]));
-                    adders[index] += 1;
+                    let place = (index, chains[&number]);
+                    let turn = adders.entry(place).or_default();
+                    let (counter, found) = found.unwrap();
+                    prop_assert_eq!(found, *turn);
+                    *turn += 1;
+                    // A counter is one chain's, at one block.
+                    prop_assert!(counter < turns.counters());
+                    prop_assert_eq!(*counters.entry(counter).or_insert(place), place);
                 } else {
-                    prop_assert_eq!(turns.turn(index, number), None);
+                    prop_assert_eq!(found, None);
                 }
             }
         }
-        for (index, adders) in adders.into_iter().enumerate() {
-            prop_assert_eq!(turns.adders(index), adders);
-        }
+        prop_assert_eq!(counters.len(), adders.len());
         let spans_touch = |turns: &DqTurns, index: usize| {
             let spans = &turns.spans()[turns.begins()[index] as usize..turns.begins()[index + 1] as usize];
-            spans.windows(2).any(|pair| pair[0].end >= pair[1].first)
+            spans.windows(2).any(|pair| pair[0].end > pair[1].first || (pair[0].end == pair[1].first && pair[0].counter == pair[1].counter))
         };
         prop_assert!(!(0..turns.begins().len() - 1).any(|index| spans_touch(&turns, index)));
     }
@@ -423,13 +479,15 @@ fn turns_are_as_many_as_the_mask_has_edges() {
         let config = TileScheduleConfig {
             tiles: TilePlacement::Aligned,
             blocks: TilePlacement::Aligned,
-            order: TileOrder::Position,
+            order: TileOrder::Chains,
             ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
         };
         let turns = schedule(&mask, &config).dq_turns().unwrap();
         assert_eq!(turns.spans().len(), (1 << 20) / 64);
         // The last rows see every key.
-        assert_eq!(turns.adders((1 << 20) / 64 - 1), (1 << 20) / 128);
+        let last = ((1 << 20) / 64 - 1) as u32;
+        assert_eq!(turns.turn(last as usize, (1 << 13) - 1), Some((last, (1 << 13) - 1)));
+        assert_eq!(turns.counters(), last + 1);
     }
     // Blocks of a forward, or blocks that do not meet each other, have no order.
     let config = TileScheduleConfig::new(TileDirection::Backward, 128, 64);
@@ -437,6 +495,27 @@ fn turns_are_as_many_as_the_mask_has_edges() {
     let forward =
         TileScheduleConfig { direction: TileDirection::Forward, blocks: TilePlacement::Aligned, ..config };
     assert_eq!(schedule(&Mask::causal(1024).unwrap(), &forward).dq_turns(), None);
+}
+
+#[test]
+fn documents_take_turns_of_their_own() {
+    let documents = Documents::from_lengths([100, 1000, 2000]).unwrap();
+    let config = TileScheduleConfig {
+        blocks: TilePlacement::Aligned,
+        order: TileOrder::Chains,
+        ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
+    };
+    let schedule = schedule(&Mask::full(documents).unwrap(), &config);
+    // The longest first, its tiles in the order of their rows.
+    let starts: Vec<i32> = schedule.tiles().iter().map(|tile| tile.start).collect();
+    assert!(starts.iter().position(|&start| start == 0).unwrap() == starts.len() - 1, "{starts:?}");
+    assert!(starts[..16].is_sorted() && starts[0] >= 1100 && starts[16..24].is_sorted(), "{starts:?}");
+    // Rows 64 to 128 are of two documents, and nobody waits for the other's tiles.
+    let turns = schedule.dq_turns().unwrap();
+    let (first, second) = (turns.turn(1, 0).unwrap(), turns.turn(1, 1).unwrap());
+    assert_eq!((first.1, second.1), (0, 0));
+    assert_ne!(first.0, second.0);
+    assert_eq!(turns.turn(1, 2), Some((second.0, 1)));
 }
 
 #[test]

@@ -160,7 +160,8 @@ pub enum PolicyError {
     BesideSequential(String),
     /// `auto`, where no measurement is at hand.
     #[error(
-        "overlap policy `auto` picks by measurement, and this machine has no record of one; name a policy"
+        "overlap policy `auto` picks by measurement, and this machine has no record of one; measure it with \
+         `counterpoint doctor --calibrate`, or name a policy"
     )]
     NoRecord,
 }

@@ -395,6 +395,15 @@ pub enum Op {
         /// The destination's rows, as many as `src` has: ascending, disjoint.
         rows: Arc<[Range]>,
     },
+    /// Copies the first `rows` rows of `src` to the first rows of `dst`, whose other rows stay as they are.
+    CopyRows {
+        /// Source, of at least so many rows.
+        src: BufferId,
+        /// Destination, likewise, of the same row shape and element type.
+        dst: BufferId,
+        /// Number of rows.
+        rows: usize,
+    },
     /// Marks a point of this stream.
     Record(EventId),
     /// Goes on once the event has been recorded.

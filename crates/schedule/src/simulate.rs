@@ -1,11 +1,15 @@
 //! Predicts the timeline of Programs from a cost model, without running them.
 
+mod clockwork;
+mod rank;
+
 use counterpoint_mask::Band;
-use counterpoint_plan::{CostModel, GroupPart, Topology};
+use counterpoint_plan::{AttentionWork, CostModel, GroupPart, Topology};
 use thiserror::Error;
 
 use crate::{
-    BufferId, GemmLayout, GroupCast, GroupReduce, Op, Program, ProgramOp, RowBlock, Span, SpanKind, Timeline,
+    Accumulate, AttentionState, BufferId, ForwardBegin, ForwardEnd, GemmLayout, Op, Program, ProgramOp,
+    RowBlock, Span, Timeline,
 };
 
 /// Why a timeline cannot be predicted.
@@ -38,12 +42,22 @@ pub enum SimulateError {
     },
 }
 
-/// Runs all ranks' Programs against the cost model.
+/// Runs ranks' Programs against the cost model.
 ///
-/// Computation takes `launch + flops / rate` (passes over memory: `launch + bytes / rate`); a collective begins on a rank
-/// when all ranks that it exchanges rows with have reached it, and takes that rank's link `alpha + bytes / beta`, with the
+/// Computation takes `launch + work / rate` (attention what [`CostModel::forward_seconds`] says, passes over memory
+/// `launch + bytes / rate`); a collective begins on a rank when all ranks that it exchanges rows with have started it, and
+/// takes that rank's link `alpha + bytes / beta`, with the
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
-/// way; the slower of the two counts. Streams of one rank do not slow each other down.
+/// way; the slower of the two counts.
+///
+/// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
+/// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
+/// computation that runs beside it has fewer; collectives that run at once follow each other on their link; and with a
+/// single hardware queue an operation starts only after those queued before it. Without it, streams do not slow each other
+/// down.
+///
+/// `programs` may be those of a few ranks of the world: a rank that is not given keeps nobody waiting. Where many ranks do
+/// the same, one of them stands for all. Ranks of the timeline are indices into `programs`.
 ///
 /// # Errors
 /// Programs that would hang, or whose collectives do not match.
@@ -52,30 +66,8 @@ pub fn simulate(
     topology: &Topology,
     cost: &CostModel,
 ) -> Result<Timeline, SimulateError> {
-    let mut ranks: Vec<RankState<'_>> = programs.iter().map(RankState::new).collect();
     check_collectives(programs)?;
-    let collectives = ranks.first().map_or(0, |rank| rank.collectives);
-    let mut reached =
-        vec![Meeting { reached: vec![0.0; programs.len()], missing: programs.len() }; collectives];
-    let mut spans = Vec::new();
-    loop {
-        let mut advanced = false;
-        for rank in 0..programs.len() {
-            for stream in 0..ranks[rank].queues.len() {
-                while ranks[rank].step(rank, stream, topology, cost, &mut reached, &mut spans) {
-                    advanced = true;
-                }
-            }
-        }
-        if !advanced {
-            break;
-        }
-    }
-    for (rank, state) in ranks.iter().enumerate() {
-        if let Some(op) = state.first_unfinished() {
-            return Err(SimulateError::Stuck { rank, op, label: programs[rank].ops[op].label.clone() });
-        }
-    }
+    let mut spans = clockwork::run(programs, topology, cost)?;
     spans.sort_by(|a: &Span, b: &Span| {
         (a.rank, a.stream).cmp(&(b.rank, b.stream)).then(a.start.total_cmp(&b.start))
     });
@@ -86,31 +78,6 @@ pub fn simulate(
         streams: first.map(|p| p.streams.iter().map(|s| s.name.clone()).collect()).unwrap_or_default(),
         spans,
     })
-}
-
-/// When each rank reached a collective.
-#[derive(Clone)]
-struct Meeting {
-    /// Of every rank, once `missing` is 0.
-    reached: Vec<f64>,
-    /// Ranks that have not reached it yet.
-    missing: usize,
-}
-
-impl Meeting {
-    /// When the collective begins on a rank: once it and everyone it exchanges rows with have reached it. Known when all
-    /// ranks have: what a rank does before a collective never depends on a later one, so nobody is held up by asking late.
-    fn begins(&self, rank: usize, part: &GroupPart) -> Option<f64> {
-        if self.missing > 0 {
-            return None;
-        }
-        let mut peers = vec![false; self.reached.len()];
-        peers[rank] = true;
-        part.owned.iter().flat_map(|split| &split.ranks).for_each(|&peer| peers[peer as usize] = true);
-        part.remote.iter().for_each(|split| peers[split.rank as usize] = true);
-        let times = self.reached.iter().zip(peers).filter(|&(_, peer)| peer).map(|(&at, _)| at);
-        Some(times.fold(0.0, f64::max))
-    }
 }
 
 fn check_collectives(programs: &[Program]) -> Result<(), SimulateError> {
@@ -145,128 +112,6 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
     }
 }
 
-/// How far one rank's simulated run has got.
-struct RankState<'a> {
-    program: &'a Program,
-    /// For every stream its operations, and the number of the collective where it is one.
-    queues: Vec<Vec<(usize, Option<usize>)>>,
-    collectives: usize,
-    next: Vec<usize>,
-    /// Whether the head of each stream is a collective that the rank has reached and not begun.
-    waiting: Vec<bool>,
-    clock: Vec<f64>,
-    events: Vec<Option<f64>>,
-    arrivals: Vec<Vec<f64>>,
-    signals: Vec<Vec<(u64, f64)>>,
-}
-
-impl<'a> RankState<'a> {
-    fn new(program: &'a Program) -> Self {
-        let mut queues = vec![Vec::new(); program.streams.len()];
-        let mut collectives = 0;
-        for (index, op) in program.ops.iter().enumerate() {
-            let number = collective_part(&op.op).map(|_| {
-                collectives += 1;
-                collectives - 1
-            });
-            queues[op.stream.0].push((index, number));
-        }
-        Self {
-            program,
-            collectives,
-            next: vec![0; queues.len()],
-            waiting: vec![false; queues.len()],
-            clock: vec![0.0; queues.len()],
-            queues,
-            events: vec![None; program.num_events],
-            arrivals: vec![Vec::new(); program.num_barriers],
-            signals: vec![Vec::new(); program.num_signals],
-        }
-    }
-
-    fn first_unfinished(&self) -> Option<usize> {
-        let heads = self.queues.iter().zip(&self.next).filter_map(|(queue, &next)| queue.get(next));
-        heads.map(|&(op, _)| op).min()
-    }
-
-    /// Runs the operation at the head of `stream` if everything it waits for is known; whether it did.
-    fn step(
-        &mut self,
-        rank: usize,
-        stream: usize,
-        topology: &Topology,
-        cost: &CostModel,
-        meetings: &mut [Meeting],
-        spans: &mut Vec<Span>,
-    ) -> bool {
-        let Some(&(index, collective)) = self.queues[stream].get(self.next[stream]) else { return false };
-        let program = self.program;
-        let op = &program.ops[index];
-        let now = self.clock[stream];
-        let mut span = |kind, start: f64, end: f64| {
-            if end > start {
-                spans.push(Span { rank, stream, label: op.label.clone(), kind, stage: op.stage, start, end });
-            }
-        };
-        let until = match &op.op {
-            Op::Record(event) => {
-                self.events[event.0] = Some(now);
-                now
-            }
-            Op::Signal { signal, value } => {
-                self.signals[signal.0].push((*value, now));
-                now
-            }
-            Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. } => {
-                let Some(at) = self.released(&op.op) else { return false };
-                span(SpanKind::Wait, now, at.max(now));
-                at.max(now)
-            }
-            Op::GroupCast(GroupCast { part, .. }) | Op::GroupReduce(GroupReduce { part, .. }) => {
-                let meeting = &mut meetings[collective.unwrap_or_default()];
-                if !self.waiting[stream] {
-                    self.waiting[stream] = true;
-                    meeting.reached[rank] = now;
-                    meeting.missing -= 1;
-                    if let Some(barrier) = arrives_at(&op.op) {
-                        self.arrivals[barrier].push(now);
-                    }
-                }
-                let Some(begin) = meeting.begins(rank, part) else { return false };
-                self.waiting[stream] = false;
-                let end = begin + collective_seconds(program, op, topology, cost);
-                span(SpanKind::Communication, now, end);
-                end
-            }
-            _ => {
-                let end = now + compute_seconds(program, op, cost);
-                span(SpanKind::Compute, now, end);
-                end
-            }
-        };
-        self.clock[stream] = until;
-        self.next[stream] += 1;
-        true
-    }
-
-    /// When a wait ends, once that is known.
-    fn released(&self, op: &Op) -> Option<f64> {
-        match op {
-            Op::Wait(event) => self.events[event.0],
-            Op::Await { barrier, arrivals } => {
-                let mut times = self.arrivals[barrier.0].clone();
-                times.sort_by(f64::total_cmp);
-                (*arrivals as usize).checked_sub(1).map_or(Some(0.0), |last| times.get(last).copied())
-            }
-            Op::WaitSignal { signal, value } => {
-                let enough = self.signals[signal.0].iter().filter(|(raised, _)| raised >= value);
-                enough.map(|&(_, at)| at).min_by(f64::total_cmp)
-            }
-            _ => None,
-        }
-    }
-}
-
 fn arrives_at(op: &Op) -> Option<usize> {
     match op {
         Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
@@ -275,11 +120,19 @@ fn arrives_at(op: &Op) -> Option<usize> {
     }
 }
 
-fn collective_seconds(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> f64 {
+/// What a collective moves through each of a rank's ports: its node's links, and the network.
+struct Transfer {
+    /// Seconds until bytes move.
+    alpha: [f64; 2],
+    /// Seconds in which they do.
+    moving: [f64; 2],
+}
+
+fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
     let (part, tensors, wire) = match &op.op {
         Op::GroupCast(op) => (&op.part, &op.tensors, op.wire_dtype),
         Op::GroupReduce(op) => (&op.part, &op.tensors, op.wire_dtype),
-        _ => return 0.0,
+        _ => return Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
     };
     let elements: usize = tensors.iter().map(|(input, _)| program.buffers[input.0].row_elements()).sum();
     let row_bytes = (elements * wire.size()) as u64;
@@ -301,20 +154,40 @@ fn collective_seconds(program: &Program, op: &ProgramOp, topology: &Topology, co
     for split in &part.remote {
         count(1, split.rank, split.rows.len());
     }
-    let seconds =
-        |link: &counterpoint_plan::Link, rows: [u64; 2]| link.seconds(rows[0].max(rows[1]) * row_bytes);
-    seconds(&cost.link, near).max(seconds(&cost.network, far))
+    let (mut alpha, mut moving) = ([0.0; 2], [0.0; 2]);
+    for (port, (link, rows)) in [(&cost.link, near), (&cost.network, far)].into_iter().enumerate() {
+        let bytes = rows[0].max(rows[1]) * row_bytes;
+        if bytes > 0 {
+            alpha[port] = link.alpha_seconds;
+            moving[port] = bytes as f64 / link.bytes_per_second;
+        }
+    }
+    Transfer { alpha, moving }
 }
 
 fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
-    let flops = |bands: &[Band], q: BufferId, v: BufferId| {
-        let area: u64 = bands.iter().map(Band::area).sum();
-        2.0 * area as f64 * shape(q)[1] as f64 * (shape(q)[2] + shape(v)[2]) as f64
-    };
+    let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
-        Op::AttentionForward(a) => flops(&a.bands, a.q, a.v) / cost.forward_flops_per_second,
-        Op::AttentionBackward(a) => 2.5 * flops(&a.bands, a.q, a.v) / cost.backward_flops_per_second,
+        Op::AttentionForward(a) => {
+            let state = |state: &AttentionState| state.buffers().into_iter().map(bytes).sum::<u64>();
+            let begun = if let ForwardBegin::Continue(begin) = &a.begin { state(begin) } else { 0 };
+            let left = if let ForwardEnd::State(end) = &a.end { state(end) } else { 0 };
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            return cost.forward_seconds(&AttentionWork {
+                staged: begun + left > 0,
+                // A tile waits for its state before it can end, so it is read at half the rate.
+                passed_bytes: 2 * begun + left,
+                ..work
+            });
+        }
+        Op::AttentionBackward(a) => {
+            let dq = bytes(a.dq);
+            let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
+            let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
+        }
         Op::Gemm(gemm) => {
             let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
             let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
@@ -322,7 +195,12 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
                 GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
                 GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
             };
-            2.0 * m as f64 * k as f64 * shape(gemm.out)[1] as f64 / cost.matmul_flops_per_second
+            cost.matmul_seconds([m, shape(gemm.out)[1], k])
+        }
+        Op::CopyRows { src, rows, .. } => {
+            let src = &program.buffers[src.0];
+            // Read and written.
+            2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
         }
         Op::AttentionFinish(op) => {
             placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
@@ -330,8 +208,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
         Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
-            let bytes: u64 = touched.map(|id| program.buffers[id.0].bytes()).sum();
-            bytes as f64 / cost.memory_bytes_per_second
+            touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
         }
     };
     cost.launch_seconds + work
@@ -342,4 +219,20 @@ fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
     let (src, dst) = (&program.buffers[src.0], &program.buffers[dst.0]);
     let elements = src.rows() * src.row_elements();
     (elements * (src.dtype.size() + dst.dtype.size())) as f64
+}
+
+/// A whole attention on `[q, k, v]`.
+fn attention_work<'a>(program: &Program, bands: &'a [Band], [q, k, v]: [BufferId; 3]) -> AttentionWork<'a> {
+    let [q, k, v] = [q, k, v].map(|id| &program.buffers[id.0]);
+    AttentionWork {
+        bands,
+        q_rows: q.rows(),
+        k_rows: k.rows(),
+        heads_q: q.shape[1],
+        heads_kv: k.shape[1],
+        head_dim: q.shape[2],
+        head_dim_v: v.shape[2],
+        staged: false,
+        passed_bytes: 0,
+    }
 }

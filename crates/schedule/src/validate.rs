@@ -145,7 +145,7 @@ impl Op {
                 }
                 out
             }
-            Op::Cast { src, .. } => vec![*src],
+            Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
             Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
@@ -176,7 +176,10 @@ impl Op {
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::PlaceRows { dst, .. } => vec![*dst],
+            Op::Cast { dst, .. }
+            | Op::Concat { dst, .. }
+            | Op::CopyRows { dst, .. }
+            | Op::PlaceRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }

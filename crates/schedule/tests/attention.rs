@@ -30,6 +30,8 @@ fn cost() -> CostModel {
         launch_seconds: 1e-6,
         link,
         network: link,
+        sharing: None,
+        tiles: None,
     }
 }
 
@@ -136,7 +138,7 @@ proptest! {
     #[test]
     fn hosted_work_is_valid_too(
         lengths in prop::collection::vec(100usize..300, 4..8),
-        cp_size in 2usize..6, chunk_size in 16usize..100, stages in 1usize..5, sink in 0usize..2,
+        cp_size in 2usize..6, chunk_size in 16usize..100, stages in 0usize..5, sink in 0usize..2,
     ) {
         let mask = last_global(&mask(&lengths), 4);
         // Neighbours stay together, so that the block's owner fetches most of what it sees for the block alone.
@@ -145,6 +147,25 @@ proptest! {
         let plan = Plan::new(&mask, &spec(DType::Bf16, sink), &config).unwrap();
         prop_assert!(plan.ranks.iter().all(|rank| rank.hosted.is_some()));
         check(&plan, &spec(DType::Bf16, sink))?;
+    }
+
+    /// Likewise where hosts do all there is to do.
+    #[test]
+    fn hosts_alone_are_valid_too(
+        keys in 500usize..900, cp_size in 2usize..6, chunk_size in 16usize..100, sink in 0usize..2,
+    ) {
+        let query_exchange = QueryExchange::FewestBytes;
+        let mask = Mask::cross_full(cp_size, keys).unwrap();
+        let config = PlanConfig { query_exchange, ..config(cp_size, chunk_size, 1) };
+        let config = PlanConfig { chunk_size: None, ..config };
+        let spec = spec(DType::Bf16, sink);
+        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let [forward, backward, _] = programs(&plan, &spec, "concurrent");
+        for program in forward.iter().chain(&backward) {
+            prop_assert_eq!(program.validate(), Ok(()), "{}", program.name);
+            let local = |op: &&ProgramOp| op.stage.is_some() && !matches!(op.op, Op::Record(_) | Op::Wait(_));
+            prop_assert_eq!(program.ops.iter().filter(local).count(), 0, "{}", program.name);
+        }
     }
 
     /// Sequential order leaves everything exposed; the other policies never predict a longer run.

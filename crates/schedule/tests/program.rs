@@ -20,6 +20,8 @@ fn cost() -> CostModel {
         launch_seconds: 0.0,
         link,
         network: Link { bytes_per_second: link.bytes_per_second / 2.0, ..link },
+        sharing: None,
+        tiles: None,
     }
 }
 

@@ -5,9 +5,8 @@ use clap::{Args, ValueEnum};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::DType;
-use counterpoint_schedule::OverlapPolicy;
 
-use super::{PlanningArguments, value};
+use super::{OverlapChoice, PlanningArguments, value};
 
 /// Run distributed attention on real tensors, and check it
 #[derive(Debug, Args)]
@@ -134,7 +133,7 @@ pub(crate) struct RunArguments {
     /// How communication is brought to run under computation: sequential, or concurrent or kernel-barrier with any of
     /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
-    pub(crate) overlap: OverlapPolicy,
+    pub(crate) overlap: OverlapChoice,
 
     /// Limit of every wait of one rank for another
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds, allow_hyphen_values = true)]

@@ -1,8 +1,9 @@
+use std::path::PathBuf;
+
 use clap::Args;
 use counterpoint_cuda::TransportKind;
-use counterpoint_schedule::OverlapPolicy;
 
-use super::{BenchMask, Device, PlanningArguments, value};
+use super::{BenchMask, Device, Exchange, OverlapChoice, PlanningArguments, value};
 
 /// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
 #[derive(Debug, Args)]
@@ -20,6 +21,7 @@ Examples:
   counterpoint bench cp
   counterpoint bench cp --device cuda
   counterpoint bench cp --device cuda --cp-size 2 --tokens 8k,32k --masks full,causal --peers
+  counterpoint bench cp --device cuda --tokens 8k --trace trace.json
   counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl")]
 pub(crate) struct BenchCpArguments {
     /// What to measure
@@ -29,6 +31,14 @@ pub(crate) struct BenchCpArguments {
     /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
     #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
     pub(crate) cp_size: Option<usize>,
+
+    /// Nodes that the ranks are spread over, evenly
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) nodes: usize,
+
+    /// How rows cross between several nodes
+    #[arg(long, value_enum, default_value_t = Exchange::TwoLevel)]
+    pub(crate) exchange: Exchange,
 
     /// Masks
     #[arg(
@@ -62,7 +72,7 @@ pub(crate) struct BenchCpArguments {
 
     /// How communication is brought to run under computation
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
-    pub(crate) overlap: OverlapPolicy,
+    pub(crate) overlap: OverlapChoice,
 
     /// How rows travel between GPUs
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]
@@ -75,6 +85,10 @@ pub(crate) struct BenchCpArguments {
     /// Time PyTorch's context parallelisms too: ulysses, all_gather, ring [given without names: all]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "ulysses,all_gather,ring")]
     pub(crate) peers: Option<String>,
+
+    /// Write a trace of the last run of every row to open in Perfetto, what was predicted below what was measured
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
 
     /// Print one JSON object a row and nothing else
     #[arg(long)]

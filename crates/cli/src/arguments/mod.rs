@@ -32,7 +32,7 @@ pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use selftest::SelftestArguments;
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
+pub(crate) use value::{DISPATCHES, OverlapChoice, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]

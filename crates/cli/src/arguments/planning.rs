@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use clap::Args;
 use counterpoint_plan::{DType, DispatchAlgorithm, QueryExchange, StageCount};
 
@@ -15,13 +17,18 @@ pub(crate) struct PlanningArguments {
     #[arg(long, value_name = "ALGORITHM", default_value = "affinity", value_parser = value::dispatch())]
     pub(crate) dispatch: DispatchAlgorithm,
 
-    /// How many stages the remote work is cut into, communication of one under computation of another
+    /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, when
+    /// everything has arrived
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
 
     /// Whether queries that see many keys of other ranks may travel to these keys instead
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = value::query_exchange())]
     pub(crate) query_exchange: QueryExchange,
+
+    /// What the machine does, as `doctor --calibrate` writes it; left out, what was measured here and kept, if anything
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
 }
 
 /// Shapes of tensors that do not come from a file.

@@ -82,8 +82,8 @@ pub(crate) fn cp_size(text: &str) -> Result<usize, String> {
 pub(crate) fn stages(text: &str) -> Result<StageCount, String> {
     match (text, text.parse::<usize>()) {
         ("auto", _) => Ok(StageCount::Auto),
-        (_, Ok(count @ 1..=MAX_STAGES)) => Ok(StageCount::Fixed(count)),
-        _ => Err(format!("`{text}` is not a number of stages; give auto or a number from 1 to {MAX_STAGES}")),
+        (_, Ok(count @ 0..=MAX_STAGES)) => Ok(StageCount::Fixed(count)),
+        _ => Err(format!("`{text}` is not a number of stages; give auto or a number from 0 to {MAX_STAGES}")),
     }
 }
 
@@ -169,8 +169,40 @@ pub(crate) fn slow_link(text: &str) -> Result<SlowLink, String> {
 }
 
 /// An overlap policy.
-pub(crate) fn overlap(text: &str) -> Result<OverlapPolicy, String> {
-    text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string())
+pub(crate) fn overlap(text: &str) -> Result<OverlapChoice, String> {
+    if text == "auto" {
+        return Ok(OverlapChoice::Auto);
+    }
+    let policy = text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string());
+    policy.map(OverlapChoice::Named)
+}
+
+/// What `--overlap` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OverlapChoice {
+    /// Whatever was fastest when this machine was measured.
+    Auto,
+    /// This.
+    Named(OverlapPolicy),
+}
+
+impl OverlapChoice {
+    /// The policy that is named. Who takes `auto` has it picked first; without that it is the default.
+    pub(crate) fn policy(self) -> OverlapPolicy {
+        match self {
+            Self::Auto => OverlapPolicy::default(),
+            Self::Named(policy) => policy,
+        }
+    }
+}
+
+impl std::fmt::Display for OverlapChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Named(policy) => policy.fmt(f),
+        }
+    }
 }
 
 /// The names of dispatch algorithms, as serde has them too.

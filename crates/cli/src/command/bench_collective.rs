@@ -1,15 +1,18 @@
 //! `counterpoint bench group-cast` and `bench group-reduce`.
 
 use std::fmt::Write;
+use std::sync::Arc;
 
 use counterpoint_cuda::collective_bench::{
     BenchCollective, CollectiveCase, CollectiveTimes, bench_collective,
 };
-use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
-use counterpoint_plan::DType;
+use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
+use counterpoint_exec::{Facet, Rendezvous};
+use counterpoint_plan::{DType, Topology};
 use counterpoint_report::Statistics;
 use serde::Serialize;
 
+use super::launched::{as_rank, ended, gather, launch, refuse_other_sizes};
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType, dtype_name};
 use crate::console;
 use crate::error::CliError;
@@ -41,46 +44,176 @@ struct Row {
 
 /// `counterpoint bench group-cast` and `bench group-reduce`.
 pub(crate) fn run(collective: BenchCollective, arguments: &BenchCollectiveArguments) -> Result<(), CliError> {
-    let failed = |source| CliError::Cuda { source };
-    let gpus = Device::count().map_err(failed)?;
-    let ranks = arguments.gpus.map_or(gpus, |gpus| gpus as usize);
-    if ranks < 2 {
-        let reason = "is one rank, which moves nothing; give -g 2 to let two share it, or use more GPUs";
-        return Err(CliError::Flag { flag: "--gpus", value: ranks.to_string(), reason: reason.to_owned() });
-    }
-    let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?.with_num_sms(arguments.num_sms);
-    console::note_development_build();
-    let mut transports = arguments.transports.clone();
-    transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
-    if !arguments.json {
-        console::print(&header(collective, &machine, ranks))?;
-    }
-    let mut wrong = Vec::new();
-    let mut size = arguments.min_bytes;
-    while size <= arguments.max_bytes {
-        let case = case(collective, arguments, ranks, size);
-        let mut nccl = None;
-        for &transport in &transports {
-            let progress = Progress::new();
-            progress.step(format!("{} bytes, {transport}", case.bytes()));
-            let machine = machine.clone().with_transport(transport).map_err(failed)?;
-            let times = bench_collective(&machine, &case).map_err(|source| CliError::Run { source })?;
-            drop(progress);
-            let Some(row) = row(&machine, arguments, &case, &times, nccl) else { continue };
-            if transport == TransportKind::Nccl {
-                nccl = Some(row.seconds.median);
-            }
-            if row.wrong > 0 {
-                wrong.push(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
-            }
-            if arguments.json { console::print_json(&row)? } else { console::print(&line(&row))? }
+    match launch()? {
+        None => Ranks::threads(arguments)?.measure_all(collective, arguments),
+        Some(launch) => {
+            let ranks = arguments.gpus.map_or(launch.world_size, |gpus| gpus as usize);
+            refuse_other_sizes(&launch, "--gpus", ranks)?;
+            as_rank(&launch, arguments.limit, |rendezvous| {
+                let given = Facet::new("the arguments", format!("{collective:?} {arguments:?}"));
+                rendezvous.agree("arguments", &[given]).map_err(ended)?;
+                let (rendezvous, local_rank) = (rendezvous.clone(), launch.local_rank);
+                Ranks::Process { rendezvous, local_rank }.measure_all(collective, arguments)
+            })
         }
-        size = size.saturating_mul(arguments.step_factor);
     }
-    if wrong.is_empty() {
-        return Ok(());
+}
+
+/// Where the ranks are.
+enum Ranks {
+    /// Threads of this process, on so many ranks.
+    Threads(CudaMachine, usize),
+    /// One of them is this process.
+    Process { rendezvous: Arc<Rendezvous>, local_rank: Option<usize> },
+}
+
+/// One transport's times of a case, and what they were taken on.
+struct Measured {
+    transport: TransportKind,
+    device: String,
+    times: CollectiveTimes,
+}
+
+impl Ranks {
+    fn threads(arguments: &BenchCollectiveArguments) -> Result<Self, CliError> {
+        let failed = |source| CliError::Cuda { source };
+        let gpus = Device::count().map_err(failed)?;
+        let ranks = arguments.gpus.map_or(gpus, |gpus| gpus as usize);
+        if ranks < 2 {
+            let reason = "is one rank, which moves nothing; give -g 2 to let two share it, or use more GPUs";
+            let (value, reason) = (ranks.to_string(), reason.to_owned());
+            return Err(CliError::Flag { flag: "--gpus", value, reason });
+        }
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
+        Ok(Self::Threads(machine.with_num_sms(arguments.num_sms), ranks))
     }
-    Err(CliError::CheckFailed { what: format!("rows in the wrong place: {}", wrong.join("; ")) })
+
+    fn count(&self) -> usize {
+        match self {
+            Self::Threads(_, ranks) => *ranks,
+            Self::Process { rendezvous, .. } => rendezvous.world_size(),
+        }
+    }
+
+    /// Whether this process prints what was measured.
+    fn prints(&self) -> bool {
+        match self {
+            Self::Threads(..) => true,
+            Self::Process { rendezvous, .. } => rendezvous.rank() == 0,
+        }
+    }
+
+    fn measure(
+        &self,
+        transport: TransportKind,
+        num_sms: u32,
+        case: &CollectiveCase,
+    ) -> Result<Measured, CliError> {
+        match self {
+            Self::Threads(machine, _) => {
+                let machine = machine.clone().with_transport(transport);
+                let machine = machine.map_err(|source| CliError::Cuda { source })?;
+                let (transport, device) =
+                    (machine.transport(), machine.devices()[0].properties().name.clone());
+                Ok(Measured { transport, device, times: bench_collective(&machine, case).map_err(ended)? })
+            }
+            Self::Process { rendezvous, local_rank } => {
+                let topology = Topology::flat(case.ranks);
+                let machine = CudaProcess::new(rendezvous, *local_rank, Timing::Off, transport, topology);
+                let machine = machine.map_err(ended)?.with_num_sms(num_sms);
+                let own = bench_collective(&machine, case).map_err(ended)?;
+                let all: Vec<(Vec<f64>, u64)> =
+                    gather(rendezvous, "times", &(own.seconds.clone(), own.wrong))?;
+                let others = all.into_iter().enumerate().filter(|(rank, _)| *rank != rendezvous.rank());
+                let others = others.map(|(_, (seconds, wrong))| CollectiveTimes { seconds, wrong });
+                let times = others.fold(own, |all, rank| all.join(&rank));
+                let (transport, device) = (machine.transport(), machine.device().properties().name.clone());
+                Ok(Measured { transport, device, times })
+            }
+        }
+    }
+
+    fn measure_all(
+        &self,
+        collective: BenchCollective,
+        arguments: &BenchCollectiveArguments,
+    ) -> Result<(), CliError> {
+        let ranks = self.count();
+        let mut transports = arguments.transports.clone();
+        transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
+        if self.prints() {
+            console::note_development_build();
+            if !arguments.json {
+                console::print(&self.header(collective)?)?;
+            }
+        }
+        let mut wrong = Vec::new();
+        let mut size = arguments.min_bytes;
+        while size <= arguments.max_bytes {
+            let case = case(collective, arguments, ranks, size);
+            let mut nccl = None;
+            for &transport in &transports {
+                let progress = Progress::new();
+                progress.step(format!("{} bytes, {transport}", case.bytes()));
+                let measured = self.measure(transport, arguments.num_sms, &case)?;
+                drop(progress);
+                let Some(row) = row(measured, arguments, &case, nccl) else { continue };
+                if transport == TransportKind::Nccl {
+                    nccl = Some(row.seconds.median);
+                }
+                if row.wrong > 0 {
+                    wrong.push(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
+                }
+                if self.prints() {
+                    if arguments.json { console::print_json(&row)? } else { console::print(&line(&row))? }
+                }
+            }
+            size = size.saturating_mul(arguments.step_factor);
+        }
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        Err(CliError::CheckFailed { what: format!("rows in the wrong place: {}", wrong.join("; ")) })
+    }
+
+    fn header(&self, collective: BenchCollective) -> Result<String, CliError> {
+        let name = match collective {
+            BenchCollective::GroupCast => "group-cast",
+            BenchCollective::GroupReduce => "group-reduce",
+        };
+        let place = match self {
+            Self::Threads(machine, _) => {
+                let device = &machine.devices()[0].properties().name;
+                format!("{} ({device})", console::count(machine.devices().len(), "GPU"))
+            }
+            Self::Process { local_rank, .. } => {
+                let device = Device::count().map(|gpus| local_rank.unwrap_or(0) % gpus);
+                let device = device.and_then(Device::properties_of);
+                format!("a process each ({})", device.map_err(|source| CliError::Cuda { source })?.name)
+            }
+        };
+        let ranks = console::count(self.count(), "rank");
+        let columns = format!(
+            "{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7}\n",
+            "size",
+            "count",
+            "type",
+            "redop",
+            "transport",
+            "time",
+            "min",
+            "max",
+            "algbw",
+            "busbw",
+            "#wrong",
+            "vs nccl"
+        );
+        let units = format!(
+            "{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
+            "(B)", "(elements)", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
+        );
+        Ok(format!("{name}, {ranks} on {place}\n{columns}{units}"))
+    }
 }
 
 fn case(
@@ -112,12 +245,12 @@ fn case(
 }
 
 fn row(
-    machine: &CudaMachine,
+    measured: Measured,
     arguments: &BenchCollectiveArguments,
     case: &CollectiveCase,
-    times: &CollectiveTimes,
     nccl: Option<f64>,
 ) -> Option<Row> {
+    let Measured { transport, device, times } = measured;
     let seconds = Statistics::of(&times.seconds)?;
     // Everything that a rank sends leaves its GPU, so that the links carry what the operation moves.
     let rate = case.bytes() as f64 / seconds.median / 1e9;
@@ -127,8 +260,8 @@ fn row(
     };
     Some(Row {
         name,
-        transport: machine.transport().to_string(),
-        device: machine.devices()[0].properties().name.clone(),
+        transport: transport.to_string(),
+        device,
         ranks: case.ranks,
         size: case.bytes(),
         count: case.elements(),
@@ -142,34 +275,6 @@ fn row(
         busbw: rate,
         wrong: times.wrong,
     })
-}
-
-fn header(collective: BenchCollective, machine: &CudaMachine, ranks: usize) -> String {
-    let name = match collective {
-        BenchCollective::GroupCast => "group-cast",
-        BenchCollective::GroupReduce => "group-reduce",
-    };
-    let gpus = console::count(machine.devices().len(), "GPU");
-    let device = &machine.devices()[0].properties().name;
-    format!(
-        "{name}, {} on {gpus} ({device})\n{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7}\n",
-        console::count(ranks, "rank"),
-        "size",
-        "count",
-        "type",
-        "redop",
-        "transport",
-        "time",
-        "min",
-        "max",
-        "algbw",
-        "busbw",
-        "#wrong",
-        "vs nccl"
-    ) + &format!(
-        "{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
-        "(B)", "(elements)", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
-    )
 }
 
 fn line(row: &Row) -> String {

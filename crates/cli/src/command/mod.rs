@@ -9,6 +9,7 @@ mod bench_mask;
 mod bench_plan;
 mod comparison;
 mod doctor;
+mod launched;
 mod mask;
 mod nodes;
 mod plan;
@@ -26,7 +27,7 @@ use crate::error::CliError;
 /// Runs a command.
 pub(crate) fn run(command: Command) -> Result<(), CliError> {
     match command {
-        Command::Attention(arguments) => attention::run(&arguments),
+        Command::Attention(arguments) => attention::run(*arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),

@@ -1,7 +1,7 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, PlanConfig, TwoLevelExchange, flat_crossing_rows};
+use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, TwoLevelExchange, flat_crossing_rows};
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
 };
@@ -16,7 +16,7 @@ use crate::error::CliError;
 use crate::input::flags_divide;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument};
+use crate::{console, mask_argument, profile};
 
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
@@ -25,18 +25,23 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let mask = mask_argument::load(&arguments.mask)?;
     let input = mask_argument::file(&arguments.mask);
     let outputs = Outputs::check(&[("--report", arguments.report.as_deref())], &[("--mask", input)])?;
+    let profile = match &arguments.planning.profile {
+        Some(path) => profile::read(path)?,
+        None => MachineProfile::h200(),
+    };
     let config = PlanConfig {
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
         stages: arguments.planning.stages,
         query_exchange: arguments.planning.query_exchange,
         topology,
-        cost: CostModel::H200,
+        cost: profile.cost,
     };
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
-    let told = Told { arguments, mask: &mask, spec, config, solution };
+    let machine = profile.machine;
+    let told = Told { arguments, mask: &mask, spec, machine, config, solution };
     if arguments.json && arguments.report.is_none() {
         return console::print_json(&told.solution.summary(&mask, &spec));
     }
@@ -76,6 +81,8 @@ struct Told<'a> {
     arguments: &'a PlanArguments,
     mask: &'a Mask,
     spec: AttentionSpec,
+    /// What it is planned for.
+    machine: String,
     config: PlanConfig,
     solution: Solution,
 }
@@ -152,7 +159,7 @@ impl Told<'_> {
                     dtype_name(spec.dtype)
                 ),
             ),
-            ("cost model", "H200".to_owned()),
+            ("cost model", self.machine.clone()),
         ];
         let predicted = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
         HtmlReport {

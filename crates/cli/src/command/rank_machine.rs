@@ -1,19 +1,33 @@
-use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
+use std::path::Path;
+use std::sync::Arc;
+
+use counterpoint_cuda::{CudaMachine, CudaProcess, Timing, TransportKind};
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, ExecError, RunConfig, calibrate, run_attention, run_attention_on,
+    AttentionInputs, AttentionRun, ExecError, Facet, Launch, Pass, RankProblem, Rendezvous, RunConfig,
+    calibrate, run_attention, run_attention_on, run_attention_ranks,
 };
-use counterpoint_plan::{AttentionSpec, CostModel, Plan};
+use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
 
 use crate::arguments::Device;
-use crate::device;
 use crate::error::CliError;
+use crate::{device, profile};
 
 /// What `--device` names.
 pub(crate) enum RankMachine {
     /// Ranks are threads, on the CPU of this name.
     Cpu(String),
-    /// Ranks are on GPUs.
+    /// Ranks are threads, on GPUs.
     Cuda(CudaMachine),
+    /// Ranks are processes, of which this is one, on GPUs.
+    Process(Box<RankProcess>),
+}
+
+/// This process's rank.
+pub(crate) struct RankProcess {
+    rendezvous: Arc<Rendezvous>,
+    machine: CudaProcess,
+    /// What rank 0 runs alone.
+    alone: CudaMachine,
 }
 
 impl RankMachine {
@@ -37,11 +51,35 @@ impl RankMachine {
         }
     }
 
+    /// This process's rank of several.
+    pub(crate) fn join(
+        rendezvous: &Arc<Rendezvous>,
+        launch: &Launch,
+        transport: TransportKind,
+        topology: Topology,
+    ) -> Result<Self, CliError> {
+        let timing = Timing::Spans;
+        let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
+        let machine = machine.map_err(|source| CliError::Run { source })?;
+        let alone = CudaMachine::new(vec![machine.device().clone()], timing);
+        let alone = alone.map_err(|source| CliError::Cuda { source })?;
+        Ok(Self::Process(Box::new(RankProcess { rendezvous: rendezvous.clone(), machine, alone })))
+    }
+
+    /// Whether this process has the results, and prints what comes of them.
+    pub(crate) fn prints(&self) -> bool {
+        match self {
+            Self::Cpu(_) | Self::Cuda(_) => true,
+            Self::Process(process) => process.rendezvous.rank() == 0,
+        }
+    }
+
     /// Number of GPUs; 0 on the CPU.
     pub(crate) fn gpus(&self) -> usize {
         match self {
             Self::Cpu(_) => 0,
             Self::Cuda(machine) => machine.devices().len(),
+            Self::Process(process) => process.rendezvous.world_size(),
         }
     }
 
@@ -50,27 +88,69 @@ impl RankMachine {
         match self {
             Self::Cpu(name) => name,
             Self::Cuda(machine) => &machine.devices()[0].properties().name,
+            Self::Process(process) => &process.machine.device().properties().name,
         }
     }
 
-    /// What work costs on so many ranks of it: measured on CPUs, estimated on GPUs.
-    pub(crate) fn cost(&self, spec: &AttentionSpec, cp_size: usize) -> CostModel {
+    /// What it was measured to do: as the file says that was named, or on GPUs the one that was kept. The CPU's rates depend on
+    /// shapes so much that a command rather measures its own.
+    pub(crate) fn profile(&self, named: Option<&Path>) -> Result<Option<MachineProfile>, CliError> {
         match self {
-            Self::Cpu(_) => calibrate(spec, cp_size),
-            Self::Cuda(machine) => machine.estimated_cost(cp_size),
+            Self::Cpu(name) => profile::named(named, name),
+            Self::Cuda(_) | Self::Process(_) => profile::of_machine(named, self.name()),
         }
     }
 
+    /// What work costs on so many ranks of it: as the profile says. Without one it is measured on CPUs, for these very shapes,
+    /// and estimated on GPUs.
+    pub(crate) fn cost(
+        &self,
+        spec: &AttentionSpec,
+        cp_size: usize,
+        profile: Option<&MachineProfile>,
+    ) -> CostModel {
+        let measured = profile.map(|profile| &profile.cost);
+        match self {
+            Self::Cpu(_) => measured.copied().unwrap_or_else(|| calibrate(spec, cp_size)),
+            Self::Cuda(machine) => machine.cost(measured, cp_size),
+            Self::Process(process) => process.machine.cost(measured),
+        }
+    }
+
+    /// Runs it; `None` in a process that has no results. A plan of one rank is run by the process that has them.
     pub(crate) fn run(
         &self,
         plan: &Plan,
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<AttentionRun, ExecError> {
+    ) -> Result<Option<AttentionRun>, ExecError> {
         match self {
-            Self::Cpu(_) => run_attention(plan, spec, inputs, config),
-            Self::Cuda(machine) => run_attention_on(machine, plan, spec, inputs, config),
+            Self::Cpu(_) => run_attention(plan, spec, inputs, config).map(Some),
+            Self::Cuda(machine) => run_attention_on(machine, plan, spec, inputs, config).map(Some),
+            Self::Process(process) => match (plan.cp_size(), self.prints()) {
+                (1, true) => run_attention_on(&process.alone, plan, spec, inputs, config).map(Some),
+                (1, false) => Ok(None),
+                _ => process.run(plan, spec, inputs, config),
+            },
         }
+    }
+}
+
+impl RankProcess {
+    fn run(
+        &self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<Option<AttentionRun>, ExecError> {
+        let fingerprint = Facet::new("the plan", plan.fingerprint());
+        self.rendezvous.agree("plan", &[fingerprint])?;
+        let pass = if inputs.dout.is_some() { Pass::ForwardBackward } else { Pass::Forward };
+        let problem = RankProblem { plan, spec, pass, host_bytes: 0 };
+        let own = inputs.of_rank(&plan.ranks[self.rendezvous.rank()])?;
+        let run = run_attention_ranks(&self.machine, &problem, config, vec![own]);
+        run.map_err(|error| self.rendezvous.fail(error))?.gather(&self.rendezvous, plan)
     }
 }

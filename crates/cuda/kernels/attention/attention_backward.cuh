@@ -10,8 +10,8 @@
 //  - a "query" warpgroup computes dQ^T = K^T dS^T of each block from the dS^T that the key warpgroups leave in shared
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
-//  - one has a thread that loads, a thread that adds dq to global memory, both by the copy engine, a warp that clears rows of
-//    dq before, and one that rounds them after (backward_dq.cuh).
+//  - one has a thread that loads and one that adds dq to global memory, both by the copy engine, and a warp that counts what was
+//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh).
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
 // dP is there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
@@ -20,6 +20,7 @@
 #include "attention/backward_dq.cuh"
 #include "attention/backward_keys.cuh"
 #include "attention/backward_queries.cuh"
+#include "attention/backward_turns.cuh"
 
 namespace counterpoint {
 
@@ -29,7 +30,10 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {
-    mbarrier_init(&shared.full_k, 1);
+    for (u32 i = 0; i < kKeyBuffers; ++i) {
+      mbarrier_init(&shared.full_k[i], 1);
+      mbarrier_init(&shared.empty_k[i], 4);  // warps of the query warpgroup
+    }
     mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full_q[i], 1);
@@ -54,8 +58,13 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   if (warpgroup == 0) {
     registers_decrease<kLoadRegisters>();
     if (threadIdx.x == 0) load_role(params, shared);
-    if (threadIdx.x == 32) add_role(params, shared);
-    if (threadIdx.x / 32 == 2) count_role(params, shared);
+    if constexpr (kDeterministic) {
+      const u32 adder = threadIdx.x / 32 - 1;
+      if (threadIdx.x % 32 == 0 && adder < kAdders) add_in_turn_role(params, shared, adder);
+    } else {
+      if (threadIdx.x == 32) add_role(params, shared);
+      if (threadIdx.x / 32 == 2) count_role(params, shared);
+    }
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);

@@ -29,7 +29,18 @@ __device__ __forceinline__ u32 slab_rows(const AttentionBackwardArguments& param
 // A warp takes 128 columns at a time: a row, or two rows of short heads.
 constexpr u32 kWarpRows = 128 / kHeadDim;
 
-// The warp that counts what was added, item by item, and lists the slabs that are summed.
+// Counts rows that were added to a slab, and lists it when those were the last. Whoever calls this has seen the additions
+// complete, and fenced.
+__device__ __forceinline__ void count_added(const AttentionBackwardArguments& params, u32 slab, u32 head, u32 rows) {
+  const u64 index = slab_index(params, slab, head);
+  if (add_relaxed(params.summed_rows + index, rows) + rows == __ldg(params.coverage + slab)) {
+    // What all others added comes before whoever finds it in the list.
+    fence_device();
+    store_relaxed(params.summed + add_relaxed(params.rounding + 1, 1), 1 + u32(index));
+  }
+}
+
+// The warp that counts what was added, item by item.
 __device__ __forceinline__ void count_role(const AttentionBackwardArguments& params, Storage& shared) {
   if (params.rounded_dq == nullptr) return;
   const u32 lane = threadIdx.x % 32;
@@ -49,12 +60,7 @@ __device__ __forceinline__ void count_role(const AttentionBackwardArguments& par
       for (u32 i = lane; i < counts; i += 32) {
         const u32 slab = first + i / params.group;
         const u32 added = min(u32(rows.y), (slab + 1) * kRows) - max(u32(rows.x), slab * kRows);
-        const u64 index = slab_index(params, slab, head + i % params.group);
-        if (add_relaxed(params.summed_rows + index, added) + added == __ldg(params.coverage + slab)) {
-          // What all others added comes before whoever finds it in the list.
-          fence_device();
-          store_relaxed(params.summed + add_relaxed(params.rounding + 1, 1), 1 + u32(index));
-        }
+        count_added(params, slab, head + i % params.group, added);
       }
     }
     __syncwarp();
@@ -107,17 +113,14 @@ __device__ __forceinline__ void round_role(const AttentionBackwardArguments& par
   }
 }
 
-// Polls of a turn before a CTA gives up waiting: seconds. Whoever is waited for has started, so only a fault gets
-// there.
-constexpr u32 kMostPolls = 1u << 26;
-
-// Waits until `turn` others have added. A wait that does not end is a fault, which the host finds in `fault`.
-__device__ __forceinline__ void await_turn(const u32* turns, u32 turn, u32* fault) {
-  for (u32 polls = 0; load_acquire(turns) != turn; ++polls) {
-    if (polls == kMostPolls) {
-      *fault = 1;
-      break;
-    }
+// Adds a part of a step's dq, from its buffer.
+__device__ __forceinline__ void add_part(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
+                                         u32 part, u32 buffer) {
+  const u32 column = 64 * (part % kChunks);
+  const i32 row = step.row + i32(64 * (part / kChunks));
+#pragma unroll 1
+  for (u32 box = 0; box < 2; ++box) {
+    tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, row);
   }
 }
 
@@ -127,7 +130,7 @@ __device__ __forceinline__ void announce_added(Storage& shared, u32 count, const
   mbarrier_arrive(&shared.full_added[slot_of(count)]);
 }
 
-// The thread that adds to dq what the query warpgroup leaves in shared memory.
+// The thread that adds to dq what the query warpgroup leaves in shared memory, whoever else adds when.
 __device__ __forceinline__ void add_role(const AttentionBackwardArguments& params, Storage& shared) {
   u32 items = 0;  // that have something to see
   for (u32 count = 0;; ++count) {
@@ -135,35 +138,17 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     const Step& step = shared.steps[count % kSteps];
     if (step.flags & kExit) break;
     const bool rows = !(step.flags & kEmpty);
-    u32* turns = nullptr;
-    if (kDeterministic && rows) {
-      turns = params.turns + u64(u32(step.row) / kRows) * (params.heads_kv * params.group) + step.head_q;
-      await_turn(turns, step.turn, params.fault);
-    }
 #pragma unroll 1
     for (u32 part = 0; part < kParts; ++part) {
       const u32 buffer = dq_slot_of(count, part);
       if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
-      if (rows) {
-        const u32 column = 64 * (part % kChunks);
-        const i32 row = step.row + i32(64 * (part / kChunks));
-#pragma unroll 1
-        for (u32 box = 0; box < 2; ++box) {
-          tma_reduce_add_3d(&params.dq, shared.dq[buffer] + box * (64 * 128), column + 32 * box, step.head_q, row);
-        }
-      }
+      if (rows) add_part(params, shared, step, part, buffer);
       tma_store_commit();
       // The buffer before this one has been read by now.
       tma_store_wait_read<1>();
       if (count > 0 || part > 0) {
         mbarrier_arrive(&shared.empty_dq[buffer > 0 ? buffer - 1 : kDqBuffers - 1]);
       }
-    }
-    if (kDeterministic && rows) {
-      // The additions are done: it is the next tile's turn.
-      tma_store_wait<0>();
-      fence_device();
-      add_relaxed(turns, 1);
     }
     if (rows && step.flags & kLast && params.rounded_dq != nullptr) {
       tma_store_wait<0>();

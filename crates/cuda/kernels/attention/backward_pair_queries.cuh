@@ -1,9 +1,9 @@
 // The other roles of a pair's CTA, which serve the rows of queries: loading, dQ of each block, and its additions.
 #pragma once
 
-#include "attention/backward_dq.cuh"
 #include "attention/backward_pair.cuh"
 #include "attention/backward_queries.cuh"
+#include "attention/backward_turns.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace counterpoint {
@@ -124,9 +124,9 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     const bool rows = has_rows(step);
     u32* turns = nullptr;
     if (kDeterministic && rows) {
-      turns = params.turns + u64(u32(step.row) / kRows) * (params.heads_kv * params.group) + step.head_q;
+      turns = turn_counter(params, step);
       // Both CTAs of a tile add, the first one first: columns that both add to get their sums in one order too.
-      await_turn(turns, 2 * step.turn + rank, params.fault);
+      await_turn(params, turns, 2 * step.turn + rank);
     }
 #pragma unroll 1
     for (u32 part = 0; part < kParts; ++part) {

@@ -24,6 +24,8 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   mbarrier_wait(&shared.empty[slot], parity_of(count) ^ 1);
   shared.steps[count % kSteps] = walk.next;
   walk.count = count + 1;
+  // Every thread that adds leaves at a step of its own.
+  if (flags & kExit && kAdders > 1) shared.steps[(count + 1) % kSteps].flags = kExit;
   if (flags & (kExit | kEmpty)) {
     mbarrier_arrive(full_q);
     mbarrier_arrive(full_dout);
@@ -47,28 +49,33 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
 }
 
 __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
-  if (step.flags & (kExit | kEmpty)) return;
   mbarrier_arrive_expect(full, kKeyBytes);
 #pragma unroll
   for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
+}
+
+// Fetches K of the item that begins with `step`. When dq of an item's last block is computed, nobody reads its K.
+__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  const u32 slot = key_slot_of(step.flags);
+  mbarrier_wait(&shared.empty_k[slot], key_parity_of(step.flags) ^ 1);
+  load_keys(&params.k, shared.k[slot], &shared.full_k[slot], step);
 }
 
 // The thread that loads.
 __device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared) {
   shared.walk.begin(params);
   load_rows(params, shared);
-  load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
-  load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
   for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
-    load_rows(params, shared);
-    if (shared.steps[count % kSteps].flags & kLast) {
-      const Step& next = shared.steps[(count + 1) % kSteps];
-      // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
-      mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
-      load_keys(&params.v, shared.v, &shared.full_v, next);
-      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
-      load_keys(&params.k, shared.k, &shared.full_k, next);
+    const Step& step = shared.steps[count % kSteps];
+    const bool rows = !(step.flags & kEmpty);
+    if (step.flags & kFirst && rows) {
+      if (kKeyBuffers > 1) load_k(params, shared, step);
+      // Who has computed dS of the last block reads V no more.
+      if (count > 0) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
+      load_keys(&params.v, shared.v, &shared.full_v, step);
+      if (kKeyBuffers == 1) load_k(params, shared, step);
     }
+    load_rows(params, shared);
   }
 }
 
@@ -111,24 +118,32 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
     mbarrier_wait(&shared.full_ds[slot], parity_of(count));
     const u32 flags = uniform_load(&shared.steps[count % kSteps].flags);
-    if (flags & (kExit | kEmpty)) {
-      // The adding thread leaves at the first part of the last step.
-      for (u32 part = 0; part < (flags & kExit ? 1 : kParts); ++part) {
+    if (flags & kExit) {
+      // Threads that add leave at the first part of a step.
+      for (u32 adder = 0; adder < kAdders; ++adder) {
+        const u32 buffer = dq_slot_of(count + adder, 0);
+        mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count + adder, 0) ^ 1);
+        if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
+      }
+      break;
+    }
+    if (flags & kEmpty) {
+      for (u32 part = 0; part < kParts; ++part) {
         const u32 buffer = dq_slot_of(count, part);
         mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
         if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
       }
-      if (flags & kExit) break;
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       continue;
     }
-    if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
+    const u32 key_slot = key_slot_of(flags);
+    if (flags & kFirst) mbarrier_wait(&shared.full_k[key_slot], key_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
     for (u32 part = 0; part < kParts; ++part) {
       const u32 chunk = part % kChunks;
       const u32 half = part / kChunks;
       float dq[32];
-      const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
+      const u32 keys = operand(shared_address(shared.k[0]) + key_slot * kKeyBytes + chunk * kKeys * 128, kKeys * 128);
       const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
       __syncwarp();
       wgmma_fence();
@@ -142,7 +157,10 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
       wgmma_wait<0>();
       pin(dq);
-      if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
+      if (part + 1 == kParts && lane == 0) {
+        mbarrier_arrive(&shared.empty_ds[slot]);
+        if (flags & kLast) mbarrier_arrive(&shared.empty_k[key_slot]);
+      }
       store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
       fence_async_proxy();
       __syncwarp();

@@ -44,11 +44,11 @@ struct TileMerge {
 };
 
 // Key tiles first .. end - 1 (numbers as in Tile) that all add to one block of dq; number n is the one whose turn comes
-// after turn + n - first others have added. Only where the order of additions is fixed.
+// after turn + n - first others have added, which `counter` counts. Only where the order of additions is fixed.
 struct TurnSpan {
   u32 first, end;
   u32 turn;
-  u32 reserved;
+  u32 counter;
 };
 
 // Bounds are read by every thread alike.

@@ -133,16 +133,17 @@ struct GemmConsumer {
     GemmStaging<C> staging{arguments, shared, group, warp, lane};
     for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
       walk.look_up();
+      const GemmRowTile tile = walk.row_tile();
       multiply(walk.k_end() - walk.k_begin());
-      const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+      const u32 column = walk.template column<C::kTileN>();
       // A unit at the edge may have a tile without an element.
-      if (row >= arguments.m || column >= arguments.n) continue;
+      if (tile.rows == 0 || column >= arguments.n) continue;
       if (arguments.splits > 1 && !merge_parts(walk)) continue;
       if (arguments.bias != nullptr) add_bias(column);
       if (arguments.wide) {
-        staging.template tile<true>(acc, row, column, walk.unit.group);
+        staging.template tile<true>(acc, tile, column, walk.unit.group);
       } else {
-        staging.template tile<false>(acc, row, column, walk.unit.group);
+        staging.template tile<false>(acc, tile, column, walk.unit.group);
       }
     }
     staging.finish();

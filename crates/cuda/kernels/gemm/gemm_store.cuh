@@ -19,9 +19,8 @@ __device__ __forceinline__ u32 chunk_offset(u32 row, u32 piece) {
 template <typename T, u32 kColumns>
 __device__ __forceinline__ void store_rest(const GemmArguments& arguments, const GemmChunk& chunk, const u8* from, T* d) {
   if (arguments.n_whole >= u32(chunk.column) + kColumns || arguments.n_whole >= arguments.n) return;
-  const u32 rows = min(64u, arguments.m - u32(chunk.row));
   const u32 piece = (arguments.n_whole - u32(chunk.column)) * sizeof(T) / 16;
-  for (u32 row = 0; row < rows; ++row) {
+  for (u32 row = 0; row < chunk.rows; ++row) {
     const T* values = reinterpret_cast<const T*>(from + chunk_offset<kColumns * sizeof(T) / 16>(row, piece));
     T* to = d + u64(row) * arguments.d_stride + arguments.n_whole;
     for (u32 e = 0; e < arguments.n - arguments.n_whole; ++e) {
@@ -42,20 +41,19 @@ __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmS
     mbarrier_wait(&shared.chunk_full[group][buffer], (number / 2) & 1);
     const GemmChunk chunk = shared.chunks[group][buffer];
     if (chunk.flags & kChunkNone) break;
-    // Destinations hold whole tiles. The second warpgroup's rows may lie below all of them, its tile does not.
-    const u32 destination = u32(chunk.row) / kGemmTileM * kGemmTileM / arguments.rows_per_destination;
-    const i32 row = chunk.row - i32(destination * arguments.rows_per_destination);
+    const u32 destination = chunk.destination;
     const u8* from = shared.staging[group][buffer];
-    if (u32(chunk.row) < arguments.m && u32(chunk.column) < arguments.n) {
+    // The second warpgroup's rows may lie below all of the tile's.
+    if (chunk.rows != 0 && u32(chunk.column) < arguments.n) {
       if (u32(chunk.column) < arguments.n_whole) {
         const TensorMap* map = &arguments.d_maps[destination];
         if (arguments.adds) {
-          tma_reduce_add_2d(map, from, chunk.column, row);
+          tma_reduce_add_2d(map, from, chunk.column, chunk.row);
         } else {
-          tma_store_2d(map, from, chunk.column, row);
+          tma_store_2d(map, from, chunk.column, chunk.row);
         }
       }
-      const u64 first = u64(row) * arguments.d_stride;
+      const u64 first = u64(chunk.row) * arguments.d_stride;
       if (arguments.wide) {
         store_rest<float, 32>(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
       } else {
@@ -108,13 +106,15 @@ struct GemmStaging {
 
   // A tile of f32 or of elements, of which `acc` are this thread's accumulators.
   template <bool kWide>
-  __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], u32 row, u32 column, u32 signal_group) {
+  __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], const GemmRowTile& of, u32 column,
+                                       u32 signal_group) {
     constexpr u32 kColumns = kWide ? 32 : C::kChunkColumns;
     constexpr u32 kChunks = C::kTileN / kColumns;
+    const u8 rows = u8(min(64u, of.rows - min(of.rows, 64 * group)));
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
-      const GemmChunk chunk{i32(column + c * kColumns), i32(row + 64 * group), signal_group,
-                            c + 1 == kChunks ? kChunkLast : 0};
+      const GemmChunk chunk{i32(column + c * kColumns), i32(of.destination_row + 64 * group), signal_group,
+                            of.destination, rows, c + 1 == kChunks ? kChunkLast : u8(0)};
       stage(chunk, [&](u8* to) {
         const float* from = acc + c * (kColumns / 2);
         if constexpr (kWide) {
@@ -150,7 +150,7 @@ struct GemmStaging {
   }
 
   __device__ __forceinline__ void finish() {
-    stage(GemmChunk{0, 0, 0, kChunkNone}, [](u8*) {});
+    stage(GemmChunk{0, 0, 0, 0, 0, kChunkNone}, [](u8*) {});
   }
 };
 

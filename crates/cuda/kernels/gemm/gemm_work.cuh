@@ -19,6 +19,8 @@ constexpr u32 kGemmThreads = 384;
 constexpr u32 kGemmConsumers = 2;
 // 64 rows of at most 128 bytes of the result, on their way to memory.
 constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
+// Tensors that A's rows are put together from, and stretches of rows that D consists of.
+constexpr u32 kGemmSources = 16;
 constexpr u32 kGemmDestinations = 8;
 
 // What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, and how operands lie in memory.
@@ -45,25 +47,41 @@ struct GemmUnit {
   u32 group;  // whose counter hears when the tiles are stored
 };
 
+// A row of tiles: where its rows come from and where they go. A tile may reach past its rows, into what lies behind them in A;
+// it is not stored past them. Shared with the host.
+struct GemmRowTile {
+  u32 source_row;       // of A's tensor; where A lies along m, its column
+  u32 destination_row;
+  u16 source;           // where A lies along k
+  u16 destination;
+  u32 rows;             // 0 for a tile that is there to make a unit whole
+};
+
+// A block of k where A, which lies along m, is in pieces. Shared with the host.
+struct GemmTerm {
+  u32 source;
+  u32 row;
+};
+
 // The kernel's parameter. Shared with the host.
 struct GemmArguments {
-  TensorMap a_map;  // [m, k], or [k, m] where it lies along m; boxes as `load_operand` wants them
-  TensorMap b_map;  // [n, k], or [k, n]
-  TensorMap d_maps[kGemmDestinations];  // [rows_per_destination, n_whole] each, box [64, 64 or 128 bytes]
-  u64 d[kGemmDestinations];             // [rows_per_destination, d_stride]: the same memory
+  TensorMap a_maps[kGemmSources];  // rows of [m, k], or of [k, m] where it lies along m; boxes as `load_operand` wants them
+  TensorMap b_map;                 // [n, k], or [k, n]
+  TensorMap d_maps[kGemmDestinations];  // [its rows, n_whole] each, box [64, 64 or 128 bytes]
+  u64 d[kGemmDestinations];             // [its rows, d_stride]: the same memory
   u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
   const GemmUnit* units;                // in the order in which they are begun
+  const GemmRowTile* row_tiles;
+  const GemmTerm* terms;                // of every block of k, or null where A is one tensor from its first row on
   const Element* bias;                  // [n], or null
   float4* partials;                     // [units, 2 CTAs, splits, 2 warpgroups, kTileN / 8, 128 threads]
   u32* arrivals;                        // [units, 2 CTAs, 2 warpgroups], zero between launches
   u32 unit_count;
   u32 splits;  // parts of k, each of which is an item of its own
   u32 k_blocks;
-  u32 m;
   u32 n;
   u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
   u32 d_stride;  // elements from one row of D to the next
-  u32 rows_per_destination;
   u32 pairs_columns;  // whether a unit's tiles lie side by side
   u32 wide;           // whether the result is f32
   u32 adds;           // whether it is added to what is there
@@ -73,12 +91,14 @@ struct GemmArguments {
 // A chunk of a result in shared memory, for the thread that stores it.
 struct GemmChunk {
   i32 column;
-  i32 row;
+  i32 row;    // of the destination
   u32 group;
-  u32 flags;
+  u16 destination;
+  u8 rows;    // that are stored
+  u8 flags;
 };
-constexpr u32 kChunkLast = 1;  // of this warpgroup's part of a tile
-constexpr u32 kChunkNone = 2;  // there is no more work
+constexpr u8 kChunkLast = 1;  // of this warpgroup's part of a tile
+constexpr u8 kChunkNone = 2;  // there is no more work
 
 template <typename C>
 struct alignas(1024) GemmShared {
@@ -108,8 +128,11 @@ struct GemmWalk {
     const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + position());
     unit = GemmUnit{u16(words.x & 0xffffu), u16(words.x >> 16), words.y};
   }
-  __device__ __forceinline__ u32 row() const {
-    return (unit.row_tile + (arguments.pairs_columns ? 0 : rank)) * kGemmTileM;
+  // This CTA's row of tiles.
+  __device__ __forceinline__ GemmRowTile row_tile() const {
+    const u32 index = unit.row_tile + (arguments.pairs_columns ? 0 : rank);
+    const uint4 words = __ldg(reinterpret_cast<const uint4*>(arguments.row_tiles) + index);
+    return GemmRowTile{words.x, words.y, u16(words.z & 0xffffu), u16(words.z >> 16), words.w};
   }
   template <u32 kTileN>
   __device__ __forceinline__ u32 column() const {
@@ -126,10 +149,9 @@ struct GemmWalk {
 // The part of an operand's block that this CTA loads: all of it, or its half of what both read. Along k a box has all rows or
 // half of them; along m or n a box has 64 of them, and the CTAs take turns.
 template <u32 kRows, Major kMajor>
-__device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* full, u32 k_block, u32 row, bool both,
+__device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* full, i32 k, u32 row, bool both,
                                              u32 rank) {
   constexpr u16 kBothCtas = 3;
-  const i32 k = i32(k_block * kGemmBlockK);
   if constexpr (kMajor == Major::kK) {
     const u32 half = rank * (kRows / 2);
     if (both) {
@@ -153,21 +175,32 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
 // The one thread that loads.
 template <typename C>
 __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared) {
-  tma_prefetch_map(&arguments.a_map);
+  tma_prefetch_map(&arguments.a_maps[0]);
   tma_prefetch_map(&arguments.b_map);
   u32 stage = 0, round = 0;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
-    const u32 row = walk.row(), column = walk.template column<C::kTileN>();
+    const GemmRowTile tile = walk.row_tile();
+    const u32 column = walk.template column<C::kTileN>();
     const u32 end = walk.k_end();
+    const TensorMap* a_map = &arguments.a_maps[tile.source];
 #pragma unroll 1
     for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
       // Both CTAs' consumers are done with this stage: the halves that come are written into both.
       mbarrier_wait(&shared.empty[stage], (round & 1) ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
-      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_map, &shared.full[stage], k_block, row,
+      const i32 k = i32(k_block * kGemmBlockK);
+      i32 a_k = k;
+      if constexpr (C::kMajorA == Major::kMN) {
+        if (arguments.terms != nullptr) {
+          const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
+          a_map = &arguments.a_maps[term.x];
+          a_k = i32(term.y);
+        }
+      }
+      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
                                            arguments.pairs_columns != 0, walk.rank);
-      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k_block, column,
+      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
                                           arguments.pairs_columns == 0, walk.rank);
       if (++stage == C::kStages) {
         stage = 0;

@@ -204,13 +204,13 @@ impl Forward {
 }
 
 impl Prepare<'_> {
-    /// The elements' type of a tensor of attention.
+    /// The elements' type of a tensor that the matrix unit multiplies.
     pub(super) fn element(&self, id: BufferId) -> Result<ElementType, ExecError> {
         match self.spec(id).dtype {
             DType::Bf16 => Ok(ElementType::Bf16),
             DType::F16 => Ok(ElementType::F16),
             other => Err(self.error(format!(
-                "`{}` is {other:?}; attention on CUDA takes bf16 and f16, run this type on the CPU",
+                "`{}` is {other:?}; products on CUDA take bf16 and f16, run this type on the CPU",
                 self.spec(id).name
             ))),
         }

@@ -5,6 +5,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
+use super::linear::{BiasGradient, Product};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
@@ -18,6 +19,8 @@ enum Work {
     Placing(Box<Placing>),
     Delta(Box<Delta>),
     Backward(Box<Backward>),
+    Product(Box<Product>),
+    BiasGradient(Box<BiasGradient>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -27,6 +30,12 @@ enum Work {
     Concat {
         srcs: Vec<BufferId>,
         dst: BufferId,
+    },
+    /// The first bytes of a buffer to those of another.
+    CopyFirst {
+        src: BufferId,
+        dst: BufferId,
+        bytes: usize,
     },
 }
 
@@ -42,11 +51,18 @@ impl CudaKernel {
             }
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
+            Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
             Op::Cast { src, dst } => Work::Cast { cast: prepare.cast(*src, *dst)?, src: *src, dst: *dst },
             Op::Concat { srcs, dst } => Work::Concat { srcs: srcs.clone(), dst: *dst },
+            Op::CopyRows { src, dst, rows } => {
+                let spec = prepare.spec(*src);
+                let bytes = rows * spec.row_elements() * spec.dtype.size();
+                Work::CopyFirst { src: *src, dst: *dst, bytes }
+            }
             other => return Err(prepare.error(format!("no CUDA kernel computes {other:?}"))),
         };
         Ok(Self(work))
@@ -60,11 +76,17 @@ impl CudaKernel {
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
+            Work::Product(work) => work.launch(stream, buffers),
+            Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
                 // of the Program order who else uses them.
                 unsafe { cast.launch(stream, src.address(), dst.address(), src.len() as u64) }
+            }
+            Work::CopyFirst { src, dst, bytes } => {
+                let first = buffers[src.0].memory().slice(0..*bytes)?;
+                buffers[dst.0].memory().copy_from(stream, 0, &first)
             }
             Work::Concat { srcs, dst } => {
                 let mut offset = 0;

@@ -30,13 +30,17 @@ impl Points {
     }
 
     fn pass(&mut self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+        self.next(value)?.record(stream)
+    }
+
+    /// The event of the next point, which is still to be marked.
+    fn next(&mut self, value: u64) -> Result<Event, CudaError> {
         let index = self.values.len();
         if index == self.events.len() {
             self.events.push(Event::new(&self.device)?);
         }
-        self.events[index].record(stream)?;
         self.values.push(value);
-        Ok(())
+        Ok(self.events[index].clone())
     }
 }
 
@@ -49,11 +53,18 @@ impl CudaBarrier {
         lock(&self.0).values.clear();
     }
 
-    /// An operation that is enqueued next on `stream` arrives when it starts.
+    /// An operation that is enqueued next on `stream` arrives when it may start.
     pub(crate) fn arrive(&self, stream: &Stream) -> Result<(), CudaError> {
         let mut points = lock(&self.0);
         let count = points.values.len() as u64;
         points.pass(stream, count + 1)
+    }
+
+    /// The event that the operation enqueued next marks when it has started, which is its arrival.
+    pub(crate) fn arrival(&self) -> Result<Event, CudaError> {
+        let mut points = lock(&self.0);
+        let count = points.values.len() as u64;
+        points.next(count + 1)
     }
 
     /// `stream` goes on once the first `arrivals` operations have arrived: any so many would do, and these were enqueued.

@@ -5,10 +5,10 @@ use counterpoint_plan::DType;
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};
-use crate::kernel::{LINK_RANKS, LinkAbort};
+use crate::kernel::LINK_RANKS;
 use crate::nccl::NcclRank;
 use crate::transport::Means;
-use crate::{CudaError, CudaTransport, Device, Stream, StreamPriority, TransportKind, compiler_version};
+use crate::{CudaError, CudaTransport, Device, TransportKind, compiler_version};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,7 +31,11 @@ pub struct CudaMachine {
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
-const NUM_SMS: u32 = 16;
+pub(super) const NUM_SMS: u32 = 16;
+
+/// What CUDA transports take.
+pub(super) const ELEMENT_TYPES: ElementTypes =
+    ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] };
 
 impl CudaMachine {
     /// These devices, whose ranks exchange rows in the way that suits them.
@@ -71,6 +75,11 @@ impl CudaMachine {
     /// [`CudaError::NoPeerAccess`] when GPUs do not reach each other's memory and the transport needs it.
     pub fn with_transport(mut self, transport: TransportKind) -> Result<Self, CudaError> {
         self.transport = match (transport, self.reach_each_other()) {
+            (TransportKind::Hierarchical, _) => {
+                let reason =
+                    "is for ranks that are processes; start one a GPU with torchrun or mpirun".to_owned();
+                return Err(CudaError::Transport { transport: transport.name(), reason });
+            }
             (TransportKind::Nccl, _) | (TransportKind::Auto, Err(CudaError::NoPeerAccess { .. })) => {
                 TransportKind::Nccl
             }
@@ -113,25 +122,26 @@ impl CudaMachine {
     }
 
     /// What moves the rows of each rank of a world.
-    fn means(&self, world: &World) -> Result<Vec<Means>, CudaError> {
+    fn means(&self, world: &Arc<World>) -> Result<Vec<Means>, CudaError> {
         let devices = self.of_ranks(world.size());
         // Kernels that wait for each other must all be running.
         let alone = world.size() <= self.devices.len().min(LINK_RANKS);
         let hopper = devices.iter().all(|device| device.arch().is_hopper());
         match self.transport {
             TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&devices, world.config().limit)?;
+                let ranks = NcclRank::connect(&devices, world)?;
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
-            TransportKind::Nvlink | TransportKind::Auto if alone && hopper && world.size() > 1 => {
-                let link = |device: &Device| {
-                    let stream = Stream::new(device, StreamPriority::Low)?;
-                    Ok(Means::Link { num_sms: self.num_sms, abort: LinkAbort::new(&stream)? })
-                };
+            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
+                if alone && hopper && world.size() > 1 =>
+            {
+                let link = |device: &Device| Means::link(world, device, self.num_sms);
                 devices.iter().map(link).collect()
             }
-            TransportKind::Nvlink | TransportKind::Auto => Ok(devices.iter().map(|_| Means::Pull).collect()),
+            TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
+                Ok(devices.iter().map(|_| Means::Pull).collect())
+            }
         }
     }
 }
@@ -141,21 +151,19 @@ impl Machine for CudaMachine {
     type Transport = CudaTransport;
 
     fn element_types(&self) -> ElementTypes {
-        ElementTypes { tensors: &[DType::F32, DType::Bf16, DType::F16], sums: &[DType::F32] }
+        ELEMENT_TYPES
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();
         let means = self.means(world).map_err(|error| exec_error(0, "the connection of ranks", error))?;
-        let aborts: Vec<Option<LinkAbort>> = means.iter().map(Means::abort).collect();
         CudaTransport::connect(world, self.of_ranks(world.size()), means)
             .into_iter()
-            .zip(aborts)
             .enumerate()
-            .map(|(rank, (transport, abort))| {
+            .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock, abort)?;
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
                 Ok((backend, transport))
             })
             .collect()

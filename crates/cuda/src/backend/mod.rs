@@ -9,8 +9,11 @@ mod compute;
 mod cost;
 mod counters;
 mod graph_run;
+mod linear;
 mod machine;
+mod matrix_rows;
 mod padding;
+mod process;
 mod stream;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,13 +33,14 @@ pub use compute::CudaKernel;
 pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub use process::CudaProcess;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 
-use crate::kernel::{LinkAbort, LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -58,8 +62,20 @@ struct Rank {
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
     /// Likewise waits of kernels for other ranks.
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
-    /// Ends those.
-    abort: Option<LinkAbort>,
+    /// And exchanges by other means, which have no limit on the device.
+    exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+}
+
+/// Around an exchange on the device that ends when other ranks have come.
+pub(crate) struct ExchangeMarks {
+    /// What it is of.
+    pub(crate) label: String,
+    /// Passed when it has begun.
+    pub(crate) begun: Event,
+    /// Passed when it has ended.
+    pub(crate) ended: Event,
+    /// The ranks that it needs.
+    pub(crate) peers: Vec<usize>,
 }
 
 impl CudaBackend {
@@ -69,7 +85,6 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
-        abort: Option<LinkAbort>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -84,7 +99,7 @@ impl CudaBackend {
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
             links: Mutex::default(),
-            abort,
+            exchanges: Mutex::default(),
         })))
     }
 
@@ -108,7 +123,8 @@ impl CudaBackend {
         self.0.timing == Timing::Spans && !self.is_capturing()
     }
 
-    fn is_capturing(&self) -> bool {
+    /// Whether operations go into a graph instead of running.
+    pub(crate) fn is_capturing(&self) -> bool {
         self.0.capturing.load(Ordering::Relaxed)
     }
 
@@ -143,12 +159,29 @@ impl CudaBackend {
             world.check()?;
             let waited = began.elapsed();
             if waited > limit {
-                let awaited = Awaited {
-                    name: format!("stream {} of {:?}", stream.status().name, self.0.device),
-                    evidence: "the device has not finished what was enqueued there".to_owned(),
-                    blocker: None::<Blocker>,
+                let stall = match self.stuck_exchange() {
+                    Some(exchange) => {
+                        let suspect = world.suspect(&exchange.peers).unwrap_or(*rank);
+                        let awaited = Awaited {
+                            name: format!("rank {suspect}"),
+                            evidence: format!(
+                                "its exchange with ranks {:?} has begun and not ended",
+                                exchange.peers
+                            ),
+                            blocker: Some(Blocker::Rank(suspect)),
+                        };
+                        world.stalled(*rank, exchange.label.clone(), began, awaited)
+                    }
+                    None => {
+                        let awaited = Awaited {
+                            name: format!("stream {} of {:?}", stream.status().name, self.0.device),
+                            evidence: "the device has not finished what was enqueued there".to_owned(),
+                            blocker: None::<Blocker>,
+                        };
+                        world.stalled(*rank, place, began, awaited)
+                    }
                 };
-                return Err(world.fail(world.stalled(*rank, place, began, awaited)));
+                return Err(world.fail(stall));
             }
             // Short runs are watched closely, long ones leave the core to others.
             if waited < CLOSE_WATCH { std::hint::spin_loop() } else { thread::sleep(PAUSE) }
@@ -165,16 +198,22 @@ impl CudaBackend {
         lock(&self.0.links).push((label, link));
     }
 
-    /// Ends what kernels of this rank wait for, when a rank has failed.
-    pub(crate) fn abort_links(&self) {
-        if let Some(abort) = &self.0.abort {
-            abort.set();
-        }
+    /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
+    pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
+        lock(&self.0.exchanges).push(exchange);
+    }
+
+    /// The exchange that has begun on the device and not ended, if there is one.
+    fn stuck_exchange(&self) -> Option<Arc<ExchangeMarks>> {
+        let is_stuck = |marks: &&Arc<ExchangeMarks>| {
+            matches!((marks.begun.is_done(), marks.ended.is_done()), (Ok(true), Ok(false)))
+        };
+        lock(&self.0.exchanges).iter().find(is_stuck).cloned()
     }
 
     /// Whether all ranks that kernels waited for have come.
     fn check_links(&self, began: Instant) -> Result<(), ExecError> {
-        let Rank { world, rank, links, .. } = &*self.0;
+        let Rank { world, rank, links, exchanges, .. } = &*self.0;
         for (label, link) in lock(links).iter() {
             let missed = link.missed().map_err(|error| self.error(label, error))?;
             let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
@@ -191,6 +230,7 @@ impl CudaBackend {
         }
         // Those that nobody else holds belong to calls that were made once.
         lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
+        lock(exchanges).retain(|exchange| Arc::strong_count(exchange) > 1);
         Ok(())
     }
 
@@ -434,9 +474,7 @@ impl Backend for CudaBackend {
     }
 
     fn fail(&self, error: ExecError) -> ExecError {
-        let error = self.0.world.fail(error);
-        self.abort_links();
-        error
+        self.0.world.fail(error)
     }
 }
 

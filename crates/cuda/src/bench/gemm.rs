@@ -71,8 +71,8 @@ impl GemmBench {
     fn launch(&self, runner: &GemmRunner) -> Result<(), CudaError> {
         let d = [self.d.address()];
         // Any numbers will do for a bias: it is as long as a row of B is at least.
-        let (a, b) = (self.a.address(), self.b.address());
-        let tensors = GemmTensors { a, b, d: &d, bias: b, counters: &[] };
+        let (a, b) = ([self.a.address()], self.b.address());
+        let tensors = GemmTensors { a: &a, b, d: &d, bias: b, counters: &[] };
         // SAFETY: the tensors are those of the spec; they live as long as this value, and are freed after what is enqueued.
         unsafe {
             match runner {

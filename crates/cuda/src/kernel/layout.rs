@@ -81,7 +81,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
             TileBound { q_start, q_end, k_start, k_end, diag_min, diag_max, reserved }
         ),
         shared_layout!("attention/tile_schedule.cuh", TileMerge { start, end, slot_begin, slot_end }),
-        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, reserved }),
+        shared_layout!("attention/tile_schedule.cuh", TurnSpan { first, end, turn, counter }),
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
@@ -90,6 +90,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::attention_finish::layouts(),
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
+        super::column_sum::layouts(),
         super::gemm::layouts(),
         super::link_copy::layouts(),
         super::link_meeting::layouts(),

@@ -3,7 +3,7 @@ use bytemuck::NoUninit;
 use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Bytes of a piece at least, unless there are no more.
 const LEAST_BYTES: u64 = 1 << 10;
@@ -98,7 +98,7 @@ impl LinkCopy {
     }
 
     /// Enqueues the copies. The kernel ends when they are made and when all others that work on what `call` announces have
-    /// made theirs.
+    /// made theirs. `started` is marked once all its blocks have begun.
     ///
     /// # Safety
     /// The tensors of `call` on both sides have the rows that were prepared for, are aligned to 16 bytes and live until the
@@ -106,10 +106,16 @@ impl LinkCopy {
     ///
     /// # Errors
     /// When the driver refuses.
-    pub unsafe fn launch(&self, stream: &Stream, call: &LinkCall) -> Result<(), CudaError> {
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        call: &LinkCall,
+        started: Option<&Event>,
+    ) -> Result<(), CudaError> {
         let launch = Launch::linear(self.blocks, THREADS).shared_bytes(SHARED_BYTES);
+        let arguments = (*call, self.pieces.address(), self.count);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &launch, &(*call, self.pieces.address(), self.count)) }
+        unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
 }
 

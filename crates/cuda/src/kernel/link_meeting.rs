@@ -68,6 +68,7 @@ pub struct LinkCall {
     slots: [u64; LINK_RANKS],
     announced: [u64; LINK_TENSORS],
     own: [u64; LINK_TENSORS],
+    shifts: u64,
     mailbox: u64,
     state: u64,
     fault: u64,
@@ -181,6 +182,7 @@ impl LinkEnd {
             slots,
             announced: listed(announced),
             own: listed(own),
+            shifts: 0,
             mailbox: self.memory.address(),
             state: self.memory.address() + MAILBOX_BYTES as u64,
             fault: self.fault.device_address(),
@@ -190,6 +192,35 @@ impl LinkEnd {
             announce_to: mask(&peers.announce_to),
             work_on: mask(&peers.work_on),
         })
+    }
+}
+
+impl LinkCall {
+    /// The same call where ranks are processes, which reach the announced tensors by other addresses than this one.
+    #[must_use]
+    pub fn shifted(self, shifts: &LinkShifts) -> Self {
+        Self { shifts: shifts.0.address(), ..self }
+    }
+}
+
+/// By how much the addresses by which other processes reach this rank's tensors differ from its own.
+#[derive(Clone, Debug)]
+pub struct LinkShifts(DeviceBuffer);
+
+impl LinkShifts {
+    /// From (rank, tensor, difference), all others 0; on `setup`, which is waited for.
+    ///
+    /// # Errors
+    /// When memory is used up.
+    pub fn new(
+        setup: &Stream,
+        shifts: impl IntoIterator<Item = (usize, usize, u64)>,
+    ) -> Result<Self, CudaError> {
+        let mut table = vec![0u64; LINK_RANKS * LINK_TENSORS];
+        for (rank, tensor, shift) in shifts {
+            table[rank * LINK_TENSORS + tensor] = shift;
+        }
+        DeviceBuffer::from_slice(setup, &table).map(Self)
     }
 }
 
@@ -205,6 +236,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 slots,
                 announced,
                 own,
+                shifts,
                 mailbox,
                 state,
                 fault,

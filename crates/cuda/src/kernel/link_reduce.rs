@@ -7,15 +7,15 @@ use super::row_reduce::ReduceTypes;
 use super::scalar::Scalar;
 use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
 /// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
 const FETCHERS: u32 = 1;
 const ADDERS: u32 = 256;
 const THREADS: u32 = 32 * FETCHERS + ADDERS;
-/// Elements of a piece at most, and stages of so many, of four bytes each.
-const MOST_ELEMENTS: u32 = 4096;
+/// Stages, and bytes of each: an operand of a piece.
 const STAGES: u32 = 12;
+const STAGE_BYTES: u32 = 16 << 10;
 /// Elements of a piece at least, unless there are no more.
 const LEAST_ELEMENTS: u64 = 512;
 /// Pieces that a block has at least, while they are not shorter than that.
@@ -24,7 +24,7 @@ const PIECES: u64 = 8;
 const OWN: u16 = u16::MAX;
 /// `sizeof(LinkReduceShared)`: stages with two barriers each, addresses, a word; rounded up to its alignment.
 const SHARED_BYTES: u32 =
-    (STAGES * (4 * MOST_ELEMENTS + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
+    (STAGES * (STAGE_BYTES + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
 
 /// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
 /// each other, for tensors of one pattern, prepared to run many times. Ranks meet inside the kernel; operands are added in the
@@ -128,21 +128,32 @@ impl LinkReduce {
         })
     }
 
-    /// Enqueues the reduction.
+    /// Enqueues the reduction. `started` is marked once all its blocks have begun.
     ///
     /// # Safety
     /// As [`LinkCopy::launch`](super::LinkCopy::launch).
     ///
     /// # Errors
     /// When the driver refuses.
-    pub unsafe fn launch(&self, stream: &Stream, call: &LinkCall) -> Result<(), CudaError> {
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        call: &LinkCall,
+        started: Option<&Event>,
+    ) -> Result<(), CudaError> {
         let launch = Launch::linear(self.block_count, THREADS).shared_bytes(SHARED_BYTES);
         let accumulate = u32::from(self.accumulate == Accumulate::Continue);
         let lists = [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address);
         let arguments = (*call, lists[0], lists[1], lists[2], accumulate);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &launch, &arguments) }
+        unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
+}
+
+/// Elements of a piece at most: as many as fit a stage. What a piece costs hardly depends on their size, so narrow ones must be
+/// more.
+fn most_elements(types: ReduceTypes) -> u32 {
+    STAGE_BYTES / types.partial.bytes().max(types.result.bytes()) as u32
 }
 
 /// The rows of the results, cut into what a block sums at once, and dealt out to blocks in turn.
@@ -156,7 +167,7 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     });
     let total: u64 = counted.sum();
     let most = total.div_ceil(u64::from(num_sms.max(1)) * PIECES).next_multiple_of(LEAST_ELEMENTS);
-    let most = most.clamp(LEAST_ELEMENTS, u64::from(MOST_ELEMENTS));
+    let most = most.clamp(LEAST_ELEMENTS, u64::from(most_elements(spec.types)));
     let mut all = Vec::new();
     for (tensor, (parts, &(_, row))) in rows.iter().zip(&spec.tensors).enumerate() {
         for part in parts {
@@ -213,7 +224,8 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
         .define("LINK_FETCHERS", FETCHERS)
-        .define("LINK_ELEMENTS", MOST_ELEMENTS)
+        .define("LINK_ELEMENTS", most_elements(types))
+        .define("LINK_STAGE_BYTES", STAGE_BYTES)
         .define("LINK_STAGES", STAGES)
         .line("#include \"link_reduce.cuh\"")
         .line("using namespace counterpoint;")

@@ -9,6 +9,7 @@ mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
 mod cast;
+mod column_sum;
 mod device_schedule;
 mod dq_rounding;
 mod gemm;
@@ -42,11 +43,12 @@ pub use attention_tensors::{
     ResultTensors, StateTensors,
 };
 pub use cast::Cast;
+pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmShape, GemmSignals, GemmSpec,
-    GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmRows, GemmShape,
+    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
@@ -54,7 +56,7 @@ pub use layout::{SharedLayout, shared_layouts};
 pub use link_copy::{LinkCopy, LinkDirection};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
-    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkStep, MissedRank,
+    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkShifts, LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;

@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUgraph, CUgraphExec, CUlaunchConfig, CUmodule, CUstream, CUstreamCaptureMode,
-    CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion,
-    CUtensorMapSwizzle, CUuuid,
+    CUfunction_attribute, CUgraph, CUgraphExec, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule,
+    CUpointer_attribute, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
+    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 use libloading::Library;
 
@@ -52,6 +52,13 @@ function_table! {
         cuMemFree_v2(address: CUdeviceptr);
         cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
         cuMemFreeHost(address: *mut c_void);
+        cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
+        cuPointerGetAttribute(value: *mut c_void, attribute: CUpointer_attribute, address: CUdeviceptr);
+        cuIpcGetMemHandle(handle: *mut CUipcMemHandle, address: CUdeviceptr);
+        cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
+        cuIpcCloseMemHandle(address: CUdeviceptr);
+        cuIpcGetEventHandle(handle: *mut CUipcEventHandle, event: CUevent);
+        cuIpcOpenEventHandle(event: *mut CUevent, handle: CUipcEventHandle);
         cuMemcpyAsync(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
         cuMemcpy2DAsync_v2(copy: *const CUDA_MEMCPY2D, stream: CUstream);
         cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);

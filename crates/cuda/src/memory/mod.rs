@@ -3,11 +3,13 @@
 mod device_buffer;
 mod guard;
 mod pinned_buffer;
+mod shared;
 
 pub use device_buffer::DeviceBuffer;
 pub(crate) use guard::Guards;
 pub use guard::{GuardReport, MemoryGuard, Overwrite};
 pub use pinned_buffer::PinnedBuffer;
+pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 
 use crate::library::Driver;
 use crate::{CudaError, Device};

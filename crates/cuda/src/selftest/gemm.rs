@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use super::subject::clean;
 use crate::bench::element_bound;
 use crate::kernel::{
-    ElementType, Gemm, GemmEpilogue, GemmLayout, GemmShape, GemmSignals, GemmSpec, GemmTensors, RandomFill,
-    Scalar, TileOrder,
+    ElementType, Gemm, GemmEpilogue, GemmLayout, GemmRows, GemmShape, GemmSignals, GemmSpec, GemmTensors,
+    RandomFill, Scalar, TileOrder,
 };
 use crate::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, StreamPriority};
 
@@ -16,8 +16,8 @@ const POISON: u8 = 0xff;
 /// Launches of a case, so that what a launch leaves behind is met by the next one.
 const LAUNCHES: usize = 2;
 
-/// Random matrix products: every layout, type, tile, epilogue and order, sizes that no tile divides, rows that lie further apart
-/// than they are long, k in parts. All elements are compared with f64, then with the bits of the plainest launch of the same
+/// Random matrix products: every layout, type, tile, epilogue and order, sizes that no tile divides, operands and results in
+/// pieces, rows that lie further apart than they are long, k in parts. All elements are compared with f64, then with the bits of the plainest launch of the same
 /// shape. `checked` hears of every check, with how many there are.
 ///
 /// # Errors
@@ -34,7 +34,7 @@ pub fn selftest_gemm(
     let stream = Stream::new(device, StreamPriority::Low)?;
     let mut checks = Vec::new();
     for seed in 0..count {
-        let case = Case::random(device, seed)?;
+        let case = Case::random(&stream, seed)?;
         let name = case.describe();
         let guard = MemoryGuard::begin(device);
         let outcome = case.run(&stream);
@@ -71,7 +71,7 @@ impl Dice {
 }
 
 impl Case {
-    fn random(device: &Device, seed: u64) -> Result<Self, CudaError> {
+    fn random(stream: &Stream, seed: u64) -> Result<Self, CudaError> {
         let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1);
         let element = dice.of(&ElementType::ALL);
         let layout = dice.of(&GemmLayout::ALL);
@@ -85,19 +85,41 @@ impl Case {
         spec.output = dice.of(&[element.scalar(), Scalar::F32]);
         spec.epilogue = dice.of(&[GemmEpilogue::Store, GemmEpilogue::StoreBias, GemmEpilogue::Accumulate]);
         if dice.below(3) == 0 {
-            // Shares of whole tiles, and whole units for the order that goes round them.
-            spec.destinations = dice.of(&[2, 3, 4]);
-            spec.m = spec.destinations * 256 * (1 + dice.below(2));
+            let shares = dice.of(&[2, 3, 4]);
             if dice.below(2) == 0 {
-                let first = dice.below(spec.destinations);
-                spec.order = TileOrder::Shards { shards: spec.destinations, first };
+                // Whole units, for the order that goes round them.
+                spec.m = shares * 256 * (1 + dice.below(2));
+                spec.shares = vec![spec.m / shares; shares];
+                spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
+            } else {
+                spec.shares = cut(&mut dice, spec.m, shares, 1);
+            }
+        }
+        let rows = layout.a_dims(spec.m, k)[0];
+        spec.sources = vec![GemmRows { tensor: 0, first: 0, count: rows }];
+        let ordered = spec.order != TileOrder::Grouped;
+        if dice.below(2) == 0 && !ordered {
+            // Terms come in whole blocks, and end with a tensor.
+            let unit = if layout == GemmLayout::Tn { 64 } else { 1 };
+            let mut first = 0;
+            let pieces = cut(&mut dice, rows, 3, unit);
+            spec.sources = pieces
+                .into_iter()
+                .enumerate()
+                .map(|(index, count)| {
+                    first += count;
+                    GemmRows { tensor: (index + 1) % 2, first: first - count, count }
+                })
+                .collect();
+            if layout != GemmLayout::Tn {
+                spec.sources.rotate_left(1);
             }
         }
         let columns = [layout.a_dims(spec.m, k)[1], layout.b_dims(n, k)[1], n];
         spec.strides = columns.map(|columns| columns.next_multiple_of(8) + 8 * dice.below(3));
         spec.sm_margin = dice.of(&[0, 0, 5, 100]) as u32;
-        let shape = dice.of(&Gemm::shapes(device, &spec)?);
-        let units = spec.m.div_ceil(shape.unit()[0]) * n.div_ceil(shape.unit()[1]);
+        let shape = dice.of(&Gemm::shapes(stream.device(), &spec)?);
+        let units = Gemm::with_shape(stream, &spec, shape)?.units().len();
         if spec.order == TileOrder::Grouped && dice.below(3) == 0 {
             spec.order = TileOrder::Table((0..units as u32).rev().collect());
         }
@@ -112,7 +134,8 @@ impl Case {
     }
 
     fn describe(&self) -> String {
-        let GemmSpec { m, n, k, layout, element, output, epilogue, destinations, sm_margin, .. } = &self.spec;
+        let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, .. } =
+            &self.spec;
         let GemmShape { columns, pair, splits } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
@@ -125,10 +148,12 @@ impl Case {
         };
         format!(
             "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts, {order}, \
-             {destinations} destinations, {signals} groups, margin {sm_margin}",
+             {} pieces, {} shares, {signals} groups, margin {sm_margin}",
             element.name(),
             layout.name(),
-            output.name()
+            output.name(),
+            sources.len(),
+            shares.len(),
         )
     }
 
@@ -144,7 +169,7 @@ impl Case {
         }
         let plain = GemmSpec {
             order: TileOrder::Grouped,
-            destinations: 1,
+            shares: vec![self.spec.m],
             signals: GemmSignals::None,
             sm_margin: 0,
             ..self.spec.clone()
@@ -166,13 +191,15 @@ impl Case {
     ) -> Result<(Vec<u8>, Vec<u32>), CudaError> {
         let device = stream.device();
         let gemm = Gemm::with_shape(stream, spec, self.shape)?;
-        let bytes = spec.m / spec.destinations * spec.strides[2] * spec.output.bytes() as usize;
+        let row_bytes = spec.strides[2] * spec.output.bytes() as usize;
+        let mut row = 0;
         let groups = gemm.signals_of().len();
         let mut d = Vec::new();
         let mut counters = Vec::new();
-        for index in 0..spec.destinations {
-            let share = DeviceBuffer::new(device, bytes)?;
-            share.upload(stream, 0, &tensors.d_before[index * bytes..(index + 1) * bytes])?;
+        for rows in &spec.shares {
+            let share = DeviceBuffer::new(device, rows * row_bytes)?;
+            share.upload(stream, 0, &tensors.d_before[row * row_bytes..(row + rows) * row_bytes])?;
+            row += rows;
             d.push(share);
             if groups > 0 {
                 counters.push(DeviceBuffer::from_slice(stream, &vec![0u32; groups])?);
@@ -181,8 +208,9 @@ impl Case {
         let addresses =
             |buffers: &[DeviceBuffer]| buffers.iter().map(DeviceBuffer::address).collect::<Vec<_>>();
         let (d_addresses, counter_addresses) = (addresses(&d), addresses(&counters));
+        let a: Vec<u64> = tensors.a.iter().map(DeviceBuffer::address).collect();
         let arguments = GemmTensors {
-            a: tensors.a.address(),
+            a: &a,
             b: tensors.b.address(),
             d: &d_addresses,
             bias: tensors.bias.address(),
@@ -194,7 +222,7 @@ impl Case {
         }
         let mut all = Vec::new();
         for share in &d {
-            all.extend(share.download::<u8>(stream, 0, bytes)?);
+            all.extend(share.download::<u8>(stream, 0, share.len())?);
         }
         let mut heard = vec![0; groups];
         for counter in &counters {
@@ -282,7 +310,8 @@ impl Case {
 
 struct Tensors {
     seed: u64,
-    a: DeviceBuffer,
+    /// As many as the sources name.
+    a: Vec<DeviceBuffer>,
     b: DeviceBuffer,
     bias: DeviceBuffer,
     /// Poison, and what is added to where something is.
@@ -315,9 +344,16 @@ impl Tensors {
                 }
             }
         }
+        let count = spec.sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
+        let a = |tensor: usize| {
+            let read = spec.sources.iter().filter(|source| source.tensor == tensor);
+            let rows = read.map(|source| source.first + source.count).max().unwrap_or(1);
+            let columns = spec.layout.a_dims(spec.m, spec.k)[1];
+            filled(elements([rows, columns], spec.strides[0]), seed + 4 + tensor as u64)
+        };
         Ok(Self {
             seed,
-            a: filled(elements(spec.layout.a_dims(spec.m, spec.k), spec.strides[0]), seed)?,
+            a: (0..count).map(a).collect::<Result<_, _>>()?,
             b: filled(elements(spec.layout.b_dims(spec.n, spec.k), spec.strides[1]), seed + 1)?,
             bias: filled(spec.n, seed + 2)?,
             d_before,
@@ -326,22 +362,46 @@ impl Tensors {
 
     /// A as `[m, k]`.
     fn rows_of_a(&self, spec: &GemmSpec) -> Vec<f32> {
+        let places: Vec<(usize, usize)> = spec
+            .sources
+            .iter()
+            .flat_map(|source| (source.first..source.first + source.count).map(|row| (source.tensor, row)))
+            .collect();
+        let scalar = spec.element.scalar();
+        let value = |row: usize, column: usize| {
+            let (tensor, row) = places[row];
+            let index = row * spec.strides[0] + column;
+            RandomFill::value(scalar, self.seed + 4 + tensor as u64, index as u64)
+        };
         let along_k = spec.layout.a_dims(1, 2) == [1, 2];
-        turned(spec, self.seed, spec.strides[0], along_k, spec.m)
+        let all = (0..spec.m).flat_map(|row| (0..spec.k).map(move |k| (row, k)));
+        all.map(|(row, k)| if along_k { value(row, k) } else { value(k, row) }).collect()
     }
 
     /// B as `[n, k]`.
     fn columns_of_b(&self, spec: &GemmSpec) -> Vec<f32> {
         let along_k = spec.layout.b_dims(1, 2) == [1, 2];
-        turned(spec, self.seed + 1, spec.strides[1], along_k, spec.n)
+        let stride = spec.strides[1];
+        let place = |row: usize, k: usize| if along_k { row * stride + k } else { k * stride + row };
+        let all = (0..spec.n).flat_map(|row| (0..spec.k).map(move |k| (row, k)));
+        let value = |(row, k)| RandomFill::value(spec.element.scalar(), self.seed + 1, place(row, k) as u64);
+        all.map(value).collect()
     }
 }
 
-fn turned(spec: &GemmSpec, seed: u64, stride: usize, along_k: bool, rows: usize) -> Vec<f32> {
-    let scalar = spec.element.scalar();
-    let place = |row: usize, k: usize| if along_k { row * stride + k } else { k * stride + row };
-    let all = (0..rows).flat_map(|row| (0..spec.k).map(move |k| (row, k)));
-    all.map(|(row, k)| RandomFill::value(scalar, seed, place(row, k) as u64)).collect()
+/// `length` in at most `parts` stretches, all but the last of them multiples of `unit`.
+fn cut(dice: &mut Dice, length: usize, parts: usize, unit: usize) -> Vec<usize> {
+    let mut rest = length;
+    let mut stretches = Vec::new();
+    for _ in 1..parts {
+        let count = (1 + dice.below(length / parts)).next_multiple_of(unit);
+        if count < rest {
+            stretches.push(count);
+            rest -= count;
+        }
+    }
+    stretches.push(rest);
+    stretches
 }
 
 fn encode(scalar: Scalar, value: f32) -> [u8; 4] {

@@ -1,6 +1,9 @@
 use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
-use counterpoint_exec::{AttentionInputs, AttentionOutputs, RunConfig, run_attention_on};
-use counterpoint_plan::{AttentionSpec, DType, Plan};
+use counterpoint_exec::{
+    AttentionInputs, AttentionOutputs, LinearConfig, LinearInputs, LinearOutputs, RunConfig,
+    run_attention_on, run_linear_on,
+};
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
 
 use crate::kernel::specialisations_for;
 use crate::{CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind};
@@ -64,6 +67,11 @@ impl CudaSubject {
         &self.machine
     }
 
+    /// Of so many ranks' GPUs: one without a rank has nothing to watch.
+    fn guards(&self, ranks: usize) -> Vec<MemoryGuard> {
+        self.machine.devices().iter().take(ranks).map(MemoryGuard::begin).collect()
+    }
+
     /// The GPU.
     pub fn gpu(&self) -> &Device {
         &self.machine.devices()[0]
@@ -86,10 +94,20 @@ impl Subject for CudaSubject {
         inputs: &AttentionInputs,
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError> {
-        // A GPU without a rank has nothing to watch.
-        let used = self.machine.devices().iter().take(plan.cp_size());
-        let guards: Vec<MemoryGuard> = used.map(MemoryGuard::begin).collect();
+        let guards = self.guards(plan.cp_size());
         let run = run_attention_on(&self.machine, plan, spec, inputs, config)?;
+        guards.iter().try_for_each(|guard| clean(&guard.report()))?;
+        Ok(run.outputs)
+    }
+
+    fn run_linear(
+        &self,
+        plan: &LinearPlan,
+        inputs: &LinearInputs,
+        config: &LinearConfig,
+    ) -> Result<LinearOutputs, SubjectError> {
+        let guards = self.guards(plan.tp_size);
+        let run = run_linear_on(&self.machine, plan, inputs, config)?;
         guards.iter().try_for_each(|guard| clean(&guard.report()))?;
         Ok(run.outputs)
     }

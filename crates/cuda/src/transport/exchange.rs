@@ -1,7 +1,7 @@
 //! NCCL: a pass that packs what is sent, grouped sends and receives, and a pass that puts what is received in its place or
 //! sums it.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::Collective;
@@ -11,9 +11,10 @@ use super::push::{staged_input, staged_rows};
 use super::rows::{self, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, addresses};
+use crate::backend::ExchangeMarks;
 use crate::kernel::{RowCopy, RowMove};
 use crate::nccl::NcclMessage;
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank's part.
 pub(super) struct ExchangeWork {
@@ -22,7 +23,7 @@ pub(super) struct ExchangeWork {
     pack: RowCopy,
     place: RowWork,
     /// Set once the other ranks' parts were found to fit.
-    met: OnceLock<()>,
+    met: OnceLock<Arc<ExchangeMarks>>,
 }
 
 /// A packed buffer and where each rank's rows are in it.
@@ -88,16 +89,18 @@ impl CudaTransport {
         work: &ExchangeWork,
     ) -> Result<(), CallError> {
         let Means::Exchange(nccl) = &self.means else { return Ok(()) };
-        let CollectiveCall { stream, collective, .. } = *call;
+        let CollectiveCall { backend, stream, collective, .. } = *call;
         let pattern = &collective.collective.pattern;
         // NCCL would wait for ever for one that sends something else.
         if !work.has_met() {
             for peer in pattern.incoming.iter().chain(&pattern.outgoing) {
                 self.post_of(call, meeting, peer.rank)?;
             }
-            work.met.get_or_init(|| ());
+            let marks = Arc::new(self.marks(call)?);
+            backend.watch_exchange(work.met.get_or_init(|| marks).clone());
         }
         let queue = stream.queue();
+        let marks = work.met.get().filter(|_| !backend.is_capturing());
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { sent, received, pack, place, .. } = work;
         let targets: Vec<u64> =
@@ -106,10 +109,23 @@ impl CudaTransport {
         // orders their uses.
         unsafe {
             pack.launch(queue, |_, tensor| inputs[tensor], &targets)?;
+            marks.map_or(Ok(()), |marks| marks.begun.record(queue))?;
             nccl.exchange(queue, &sent.messages, &received.messages)?;
         }
+        marks.map_or(Ok(()), |marks| marks.ended.record(queue))?;
         let input = staged_input(self.rank, &pattern.incoming, &inputs, &received.staging, &received.memory);
         place.launch(queue, input, &outputs)?;
         Ok(())
+    }
+
+    fn marks(&self, call: &Call<'_>) -> Result<ExchangeMarks, CudaError> {
+        let pattern = &call.collective.collective.pattern;
+        let mut peers: Vec<usize> =
+            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        peers.retain(|peer| *peer != self.rank);
+        let (begun, ended) = (Event::new(&self.device)?, Event::new(&self.device)?);
+        Ok(ExchangeMarks { label: call.place.to_string(), begun, ended, peers })
     }
 }

@@ -1,9 +1,10 @@
 use std::fmt;
 
-/// How rows travel between GPUs of one host.
+/// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportKind {
-    /// [`TransportKind::Nvlink`] where all GPUs reach each other's memory, else [`TransportKind::Nccl`].
+    /// [`TransportKind::Nvlink`] where all GPUs reach each other's memory, else [`TransportKind::Nccl`]. Processes on several
+    /// nodes: [`TransportKind::Hierarchical`].
     #[default]
     Auto,
     /// Kernels of a few multiprocessors read the other GPUs' memory. Where each rank has a GPU of its own, ranks meet inside
@@ -14,21 +15,28 @@ pub enum TransportKind {
     CopyEngine,
     /// NCCL's sends and receives, with a pass that gathers what is sent before and one that scatters or sums after.
     Nccl,
+    /// For ranks that are processes: NCCL between nodes, and inside each what [`TransportKind::Nvlink`] is.
+    Hierarchical,
 }
 
 impl TransportKind {
     /// All of them, by the names that users know.
-    pub const NAMES: [(&'static str, Self); 4] = [
+    pub const NAMES: [(&'static str, Self); 5] = [
         ("auto", Self::Auto),
         ("nvlink", Self::Nvlink),
         ("copy-engine", Self::CopyEngine),
         ("nccl", Self::Nccl),
+        ("hierarchical", Self::Hierarchical),
     ];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.into_iter().find(|(_, kind)| *kind == self).map_or("", |(name, _)| name)
+    }
 }
 
 impl fmt::Display for TransportKind {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::NAMES.into_iter().find(|(_, kind)| kind == self).map_or("", |(name, _)| name);
-        formatter.write_str(name)
+        formatter.write_str(self.name())
     }
 }

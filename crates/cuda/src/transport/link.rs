@@ -7,13 +7,14 @@ use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
+use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
 use crate::kernel::{
     LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkReduce,
     LinkReduceSpec, RowMove, Scalar,
 };
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -32,6 +33,8 @@ pub(super) struct LinkWork {
 struct Met {
     kernel: LinkKernel,
     peers: LinkPeers,
+    /// Where ranks are processes.
+    shifts: KnownShifts,
 }
 
 enum LinkKernel {
@@ -106,11 +109,6 @@ impl LinkWork {
     pub(super) fn mailbox(&self) -> DeviceBuffer {
         self.end.mailbox().clone()
     }
-
-    /// Lets this rank's kernels end.
-    pub(super) fn abort(&self) {
-        self.abort.set();
-    }
 }
 
 impl CudaTransport {
@@ -120,7 +118,7 @@ impl CudaTransport {
         meeting: &CudaMeeting,
         work: &LinkWork,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, place, .. } = *call;
+        let CollectiveCall { backend, stream, place, barrier, .. } = *call;
         let met = match work.met.get() {
             Some(met) => met,
             None => {
@@ -131,20 +129,30 @@ impl CudaTransport {
         };
         // A sum also makes the rows that have no operand.
         if met.peers.mailboxes.is_empty() && work.spec.is_none() {
+            barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
             return Ok(());
         }
         let (inputs, outputs) = addresses(call);
-        let (announced, own) = match (&met.kernel, CAST) {
-            (LinkKernel::Copy(_), LinkDirection::Push) => (outputs, inputs),
-            _ => (inputs, outputs),
-        };
+        let pushes = matches!((&met.kernel, CAST), (LinkKernel::Copy(_), LinkDirection::Push));
+        let (announced, own) = if pushes { (outputs, inputs) } else { (inputs, outputs) };
         let limit = self.world.config().limit;
-        let link: LinkCall = work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        let mut link: LinkCall =
+            work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        if let Some(processes) = &self.peers {
+            let tensors = call.collective.collective.tensors.iter();
+            let announced = tensors.map(|(input, output)| if pushes { output } else { input });
+            let announced: Vec<_> = announced.map(|id| call.buffers[id.0].memory().clone()).collect();
+            let (setup, peers) = (backend.setup(), &met.peers.announce_to);
+            link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
+        }
+        // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
+        let started = barrier.map(CudaBarrier::arrival).transpose()?;
+        let started = started.as_ref();
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
-            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link) }?,
-            LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link) }?,
+            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
         Ok(())
     }
@@ -183,6 +191,7 @@ impl CudaTransport {
             }
             Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
         };
-        Ok(Met { kernel, peers: LinkPeers { mailboxes, announce_to, work_on } })
+        let peers = LinkPeers { mailboxes, announce_to, work_on };
+        Ok(Met { kernel, peers, shifts: KnownShifts::default() })
     }
 }

@@ -1,4 +1,4 @@
-//! The CUDA transport between ranks of one process, on one GPU or several.
+//! The CUDA transport between ranks that are threads of one process, on one GPU or several, or processes (`process`).
 //!
 //! A collective meets on the host while it is enqueued. *Begin*: a rank records an event "my inputs are ready, my outputs may
 //! be written" and publishes it with where its tensors are. *Fetch*: once those that it takes part with have published theirs,
@@ -13,7 +13,9 @@
 mod copies;
 mod exchange;
 mod kind;
+mod levels;
 mod link;
+mod process;
 mod pull;
 mod push;
 mod rows;
@@ -24,16 +26,19 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport, World};
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 pub use kind::TransportKind;
+pub(crate) use levels::Level;
+pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
+use process::PeerProcesses;
 
 /// One rank of the CUDA transport.
 pub struct CudaTransport {
@@ -42,6 +47,9 @@ pub struct CudaTransport {
     rank: usize,
     device: Device,
     next: AtomicU64,
+    prepared: AtomicU64,
+    /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
+    peers: Option<PeerProcesses>,
     means: Means,
 }
 
@@ -58,12 +66,13 @@ pub(crate) enum Means {
 }
 
 impl Means {
-    /// What ends waits of a rank's kernels, where they wait.
-    pub(crate) fn abort(&self) -> Option<LinkAbort> {
-        match self {
-            Self::Link { abort, .. } => Some(abort.clone()),
-            Self::Pull | Self::Push | Self::Exchange(_) => None,
-        }
+    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
+    /// behind them.
+    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
+        let ended = abort.clone();
+        world.when_failed(move || ended.set());
+        Ok(Self::Link { num_sms, abort })
     }
 }
 
@@ -92,7 +101,8 @@ impl Payload for Part {
 
 /// One rank's part in a group collective, made ready.
 pub struct CudaCollective {
-    world: Arc<World>,
+    /// Among those of its transport.
+    number: u64,
     collective: Arc<Collective>,
     outputs: Vec<BufferSpec>,
     ready: Mutex<Option<Event>>,
@@ -108,13 +118,13 @@ enum Work {
     Exchange(exchange::ExchangeWork),
 }
 
-impl Drop for CudaCollective {
-    fn drop(&mut self) {
-        // Memory is freed once the device is idle; kernels that wait for a rank that has failed would keep it busy.
-        if let Work::Link(link) = &self.work
-            && self.world.has_failed()
-        {
-            link.abort();
+impl CudaCollective {
+    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
+    fn has_met(&self) -> bool {
+        match &self.work {
+            Work::Link(link) => link.has_met(),
+            Work::Exchange(exchange) => exchange.has_met(),
+            Work::Pull(_) | Work::Push(_) => false,
         }
     }
 }
@@ -129,9 +139,24 @@ impl CudaTransport {
         let board = Arc::new(Board::new(world));
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
-            Self { world, board, rank, device, next: AtomicU64::new(0), means }
+            let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+            Self { world, board, rank, device, next, prepared, peers: None, means }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
+    }
+
+    /// The transport of the only rank of `world` in this process. All ranks call it, with the same `name`.
+    pub(crate) fn connect_process(
+        rendezvous: &Rendezvous,
+        world: &Arc<World>,
+        device: &Device,
+        name: &str,
+        means: Means,
+    ) -> Result<Self, ExecError> {
+        let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
+        let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
+        let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
     }
 
     fn prepare(
@@ -152,7 +177,7 @@ impl CudaTransport {
                 .work(&collective, &outputs)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(CudaCollective {
-                world: self.world.clone(),
+                number: self.prepared.fetch_add(1, Ordering::Relaxed),
                 collective: Arc::new(collective),
                 outputs,
                 ready: Mutex::new(None),
@@ -259,29 +284,44 @@ impl CudaTransport {
         backend.device().bind()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
-        if let Some(barrier) = barrier {
-            barrier.arrive(queue)?;
+        // Kernels that meet by themselves say themselves when they have started.
+        match barrier {
+            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
+            _ => {}
         }
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let pattern = &collective.collective.pattern;
-        let (staging, mailbox, users) = match &collective.work {
-            Work::Link(link) if link.has_met() => return Ok(CudaMeeting { sequence, own: None, started }),
-            Work::Exchange(exchange) if exchange.has_met() => {
-                return Ok(CudaMeeting { sequence, own: None, started });
-            }
-            Work::Link(link) => (None, Some(link.mailbox()), &[][..]),
-            Work::Pull(_) => (None, None, &pattern.outgoing[..]),
-            Work::Push(push) => (push.staging(), None, &pattern.incoming[..]),
-            Work::Exchange(_) => (None, None, &[][..]),
-        };
+        if collective.has_met() {
+            return Ok(CudaMeeting { sequence, own: None, started });
+        }
         let tensors = &collective.collective.tensors;
-        let part = Part {
-            inputs: tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect(),
-            outputs: tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect(),
-            staging,
-            mailbox,
-            ready: event(&collective.ready, backend.device())?,
-            done: event(&collective.done, backend.device())?,
+        let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
+        let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
+        let mut part = Part {
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            staging: None,
+            mailbox: None,
+            ready: self.event(&collective.ready)?,
+            done: self.event(&collective.done)?,
+        };
+        let users = match &collective.work {
+            Work::Pull(_) => {
+                part.inputs = inputs();
+                &pattern.outgoing[..]
+            }
+            Work::Push(push) => {
+                part.staging = push.staging();
+                if part.staging.is_none() {
+                    part.outputs = outputs();
+                }
+                &pattern.incoming[..]
+            }
+            Work::Link(link) => {
+                part.mailbox = Some(link.mailbox());
+                &[][..]
+            }
+            Work::Exchange(_) => &[][..],
         };
         part.ready.record(queue)?;
         let post = Post {
@@ -290,8 +330,11 @@ impl CudaTransport {
             at: Instant::now(),
             payload: part,
         };
-        let own = Some(self.board.publish(self.rank, sequence, post, users));
-        Ok(CudaMeeting { sequence, own, started })
+        let own = self.board.publish(self.rank, sequence, post, users);
+        if let Some(peers) = &self.peers {
+            peers.tell(sequence, collective.number, &own)?;
+        }
+        Ok(CudaMeeting { sequence, own: Some(own), started })
     }
 
     fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
@@ -321,18 +364,38 @@ impl CudaTransport {
         Ok(post)
     }
 
+    /// Lets `peer` know that this rank has enqueued its use of what that one published.
+    fn acknowledge(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
+        self.board.acknowledge(peer, sequence, self.rank);
+        match &self.peers {
+            Some(peers) => peers.used(peer, sequence),
+            None => Ok(()),
+        }
+    }
+
+    /// A collective's event, made on its first run.
+    fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
+        let mut slot = lock(slot);
+        if let Some(event) = &*slot {
+            return Ok(event.clone());
+        }
+        let made = match self.peers {
+            Some(_) => Event::shared(&self.device)?,
+            None => Event::new(&self.device)?,
+        };
+        Ok(slot.insert(made).clone())
+    }
+
     fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
         Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
     }
 
     fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
         result.map_err(|error| {
-            let error = self.world.fail(match error {
+            self.world.fail(match error {
                 CallError::Exec(error) => error,
                 CallError::Cuda(error) => call.backend.error(call.place, error),
-            });
-            call.backend.abort_links();
-            error
+            })
         })
     }
 }
@@ -341,15 +404,6 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
-}
-
-/// A collective's event, made on its first run.
-fn event(slot: &Mutex<Option<Event>>, device: &Device) -> Result<Event, CudaError> {
-    let mut slot = lock(slot);
-    if let Some(event) = &*slot {
-        return Ok(event.clone());
-    }
-    Ok(slot.insert(Event::new(device)?).clone())
 }
 
 /// Why a collective cannot be enqueued.

@@ -64,7 +64,7 @@ impl CudaTransport {
             own.payload.done.record(queue)?;
         }
         for peer in &pattern.incoming {
-            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
+            self.acknowledge(peer.rank, meeting.sequence)?;
         }
         Ok(())
     }

@@ -152,7 +152,7 @@ impl CudaTransport {
         }?;
         own.payload.done.record(queue)?;
         for peer in &pattern.outgoing {
-            self.board.acknowledge(peer.rank, meeting.sequence, self.rank);
+            self.acknowledge(peer.rank, meeting.sequence)?;
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::GroupPart;
+use serde::{Deserialize, Serialize};
 
 /// Rows shared with one rank, in the order in which both sides list them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerRows {
     /// The rank.
     pub rank: usize,
@@ -18,7 +19,7 @@ impl PeerRows {
 }
 
 /// A [`GroupPart`] read in one direction: by peer, ascending, splits without rows left out.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pattern {
     /// Rows of the inputs that go to each peer.
     pub outgoing: Vec<PeerRows>,

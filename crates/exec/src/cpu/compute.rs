@@ -77,6 +77,14 @@ impl CpuKernel {
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
             Op::PlaceRows { src, dst, rows } => place_rows(*src, *dst, rows, &access, workers),
+            Op::CopyRows { src, dst, rows } => {
+                let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
+                let count = rows * src.shape()[1..].iter().product::<usize>();
+                with_host_element!(src.dtype(), T => {
+                    elements_mut::<T>(&mut dst)[..count].copy_from_slice(&elements::<T>(&src)[..count]);
+                });
+                Ok(())
+            }
             // `check_operands` lets no other operation through.
             _ => Ok(()),
         }

@@ -5,7 +5,7 @@ use super::message::told_part;
 use super::{PeerMessage, Rows};
 use crate::collective::{Board, Contract, Post};
 use crate::world::World;
-use crate::{ExecError, HostTensor, OpPlace};
+use crate::{ExecError, HostTensor, OpPlace, Recipient};
 
 /// Carries messages to the ranks of other processes.
 pub(crate) trait Courier: Send + Sync {
@@ -36,12 +36,12 @@ impl Inbox {
     pub(super) fn board(&self) -> &Arc<Board<Rows>> {
         &self.board
     }
+}
 
-    /// Takes what `peer` has sent.
-    ///
-    /// # Errors
-    /// In words, when it makes no sense.
-    pub(crate) fn receive(&self, peer: usize, message: PeerMessage, payload: &[u8]) -> Result<(), String> {
+impl Recipient for Inbox {
+    type Message = PeerMessage;
+
+    fn receive(&self, peer: usize, message: PeerMessage, payload: &[u8]) -> Result<(), String> {
         match message {
             PeerMessage::Part { sequence, place, contract, sent, expected } => {
                 let rows = unpack(&contract, &sent, payload, &place)?;
@@ -51,7 +51,6 @@ impl Inbox {
                 self.board.publish(peer, sequence, post, &users);
             }
             PeerMessage::Copied { sequence } => self.board.acknowledge(self.rank, sequence, peer),
-            PeerMessage::Farewell => {}
         }
         Ok(())
     }

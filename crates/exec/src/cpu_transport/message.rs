@@ -20,8 +20,6 @@ pub(crate) enum PeerMessage {
     },
     /// The rows of the receiver's part have been copied.
     Copied { sequence: u64 },
-    /// Nothing more will come.
-    Farewell,
 }
 
 impl PeerMessage {

@@ -3,9 +3,11 @@
 mod run;
 mod shard;
 
+use counterpoint_plan::{DType, LinearSpec};
 use counterpoint_schedule::Timeline;
 
 use crate::HostTensor;
+use crate::random::normal;
 
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
@@ -23,6 +25,26 @@ pub struct LinearInputs {
     /// What gradients of the weight are added to under [`WeightGradient::Accumulated`](counterpoint_schedule::WeightGradient):
     /// `[out_features, in_features]` and, where the layer has a bias, `[out_features]`.
     pub main_grad: Option<(HostTensor, Option<HostTensor>)>,
+}
+
+/// Standard-normal tensors of a layer, a `main_grad` of this type where one is asked for, and a `dy` for a backward. Each has its own
+/// stream of the generator, so its numbers depend on nothing but the seed, its name and its size.
+pub fn random_linear_inputs(
+    spec: &LinearSpec,
+    main_grad: Option<DType>,
+    seed: u64,
+    backward: bool,
+) -> LinearInputs {
+    let LinearSpec { tokens, in_features, out_features, has_bias, dtype, .. } = *spec;
+    let tensor = |stream, shape: &[usize], dtype| normal(seed, stream, shape.to_vec(), dtype);
+    let bias = |stream, dtype| has_bias.then(|| tensor(stream, &[out_features], dtype));
+    LinearInputs {
+        x: tensor(0, &[tokens, in_features], dtype),
+        weight: tensor(1, &[out_features, in_features], dtype),
+        bias: bias(2, dtype),
+        dy: backward.then(|| tensor(3, &[tokens, out_features], dtype)),
+        main_grad: main_grad.map(|dtype| (tensor(4, &[out_features, in_features], dtype), bias(5, dtype))),
+    }
 }
 
 /// Results of a whole layer, in global order.

@@ -231,11 +231,11 @@ mod tests {
     use std::sync::atomic::AtomicUsize;
     use std::time::Duration;
 
-    use counterpoint_plan::AttentionSpec;
+    use counterpoint_plan::{AttentionSpec, LinearPlan};
 
     use super::*;
     use crate::selftest::CpuSubject;
-    use crate::{RunConfig, Stall};
+    use crate::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, Stall};
 
     /// A device that spoils what the CPU computes.
     struct Spoiled<F>(F, AtomicUsize);
@@ -259,6 +259,15 @@ mod tests {
             let mut outputs = CpuSubject.run(plan, spec, inputs, config)?;
             (self.0)(&mut outputs, self.1.fetch_add(1, Ordering::Relaxed));
             Ok(outputs)
+        }
+
+        fn run_linear(
+            &self,
+            plan: &LinearPlan,
+            inputs: &LinearInputs,
+            config: &LinearConfig,
+        ) -> Result<LinearOutputs, SubjectError> {
+            CpuSubject.run_linear(plan, inputs, config)
         }
     }
 
@@ -368,6 +377,15 @@ mod tests {
             _: &AttentionInputs,
             _: &RunConfig,
         ) -> Result<AttentionOutputs, SubjectError> {
+            Err(self.0.clone())
+        }
+
+        fn run_linear(
+            &self,
+            _: &LinearPlan,
+            _: &LinearInputs,
+            _: &LinearConfig,
+        ) -> Result<LinearOutputs, SubjectError> {
             Err(self.0.clone())
         }
     }

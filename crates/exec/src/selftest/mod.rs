@@ -1,4 +1,4 @@
-//! A selftest: random attention problems on a device, against the f64 reference.
+//! A selftest: random attention problems and linear layers on a device, against f64.
 //!
 //! A device is a [`Subject`]; the problems are the same for every one, so the CPU's proof and the GPU's are one code. The
 //! references, which cost far more than the runs, are computed on all cores while the device works.
@@ -6,6 +6,8 @@
 mod case;
 mod collectives;
 mod examine;
+mod linear;
+mod linear_reference;
 mod pattern;
 mod random_mask;
 mod subject;
@@ -13,4 +15,5 @@ mod subject;
 pub use case::{Case, Extent};
 pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention, unlike_elements};
+pub use linear::selftest_linear;
 pub use subject::{CpuSubject, Subject, SubjectError};

@@ -1,7 +1,10 @@
-use counterpoint_plan::{AttentionSpec, DType, Plan};
+use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
 use thiserror::Error;
 
-use crate::{AttentionInputs, AttentionOutputs, ExecError, RunConfig, run_attention};
+use crate::{
+    AttentionInputs, AttentionOutputs, ExecError, LinearConfig, LinearInputs, LinearOutputs, RunConfig,
+    run_attention, run_linear,
+};
 
 /// Why a subject has no results.
 #[derive(Clone, Debug, PartialEq, Error)]
@@ -15,7 +18,7 @@ pub enum SubjectError {
     Overwrite(String),
 }
 
-/// What a selftest examines: a device that runs distributed attention.
+/// What a selftest examines: a device that runs distributed attention and linear layers.
 pub trait Subject {
     /// Its name, such as a processor's.
     fn device(&self) -> String;
@@ -35,6 +38,17 @@ pub trait Subject {
         inputs: &AttentionInputs,
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError>;
+
+    /// Runs a linear layer likewise.
+    ///
+    /// # Errors
+    /// As [`Subject::run`].
+    fn run_linear(
+        &self,
+        plan: &LinearPlan,
+        inputs: &LinearInputs,
+        config: &LinearConfig,
+    ) -> Result<LinearOutputs, SubjectError>;
 }
 
 /// Ranks that are threads of this process.
@@ -58,5 +72,14 @@ impl Subject for CpuSubject {
         config: &RunConfig,
     ) -> Result<AttentionOutputs, SubjectError> {
         Ok(run_attention(plan, spec, inputs, config)?.outputs)
+    }
+
+    fn run_linear(
+        &self,
+        plan: &LinearPlan,
+        inputs: &LinearInputs,
+        config: &LinearConfig,
+    ) -> Result<LinearOutputs, SubjectError> {
+        Ok(run_linear(plan, inputs, config)?.outputs)
     }
 }

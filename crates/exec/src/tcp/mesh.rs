@@ -1,16 +1,18 @@
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::io::{self, ErrorKind};
+use std::marker::PhantomData;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::connecting;
-use crate::cpu_transport::{Courier, Inbox, PeerMessage};
+use crate::cpu_transport::{Courier, PeerMessage};
 use crate::frame::{FrameLimits, read_frame, write_frame};
 use crate::monitor::lock;
 use crate::world::{World, after};
@@ -22,12 +24,33 @@ const HELLO_LIMIT: Duration = Duration::from_secs(5);
 /// A rank that ends with an error tells all of it before its connections close: how long to wait for the better word.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// A rank's connections to all others.
-pub(super) struct Mesh {
+/// Takes what the ranks of other processes send, on a thread for each of them.
+pub trait Recipient: Send + Sync + 'static {
+    /// What they send.
+    type Message: Serialize + DeserializeOwned;
+
+    /// Takes a message of `peer`, in the order in which it was sent.
+    ///
+    /// # Errors
+    /// In words, when it makes no sense: the world fails then.
+    fn receive(&self, peer: usize, message: Self::Message, payload: &[u8]) -> Result<(), String>;
+}
+
+/// A rank's connections to all others, which are other processes. Dropping it is the farewell.
+pub struct Mesh<M> {
     world: Arc<World>,
     rank: usize,
     /// By rank; none to itself.
     peers: Vec<Option<Arc<Peer>>>,
+    messages: PhantomData<fn(M)>,
+}
+
+/// What goes over a connection.
+#[derive(Serialize, Deserialize)]
+enum Letter<M> {
+    Message(M),
+    /// Nothing more will come.
+    Farewell,
 }
 
 struct Peer {
@@ -51,13 +74,16 @@ struct Hello {
     rank: usize,
 }
 
-impl Mesh {
-    /// Connects this rank to all others, which do the same with the same `number`.
-    pub(super) fn connect(
+impl<M: Serialize + DeserializeOwned> Mesh<M> {
+    /// Connects this rank to all others, which do the same with the same `name`.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Absent`] with the ranks that did not come within the limit; whatever ended the job.
+    pub fn connect<R: Recipient<Message = M>>(
         rendezvous: &Rendezvous,
         world: &Arc<World>,
-        inbox: &Inbox,
-        number: u64,
+        recipient: &Arc<R>,
+        name: &str,
     ) -> Result<Self, ExecError> {
         let (rank, ranks) = (rendezvous.rank(), rendezvous.world_size());
         let began = Instant::now();
@@ -66,8 +92,8 @@ impl Mesh {
         let failed = |peer, error: &io::Error| lost(world, rank, peer, error.to_string());
         let listener = listen(alone, rendezvous.address_of(rank)).map_err(|error| failed(rank, &error))?;
         let port = listener.local_addr().map_err(|error| failed(rank, &error))?.port();
-        let door = Door { port, word: RandomState::new().hash_one(number) };
-        let doors = gather(rendezvous, &format!("connections {number}"), &door)?;
+        let door = Door { port, word: RandomState::new().hash_one(name) };
+        let doors = gather(rendezvous, &format!("connections {name}"), &door)?;
 
         let mut streams: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
         for (peer, theirs) in doors.iter().enumerate().take(rank) {
@@ -96,27 +122,34 @@ impl Mesh {
                 Err(_) => thread::sleep(PAUSE),
             }
         }
-        let mut mesh = Self { world: world.clone(), rank, peers: (0..ranks).map(|_| None).collect() };
+        let peers = (0..ranks).map(|_| None).collect();
+        let mut mesh = Self { world: world.clone(), rank, peers, messages: PhantomData };
         for (peer, stream) in streams.into_iter().enumerate() {
             let Some(stream) = stream else { continue };
-            mesh.peers[peer] = Some(mesh.attend(peer, stream, inbox)?);
+            mesh.peers[peer] = Some(mesh.attend(peer, stream, recipient)?);
         }
         Ok(mesh)
     }
 
     /// Starts the thread that takes what `peer` sends.
-    fn attend(&self, rank: usize, stream: TcpStream, inbox: &Inbox) -> Result<Arc<Peer>, ExecError> {
+    fn attend<R: Recipient<Message = M>>(
+        &self,
+        rank: usize,
+        stream: TcpStream,
+        recipient: &Arc<R>,
+    ) -> Result<Arc<Peer>, ExecError> {
         let ready = stream
             .set_nodelay(true)
             .and_then(|()| stream.set_write_timeout(Some(self.world.config().limit)))
             .and_then(|()| stream.try_clone());
         let writer = ready.map_err(|error| lost(&self.world, self.rank, rank, error.to_string()))?;
         let peer = Arc::new(Peer { rank, writer: Mutex::new(writer), gone: AtomicBool::new(false) });
-        let (reading, inbox, world, own) = (peer.clone(), inbox.clone(), self.world.clone(), self.rank);
+        let (reading, recipient, world, own) =
+            (peer.clone(), recipient.clone(), self.world.clone(), self.rank);
         thread::Builder::new()
             .name(format!("rank {own} from {rank}"))
             .spawn(move || {
-                if let Err(reason) = reading.listen(stream, &inbox) {
+                if let Err(reason) = reading.listen(stream, &*recipient) {
                     fail_after_grace(&world, own, rank, reason);
                 }
             })
@@ -129,14 +162,18 @@ impl Mesh {
     }
 }
 
-impl Courier for Mesh {
-    fn world_size(&self) -> usize {
-        self.peers.len()
-    }
-
-    fn send(&self, peer: usize, message: &PeerMessage, payload: &[&[u8]]) -> Result<(), ExecError> {
+impl<M> Mesh<M> {
+    /// Sends a message, with a payload of these parts, to `peer`; what goes to this rank itself goes nowhere. Messages to one
+    /// rank arrive in the order in which they were sent. May wait for the peer's process to take them, for the world's limit.
+    ///
+    /// # Errors
+    /// The world's, which a connection that has broken becomes.
+    pub fn send(&self, peer: usize, message: &M, payload: &[&[u8]]) -> Result<(), ExecError>
+    where
+        M: Serialize,
+    {
         let Some(peer) = &self.peers[peer] else { return Ok(()) };
-        let sent = write_frame(&mut *lock(&peer.writer), message, payload);
+        let sent = write_frame(&mut *lock(&peer.writer), &Letter::Message(message), payload);
         match sent {
             Ok(()) => Ok(()),
             // It is through with all collectives and has no rows to get.
@@ -154,14 +191,24 @@ impl Courier for Mesh {
     }
 }
 
-impl Drop for Mesh {
+impl Courier for Mesh<PeerMessage> {
+    fn world_size(&self) -> usize {
+        self.peers.len()
+    }
+
+    fn send(&self, peer: usize, message: &PeerMessage, payload: &[&[u8]]) -> Result<(), ExecError> {
+        Mesh::send(self, peer, message, payload)
+    }
+}
+
+impl<M> Drop for Mesh<M> {
     /// Says farewell. The other direction stays open for what is still on its way here: to close it would make the system
     /// throw away what the peer has not read.
     fn drop(&mut self) {
         for peer in self.peers.iter().flatten() {
             let mut writer = lock(&peer.writer);
             if !self.world.has_failed() {
-                write_frame(&mut *writer, &PeerMessage::Farewell, &[]).ok();
+                write_frame(&mut *writer, &Letter::<()>::Farewell, &[]).ok();
             }
             writer.shutdown(Shutdown::Write).ok();
         }
@@ -170,11 +217,13 @@ impl Drop for Mesh {
 
 impl Peer {
     /// Takes what it sends, until its farewell.
-    fn listen(&self, mut stream: TcpStream, inbox: &Inbox) -> Result<(), String> {
+    fn listen<R: Recipient>(&self, mut stream: TcpStream, recipient: &R) -> Result<(), String> {
         loop {
-            match read_frame(&mut stream, FrameLimits::PEER) {
-                Ok(Some((PeerMessage::Farewell, _))) => self.gone.store(true, Ordering::Release),
-                Ok(Some((message, payload))) => inbox.receive(self.rank, message, &payload)?,
+            match read_frame::<Letter<R::Message>>(&mut stream, FrameLimits::PEER) {
+                Ok(Some((Letter::Farewell, _))) => self.gone.store(true, Ordering::Release),
+                Ok(Some((Letter::Message(message), payload))) => {
+                    recipient.receive(self.rank, message, &payload)?;
+                }
                 _ if self.gone.load(Ordering::Acquire) => return Ok(()),
                 Ok(None) => return Err("it closed the connection".to_owned()),
                 Err(error) => return Err(error.to_string()),

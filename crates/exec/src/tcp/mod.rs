@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rayon::ThreadPool;
 
 pub use self::loopback::TcpLoopback;
-use self::mesh::Mesh;
+pub use self::mesh::{Mesh, Recipient};
 use crate::cpu_transport::Inbox;
 use crate::memory::check_memory;
 use crate::{CpuBackend, CpuTransport, Ends, ExecError, Machine, OpPlace, Rendezvous, SlowLink, World};
@@ -66,9 +66,9 @@ impl Machine for TcpMachine {
             return Err(ExecError::BadCollective { rank, collective: connecting().to_string(), reason });
         }
         self.rendezvous.attach(world);
-        let inbox = Inbox::new(world, rank);
+        let inbox = Arc::new(Inbox::new(world, rank));
         let number = self.meshes.fetch_add(1, Ordering::Relaxed);
-        let mesh = Mesh::connect(&self.rendezvous, world, &inbox, number);
+        let mesh = Mesh::connect(&self.rendezvous, world, &inbox, &number.to_string());
         let mesh = mesh.map_err(|error| world.fail(error))?;
         let transport = CpuTransport::remote(world, rank, Arc::new(mesh), &inbox, self.slow_link);
         Ok(vec![(CpuBackend::new(world, rank, self.workers.clone()), transport)])

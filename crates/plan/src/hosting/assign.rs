@@ -46,7 +46,7 @@ pub(crate) fn assign(
     }
     let rows = |bands: &Vec<Band>| Range::merged(bands.iter().map(|band| band.q_range).collect());
     let q_ranges: Vec<Vec<Range>> = hosted.iter().map(rows).collect();
-    let placed: Vec<Vec<PlacedRows>> = q_ranges.iter().map(|ranges| PlacedRows::of(ranges)).collect();
+    let placed: Vec<Vec<PlacedRows>> = q_ranges.iter().map(|ranges| PlacedRows::of(ranges, 0)).collect();
     let parts = exchange(q_runs, &placed).into_iter().zip(q_ranges);
     let hosts = hosted.into_iter().zip(&placed).zip(parts).map(|((bands, placed), (part, q_ranges))| {
         let to_buffer = |band: Band| {

@@ -7,13 +7,13 @@ mod traffic;
 
 use counterpoint_mask::{Band, Range};
 
-use crate::direction::{Direction, LinkRows, makespan};
+use crate::direction::{Direction, LinkRows, StageWork, makespan};
 use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
 use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, PlanConfig, StageCount, StagePrediction};
+use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
@@ -24,6 +24,8 @@ pub(crate) struct StageCuts {
     stages: usize,
     /// `rows[rank * stages + stage]`: global key rows received; empty for stage 0.
     rows: Vec<Vec<Range>>,
+    /// By rank: own rows with which the key buffer of stage 1 begins, where all work is done there at once.
+    gathered: Option<Vec<usize>>,
 }
 
 impl StageCuts {
@@ -34,12 +36,23 @@ impl StageCuts {
             rows.push(Vec::new());
             rows.extend(places.windows(2).map(|cut| outline.remote.rows(cut[0], cut[1])));
         }
-        Self { stages, rows }
+        Self { stages, rows, gathered: None }
     }
 
     /// Stage 0 alone.
     fn local(ranks: usize) -> Self {
-        Self { stages: 1, rows: vec![Vec::new(); ranks] }
+        Self { stages: 1, rows: vec![Vec::new(); ranks], gathered: None }
+    }
+
+    /// All work in one stage, once all rows have arrived beside the own ones.
+    fn gathered(ranks: &[RankOutline]) -> Self {
+        let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
+        Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }
+    }
+
+    /// Own rows with which the key buffer of a stage begins that does all of `rank`'s work; 0 in all others.
+    pub(crate) fn own_rows(&self, rank: usize, stage: usize) -> usize {
+        self.gathered.as_ref().filter(|_| stage == 1).map_or(0, |own_rows| own_rows[rank])
     }
 
     /// Number of stages, stage 0 included.
@@ -54,22 +67,22 @@ impl StageCuts {
 
     /// As [`StageCuts::rows`], of all ranks, ascending.
     pub(crate) fn placed_rows(&self, stage: usize) -> Vec<Vec<PlacedRows>> {
-        (0..self.rows.len() / self.stages).map(|rank| PlacedRows::of(self.rows(rank, stage))).collect()
+        let placed = |rank| PlacedRows::of(self.rows(rank, stage), self.own_rows(rank, stage));
+        (0..self.rows.len() / self.stages).map(placed).collect()
     }
 
     /// The bands of every stage of `rank`.
     pub(crate) fn bands(&self, rank: usize, outline: &RankOutline) -> Vec<Vec<Band>> {
         let mut segments = Vec::with_capacity(outline.own.len() + outline.remote.ranges.len() + self.stages);
-        let mut add = |stage: usize, rows: &[Range]| {
-            let mut start = 0;
+        let mut add = |stage: usize, mut start: usize, rows: &[Range]| {
             for &range in rows {
                 segments.push(KeySegment { range, stage, start });
                 start += range.len();
             }
         };
-        add(0, &outline.own);
+        add(usize::from(self.gathered.is_some()), 0, &outline.own);
         for stage in 1..self.stages {
-            add(stage, self.rows(rank, stage));
+            add(stage, self.own_rows(rank, stage), self.rows(rank, stage));
         }
         segments.sort_unstable_by_key(|segment| segment.range.start);
         cut_into_stages(&outline.work, &segments, self.stages)
@@ -94,10 +107,15 @@ pub(crate) fn cut(
     let (most, cells) = match config.stages {
         _ if ranks.iter().all(|rank| rank.remote.len() == 0) => (0, 0),
         StageCount::Auto => (MOST_AUTO_STAGES, CELLS),
-        StageCount::Fixed(stages) => (stages, CELLS.max(stages)),
+        StageCount::Fixed(stages) => (stages.max(1), CELLS.max(stages)),
     };
     if most == 0 {
         return [(), ()].map(|()| StageCuts::local(ranks.len()));
+    }
+    let can_gather =
+        config.topology.nodes() == 1 && ranks.iter().all(|rank| rank.own_rows().is_multiple_of(KEY_BLOCK));
+    if can_gather && config.stages == StageCount::Fixed(0) {
+        return [(), ()].map(|()| StageCuts::gathered(ranks));
     }
     let profiles: Vec<Profile> = ranks.iter().map(|rank| Profile::new(rank, runs, cells)).collect();
     let traffic = Traffic::new(ranks, &profiles, runs, &config.topology);
@@ -110,24 +128,46 @@ pub(crate) fn cut(
             .enumerate()
             .map(|(rank, (profile, sent))| {
                 let received = ranks[rank].remote.len() as u64;
-                let rates =
-                    direction.rates(spec, config, received, sent.near + sent.far, traffic.crossing(rank));
+                let links = [received, sent.near + sent.far, traffic.crossing(rank)];
+                let rates = direction.rates(spec, config, ranks[rank].q_rows, links);
                 Cuts::solve(profile, &rates, most)
             })
             .collect();
         let predict_hosted = |(rank, outline): (usize, &RankOutline)| {
             let hosted = outline.hosted.as_ref()?;
             let rows = busier_rows(&hosted.part, rank, &config.topology);
-            Some(direction.predict_hosted(hosted.area, rows, spec, &config.cost))
+            Some(direction.predict_hosted(hosted, rows, spec, &config.cost))
         };
         let hosted: Vec<Option<StagePrediction>> = ranks.iter().enumerate().map(predict_hosted).collect();
         let choice = match config.stages {
-            StageCount::Auto => Choice::quickest(&solved, most, |choice, limit| {
-                choice.seconds(&profiles, &traffic, &hosted, limit, |area, rows| {
-                    direction.predict(area, rows, spec, &config.cost)
-                })
-            }),
-            StageCount::Fixed(stages) => Choice::new(&solved, stages, Cuts::most_up_to),
+            StageCount::Auto => {
+                let (choice, seconds) = Choice::quickest(&solved, most, |choice, limit| {
+                    choice.seconds(&profiles, &traffic, &hosted, limit, |rank, area, remote, rows| {
+                        let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
+                        direction.predict(work, rows, spec, &config.cost)
+                    })
+                });
+                // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
+                let may_gather = can_gather && config.cost.tiles.is_some();
+                let gathered = |(rank, outline): (usize, &RankOutline)| {
+                    let profile = &profiles[rank];
+                    let last = profile.places.len() - 1;
+                    let work = StageWork {
+                        area: profile.local_area + profile.area_before[last],
+                        q_rows: outline.q_rows,
+                        own_rows: outline.own_rows(),
+                        remote: false,
+                    };
+                    let rows = LinkRows::busier(sent[rank], traffic.received(rank, profile, 0, last));
+                    let all = direction.predict(work, rows, spec, &config.cost);
+                    makespan(hosted[rank].into_iter().chain([all]))
+                };
+                if may_gather && ranks.iter().enumerate().map(gathered).fold(0.0, f64::max) < seconds {
+                    return StageCuts::gathered(ranks);
+                }
+                choice
+            }
+            StageCount::Fixed(stages) => Choice::new(&solved, stages.max(1), Cuts::most_up_to),
         };
         let places: Vec<Vec<usize>> = profiles
             .iter()
@@ -162,8 +202,8 @@ impl Choice {
     ///
     /// Each rank cuts for itself, as if its sending were spread over its stages. Who sends what when follows only from all
     /// cuts together, and can undo what stages gain: then every rank waits for one owner at a time. So the number of stages
-    /// is chosen by what they really send, and is never worse than a single stage.
-    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> Self {
+    /// is chosen by what they really send, and is never worse than a single stage. With it the seconds of the choice.
+    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> (Self, f64) {
         let mut best = Choice::new(solved, 1, Cuts::best_up_to);
         let mut least = seconds(&best, f64::INFINITY);
         for stages in 2..=most {
@@ -177,7 +217,7 @@ impl Choice {
                 (best, least) = (choice, seconds);
             }
         }
-        best
+        (best, least)
     }
 
     /// Predicted makespan of the slowest rank, every stage charged what it really sends and receives; or that of any rank
@@ -188,7 +228,7 @@ impl Choice {
         traffic: &Traffic,
         hosted: &[Option<StagePrediction>],
         limit: f64,
-        predict: impl Fn(u64, LinkRows) -> StagePrediction,
+        predict: impl Fn(usize, u64, bool, LinkRows) -> StagePrediction,
     ) -> f64 {
         let stage_of: Vec<Vec<u8>> = self
             .cuts
@@ -201,12 +241,12 @@ impl Choice {
         let sent = traffic.sent(&stage_of, self.stages);
         let mut slowest = 0.0;
         for (rank, (cut, profile)) in self.cuts.iter().zip(profiles).enumerate() {
-            let local = predict(profile.local_area, LinkRows::default());
+            let local = predict(rank, profile.local_area, false, LinkRows::default());
             let remote = cut.windows(2).zip(&sent[rank * self.stages..]).map(|(ends, &sent)| {
                 let (from, to) = (usize::from(ends[0]), usize::from(ends[1]));
                 let received = traffic.received(rank, profile, from, to);
                 let area = profile.area_before[to] - profile.area_before[from];
-                predict(area, LinkRows::busier(sent, received))
+                predict(rank, area, true, LinkRows::busier(sent, received))
             });
             slowest = f64::max(slowest, makespan(std::iter::once(local).chain(hosted[rank]).chain(remote)));
             if slowest >= limit {
@@ -218,16 +258,15 @@ impl Choice {
 }
 
 impl Direction {
-    /// What a rank's stages cost that receives, sends and takes from other nodes so many rows in all. A stage's transfer
-    /// takes as long as the busier side of it; which rows others fetch when is not known while everybody's cuts are still
-    /// open, so a rank's sending is spread over its stages as its receiving is.
+    /// What the stages cost of a rank with `q_rows` query rows that receives, sends and takes from other nodes so many rows in
+    /// all. A stage's transfer takes as long as the busier side of it; which rows others fetch when is not known while
+    /// everybody's cuts are still open, so a rank's sending is spread over its stages as its receiving is.
     fn rates(
         self,
         spec: &AttentionSpec,
         config: &PlanConfig,
-        received: u64,
-        sent: u64,
-        crossing: u64,
+        q_rows: usize,
+        [received, sent, crossing]: [u64; 3],
     ) -> Rates {
         let cost = &config.cost;
         let busier = received.max(sent) as f64 / received.max(1) as f64;
@@ -239,14 +278,19 @@ impl Direction {
             0 => cost.link.alpha_seconds,
             _ => cost.link.alpha_seconds.max(cost.network.alpha_seconds),
         };
-        let cast_row = spec.kv_row_bytes() as f64 * byte;
-        let (pair, reduce_alpha, reduce_row) = match self {
-            Direction::Forward => (spec.flops_forward(1) / cost.forward_flops_per_second, 0.0, 0.0),
-            Direction::Backward => {
-                let reduce_row = spec.kv_gradient_row_bytes() as f64 * byte;
-                (spec.flops_backward(1) / cost.backward_flops_per_second, alpha, reduce_row)
-            }
+        let launch = self.launch_seconds(q_rows, spec, cost);
+        let (reduce_alpha, reduce_row) = match self {
+            Direction::Forward => (0.0, 0.0),
+            Direction::Backward => (alpha, spec.kv_gradient_row_bytes() as f64 * byte),
         };
-        Rates { launch: cost.launch_seconds, pair, cast_alpha: alpha, cast_row, reduce_alpha, reduce_row }
+        Rates {
+            launch,
+            remote_launch: launch + self.remote_seconds(q_rows, spec, cost),
+            pair: self.pair_seconds(spec, cost),
+            cast_alpha: alpha,
+            cast_row: spec.kv_row_bytes() as f64 * byte,
+            reduce_alpha,
+            reduce_row,
+        }
     }
 }

@@ -3,8 +3,10 @@ use super::profile::Profile;
 /// Predicted costs of one rank in one direction, linear in rows and pairs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Rates {
-    /// Seconds to launch one stage's computation.
+    /// Seconds to launch the local stage's computation.
     pub(crate) launch: f64,
+    /// Seconds to launch another one's, and for what passes between them.
+    pub(crate) remote_launch: f64,
     /// Seconds a pair.
     pub(crate) pair: f64,
     /// Seconds to start one stage's group-cast.
@@ -18,9 +20,14 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// Seconds of computing `area` pairs.
-    pub(crate) fn compute(&self, area: u64) -> f64 {
+    /// Seconds of computing `area` pairs of the rank's own columns.
+    pub(crate) fn local(&self, area: u64) -> f64 {
         if area == 0 { 0.0 } else { self.launch + area as f64 * self.pair }
+    }
+
+    /// Seconds of computing `area` pairs of columns received.
+    pub(crate) fn remote(&self, area: u64) -> f64 {
+        if area == 0 { 0.0 } else { self.remote_launch + area as f64 * self.pair }
     }
 
     /// Seconds of `stages` group-casts of `rows` rows in all.
@@ -123,7 +130,7 @@ impl Step {
             Some(&next) => Self {
                 cast_end,
                 next_cast_end: rates.cast(m + 1, next),
-                next_compute: rates.compute(profile.area_before[place + 1] - profile.area_before[place]),
+                next_compute: rates.remote(profile.area_before[place + 1] - profile.area_before[place]),
                 reduced,
             },
             // Nothing comes after the end of the list.
@@ -142,7 +149,7 @@ impl Cuts {
     /// the end of all casts up to place `j` depends on `s` and `j` alone, so a state is a place and a number of stages.
     pub(crate) fn solve(profile: &Profile, rates: &Rates, stages: usize) -> Self {
         let places = profile.places.len();
-        let local = rates.compute(profile.local_area) + rates.compute(profile.hosted_area);
+        let local = rates.local(profile.local_area) + rates.local(profile.hosted_area);
         let mut solved = Self { seconds: Vec::with_capacity(stages + 1), cuts: vec![0], places };
         solved.seconds.push(if places == 1 { local } else { f64::INFINITY });
         // State m * places + j: the first m stages end at place j. Without a stage only place 0 can be reached.
@@ -153,7 +160,7 @@ impl Cuts {
             for j in 0..places {
                 let step = Step::new(profile, rates, m, j);
                 for i in (m - 1)..j {
-                    let compute = rates.compute(profile.area_before[j] - profile.area_before[i]);
+                    let compute = rates.remote(profile.area_before[j] - profile.area_before[i]);
                     let reduced = rates.reduced(m - 1, profile.places[i]);
                     for index in ways.of((m - 1) * places + i) {
                         let way = ways.ways[index];
@@ -210,13 +217,13 @@ mod tests {
 
     /// The makespan of given cuts, stage by stage, with a lane for computation, one for casts and one for reduces.
     fn makespan(profile: &Profile, rates: &Rates, cut: &[usize]) -> f64 {
-        let mut compute_end = rates.compute(profile.local_area);
+        let mut compute_end = rates.local(profile.local_area);
         let (mut cast_end, mut reduce_end) = (0.0, compute_end);
         for stage in cut.windows(2) {
             let rows = (profile.places[stage[1]] - profile.places[stage[0]]) as f64;
             cast_end += rates.cast_alpha + rows * rates.cast_row;
             let area = profile.area_before[stage[1]] - profile.area_before[stage[0]];
-            compute_end = f64::max(compute_end, cast_end) + rates.compute(area);
+            compute_end = f64::max(compute_end, cast_end) + rates.remote(area);
             reduce_end = f64::max(reduce_end, compute_end) + rates.reduce_alpha + rows * rates.reduce_row;
         }
         f64::max(compute_end, reduce_end)
@@ -245,9 +252,10 @@ mod tests {
     }
 
     fn rates() -> impl Strategy<Value = Rates> {
-        (0.0..0.5_f64, 0.0..0.5_f64, 0.0..0.01_f64, 0.0..0.5_f64, 0.0..0.01_f64).prop_map(
-            |(launch, cast_alpha, cast_row, reduce_alpha, reduce_row)| Rates {
+        (0.0..0.5_f64, 0.0..0.5_f64, 0.0..0.5_f64, 0.0..0.01_f64, 0.0..0.5_f64, 0.0..0.01_f64).prop_map(
+            |(launch, passed, cast_alpha, cast_row, reduce_alpha, reduce_row)| Rates {
                 launch,
+                remote_launch: launch + passed,
                 pair: 1e-3,
                 cast_alpha,
                 cast_row,

@@ -48,9 +48,9 @@ pub enum TilePlacement {
 pub enum TileOrder {
     /// Most blocks first, then by rows: what a queue needs so that CTAs finish together.
     Work,
-    /// By rows: what a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have
-    /// started.
-    Position,
+    /// As `Work`, but of tiles that walk a row in common, directly or by others, the one with the lower rows comes first: what
+    /// a backward needs whose additions to dq take turns by key tile, since whoever is waited for must have started.
+    Chains,
 }
 
 /// Splitting tiles along the walked axis when they are too few to keep a device busy. The parts' results are merged after.

@@ -1,5 +1,6 @@
 //! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
 
+mod chains;
 mod config;
 mod coverage;
 mod error;
@@ -20,6 +21,7 @@ pub use turns::{DqTurns, TurnSpan};
 
 use counterpoint_mask::{Band, Range};
 
+use chains::Chains;
 use split::Parts;
 use sweep::Sweep;
 use walk::Walk;
@@ -138,8 +140,9 @@ impl TileSchedule {
         {
             schedule.split(part);
         }
-        if config.order == TileOrder::Work {
-            sort_by_work(&mut schedule.tiles);
+        match config.order {
+            TileOrder::Work => sort_by_work(&mut schedule.tiles),
+            TileOrder::Chains => Chains::of(&schedule).sort(&mut schedule.tiles),
         }
         Ok(schedule)
     }

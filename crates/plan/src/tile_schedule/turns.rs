@@ -1,9 +1,10 @@
 use bytemuck::{Pod, Zeroable};
 use counterpoint_mask::Range;
 
+use super::chains::Chains;
 use super::{TileDirection, TilePlacement, TileSchedule};
 
-/// Key tiles with consecutive numbers that all add to one block of dq.
+/// Key tiles of one chain with consecutive numbers that all add to one block of dq.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Pod, Zeroable)]
 #[repr(C)]
 pub struct TurnSpan {
@@ -11,23 +12,26 @@ pub struct TurnSpan {
     pub first: u32,
     /// One past the number of the last.
     pub end: u32,
-    /// Turn of the first: how many key tiles add before it. That of number `n` is `turn + n - first`.
+    /// Turn of the first: how many key tiles of the chain add before it. That of number `n` is `turn + n - first`.
     pub turn: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Which counter says how many of the chain have added to the block.
+    pub counter: u32,
 }
 
 /// In which order key tiles add to dq when the order matters: for every block of query rows its key tiles, ascending.
 ///
-/// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles have added
-/// to it as its turn says. Tiles must be handed out in [`TileOrder::Position`](super::TileOrder::Position): then everyone
-/// waits only for tiles that have started. Nearly every mask has one span a block; the spans of a schedule are as many as
-/// its runs change from tile to tile, not as many as its blocks.
+/// A key tile that has computed its part of the block `[i * block, (i + 1) * block)` waits until as many tiles of its chain have
+/// added to it as its turn says. (Tiles that walk a row in common are a chain. Of others, which walk other rows of the block,
+/// what they add to this one's rows is zero, so it does not matter when.) Tiles must be handed out in
+/// [`TileOrder::Chains`](super::TileOrder::Chains): then everyone waits only for tiles that have started. Nearly every mask
+/// has one span a block, or one for each document in it; the spans of a schedule are as many as its runs change from tile to
+/// tile, not as many as its blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DqTurns {
     spans: Vec<TurnSpan>,
     /// Of each block its first span, and the number of all spans.
     begins: Vec<u32>,
+    counters: u32,
 }
 
 impl DqTurns {
@@ -41,23 +45,19 @@ impl DqTurns {
         &self.begins
     }
 
-    /// Key tiles that add to `block`.
-    ///
-    /// # Panics
-    /// When there is no such block.
-    pub fn adders(&self, block: usize) -> u32 {
-        let spans = &self.spans[self.begins[block] as usize..self.begins[block + 1] as usize];
-        spans.last().map_or(0, |last| last.turn + (last.end - last.first))
+    /// Number of counters: one for each block and each further chain in it.
+    pub fn counters(&self) -> u32 {
+        self.counters
     }
 
-    /// The turn of the key tile `number` at `block`; `None` when it adds nothing there.
+    /// The counter and the turn of the key tile `number` at `block`; `None` when it adds nothing there.
     ///
     /// # Panics
     /// When there is no such block.
-    pub fn turn(&self, block: usize, number: u32) -> Option<u32> {
+    pub fn turn(&self, block: usize, number: u32) -> Option<(u32, u32)> {
         let spans = &self.spans[self.begins[block] as usize..self.begins[block + 1] as usize];
         let span = spans.iter().find(|span| (span.first..span.end).contains(&number))?;
-        Some(span.turn + (number - span.first))
+        Some((span.counter, span.turn + (number - span.first)))
     }
 }
 
@@ -69,6 +69,7 @@ impl TileSchedule {
             return None;
         }
         let block = self.config.block;
+        let chains = Chains::of(self);
         let mut order: Vec<usize> = (0..self.tiles.len()).collect();
         order.sort_unstable_by_key(|&index| self.tiles[index].number);
         let mut closed: Vec<(usize, TurnSpan)> = Vec::new();
@@ -77,14 +78,17 @@ impl TileSchedule {
         let (mut last, mut touched): (Vec<Range>, Vec<Range>) = (Vec::new(), Vec::new());
         let mut number = 0;
         for parts in order.chunk_by(|&a, &b| self.tiles[a].number == self.tiles[b].number) {
+            let before = number;
             number = self.tiles[parts[0]].number;
             touched.clear();
             for run in parts.iter().flat_map(|&part| self.runs_of(&self.tiles[part])) {
                 touched.push(Range::new(run.start as usize / block, (run.end as usize).div_ceil(block)));
             }
             touched = Range::merged(std::mem::take(&mut touched));
-            difference(&last, &touched, |index| closed.push((index, span(opened[index], number))));
-            difference(&touched, &last, |index| opened[index] = number);
+            let same_chain = chains.chain(before) == chains.chain(number);
+            let (kept, keeping): (&[_], &[_]) = if same_chain { (&touched, &last) } else { (&[], &[]) };
+            difference(&last, kept, |index| closed.push((index, span(opened[index], number))));
+            difference(&touched, keeping, |index| opened[index] = number);
             std::mem::swap(&mut last, &mut touched);
         }
         difference(&last, &[], |index| closed.push((index, span(opened[index], number + 1))));
@@ -92,23 +96,29 @@ impl TileSchedule {
         closed.sort_by_key(|&(index, _)| index);
         let mut begins = vec![0; opened.len() + 1];
         let mut spans: Vec<TurnSpan> = Vec::with_capacity(closed.len());
+        let mut counters = opened.len() as u32;
         for (index, mut span) in closed {
-            if begins[index + 1] > 0 {
-                let before = &spans[spans.len() - 1];
-                span.turn = before.turn + (before.end - before.first);
-            }
+            let of_block = &spans[spans.len() - begins[index + 1] as usize..];
+            let chain = chains.chain(span.first);
+            (span.turn, span.counter) =
+                match of_block.iter().rev().find(|before| chains.chain(before.first) == chain) {
+                    Some(before) => (before.turn + (before.end - before.first), before.counter),
+                    None if of_block.is_empty() => (0, index as u32),
+                    None => (0, counters),
+                };
+            counters = counters.max(span.counter + 1);
             begins[index + 1] += 1;
             spans.push(span);
         }
         for index in 0..opened.len() {
             begins[index + 1] += begins[index];
         }
-        Some(DqTurns { spans, begins })
+        Some(DqTurns { spans, begins, counters })
     }
 }
 
 fn span(first: u32, end: u32) -> TurnSpan {
-    TurnSpan { first, end, turn: 0, reserved: 0 }
+    TurnSpan { first, end, turn: 0, counter: 0 }
 }
 
 /// Calls `each` for every index in `ranges` and not in `without`, both merged and ascending.

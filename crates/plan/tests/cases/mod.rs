@@ -80,7 +80,7 @@ pub(crate) fn configs() -> impl Strategy<Value = PlanConfig> {
         Just(DispatchAlgorithm::Sequential),
         Just(DispatchAlgorithm::Zigzag),
     ];
-    let stages = prop_oneof![Just(StageCount::Auto), (1..7_usize).prop_map(StageCount::Fixed)];
+    let stages = prop_oneof![Just(StageCount::Auto), (0..7_usize).prop_map(StageCount::Fixed)];
     let query_exchange =
         prop_oneof![Just(QueryExchange::Auto), Just(QueryExchange::FewestBytes), Just(QueryExchange::Never)];
     (proptest::option::of(1..60_usize), algorithm, stages, query_exchange, 1..10_usize, 1..10_usize, 0..2_u8)
@@ -103,5 +103,9 @@ pub(crate) fn rows(ranges: &[Range]) -> Vec<usize> {
 
 /// Global key rows of a stage's key buffer, in order.
 pub(crate) fn key_buffer(stage: &StagePlan, index: usize, own: &[Range]) -> Vec<usize> {
-    if index == 0 { rows(own) } else { rows(&stage.recv_ranges) }
+    match (index, stage.own_rows) {
+        (0, _) => rows(own),
+        (_, 0) => rows(&stage.recv_ranges),
+        _ => [rows(own), rows(&stage.recv_ranges)].concat(),
+    }
 }

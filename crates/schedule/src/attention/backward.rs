@@ -4,7 +4,7 @@ use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit}
 
 use super::gradient::Gradient;
 use super::homeward::{Homeward, Way};
-use super::hosting::Hosting;
+use super::hosting::{Hosting, hosts_do_all};
 use super::keys::KeyPrefetch;
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
@@ -46,9 +46,11 @@ pub fn lower_attention_backward(
     let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
     let sink = sink_input(&mut p, spec);
     let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
-    let dq = Gradient::summed(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    let hosts_do_all = hosts_do_all(plan);
+    let declare = if hosts_do_all { Gradient::whole } else { Gradient::summed };
+    let dq = declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
     // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
-    let shared = stages.len() > 1 || rank_plan.hosted.is_some();
+    let shared = stages.len() > 1 || (rank_plan.hosted.is_some() && !hosts_do_all);
     let declare = if shared { Gradient::summed } else { Gradient::whole };
     let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
     let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
@@ -128,6 +130,18 @@ pub fn lower_attention_backward(
         if s > 0 && reduction == GradientReduction::PerStage {
             share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
         }
+        // A stage that does all work, and hosts that do, leave none to the local one.
+        let gathered = stages.get(s + 1).is_some_and(|next| next.own_rows > 0);
+        if gathered || hosts_do_all {
+            keys.leave(&mut p, s);
+            if let Some(hosted) = &mut hosted {
+                let keys = keys.enter_hosted(&mut p);
+                let results = hosts_do_all.then_some((dk.written, dv.written));
+                hosted.compute(&mut p, keys, results, reduction);
+            }
+            continue;
+        }
+        let begins = s == 0 || stage.own_rows > 0;
         let op = AttentionBackward {
             q: local.q,
             k,
@@ -142,14 +156,25 @@ pub fn lower_attention_backward(
             bands: stage.bands.clone(),
             scale: spec.scale,
             softcap: spec.softcap,
-            accumulate_dq: if s == 0 { Accumulate::Start } else { Accumulate::Continue },
+            accumulate_dq: if begins { Accumulate::Start } else { Accumulate::Continue },
             deterministic: reduction == GradientReduction::Deterministic,
         };
         p.push(compute, here, "attention backward", Op::AttentionBackward(op));
         keys.leave(&mut p, s);
-        if let (0, Some(hosted)) = (s, &mut hosted) {
-            let keys = keys.enter_hosted(&mut p);
-            hosted.compute(&mut p, rank, keys, (dk.written, dv.written), reduction);
+        if stage.own_rows > 0 {
+            for (src, dst) in [(stage_dk, dk.written), (stage_dv, dv.written)] {
+                let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
+                p.push(compute, here, "copy own dk dv", copy);
+            }
+        }
+        if let Some(hosted) = &mut hosted {
+            if s == 0 {
+                let keys = keys.enter_hosted(&mut p);
+                hosted.compute(&mut p, keys, None, reduction);
+            }
+            if begins {
+                hosted.add_own(&mut p, rank, (dk.written, dv.written));
+            }
         }
         if s > 0 {
             match reduction {

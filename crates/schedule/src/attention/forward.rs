@@ -1,6 +1,6 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 
-use super::hosting::Hosting;
+use super::hosting::{Hosting, hosts_do_all};
 use super::keys::KeyPrefetch;
 use super::{LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
@@ -31,6 +31,7 @@ pub fn lower_attention_forward(
     let row_shape = [rank_plan.q_rows, spec.heads_q];
     let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
     let sink = sink_input(&mut p, spec);
+    let hosts_do_all = hosts_do_all(plan);
     // Without any work the first stage writes the results of rows that see nothing.
     let has_work = |s: &usize| !stages[*s].bands.is_empty();
     let first = (0..stages.len()).find(has_work).unwrap_or(0);
@@ -64,7 +65,7 @@ pub fn lower_attention_forward(
         if s == 1 && hosted.is_some() {
             p.after_start(compute, Some(s), "wait until the reduce has started", reduce_barrier, 1);
         }
-        if s == first || has_work(&s) {
+        if (s == first && !hosts_do_all) || has_work(&s) {
             let op = AttentionForward {
                 q: local.q,
                 k,

@@ -1,7 +1,9 @@
 use std::sync::Arc;
 
 use counterpoint_mask::Range;
-use counterpoint_plan::{AttentionSpec, DType, GroupPart, HostedWork, OwnedSplit, RemoteSplit};
+use counterpoint_plan::{
+    AttentionSpec, DType, GroupPart, HostedWork, OwnedSplit, Plan, RankPlan, RemoteSplit,
+};
 
 use super::GradientReduction;
 use crate::builder::{Mark, ProgramBuilder};
@@ -9,6 +11,13 @@ use crate::{
     Accumulate, AttentionBackward, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
     ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, ReduceOp, StreamId,
 };
+
+/// Whether every row of every rank is away: stages then have nothing to compute, to begin or to write, and what hosts compute is
+/// all there is.
+pub(super) fn hosts_do_all(plan: &Plan) -> bool {
+    let all_away = |rank: &RankPlan| rank.hosted.as_ref().is_some_and(|work| work.away_rows() == rank.q_rows);
+    plan.ranks.iter().all(all_away)
+}
 
 /// The work that a rank does for rows that are away, and how the results of its own such rows come home.
 pub(super) struct Hosting<'a> {
@@ -44,6 +53,8 @@ pub(super) struct HostedBackward<'a> {
     arrived: Option<Mark>,
     barrier: Option<BarrierId>,
     home: Option<BufferId>,
+    /// Shares of dk and dv.
+    shares: Option<(BufferId, BufferId)>,
 }
 
 impl<'a> Hosting<'a> {
@@ -96,6 +107,7 @@ impl<'a> Hosting<'a> {
             arrived: None,
             barrier: returning,
             home: None,
+            shares: None,
         }
     }
 
@@ -204,13 +216,13 @@ impl HostedBackward<'_> {
         self.arrived = Some(p.mark(hosting.cast, None, "q dout lse delta arrived"));
     }
 
-    /// Computes with the rank's own keys, sends the shares of dq home, and adds those of dk and dv to the rank's own sums.
+    /// Computes with the rank's own keys, and sends the shares of dq home. What it computes of dk and dv are `results` where it
+    /// is all there is.
     pub(super) fn compute(
         &mut self,
         p: &mut ProgramBuilder,
-        rank: usize,
         (k, v): (BufferId, BufferId),
-        (dk_sum, dv_sum): (BufferId, BufferId),
+        results: Option<(BufferId, BufferId)>,
         reduction: GradientReduction,
     ) {
         let hosting = &self.hosting;
@@ -222,8 +234,12 @@ impl HostedBackward<'_> {
         }
         let rows = p.rows(k);
         let dq = hosting.guest(p, "dq_hosted", acc_dtype, &[heads_q, head_dim]);
-        let dk = scratch(p, "dk_hosted", acc_dtype, rows, &[heads_kv, head_dim]);
-        let dv = scratch(p, "dv_hosted", acc_dtype, rows, &[heads_kv, head_dim_v]);
+        let (dk, dv) = results.unwrap_or_else(|| {
+            let dk = scratch(p, "dk_hosted", acc_dtype, rows, &[heads_kv, head_dim]);
+            let dv = scratch(p, "dv_hosted", acc_dtype, rows, &[heads_kv, head_dim_v]);
+            self.shares = Some((dk, dv));
+            (dk, dv)
+        });
         let op = AttentionBackward {
             q: self.q,
             k,
@@ -246,18 +262,32 @@ impl HostedBackward<'_> {
         p.after(hosting.reduce, None, "wait for shares", done);
         let home = hosting.home(p, "dq_home", &[heads_q, head_dim]);
         hosting.bring_home(p, "reduce dq", vec![(dq, home)], ReduceOp::Sum, self.barrier);
+        self.home = Some(home);
+    }
+
+    /// Adds the shares of dk and dv to the rank's own sums, once its stages have begun these.
+    pub(super) fn add_own(
+        &mut self,
+        p: &mut ProgramBuilder,
+        rank: usize,
+        (dk_sum, dv_sum): (BufferId, BufferId),
+    ) {
+        let hosting = &self.hosting;
+        let Some((dk, dv)) = self.shares.take() else { return };
+        let begun = p.mark(hosting.compute, None, "own dk dv begun");
+        p.after(hosting.reduce, None, "wait for own dk dv", begun);
         // Nothing travels: a reduce from a rank to itself adds beside the computation of the next stage.
+        let dtype = hosting.spec.dtype.accumulator();
         let op = GroupReduce {
-            part: Arc::new(from_itself(rank, rows)),
+            part: Arc::new(from_itself(rank, p.rows(dk))),
             tensors: vec![(dk, dk_sum), (dv, dv_sum)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Continue,
-            wire_dtype: acc_dtype,
-            reduce_dtype: acc_dtype,
+            wire_dtype: dtype,
+            reduce_dtype: dtype,
             arrive: None,
         };
         p.push(hosting.reduce, None, "add hosted dk dv", Op::GroupReduce(op));
-        self.home = Some(home);
     }
 
     /// Puts dq in its places, once stages have written theirs and everything is home.

@@ -107,6 +107,13 @@ impl<'a> KeyPrefetch<'a> {
     fn cast(&mut self, p: &mut ProgramBuilder, s: usize, stage: &StagePlan) {
         let (k, v) = key_buffers(p, ("k", "v"), s, stage.key_rows, self.spec);
         self.buffers.take(p, self.cast, s, (k, v));
+        if stage.own_rows > 0 {
+            // On this stream: the other one may have work that needs no keys.
+            for (src, dst) in [(self.local.0, k), (self.local.1, v)] {
+                let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
+                p.push(self.cast, Some(s), "copy own k v", copy);
+            }
+        }
         let op = |part: &GroupPart, from: (BufferId, BufferId), to: (BufferId, BufferId), arrive| {
             let (part, tensors) = (Arc::new(part.clone()), vec![(from.0, to.0), (from.1, to.1)]);
             Op::GroupCast(GroupCast { part, tensors, wire_dtype: self.spec.dtype, arrive })

@@ -71,7 +71,7 @@ pub fn lower_linear_weight_gradient(
                         let rows = plan.group_tokens(group).iter().map(Range::len).sum();
                         lowering.input(&format!("{KEPT}_{group}"), &[rows, dy[1]])
                     };
-                    let groups: Vec<BufferId> = (0..plan.groups).map(group).collect();
+                    let groups: Vec<BufferId> = (0..plan.groups()).map(group).collect();
                     all_tokens(plan, &groups)
                 }
                 false => {
@@ -126,7 +126,7 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         input_gradient(lowering, 0, all, weight, dx);
     } else {
         let mut sums = ReducedTokens::new(lowering, "dx", features);
-        for group in 0..plan.groups {
+        for group in 0..plan.groups() {
             if group > 0 {
                 sums.after_start(lowering, group);
             }
@@ -135,7 +135,7 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             input_gradient(lowering, group, rows, weight, share);
             sums.send(lowering, group, share);
         }
-        sums.after_start(lowering, plan.groups);
+        sums.after_start(lowering, plan.groups());
         if let Some(x) = x {
             let blocks = x.enter(lowering);
             let dy = lowering.whole(dy, tokens);
@@ -163,7 +163,7 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         let columns = plan.spec.out_features;
         let (name, role) = kept_or(gradient, "dy");
         let gathered = GatheredTokens::start(lowering, dy, columns, name, role);
-        for stage in 0..=plan.groups {
+        for stage in 0..=plan.groups() {
             let rows = gathered.enter(lowering, stage);
             input_gradient(lowering, stage, rows, weight, dx);
         }

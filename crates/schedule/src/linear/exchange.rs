@@ -64,7 +64,7 @@ impl GatheredTokens {
         let p = &mut lowering.p;
         let stream = p.stream("all-gather", StreamKind::Communication);
         let barrier = p.barrier();
-        let groups = (0..plan.groups).map(|group| {
+        let groups = (0..plan.groups()).map(|group| {
             let rows = plan.group_tokens(group).iter().map(Range::len).sum();
             let buffer = p.buffer(&format!("{name}_{group}"), plan.spec.dtype, &[rows, columns], role);
             let op = GroupCast {
@@ -106,7 +106,7 @@ impl GatheredTokens {
                 (blocks, tokens)
             }
         };
-        if stage < plan.groups {
+        if stage < plan.groups() {
             p.after_start(
                 compute,
                 here,
@@ -186,7 +186,7 @@ impl ReducedTokens {
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
-            None if plan.groups == 1 => BufferRole::Output,
+            None if plan.groups() == 1 => BufferRole::Output,
             _ => BufferRole::Scratch,
         };
         let name = match role {
@@ -242,7 +242,7 @@ impl ReducedTokens {
         if let Some((_, last)) = self.done.last() {
             p.after(compute, None, "wait for the last sums", *last);
         }
-        if self.replicated.is_none() && plan.groups > 1 {
+        if self.replicated.is_none() && plan.groups() > 1 {
             let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
             let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });

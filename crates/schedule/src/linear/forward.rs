@@ -50,7 +50,7 @@ fn column(lowering: &mut Lowering<'_>) {
         return multiply(lowering, 0, all, weight, bias, y);
     }
     let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
-    for stage in 0..=plan.groups {
+    for stage in 0..=plan.groups() {
         let rows = gathered.enter(lowering, stage);
         multiply(lowering, stage, rows, weight, bias, y);
     }
@@ -70,7 +70,7 @@ fn row(lowering: &mut Lowering<'_>) {
         return multiply(lowering, 0, all, weight, bias, y);
     }
     let mut sums = ReducedTokens::new(lowering, "y", features);
-    for group in 0..plan.groups {
+    for group in 0..plan.groups() {
         if group > 0 {
             sums.after_start(lowering, group);
         }

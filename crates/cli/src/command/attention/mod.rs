@@ -3,8 +3,7 @@ mod result;
 mod tensors;
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Launch, RunConfig, SlowLink, available_memory, check_attention,
-    reference_bytes,
+    AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, check_attention, reference_bytes,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
@@ -12,21 +11,27 @@ use counterpoint_schedule::GradientReduction;
 
 use self::result::AttentionResult;
 use self::tensors::Tensors;
+use super::launched::launch;
 use super::nodes::{slow_link, topology};
 use super::prediction::Prediction;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
-use crate::arguments::{AttentionArguments, Device, Exchange, dtype_name};
+use crate::arguments::{AttentionArguments, Device, Exchange, OverlapChoice, dtype_name};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, device, mask_argument};
+use crate::{console, device, mask_argument, profile};
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
-pub(crate) fn run(arguments: &AttentionArguments) -> Result<(), CliError> {
-    match Launch::from_environment().map_err(|error| CliError::Run { source: error.into() })? {
-        None => run_all(arguments),
-        Some(launch) => process::run(&launch, arguments),
+pub(crate) fn run(mut arguments: AttentionArguments) -> Result<(), CliError> {
+    if arguments.run.overlap == OverlapChoice::Auto {
+        let profile = profile::of_device(arguments.planning.profile.as_deref(), arguments.run.device)?;
+        let fastest = profile::policy(arguments.run.overlap, profile.as_ref())?;
+        arguments.run.overlap = OverlapChoice::Named(fastest);
+    }
+    match launch()? {
+        None => run_all(&arguments),
+        Some(launch) => process::run(&launch, &arguments),
     }
 }
 
@@ -38,19 +43,21 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     refuse_what_does_not_fit(arguments, &mask, tensors.spec())?;
     let (topology, slow_link) = placed(arguments)?;
     let machine = open_machine(arguments, tensors.spec().dtype)?;
+    let profile = machine.profile(arguments.planning.profile.as_deref())?;
 
     let progress = Progress::new();
     progress.step("reading tensors");
     let spec = *tensors.spec();
     let inputs = tensors.read(arguments, &mask)?;
     progress.step("measuring this machine");
-    let config = plan_config(arguments, topology, machine.cost(&spec, arguments.cp_size));
+    let config = plan_config(arguments, topology, machine.cost(&spec, arguments.cp_size, profile.as_ref()));
     progress.step("planning");
     let solution = solve(arguments, &mask, &spec, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
     let run = machine
         .run(&solution.plan, &spec, &inputs, &run_config(arguments, slow_link))
         .map_err(|source| CliError::Run { source })?;
+    let Some(run) = run else { return Ok(()) };
     let has_unused_dout = tensors.has_unused_dout();
     let ended = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
     ended.conclude(&outputs, progress, || Ok(inputs))
@@ -81,7 +88,8 @@ impl Ended<'_> {
             false => GradientReduction::PerStage,
         };
         let backward = arguments.run.backward.then_some(reduction);
-        let prediction = Prediction::of(&solution.plan, &spec, arguments.run.overlap, backward, &config)?;
+        let prediction =
+            Prediction::of(&solution.plan, &spec, arguments.run.overlap.policy(), backward, &config)?;
         let mut check = None;
         if arguments.results.check {
             progress.step("checking against the dense f64 reference");
@@ -108,6 +116,13 @@ impl Ended<'_> {
 
 /// Opens it, once the arguments that suit the CPU only are refused.
 fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMachine, CliError> {
+    refuse_what_the_device_lacks(arguments, dtype)?;
+    let run = &arguments.run;
+    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
+}
+
+/// Types and imitations that only the CPU has.
+fn refuse_what_the_device_lacks(arguments: &AttentionArguments, dtype: DType) -> Result<(), CliError> {
     let run = &arguments.run;
     let refuse = |reason: String| Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
     if run.device == Device::Cuda && !matches!(dtype, DType::Bf16 | DType::F16) {
@@ -122,12 +137,12 @@ fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMach
                 .to_owned(),
         );
     }
-    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
+    Ok(())
 }
 
 fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> RunConfig {
     RunConfig {
-        policy: arguments.run.overlap,
+        policy: arguments.run.overlap.policy(),
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link,
@@ -138,7 +153,7 @@ fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> Ru
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
 fn note_excessive_margin(arguments: &AttentionArguments) {
-    let (margin, threads) = (arguments.run.overlap.sm_margin(), device::cpu_threads());
+    let (margin, threads) = (arguments.run.overlap.policy().sm_margin(), device::cpu_threads());
     if margin >= threads {
         console::note(&format!(
             "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",

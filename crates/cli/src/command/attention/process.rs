@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
     SlowLink, TcpMachine, calibrate, run_attention_ranks,
@@ -10,55 +11,32 @@ use counterpoint_exec::{
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel};
+use counterpoint_plan::{AttentionSpec, CostModel, Topology};
 
 use super::tensors::Tensors;
 use super::{
-    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit, run_config, solve,
+    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit,
+    refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::{AttentionArguments, Device};
+use crate::command::launched::{as_rank, ended, refuse_other_sizes};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
-use crate::{console, mask_argument};
+use crate::{console, device, mask_argument, profile};
 
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
 pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
-    refuse_other_sizes(launch, arguments)?;
-    if arguments.run.device == Device::Cuda {
-        let reason = format!(
-            "runs all ranks in one process, and this is one of {} that {} started; start it alone, or use --device cpu",
-            launch.world_size, launch.launcher
-        );
-        return Err(CliError::Flag { flag: "--device", value: "cuda".to_owned(), reason });
-    }
-    let rendezvous = Rendezvous::join(launch, arguments.run.limit).map_err(ended)?;
-    let result = Rank { launch, rendezvous: &rendezvous, arguments }.run();
-    match &result {
-        // A check that fails is a result: the others have done their part.
-        Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
-        Err(error) => {
-            let reason = error.to_string();
-            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
-        }
-    }
-    result
+    refuse_other_sizes(launch, "--cp-size", arguments.cp_size)?;
+    as_rank(launch, arguments.run.limit, |rendezvous| Rank { launch, rendezvous, arguments }.run())
 }
 
-fn refuse_other_sizes(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
-    let (ranks, processes) = (arguments.cp_size, launch.world_size);
-    if ranks == processes {
-        return Ok(());
-    }
-    let reason = format!(
-        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
-        launch.launcher
-    );
-    Err(CliError::Flag { flag: "--cp-size", value: ranks.to_string(), reason })
-}
-
-fn ended(source: ExecError) -> CliError {
-    CliError::Run { source }
+/// Where this process's rank is.
+enum ProcessMachine {
+    /// On this host's cores.
+    Cpu,
+    /// On one of its GPUs.
+    Cuda(CudaProcess),
 }
 
 struct Rank<'a> {
@@ -75,6 +53,7 @@ impl Rank<'_> {
         let mask = self.mask()?;
         let mut tensors = Tensors::of(arguments, &mask)?;
         let spec = *tensors.spec();
+        refuse_what_the_device_lacks(arguments, spec.dtype)?;
         rendezvous.agree("tensors", &shape_facets(&spec)).map_err(ended)?;
         let outputs = if self.is_first() {
             refuse_what_does_not_fit(arguments, &mask, &spec)?;
@@ -82,9 +61,10 @@ impl Rank<'_> {
         } else {
             Outputs::default()
         };
-        progress.step("measuring this machine");
         let (topology, link) = placed(arguments)?;
-        let config = plan_config(arguments, topology, self.cost(&spec)?);
+        let machine = self.machine(topology)?;
+        progress.step("measuring this machine");
+        let config = plan_config(arguments, topology, self.cost(&machine, &spec)?);
         progress.step("planning");
         let solution = solve(arguments, &mask, &spec, &config)?;
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
@@ -96,23 +76,41 @@ impl Rank<'_> {
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run = self.run_ranks(&problem, inputs, link).map_err(|error| ended(rendezvous.fail(error)))?;
+        let run =
+            self.run_ranks(machine, &problem, inputs, link).map_err(|error| ended(rendezvous.fail(error)))?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
         let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
         over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
     }
 
-    /// Through MPI where that was built in and started us, else through TCP.
+    /// This process's rank of the device.
+    fn machine(&self, topology: Topology) -> Result<ProcessMachine, CliError> {
+        let Self { launch, rendezvous, arguments } = *self;
+        Ok(match arguments.run.device {
+            Device::Cpu => ProcessMachine::Cpu,
+            Device::Cuda => {
+                let (timing, transport) = (Timing::Spans, arguments.run.transport);
+                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
+                ProcessMachine::Cuda(machine.map_err(ended)?)
+            }
+        })
+    }
+
+    /// On CPUs through MPI where that was built in and started us, else through TCP.
     fn run_ranks(
         &self,
+        machine: ProcessMachine,
         problem: &RankProblem<'_>,
         inputs: AttentionInputs,
         link: Option<SlowLink>,
     ) -> Result<RanksRun, ExecError> {
         let Self { launch, rendezvous, arguments } = *self;
-        let margin = arguments.run.overlap.sm_margin();
+        let margin = arguments.run.overlap.policy().sm_margin();
         let config = run_config(arguments, link);
+        if let ProcessMachine::Cuda(machine) = machine {
+            return run_attention_ranks(&machine, problem, &config, vec![inputs]);
+        }
         match launch.launcher {
             #[cfg(feature = "mpi")]
             Launcher::OpenMpi | Launcher::Pmi => {
@@ -138,9 +136,19 @@ impl Rank<'_> {
     }
 
     /// As rank 0 measures it: equal plans need equal costs.
-    fn cost(&self, spec: &AttentionSpec) -> Result<CostModel, CliError> {
+    fn cost(&self, machine: &ProcessMachine, spec: &AttentionSpec) -> Result<CostModel, CliError> {
         let measure = || {
-            let cost = calibrate(spec, self.arguments.cp_size);
+            let named = self.arguments.planning.profile.as_deref();
+            let cost = match machine {
+                ProcessMachine::Cpu => {
+                    let named = profile::named(named, &device::cpu_name())?;
+                    named.map_or_else(|| calibrate(spec, self.arguments.cp_size), |profile| profile.cost)
+                }
+                ProcessMachine::Cuda(machine) => {
+                    let profile = profile::of_machine(named, &machine.device().properties().name)?;
+                    machine.cost(profile.as_ref().map(|profile| &profile.cost))
+                }
+            };
             serde_json::to_string(&cost).map_err(|error| self.broken(&error))
         };
         let json = self.made_by_first("cost", measure)?;
@@ -191,6 +199,8 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
         given("--softcap", &run.softcap),
         given("--deterministic", &run.deterministic),
         given("--overlap", &run.overlap),
+        given("--device", &run.device),
+        given("--transport", &run.transport),
         given("--slow-link", &run.slow_link),
         given("--nodes", nodes),
         given("--slow-network", &run.slow_network),

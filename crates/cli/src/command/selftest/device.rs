@@ -9,10 +9,11 @@ use counterpoint_cuda::selftest::{
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
-    CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives,
+    CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives, selftest_linear,
 };
 
 use super::ledger::Ledger;
+use super::processes;
 use crate::arguments::{Device, SelftestArguments};
 use crate::error::CliError;
 use crate::{console, device};
@@ -47,6 +48,10 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 fn examine_cpu(extent: Extent, ledger: &mut Ledger) -> Result<(), CliError> {
     if ledger.section("cpu") {
         let checks = selftest_attention(&CpuSubject, extent, |check, cases| ledger.hear(check, cases));
+        ledger.add(checks)?;
+    }
+    if ledger.section("cpu linear layers") {
+        let checks = selftest_linear(&CpuSubject, extent, 4, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
     }
     if ledger.section("collectives through tcp") {
@@ -89,6 +94,9 @@ fn examine_gpu(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> Re
         let checks = selftest_gemm(subject.gpu(), extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks.map_err(failed)?)?;
     }
+    if subject.gpu().arch().is_hopper() && ledger.section("linear layers") {
+        examine_linear(subject, 4, extent, ledger)?;
+    }
     if ledger.section("graphs") {
         let checks = selftest_graphs(subject.machine(), extent, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
@@ -108,12 +116,16 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
         ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
     }
+    let gpus = nvlink.as_ref().map_or(1, |subject| subject.machine().devices().len());
+    if ledger.section("processes") {
+        let checks = processes::examine(gpus, extent);
+        ledger.add(checks.map_err(failed)?)?;
+    }
     let Some(nvlink) = nvlink else { return Ok(()) };
     if ledger.section("attention on several GPUs") {
         let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
     }
-    let gpus = nvlink.machine().devices().len();
     for (section, transport, most_ranks) in [
         ("collectives by nvlink, a GPU each", TransportKind::Nvlink, gpus),
         ("collectives by nvlink, GPUs shared", TransportKind::Nvlink, 2 * gpus),
@@ -125,7 +137,27 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
             examine_collectives(&subject, most_ranks, extent, ledger)?;
         }
     }
+    for (section, transport, most_ranks) in [
+        ("linear layers by nvlink, a GPU each", TransportKind::Nvlink, gpus),
+        ("linear layers by copy-engine", TransportKind::CopyEngine, 2 * gpus),
+        ("linear layers by nccl", TransportKind::Nccl, gpus),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        if subject.gpu().arch().is_hopper() && ledger.section(section) {
+            examine_linear(&subject, most_ranks, extent, ledger)?;
+        }
+    }
     Ok(())
+}
+
+fn examine_linear(
+    subject: &CudaSubject,
+    most_ranks: usize,
+    extent: Extent,
+    ledger: &mut Ledger,
+) -> Result<(), CliError> {
+    let checks = selftest_linear(subject, extent, most_ranks, |check, cases| ledger.hear(check, cases));
+    ledger.add(checks)
 }
 
 fn examine_collectives(

@@ -2,7 +2,9 @@
 
 mod compile_only;
 mod device;
+mod job;
 mod ledger;
+mod processes;
 
 use crate::arguments::SelftestArguments;
 use crate::error::CliError;

@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, KeyOwners, class_ends, stretch};
+use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
@@ -23,9 +23,7 @@ const QUEUE_WORDS: usize = 3;
 const MISSED_TURN_OFFSET: usize = 8;
 /// Statistics of a row: two, in four copies.
 const STATISTICS: usize = 8;
-/// Words of progress of each slab of dq and query head.
-const PROGRESS: usize = 3;
-/// Words of progress of all.
+/// Words by which all slabs are rounded.
 const ROUNDING: usize = 2;
 
 /// Attention backward on Hopper: a problem prepared to run many times. One run at a time: the queue of tiles is its own.
@@ -44,8 +42,8 @@ pub struct AttentionBackward {
     coverage: DeviceBuffer,
     /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
-    /// Of each slab and query head: how many rows were added, and where additions take turns how many tiles have added; a
-    /// list of those that are summed; how much of it somebody rounds, and how long it is.
+    /// How much of the list of slabs that are summed somebody rounds, and how long it is; of each slab and query head, how many
+    /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
     progress: DeviceBuffer,
     turns: Option<Turns>,
     class_ends: Vec<u32>,
@@ -62,6 +60,7 @@ pub struct AttentionBackward {
 struct Turns {
     spans: DeviceBuffer,
     begins: DeviceBuffer,
+    counters: usize,
 }
 
 /// Whether in some run of a deterministic backward a key tile's turn to add to dq never came, so that the kernel gave up
@@ -105,7 +104,8 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule = shape.schedule(problem).map_err(|error| refused(error.to_string()))?;
+        let schedule =
+            shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,
@@ -122,18 +122,20 @@ impl AttentionBackward {
             Some(turns) => {
                 // No buffer is empty.
                 let spans = match turns.spans() {
-                    [] => &[TurnSpan { first: 0, end: 0, turn: 0, reserved: 0 }],
+                    [] => &[TurnSpan { first: 0, end: 0, turn: 0, counter: 0 }],
                     spans => spans,
                 };
                 Some(Turns {
                     spans: DeviceBuffer::from_slice(stream, spans)?,
                     begins: DeviceBuffer::from_slice(stream, turns.begins())?,
+                    counters: turns.counters() as usize,
                 })
             }
             None => None,
         };
+        let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles());
-        let class_ends = class_ends(schedule.tiles(), problem.deterministic);
+        let class_ends = class_ends(schedule.tiles());
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
@@ -164,7 +166,7 @@ impl AttentionBackward {
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
             rounds: (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32,
-            progress: DeviceBuffer::new(device, 4 * (PROGRESS * coverage.len() * heads_q + ROUNDING))?,
+            progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
             class_ends,
             stretch,
@@ -245,9 +247,9 @@ impl AttentionBackward {
             .turns
             .as_ref()
             .map_or([0; 2], |turns| [&turns.spans, &turns.begins].map(DeviceBuffer::address));
-        let part = (self.progress.len() - 4 * ROUNDING) as u64 / PROGRESS as u64;
-        let [summed_rows, turns, summed, rounding] =
-            [0, 1, 2, 3].map(|at| self.progress.address() + at * part);
+        let [rounding, after_it] = [0, 4 * ROUNDING as u64].map(|at| self.progress.address() + at);
+        let slab_words = self.coverage.len() as u64 * heads_q as u64;
+        let [summed_rows, summed, turns] = [0, 1, 2].map(|at| after_it + at * slab_words);
         let pitch = 4 * statistic_pitch(rows_q) as u64;
         // Without rows the buffer has 4 bytes, which is as good as any address.
         let statistics = TensorMapSpec::new(
@@ -284,6 +286,7 @@ impl AttentionBackward {
             turn_begins,
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
+            ordered_from: if self.mode.continues_dq { 1 } else { 2 },
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
             rows_q: rows_q as u32,

@@ -2,7 +2,7 @@ use counterpoint_plan::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
 
-use crate::kernel::AttentionProblem;
+use crate::kernel::{AttentionProblem, BackwardMode};
 
 /// Classes of tiles that the kernel knows (`kItemClasses`).
 pub(super) const CLASSES: usize = 16;
@@ -34,6 +34,29 @@ pub(super) enum KeyOwners {
     /// A CTA each, of a cluster of two, because dk and dv need all accumulators of two warpgroups:
     /// `attention/attention_backward_pair.cuh`.
     Ctas,
+}
+
+/// Which key tiles' shares make up a row of dq, and in which order they are added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DqSums {
+    /// Whichever suit the mask, as they come.
+    AsTheyCome,
+    /// The same in every run: tiles suit the mask, and take turns.
+    InOrder,
+    /// The same for any number of stages: tiles also begin at multiples of their size, where stages are cut.
+    AcrossStages,
+}
+
+impl DqSums {
+    /// What a problem asks for. A backward that rounds dk and dv has no other stage, nor would it have for any other number of
+    /// stages: no rank receives keys.
+    pub(super) fn of(problem: &AttentionProblem, mode: BackwardMode) -> Self {
+        match (problem.deterministic, mode.rounds_keys) {
+            (false, _) => Self::AsTheyCome,
+            (true, true) => Self::InOrder,
+            (true, false) => Self::AcrossStages,
+        }
+    }
 }
 
 impl BackwardShape {
@@ -72,18 +95,20 @@ impl BackwardShape {
         self.rows / self.ctas()
     }
 
-    /// The work of all CTAs. Where sums must come in one order, rows and keys meet at multiples of the blocks' sizes.
-    pub(super) fn schedule(self, problem: &AttentionProblem) -> Result<TileSchedule, TileScheduleError> {
+    /// The work of all CTAs. Where shares of dq take turns, blocks meet at multiples of their size.
+    pub(super) fn schedule(
+        self,
+        problem: &AttentionProblem,
+        sums: DqSums,
+    ) -> Result<TileSchedule, TileScheduleError> {
         let fast = TileScheduleConfig::new(TileDirection::Backward, Self::KEYS as usize, self.rows as usize);
-        let config = if problem.deterministic {
-            TileScheduleConfig {
-                tiles: TilePlacement::Aligned,
-                blocks: TilePlacement::Aligned,
-                order: TileOrder::Position,
-                ..fast
+        let (blocks, order) = (TilePlacement::Aligned, TileOrder::Chains);
+        let config = match sums {
+            DqSums::AsTheyCome => fast,
+            DqSums::InOrder => TileScheduleConfig { blocks, order, ..fast },
+            DqSums::AcrossStages => {
+                TileScheduleConfig { tiles: TilePlacement::Aligned, blocks, order, ..fast }
             }
-        } else {
-            fast
         };
         TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
     }
@@ -97,16 +122,9 @@ pub(super) fn stretch(tiles: &[Tile]) -> u32 {
     if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
 }
 
-/// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last, or,
-/// where tiles come in a given order, an equal number of neighbours.
-pub(super) fn class_ends(tiles: &[Tile], in_order: bool) -> Vec<u32> {
+/// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last.
+pub(super) fn class_ends(tiles: &[Tile]) -> Vec<u32> {
     let count = tiles.len();
-    if in_order {
-        let mut ends: Vec<u32> =
-            (1..=CLASSES).map(|class| (count * class).div_ceil(CLASSES) as u32).collect();
-        ends.dedup();
-        return ends;
-    }
     let mut ends = Vec::with_capacity(CLASSES);
     let mut next = 0;
     while next < count {
@@ -131,13 +149,13 @@ mod tests {
 
     #[test]
     fn classes_hold_all_tiles_and_similar_work() {
-        assert_eq!(class_ends(&tiles([64; 9]), false), [9]);
-        assert_eq!(class_ends(&tiles([100, 71, 70, 69, 50, 1, 0]), false), [3, 5, 7]);
-        let many = class_ends(&tiles((0..200).rev().map(|x| x * x)), false);
+        assert_eq!(class_ends(&tiles([64; 9])), [9]);
+        assert_eq!(class_ends(&tiles([100, 71, 70, 69, 50, 1, 0])), [3, 5, 7]);
+        let many = class_ends(&tiles((0..200).rev().map(|x| x * x)));
         assert_eq!(many.len(), CLASSES);
         assert_eq!(many.last(), Some(&200));
         assert!(many.is_sorted_by(|a, b| a < b));
-        assert!(class_ends(&[], false).is_empty());
+        assert!(class_ends(&[]).is_empty());
     }
 
     #[test]
@@ -147,14 +165,6 @@ mod tests {
         assert_eq!(stretch(&tiles([128; 9])), STRETCH);
         assert_eq!(stretch(&tiles([0])), 1);
         assert_eq!(stretch(&[]), STRETCH);
-    }
-
-    #[test]
-    fn classes_in_order_are_equal() {
-        let ends = class_ends(&tiles([1; 64]), true);
-        assert_eq!(ends.len(), CLASSES);
-        assert!(ends.windows(2).all(|pair| pair[1] - pair[0] == 4));
-        assert_eq!(class_ends(&tiles([1; 3]), true), [1, 2, 3]);
     }
 
     #[test]

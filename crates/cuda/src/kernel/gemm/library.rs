@@ -16,7 +16,7 @@ use crate::{CudaError, Device, DeviceBuffer, LibraryVersion, Stream};
 /// Memory that an algorithm may use beside the tensors: what NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// cuBLASLt on a device: products that need no destinations and no signals.
+/// cuBLASLt on a device: products of whole tensors that need no signals.
 #[derive(Clone, Debug)]
 pub struct GemmLibrary(Arc<Handle>);
 
@@ -96,8 +96,8 @@ impl GemmLibrary {
     pub fn gemm(&self, spec: &GemmSpec) -> Result<LibraryGemm, CudaError> {
         let refused = |reason: String| CudaError::Launch { kernel: "cublasLtMatmul".to_owned(), reason };
         spec.check().map_err(refused)?;
-        if spec.destinations != 1 || spec.signals != GemmSignals::None {
-            return Err(refused("cuBLASLt knows no destinations and no signals".to_owned()));
+        if spec.shares.len() != 1 || spec.sources.len() != 1 || spec.signals != GemmSignals::None {
+            return Err(refused("cuBLASLt knows no pieces, no shares and no signals".to_owned()));
         }
         let Handle { library, device, raw } = &*self.0;
         device.bind()?;
@@ -266,6 +266,9 @@ impl LibraryGemm {
         let alpha = 1.0f32;
         let beta = if self.spec.epilogue == GemmEpilogue::Accumulate { 1.0f32 } else { 0.0 };
         let d = tensors.d.first().copied().unwrap_or(0);
+        let source = self.spec.sources[0];
+        let skipped = source.first * self.spec.strides[0] * self.spec.element.bytes();
+        let a = tensors.a.get(source.tensor).copied().unwrap_or(0) + skipped as u64;
         let [first, second, result] = [&self.layouts[0], &self.layouts[1], &self.layouts[2]];
         // SAFETY: the objects are alive and the scalars locals, which the library reads before it returns; the rest is the
         // caller's promise.
@@ -276,7 +279,7 @@ impl LibraryGemm {
                 ptr::from_ref(&alpha).cast(),
                 tensors.b,
                 first.raw,
-                tensors.a,
+                a,
                 second.raw,
                 ptr::from_ref(&beta).cast(),
                 d,

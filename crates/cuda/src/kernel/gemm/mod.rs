@@ -2,6 +2,7 @@
 
 mod library;
 mod order;
+mod rows;
 mod shape;
 mod source;
 mod spec;
@@ -11,11 +12,15 @@ use std::ops::Range;
 pub use library::{GemmLibrary, LibraryGemm};
 use order::GemmUnit;
 pub use order::TileOrder;
+pub use rows::GemmRows;
+use rows::{GemmRowTile, GemmTerm, Stretch};
 use shape::TILE_ROWS;
 pub use shape::{GemmShape, TilePair};
 use source::GemmChoice;
 pub(super) use source::specialisations;
-pub use spec::{GEMM_DESTINATIONS, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors};
+pub use spec::{
+    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
+};
 
 use super::Scalar;
 use super::layout::{SharedLayout, shared_layout};
@@ -28,14 +33,20 @@ use crate::{
 /// own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
-/// nothing else: not on the epilogue (but for what it adds), the order, the destinations, the signals or the margin.
+/// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals or the margin.
+/// Where k is not split they do not even depend on m.
 #[derive(Clone, Debug)]
 pub struct Gemm {
     function: Function,
     spec: GemmSpec,
     shape: GemmShape,
+    stretches: Vec<Stretch>,
+    tile_list: Vec<GemmRowTile>,
     unit_list: Vec<GemmUnit>,
     units: DeviceBuffer,
+    row_tiles: DeviceBuffer,
+    /// Empty where A is in one piece.
+    terms: DeviceBuffer,
     signals: Vec<u32>,
     partials: DeviceBuffer,
     arrivals: DeviceBuffer,
@@ -57,23 +68,23 @@ pub struct TileUnit {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct GemmArguments {
-    a_map: TensorMap,
+    a_maps: [TensorMap; GEMM_SOURCES],
     b_map: TensorMap,
     d_maps: [TensorMap; GEMM_DESTINATIONS],
     d: [u64; GEMM_DESTINATIONS],
     counters: [u64; GEMM_DESTINATIONS],
     units: u64,
+    row_tiles: u64,
+    terms: u64,
     bias: u64,
     partials: u64,
     arrivals: u64,
     unit_count: u32,
     splits: u32,
     k_blocks: u32,
-    m: u32,
     n: u32,
     n_whole: u32,
     d_stride: u32,
-    rows_per_destination: u32,
     pairs_columns: u32,
     wide: u32,
     adds: u32,
@@ -113,17 +124,21 @@ impl Gemm {
         if !Self::shapes(device, spec)?.contains(&shape) {
             return Err(refused(format!("{shape:?} is no shape of this product")));
         }
-        let mut unit_list = order::units(&spec.order, &shape, spec.m, spec.n).map_err(refused)?;
+        let (stretches, rows) = (rows::stretches(spec), spec.tiled_rows());
+        let tile_list = rows::row_tiles(&stretches);
+        let mut unit_list = order::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;
         let signals = match &spec.signals {
             GemmSignals::None => Vec::new(),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
-                order::group(&mut unit_list, sizes, &shape, spec.m, spec.n).map_err(refused)?
+                order::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
             }
         };
         let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element };
         let function = device.function(&choice.source())?;
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
-        let partials = DeviceBuffer::new(device, shape.partials(spec.m, spec.n) * size_of::<f32>())?;
+        let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;
+        let terms = DeviceBuffer::from_slice(stream, &rows::terms(spec))?;
+        let partials = DeviceBuffer::new(device, shape.partials(rows, spec.n) * size_of::<f32>())?;
         let arrivals = match shape.splits {
             1 => DeviceBuffer::new(device, 0)?,
             // For each of a unit's two tiles, from each of its two warpgroups.
@@ -138,8 +153,12 @@ impl Gemm {
             function,
             spec: spec.clone(),
             shape,
+            stretches,
+            tile_list,
             unit_list,
             units,
+            row_tiles,
+            terms,
             signals,
             partials,
             arrivals,
@@ -154,16 +173,25 @@ impl Gemm {
 
     /// What is computed, in the order in which it is begun.
     pub fn units(&self) -> impl ExactSizeIterator<Item = TileUnit> {
-        let [rows, columns] = self.shape.unit();
+        let tiles = self.shape.unit()[0] / TILE_ROWS;
+        let columns = self.shape.unit()[1];
         self.unit_list.iter().map(move |unit| {
-            let row = usize::from(unit.row_tile) * TILE_ROWS;
+            let first = usize::from(unit.row_tile);
+            let of_unit = &self.tile_list[first..(first + tiles).min(self.tile_list.len())];
+            let row = self.first_row(&self.tile_list[first]);
             let column = usize::from(unit.column_tile) * self.shape.columns as usize;
             TileUnit {
-                rows: row..(row + rows).min(self.spec.m),
+                rows: row..row + of_unit.iter().map(|tile| tile.rows as usize).sum::<usize>(),
                 columns: column..(column + columns).min(self.spec.n),
                 group: unit.group as usize,
             }
         })
+    }
+
+    /// The row of D, all shares one after the other, with which a tile begins.
+    fn first_row(&self, tile: &GemmRowTile) -> usize {
+        let before = &self.stretches[..usize::from(tile.destination)];
+        before.iter().map(|stretch| stretch.rows).sum::<usize>() + tile.destination_row as usize
     }
 
     /// By how much one launch raises each group's counters, those of all destinations together. Counters are never reset:
@@ -218,38 +246,49 @@ impl Gemm {
         let wide = spec.output == Scalar::F32;
         let (kind, box_columns) =
             if wide { (TensorMapElement::F32, 32) } else { (element, shape.chunk_columns()) };
-        let rows = spec.rows_per_destination();
         let n_whole = spec.n / (16 / kind.bytes() as usize) * (16 / kind.bytes() as usize);
         let mut d_maps = [None; GEMM_DESTINATIONS];
         let mut d = [0; GEMM_DESTINATIONS];
-        for (index, &address) in tensors.d.iter().enumerate() {
+        let mut counters = [0; GEMM_DESTINATIONS];
+        for (index, stretch) in self.stretches.iter().enumerate() {
+            let Stretch { share, share_row, rows, .. } = *stretch;
+            let address = tensors.d[share] + share_row as u64 * stride_d as u64 * u64::from(kind.bytes());
             // A tensor of the copy engine has at least one column. The kernel stores none of those beyond n_whole by it.
             let columns = n_whole.max(1);
             d_maps[index] = Some(map("D", kind, address, [rows, columns], stride_d, [box_columns, 64])?);
             d[index] = address;
+            counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
+        }
+        let columns_a = spec.layout.a_dims(spec.m, spec.k)[1];
+        let mut a_maps = [None; GEMM_SOURCES];
+        for (tensor, &address) in tensors.a.iter().enumerate() {
+            let dims = [rows::tensor_rows(spec, tensor), columns_a];
+            if dims[0] > 0 {
+                a_maps[tensor] = Some(map("A", element, address, dims, stride_a, box_a)?);
+            }
         }
         // Nobody looks at those that are not there.
-        let some = d_maps[0].ok_or_else(|| refused("it has no destination".to_owned()))?;
-        let mut counters = [0; GEMM_DESTINATIONS];
-        counters[..tensors.counters.len()].copy_from_slice(tensors.counters);
+        let missing = || refused("it has no destination or no source".to_owned());
+        let some_d = d_maps[0].ok_or_else(missing)?;
+        let some_a = a_maps.iter().flatten().next().copied().ok_or_else(missing)?;
         Ok(GemmArguments {
-            a_map: map("A", element, tensors.a, spec.layout.a_dims(spec.m, spec.k), stride_a, box_a)?,
+            a_maps: a_maps.map(|map| map.unwrap_or(some_a)),
             b_map: map("B", element, tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
-            d_maps: d_maps.map(|map| map.unwrap_or(some)),
+            d_maps: d_maps.map(|map| map.unwrap_or(some_d)),
             d,
             counters,
             units: self.units.address(),
+            row_tiles: self.row_tiles.address(),
+            terms: if self.terms.is_empty() { 0 } else { self.terms.address() },
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
             partials: self.partials.address(),
             arrivals: self.arrivals.address(),
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
             k_blocks: spec.k.div_ceil(64) as u32,
-            m: spec.m as u32,
             n: spec.n as u32,
             n_whole: n_whole as u32,
             d_stride: stride_d as u32,
-            rows_per_destination: if spec.destinations == 1 { u32::MAX } else { rows as u32 },
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
             wide: u32::from(wide),
             adds: u32::from(spec.epilogue == GemmEpilogue::Accumulate),
@@ -259,15 +298,19 @@ impl Gemm {
 
     /// Whether there are as many addresses as the spec speaks of.
     fn check_tensors(&self, tensors: &GemmTensors<'_>) -> Result<(), String> {
-        let GemmSpec { destinations, ref signals, epilogue, .. } = self.spec;
-        if tensors.d.len() != destinations {
-            return Err(format!("{} addresses of D, it has {destinations} destinations", tensors.d.len()));
+        let GemmSpec { sources, shares, signals, epilogue, .. } = &self.spec;
+        if tensors.d.len() != shares.len() {
+            return Err(format!("{} addresses of D, it has {} shares", tensors.d.len(), shares.len()));
         }
-        let counters = if *signals == GemmSignals::None { 0 } else { destinations };
+        let wanted = sources.iter().map(|source| source.tensor + 1).max().unwrap_or(0);
+        if tensors.a.len() != wanted {
+            return Err(format!("{} addresses of A, it has {wanted} tensors", tensors.a.len()));
+        }
+        let counters = if *signals == GemmSignals::None { 0 } else { shares.len() };
         if tensors.counters.len() != counters || tensors.counters.contains(&0) {
             return Err(format!("counters at {:x?}; it needs {counters} addresses", tensors.counters));
         }
-        if epilogue == GemmEpilogue::StoreBias && tensors.bias == 0 {
+        if *epilogue == GemmEpilogue::StoreBias && tensors.bias == 0 {
             return Err("a bias is to be added, but has no address".to_owned());
         }
         Ok(())
@@ -284,24 +327,29 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
         shared_layout!("gemm/gemm_work.cuh", GemmUnit { row_tile, column_tile, group }),
         shared_layout!(
             "gemm/gemm_work.cuh",
+            GemmRowTile { source_row, destination_row, source, destination, rows }
+        ),
+        shared_layout!("gemm/gemm_work.cuh", GemmTerm { source, row }),
+        shared_layout!(
+            "gemm/gemm_work.cuh",
             GemmArguments {
-                a_map,
+                a_maps,
                 b_map,
                 d_maps,
                 d,
                 counters,
                 units,
+                row_tiles,
+                terms,
                 bias,
                 partials,
                 arrivals,
                 unit_count,
                 splits,
                 k_blocks,
-                m,
                 n,
                 n_whole,
                 d_stride,
-                rows_per_destination,
                 pairs_columns,
                 wide,
                 adds,

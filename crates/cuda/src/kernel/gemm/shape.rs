@@ -4,7 +4,7 @@ use super::order::UnitGrid;
 /// Rows of a tile (`kGemmTileM`).
 pub(super) const TILE_ROWS: usize = 128;
 /// Terms of a block (`kGemmBlockK`).
-const BLOCK: usize = 64;
+pub(super) const BLOCK: usize = 64;
 
 /// Columns of the tiles that there are kernels for.
 pub(super) const COLUMNS: [u32; 5] = [64, 128, 160, 192, 256];

@@ -1,10 +1,12 @@
 use std::sync::Arc;
 
 use super::order::TileOrder;
-use super::shape::TILE_ROWS;
+use super::rows::{self, GemmRows};
 use crate::kernel::{ElementType, Scalar};
 
-/// Receivers of one product's rows (`kGemmDestinations`).
+/// Tensors that A's rows may be put together from (`kGemmSources`).
+pub const GEMM_SOURCES: usize = 16;
+/// Stretches of rows in which D may lie (`kGemmDestinations`): a share, or those of its rows that are one piece of A.
 pub const GEMM_DESTINATIONS: usize = 8;
 
 /// How the operands of `D[m, n] = A B` lie in memory, row after row. The letters are those of BLAS: `n` as it is, `t` transposed.
@@ -97,9 +99,12 @@ pub struct GemmSpec {
     pub strides: [usize; 3],
     /// What becomes of the product.
     pub epilogue: GemmEpilogue,
-    /// Among how many receivers the rows of D are dealt in equal, contiguous shares; each has its share as a tensor of its
-    /// own, in its own memory or a peer's.
-    pub destinations: usize,
+    /// The rows that A has in memory, one piece after the other. Where they are terms ([`GemmLayout::Tn`]), all pieces but the
+    /// end of a tensor have multiples of 64 of them.
+    pub sources: Vec<GemmRows>,
+    /// Rows of D of each of its receivers, one after the other; each has its share as a tensor of its own, in its own memory
+    /// or a peer's.
+    pub shares: Vec<usize>,
     /// Who is told of tiles.
     pub signals: GemmSignals,
     /// The order of tiles. No bit of a result depends on it.
@@ -122,7 +127,8 @@ impl GemmSpec {
             output,
             strides,
             epilogue: GemmEpilogue::Store,
-            destinations: 1,
+            sources: vec![GemmRows { tensor: 0, first: 0, count: layout.a_dims(m, k)[0] }],
+            shares: vec![m],
             signals: GemmSignals::None,
             order: TileOrder::Grouped,
             sm_margin: 0,
@@ -134,9 +140,9 @@ impl GemmSpec {
         2.0 * self.m as f64 * self.n as f64 * self.k as f64
     }
 
-    /// Rows of D that one destination has.
-    pub(super) fn rows_per_destination(&self) -> usize {
-        self.m / self.destinations.max(1)
+    /// As [`GemmSpec::m`], with every stretch of rows filled up to whole tiles.
+    pub(super) fn tiled_rows(&self) -> usize {
+        rows::tile_rows(self) * super::shape::TILE_ROWS
     }
 
     /// Why no kernel takes it.
@@ -167,34 +173,23 @@ impl GemmSpec {
                 ));
             }
         }
-        let destinations = self.destinations;
-        if destinations == 0 || destinations > GEMM_DESTINATIONS {
-            return Err(format!("{destinations} destinations; it takes 1 to {GEMM_DESTINATIONS}"));
-        }
-        if destinations > 1
-            && (!m.is_multiple_of(destinations) || !(m / destinations).is_multiple_of(TILE_ROWS))
-        {
-            return Err(format!(
-                "{m} rows among {destinations} destinations; each must have a multiple of {TILE_ROWS}"
-            ));
-        }
-        Ok(())
+        rows::check(self)
     }
 }
 
 /// Addresses of a launch's tensors; all but the counters are multiples of 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmTensors<'a> {
-    /// A.
-    pub a: u64,
+    /// A's tensors.
+    pub a: &'a [u64],
     /// B.
     pub b: u64,
-    /// D, of each destination: `m / destinations` rows.
+    /// D, of each share.
     pub d: &'a [u64],
     /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
     pub bias: u64,
-    /// Counters, one u32 a group, of each destination, where there are [`GemmSignals`]. A launch adds to those of the
-    /// destination that a tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
+    /// Counters, one u32 a group, of each share, where there are [`GemmSignals`]. A launch adds to those of the share that a
+    /// tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
     pub counters: &'a [u64],
 }
 
@@ -215,8 +210,7 @@ mod tests {
         assert!(refused(|spec| spec.strides[0] = 100).contains("A are 100 elements apart, but have 128"));
         assert!(refused(|spec| spec.strides[1] = 132).contains("132 elements of 2 bytes apart"));
         assert!(refused(|spec| spec.output = Scalar::F16).contains("f16 of operands in bf16"));
-        assert!(refused(|spec| spec.destinations = 9).contains("9 destinations"));
-        assert!(refused(|spec| spec.destinations = 8).contains("512 rows among 8"));
+        assert!(refused(|spec| spec.shares = vec![64; 9]).contains("shares"));
         let odd = GemmSpec::new(16, 16, 20, GemmLayout::Nt, ElementType::Bf16);
         assert!(odd.check().unwrap_err().contains("pad them"));
         // Along m and n it is those that must fit, and k may be what it likes.

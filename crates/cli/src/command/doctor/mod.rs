@@ -1,5 +1,7 @@
 //! `counterpoint doctor`.
 
+mod calibrate;
+
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +12,7 @@ use serde::Serialize;
 
 use crate::arguments::DoctorArguments;
 use crate::error::CliError;
-use crate::{console, device};
+use crate::{console, device, profile};
 
 /// What this machine has, as JSON has it.
 #[derive(Debug, Serialize)]
@@ -78,6 +80,9 @@ struct Missing {
 
 /// `counterpoint doctor`.
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
+    if arguments.calibrate {
+        return calibrate::run(arguments);
+    }
     let machine = Machine::look();
     if arguments.json { console::print_json(&machine) } else { console::print(&machine.describe()) }
 }
@@ -227,7 +232,10 @@ fn unreachable(gpus: usize) -> Vec<[usize; 2]> {
 
 /// Every variable that something reads.
 fn known_variables() -> impl Iterator<Item = EnvironmentVariable> {
-    counterpoint_exec::ENVIRONMENT.into_iter().chain(counterpoint_cuda::ENVIRONMENT)
+    counterpoint_exec::ENVIRONMENT
+        .into_iter()
+        .chain(counterpoint_cuda::ENVIRONMENT)
+        .chain(profile::ENVIRONMENT)
 }
 
 /// The variables that something reads, and whatever else is set and called like them.

@@ -1,0 +1,110 @@
+//! `counterpoint doctor --calibrate`.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::PathBuf;
+
+use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_exec::calibrate;
+use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PROFILE_VERSION};
+use counterpoint_report::{AtomicFiles, format_bytes, format_flops, format_gbps, format_seconds};
+
+use crate::arguments::{Device, DoctorArguments};
+use crate::error::CliError;
+use crate::progress::Progress;
+use crate::{console, device, profile};
+
+/// Measures, keeps and prints.
+pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
+    let progress = Progress::new();
+    let measured = match arguments.device {
+        Device::Cpu => of_cpu(&progress),
+        Device::Cuda => {
+            let machine = CudaMachine::for_ranks(usize::MAX, Timing::Spans)
+                .map_err(|source| CliError::Cuda { source })?;
+            let mut told = |what: &str| progress.step(format!("measuring {what}"));
+            counterpoint_cuda::calibrate(&machine, &mut told).map_err(|source| CliError::Run { source })?
+        }
+    };
+    drop(progress);
+    let path = destination(arguments, &measured.machine)?;
+    let refused = |source| CliError::Output { flag: "--output", source };
+    let mut files = AtomicFiles::default();
+    files.stage(&path, measured.to_json().as_bytes()).map_err(refused)?;
+    files.commit().map_err(refused)?;
+    if arguments.json {
+        return console::print_json(&measured);
+    }
+    console::print(&format!("{}\nkept in {}\n", describe(&measured), path.display()))
+}
+
+/// The CPU's rates depend on shapes more than a GPU's, so that commands measure their own; this is what others plan with.
+fn of_cpu(progress: &Progress) -> MachineProfile {
+    progress.step("measuring the CPU");
+    let spec = AttentionSpec {
+        heads_q: 8,
+        heads_kv: 8,
+        head_dim: 128,
+        head_dim_v: 128,
+        dtype: DType::F32,
+        scale: 1.0 / 128.0_f64.sqrt(),
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+    MachineProfile {
+        version: PROFILE_VERSION,
+        machine: device::cpu_name(),
+        devices: 1,
+        source: format!("measured by counterpoint {}: f32, 8 heads of 128", env!("CARGO_PKG_VERSION")),
+        cost: calibrate(&spec, 1),
+        transports: Vec::new(),
+        policies: Vec::new(),
+    }
+}
+
+/// The file that was asked for, or this machine's among those kept, whose folder is made.
+fn destination(arguments: &DoctorArguments, machine: &str) -> Result<PathBuf, CliError> {
+    if let Some(path) = &arguments.output {
+        return Ok(path.clone());
+    }
+    let usage = |message: String| CliError::Usage { message };
+    let folder = profile::folder().ok_or_else(|| {
+        usage("there is no home folder to keep the profile in; name a file with --output".to_owned())
+    })?;
+    fs::create_dir_all(&folder).map_err(|error| {
+        usage(format!("{} cannot be made ({error}); name a file with --output", folder.display()))
+    })?;
+    Ok(profile::file_in(&folder, machine))
+}
+
+fn describe(profile: &MachineProfile) -> String {
+    let MachineProfile { machine, devices, cost, transports, policies, .. } = profile;
+    let mut text = format!("{machine}, {}\n", console::count(*devices, "device"));
+    let mut line = |name: &str, value: String| {
+        let _ = writeln!(text, "  {name:24}  {value}");
+    };
+    line("attention forward", format_flops(cost.forward_flops_per_second));
+    line("attention backward", format_flops(cost.backward_flops_per_second));
+    line("matrix products", format_flops(cost.matmul_flops_per_second));
+    line("memory, read and written", format_gbps(cost.memory_bytes_per_second));
+    line("a launch", format_seconds(cost.launch_seconds));
+    let link = format!(
+        "{} and {}",
+        format_seconds(cost.link.alpha_seconds),
+        format_gbps(cost.link.bytes_per_second)
+    );
+    line("link", link);
+    for transport in transports {
+        for (what, points) in [("group-cast", &transport.cast), ("group-reduce", &transport.reduce)] {
+            let each = points
+                .iter()
+                .map(|point| format!("{} in {}", format_bytes(point.bytes), format_seconds(point.seconds)));
+            line(&format!("{} {what}", transport.transport), each.collect::<Vec<_>>().join(", "));
+        }
+    }
+    for policy in policies {
+        let value = format!("{}, {:.0} % hidden", format_seconds(policy.seconds), 100.0 * policy.efficiency);
+        line(&policy.policy, value);
+    }
+    text
+}

@@ -1,0 +1,67 @@
+//! A command in a process that a launcher started as one of several ranks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use counterpoint_exec::{ExecError, Launch, Rendezvous, RendezvousError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::CliError;
+
+/// What started this process, if it is one of several.
+pub(crate) fn launch() -> Result<Option<Launch>, CliError> {
+    Launch::from_environment().map_err(|error| ended(error.into()))
+}
+
+/// Joins the other processes for `work`. Whatever ends it ends the others too.
+pub(crate) fn as_rank(
+    launch: &Launch,
+    limit: Duration,
+    work: impl FnOnce(&Arc<Rendezvous>) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    let rendezvous = Rendezvous::join(launch, limit).map_err(ended)?;
+    let result = work(&rendezvous);
+    match &result {
+        // A check that fails is a result: the others have done their part.
+        Ok(()) | Err(CliError::CheckFailed { .. } | CliError::Run { .. }) => {}
+        Err(error) => {
+            let reason = error.to_string();
+            rendezvous.fail(RendezvousError::RankFailed { rank: launch.rank, reason }.into());
+        }
+    }
+    result
+}
+
+/// Refuses a number of ranks that is not that of the processes.
+pub(crate) fn refuse_other_sizes(launch: &Launch, flag: &'static str, ranks: usize) -> Result<(), CliError> {
+    let processes = launch.world_size;
+    if ranks == processes {
+        return Ok(());
+    }
+    let reason = format!(
+        "is not the number of processes, of which {} started {processes}; start as many as ranks, or one without a launcher",
+        launch.launcher
+    );
+    Err(CliError::Flag { flag, value: ranks.to_string(), reason })
+}
+
+/// An error of a run.
+pub(crate) fn ended(source: ExecError) -> CliError {
+    CliError::Run { source }
+}
+
+/// Every rank's value, in the order of ranks.
+pub(crate) fn gather<T: Serialize + DeserializeOwned>(
+    rendezvous: &Rendezvous,
+    place: &str,
+    own: &T,
+) -> Result<Vec<T>, CliError> {
+    let broken = |error: serde_json::Error| {
+        let (rank, reason) = (rendezvous.rank(), error.to_string());
+        ended(RendezvousError::Broken { rank, reason }.into())
+    };
+    let own = serde_json::to_vec(own).map_err(broken)?;
+    let all = rendezvous.all_gather(place, &own).map_err(ended)?;
+    all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
+}

@@ -1,0 +1,243 @@
+//! Ranks as processes: they give the bits of threads; and where one of them dies, stops, lacks memory or was given something
+//! else, the others end within the limit with a sentence that names it, and the GPUs are as before.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use std::{fs, io, thread};
+
+use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
+use counterpoint_exec::selftest::{Extent, SelfCheck};
+
+use super::job::{Ended, Gpus, start};
+
+/// What every rank is given where bits are compared.
+const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
+                         --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11 --limit 20";
+/// A job that begins collectives again and again, and is in one most of the time.
+const COLLECTIVES: &str = "bench group-cast -b 4k -e 64M -f 2 -n 500 -c 20 -w 2 --limit 3";
+/// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed.
+const LIMIT: Duration = Duration::from_secs(3);
+const GRACE: Duration = Duration::from_secs(9);
+/// Of a job that nothing happens to.
+const LONG: Duration = Duration::from_secs(60);
+/// Bytes of a GPU's memory that may be less after all jobs: what the driver itself keeps.
+const KEPT: usize = 64 << 20;
+
+/// What happens to rank 1, so long after the first row was printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Dies,
+    Stops,
+}
+
+/// Everything, on so many GPUs.
+pub(super) fn examine(gpus: usize, extent: Extent) -> Result<Vec<SelfCheck>, CudaError> {
+    let devices: Vec<Device> = (0..gpus).map(Device::open).collect::<Result<_, _>>()?;
+    let free = |device: &Device| device.memory().map(|memory| memory.free);
+    let before: Vec<usize> = devices.iter().map(free).collect::<Result<_, _>>()?;
+    let folder = match tempfile::tempdir() {
+        Ok(folder) => folder,
+        Err(error) => return Ok(vec![SelfCheck::failed("a folder".to_owned(), 0, error.to_string())]),
+    };
+    let bench = Bench { folder: folder.path(), gpus };
+    let mut checks = bench.bits(extent);
+    checks.extend(bench.disagreement());
+    let delays = if extent == Extent::Quick { &[200][..] } else { &[20, 500] };
+    for delay in delays {
+        checks.extend(bench.faults(Fault::Dies, Duration::from_millis(*delay)));
+    }
+    checks.extend(bench.faults(Fault::Stops, Duration::from_millis(300)));
+    if let [_, second, ..] = devices.as_slice() {
+        checks.extend(bench.exhaustion(second)?);
+    }
+    // The same again: what happened has left nothing.
+    checks.extend(bench.bits(Extent::Quick));
+    for (device, before) in devices.iter().zip(before) {
+        let name = format!("bytes of GPU {} that are gone after all that", device.ordinal());
+        let gone = before.saturating_sub(free(device)?);
+        checks.push(SelfCheck::of(name, 0, gone as f64, KEPT as f64));
+    }
+    Ok(checks)
+}
+
+struct Bench<'a> {
+    folder: &'a Path,
+    gpus: usize,
+}
+
+impl Bench<'_> {
+    /// Transports that two ranks can use.
+    fn transports(&self) -> &'static [&'static str] {
+        if self.gpus > 1 { &["nvlink", "copy-engine", "nccl"] } else { &["nvlink", "copy-engine"] }
+    }
+
+    /// Results of processes beside those of threads.
+    fn bits(&self, extent: Extent) -> Vec<SelfCheck> {
+        let mut cases: Vec<(usize, usize, &str, Gpus)> =
+            self.transports().iter().map(|transport| (2, 1, *transport, Gpus::All)).collect();
+        if extent == Extent::Full {
+            // Ranks that share GPUs; nodes; GPUs that do not see each other.
+            cases.extend([(4, 1, "nvlink", Gpus::All), (4, 1, "copy-engine", Gpus::All)]);
+            if self.gpus > 1 {
+                cases.extend([
+                    (2, 2, "hierarchical", Gpus::All),
+                    (4, 2, "hierarchical", Gpus::All),
+                    (2, 1, "auto", Gpus::OwnOnly),
+                ]);
+            }
+        }
+        let mut references: Vec<((usize, usize), Result<PathBuf, String>)> = Vec::new();
+        let check = |(ranks, nodes, transport, gpus): (usize, usize, &str, Gpus)| {
+            let key = (ranks, nodes);
+            if !references.iter().any(|(known, _)| *known == key) {
+                references.push((key, self.run("threads", ranks, nodes, 1, "auto", Gpus::All)));
+            }
+            let known = references.iter().find(|(known, _)| *known == key);
+            let threads = known.map_or_else(|| Err("no run of threads".to_owned()), |(_, run)| run.clone());
+            let hidden = if gpus == Gpus::OwnOnly { ", each seeing its own GPU only" } else { "" };
+            let name = format!(
+                "{ranks} processes on {nodes} nodes by {transport}{hidden}: bytes unlike those of threads"
+            );
+            let differing = threads.and_then(|threads| {
+                let processes = self.run(transport, ranks, nodes, ranks, transport, gpus)?;
+                differing_bytes(&threads, &processes).map_err(|error| error.to_string())
+            });
+            match differing {
+                Ok(count) => SelfCheck::of(name, 11, count as f64, 0.0),
+                Err(reason) => SelfCheck::failed(name, 11, reason),
+            }
+        };
+        cases.into_iter().map(check).collect()
+    }
+
+    /// Attention on `ranks` ranks in so many processes; its results.
+    fn run(
+        &self,
+        name: &str,
+        ranks: usize,
+        nodes: usize,
+        processes: usize,
+        transport: &str,
+        gpus: Gpus,
+    ) -> Result<PathBuf, String> {
+        let output = self.folder.join(format!("{name}-{ranks}-{nodes}-{processes}.safetensors"));
+        let line = format!(
+            "{ATTENTION} --cp-size {ranks} --nodes {nodes} --transport {transport} --output {}",
+            output.display()
+        );
+        let name = format!("bits-{name}-{ranks}-{nodes}-{processes}");
+        let job =
+            start(self.folder, &name, &vec![line; processes], gpus).map_err(|error| error.to_string())?;
+        let all: Vec<usize> = (0..processes).collect();
+        let ended = job.end(&all, LONG);
+        match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
+            None => Ok(output),
+            Some((rank, Ended { code, text })) => {
+                Err(format!("rank {rank} ended with {code:?}: {}", last_line(text)))
+            }
+        }
+    }
+
+    /// Ranks with different masks.
+    fn disagreement(&self) -> Vec<SelfCheck> {
+        let line = |mask: &str| format!("attention --device cuda --mask {mask} --cp-size 2 --limit 20");
+        let name = "ranks with different masks: how many do not say so";
+        let job = start(self.folder, "masks", &[line("causal:1k"), line("causal:2k")], Gpus::All);
+        let silent = job.map(|job| {
+            let ended = job.end(&[0, 1], LONG);
+            let says = |rank: &&Ended| {
+                rank.code != Some(0)
+                    && rank.text.contains("the ranks disagree")
+                    && rank.text.contains("--mask")
+            };
+            ended.len() - ended.iter().filter(says).count()
+        });
+        vec![match silent {
+            Ok(silent) => SelfCheck::of(name.to_owned(), 0, silent as f64, 0.0),
+            Err(error) => SelfCheck::failed(name.to_owned(), 0, error.to_string()),
+        }]
+    }
+
+    /// What happens to rank 1 under each transport, all at the same time.
+    fn faults(&self, fault: Fault, delay: Duration) -> Vec<SelfCheck> {
+        thread::scope(|scope| {
+            let run = |transport: &'static str| scope.spawn(move || self.fault(transport, fault, delay));
+            let runs: Vec<_> = self.transports().iter().map(|transport| run(transport)).collect();
+            let ended = runs.into_iter().map(|run| {
+                let lost = || SelfCheck::failed("a fault".to_owned(), 0, "its thread panicked".to_owned());
+                run.join().unwrap_or_else(|_| lost())
+            });
+            ended.collect()
+        })
+    }
+
+    fn fault(&self, transport: &str, fault: Fault, delay: Duration) -> SelfCheck {
+        let name = format!(
+            "{transport}, rank 1 {fault:?} {delay:?} after its first row: seconds until rank 0 says so"
+        );
+        let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
+        let line = format!("{COLLECTIVES} --transports {transport}");
+        let file = format!("{fault:?}-{transport}-{}", delay.as_millis());
+        let mut job = match start(self.folder, &file, &[line.clone(), line], Gpus::All) {
+            Ok(job) => job,
+            Err(error) => return fail(error.to_string()),
+        };
+        // Two lines of header, then rows.
+        if !job.wait_for(LONG, |job| job.text(0).lines().filter(|line| line.contains(transport)).count() > 0)
+        {
+            let text = job.text(0);
+            return fail(format!("it measured nothing: {}", last_line(&text)));
+        }
+        thread::sleep(delay);
+        let signal = if fault == Fault::Dies { "KILL" } else { "STOP" };
+        if let Err(error) = job.signal(1, signal) {
+            return fail(error.to_string());
+        }
+        let began = Instant::now();
+        let ended = job.end(&[0], LIMIT + GRACE);
+        let (took, Ended { code, text }) = (began.elapsed(), &ended[0]);
+        match code {
+            None => fail(format!("rank 0 was still running after {:.1} s", took.as_secs_f64())),
+            Some(0) => fail("rank 0 noticed nothing".to_owned()),
+            Some(_) if !last_line(text).contains("rank 1") => {
+                fail(format!("rank 0 said: {}", last_line(text)))
+            }
+            Some(_) => SelfCheck::of(name, 0, took.as_secs_f64(), (LIMIT + GRACE).as_secs_f64()),
+        }
+    }
+
+    /// A GPU whose memory is used up: its rank says how much it lacks, and the others that it does.
+    fn exhaustion(&self, device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
+        const LEFT: usize = 2 << 30;
+        let free = device.memory()?.free;
+        let hog = DeviceBuffer::new(device, free.saturating_sub(LEFT))?;
+        let line = "bench group-cast -b 2G -e 2G -n 1 -c 1 -w 0 --limit 20 --transports nvlink".to_owned();
+        let name = "ranks, of which one has no memory left: how many do not say so".to_owned();
+        let job = start(self.folder, "memory", &[line.clone(), line], Gpus::All);
+        let silent = job.map(|job| {
+            let ended = job.end(&[0, 1], LONG);
+            let says = |rank: &&Ended| {
+                let text = last_line(&rank.text);
+                rank.code.is_some_and(|code| code != 0) && text.contains("memory")
+            };
+            let names = last_line(&ended[0].text).contains("rank 1");
+            ended.len() - ended.iter().filter(says).count() + usize::from(!names)
+        });
+        drop(hog);
+        Ok(vec![match silent {
+            Ok(silent) => SelfCheck::of(name, 0, silent as f64, 0.0),
+            Err(error) => SelfCheck::failed(name, 0, error.to_string()),
+        }])
+    }
+}
+
+/// How many bytes of two files differ, those that only one has among them.
+fn differing_bytes(one: &Path, other: &Path) -> io::Result<usize> {
+    let (one, other) = (fs::read(one)?, fs::read(other)?);
+    let differing = one.iter().zip(&other).filter(|(a, b)| a != b).count();
+    Ok(differing + one.len().abs_diff(other.len()))
+}
+
+fn last_line(text: &str) -> &str {
+    text.trim_end().lines().next_back().unwrap_or("nothing")
+}

@@ -1,0 +1,119 @@
+//! Profiles of machines: where they lie, and which one a command plans with.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use counterpoint_exec::EnvironmentVariable;
+use counterpoint_plan::MachineProfile;
+use counterpoint_schedule::{OverlapPolicy, PolicyError};
+
+use crate::arguments::{Device, OverlapChoice};
+use crate::device;
+use crate::error::CliError;
+
+/// The variable that names the folder of profiles.
+const FOLDER_VARIABLE: &str = "COUNTERPOINT_PROFILE_DIR";
+
+/// All that this crate reads.
+pub(crate) const ENVIRONMENT: [EnvironmentVariable; 1] =
+    [EnvironmentVariable { name: FOLDER_VARIABLE, purpose: "the folder of measured machine profiles" }];
+
+/// Where profiles are kept; `None` where the user has no home.
+pub(crate) fn folder() -> Option<PathBuf> {
+    let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    path(FOLDER_VARIABLE)
+        .or_else(|| Some(path("XDG_CONFIG_HOME")?.join("counterpoint")))
+        .or_else(|| Some(path("HOME")?.join(".config/counterpoint")))
+}
+
+/// The file of a machine's profile in `folder`.
+pub(crate) fn file_in(folder: &Path, machine: &str) -> PathBuf {
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+    let name: String = machine.chars().map(plain).collect();
+    let words: Vec<&str> = name.split('-').filter(|word| !word.is_empty()).collect();
+    folder.join(format!("{}.json", words.join("-")))
+}
+
+/// The profile in a file.
+pub(crate) fn read(path: &Path) -> Result<MachineProfile, CliError> {
+    let text = fs::read_to_string(path).map_err(|source| CliError::Unreadable {
+        what: "machine profile",
+        path: path.to_owned(),
+        source,
+    })?;
+    MachineProfile::from_json(&text)
+        .map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })
+}
+
+/// The profile in the file that was named, which must be of `machine`.
+pub(crate) fn named(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
+    let Some(path) = path else { return Ok(None) };
+    let profile = read(path)?;
+    let checked = profile.check_machine(machine);
+    checked.map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })?;
+    Ok(Some(profile))
+}
+
+/// The profile of `machine`: the one that was named, or the one that was measured here and kept; `None` without either.
+pub(crate) fn of_machine(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
+    let kept = || folder().map(|folder| file_in(&folder, machine)).filter(|path| path.exists());
+    named(path.map(Path::to_owned).or_else(kept).as_deref(), machine)
+}
+
+/// As [`of_machine`], of what `--device` names.
+pub(crate) fn of_device(path: Option<&Path>, device: Device) -> Result<Option<MachineProfile>, CliError> {
+    match device {
+        Device::Cpu => of_machine(path, &device::cpu_name()),
+        Device::Cuda => {
+            let first = counterpoint_cuda::Device::properties_of(0);
+            of_machine(path, &first.map_err(|source| CliError::Cuda { source })?.name)
+        }
+    }
+}
+
+/// The policy that was chosen: `auto` is the fastest that was measured on the profile's machine.
+pub(crate) fn policy(
+    choice: OverlapChoice,
+    profile: Option<&MachineProfile>,
+) -> Result<OverlapPolicy, CliError> {
+    let named = match choice {
+        OverlapChoice::Named(policy) => return Ok(policy),
+        OverlapChoice::Auto => profile.and_then(MachineProfile::fastest_policy),
+    };
+    let wrong = |error: PolicyError| CliError::Flag {
+        flag: "--overlap",
+        value: "auto".to_owned(),
+        reason: format!("cannot be picked: {error}"),
+    };
+    let fastest = named.ok_or_else(|| wrong(PolicyError::NoRecord))?;
+    fastest.policy.parse().map_err(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_plan::PolicyMeasurement;
+
+    use super::*;
+
+    #[test]
+    fn names_of_machines_are_names_of_files() {
+        let name = |machine| file_in(Path::new("folder"), machine).display().to_string();
+        assert_eq!(name("NVIDIA H200"), "folder/nvidia-h200.json");
+        assert_eq!(name("AMD EPYC(tm) / 2 (4 threads)"), "folder/amd-epyc-tm-2-4-threads.json");
+    }
+
+    #[test]
+    fn auto_is_the_fastest_and_needs_a_record() {
+        let mut profile = MachineProfile::h200();
+        let refused = policy(OverlapChoice::Auto, Some(&profile)).unwrap_err().to_string();
+        assert!(refused.contains("doctor --calibrate"), "{refused}");
+        for (name, seconds) in [("concurrent", 2.0), ("kernel-barrier+sm-margin=16", 1.0)] {
+            let measured = PolicyMeasurement { policy: name.to_owned(), seconds, efficiency: 0.5 };
+            profile.policies.push(measured);
+        }
+        let fastest = policy(OverlapChoice::Auto, Some(&profile)).unwrap();
+        assert_eq!(fastest.to_string(), "kernel-barrier+sm-margin=16");
+        let named = OverlapChoice::Named(OverlapPolicy::default());
+        assert_eq!(policy(named, None).unwrap(), OverlapPolicy::default());
+    }
+}

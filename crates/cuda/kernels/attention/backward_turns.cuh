@@ -1,0 +1,74 @@
+// Additions to dq in a fixed order, so that two runs give the same bits: of the key tiles that add to a block of rows, each waits
+// until as many have added as its turn says.
+//
+// Additions of a few microseconds' latency follow one another from CTA to CTA. So that a CTA does not wait for the end of its own
+// before it begins the next, several threads add, block by block in turn. Whose turn is before `ordered_from` does not
+// wait: nothing but zero is there, or one other's share, and two terms have one sum in either order.
+#pragma once
+
+#include "attention/backward_dq.cuh"
+
+namespace counterpoint {
+
+namespace backward {
+
+// Polls of a turn before a CTA gives up waiting: seconds. Whoever is waited for has started, so only a fault gets
+// there.
+constexpr u32 kMostPolls = 1u << 26;
+
+// What counts the additions to a step's rows.
+__device__ __forceinline__ u32* turn_counter(const AttentionBackwardArguments& params, const Step& step) {
+  return params.turns + u64(step.counter) * (params.heads_kv * params.group) + step.head_q;
+}
+
+// Waits until `turn` others have added. A wait that does not end is a fault, which the host finds in `fault`.
+__device__ __forceinline__ void await_turn(const AttentionBackwardArguments& params, const u32* turns, u32 turn) {
+  if (turn < params.ordered_from) return;
+  // Not until there are exactly so many: those whose turn comes later wait for this one.
+  for (u32 polls = 0; load_acquire(turns) != turn; ++polls) {
+    if (polls == kMostPolls) {
+      *params.fault = 1;
+      break;
+    }
+  }
+}
+
+// A thread that adds to dq every kAdders-th of what the query warpgroup leaves in shared memory, `adder` first.
+__device__ __forceinline__ void add_in_turn_role(const AttentionBackwardArguments& params, Storage& shared, u32 adder) {
+  for (u32 count = adder;; count += kAdders) {
+    mbarrier_wait(&shared.full_dq[dq_slot_of(count, 0)], dq_parity_of(count, 0));
+    // Read before the buffers are free, after which the place is another step's.
+    const Step& step = shared.steps[count % kSteps];
+    const u32 flags = step.flags;
+    if (flags & kExit) break;
+    const bool rows = !(flags & kEmpty);
+    const u32 slab = u32(step.row) / kRows;
+    const u32 head = step.head_q;
+    const u32 added = u32(step.row_end - step.row);
+    u32* turns = turn_counter(params, step);
+    if (rows) await_turn(params, turns, step.turn);
+#pragma unroll 1
+    for (u32 part = 0; part < kParts; ++part) {
+      const u32 buffer = dq_slot_of(count, part);
+      if (part > 0) mbarrier_wait(&shared.full_dq[buffer], dq_parity_of(count, part));
+      if (rows) add_part(params, shared, step, part, buffer);
+      tma_store_commit();
+      if (part > 0) {
+        tma_store_wait_read<1>();
+        mbarrier_arrive(&shared.empty_dq[buffer - 1]);
+      }
+    }
+    tma_store_wait_read<0>();
+    mbarrier_arrive(&shared.empty_dq[dq_slot_of(count, kParts - 1)]);
+    if (!rows) continue;
+    // The additions are done: it is the next tile's turn.
+    tma_store_wait<0>();
+    fence_device();
+    add_relaxed(turns, 1);
+    if (params.rounded_dq != nullptr) count_added(params, slab, head, added);
+  }
+}
+
+}  // namespace backward
+
+}  // namespace counterpoint

@@ -1,0 +1,207 @@
+//! Operations of linear layers: from rows of a Program's buffers to tensors of a launcher.
+
+use counterpoint_exec::ExecError;
+use counterpoint_mask::Range;
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
+
+use super::CudaBuffer;
+use super::compute::Prepare;
+use super::matrix_rows::{ResultRows, SourceRows};
+use crate::kernel::{
+    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmRows, GemmSpec,
+    GemmTensors,
+};
+use crate::{CudaError, Stream};
+
+/// A matrix product.
+pub(super) struct Product {
+    a: SourceRows,
+    b: SourceRows,
+    out: ResultRows,
+    bias: Option<BufferId>,
+    parts: Vec<Part>,
+}
+
+/// What one launch computes.
+struct Part {
+    gemm: Gemm,
+    /// Which of A's tensors it is given.
+    tensors: Vec<usize>,
+    /// The first row of the result of each of its shares.
+    shares: Vec<usize>,
+}
+
+/// Rows of A, and of the result, that lie together.
+#[derive(Clone, Copy)]
+struct Stretch {
+    source: GemmRows,
+    out: usize,
+}
+
+impl Product {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::Gemm) -> Result<Self, ExecError> {
+        let element = prepare.element(op.a[0].buffer)?;
+        let layout = match op.layout {
+            schedule::GemmLayout::Nt => GemmLayout::Nt,
+            schedule::GemmLayout::Nn => GemmLayout::Nn,
+            schedule::GemmLayout::Tn => GemmLayout::Tn,
+        };
+        let terms = layout == GemmLayout::Tn;
+        let a = SourceRows::new(prepare, &op.a, |rows| !terms || GemmRows::are_terms(rows))?;
+        let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
+        let n = prepare.spec(op.out).row_elements();
+        let m = op.out_rows.iter().map(Range::len).sum();
+        let k = if terms { a.count() } else { prepare.spec(op.a[0].buffer).row_elements() };
+        let epilogue = match (op.bias, op.accumulate) {
+            (None, Accumulate::Start) => GemmEpilogue::Store,
+            (Some(_), Accumulate::Start) => GemmEpilogue::StoreBias,
+            (None, Accumulate::Continue) => GemmEpilogue::Accumulate,
+            (Some(_), Accumulate::Continue) => {
+                return Err(prepare.error("no CUDA kernel adds a bias to what it accumulates".to_owned()));
+            }
+        };
+        let most = if terms { GEMM_DESTINATIONS } else { usize::MAX };
+        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, most)?;
+        let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
+            output: out.scalar(),
+            strides: [a.stride(), b.stride(), out.stride()],
+            epilogue,
+            sources,
+            shares,
+            sm_margin: prepare.sm_margin(),
+            ..GemmSpec::new(m, n, k, layout, element)
+        };
+        let mut parts = Vec::new();
+        if terms {
+            let shares: Vec<usize> = out.rows().iter().map(Range::len).collect();
+            let tensors = (0..a.tensors()).collect();
+            let gemm = prepare.gemm(&spec(m, a.rows().to_vec(), shares))?;
+            parts.push(Part { gemm, tensors, shares: out.rows().iter().map(|rows| rows.start).collect() });
+        } else {
+            for stretches in stretches(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
+                let mut tensors: Vec<usize> = stretches.iter().map(|stretch| stretch.source.tensor).collect();
+                tensors.sort_unstable();
+                tensors.dedup();
+                let renumbered = |rows: GemmRows| {
+                    let tensor = tensors.binary_search(&rows.tensor).unwrap_or(0);
+                    GemmRows { tensor, ..rows }
+                };
+                let sources = stretches.iter().map(|stretch| renumbered(stretch.source)).collect();
+                let counts: Vec<usize> = stretches.iter().map(|stretch| stretch.source.count).collect();
+                let gemm = prepare.gemm(&spec(counts.iter().sum(), sources, counts))?;
+                let shares = stretches.iter().map(|stretch| stretch.out).collect();
+                parts.push(Part { gemm, tensors, shares });
+            }
+        }
+        Ok(Self { a, b, out, bias: op.bias, parts })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        self.a.enter(stream, buffers)?;
+        self.b.enter(stream, buffers)?;
+        self.out.enter(stream, buffers)?;
+        let a = self.a.addresses(buffers);
+        for Part { gemm, tensors, shares } in &self.parts {
+            let a: Vec<u64> = tensors.iter().map(|&tensor| a[tensor]).collect();
+            let d: Vec<u64> = shares.iter().map(|&row| self.out.address(buffers, row)).collect();
+            let tensors = GemmTensors {
+                a: &a,
+                b: self.b.first_row(buffers),
+                d: &d,
+                bias: self.bias.map_or(0, |bias| buffers[bias.0].address()),
+                counters: &[],
+            };
+            // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued;
+            // the Program orders who else uses them.
+            unsafe { gemm.launch(stream, &tensors) }?;
+        }
+        self.out.leave(stream, buffers)
+    }
+}
+
+/// Rows of A and of the result side by side, cut wherever one of them is.
+fn stretches(sources: &[GemmRows], out: &[Range]) -> Vec<Stretch> {
+    let mut stretches = Vec::new();
+    let mut sources = sources.iter().copied();
+    let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
+    for rows in out {
+        let mut row = rows.start;
+        while row < rows.end {
+            if source.count == 0 {
+                let Some(next) = sources.next() else { return stretches };
+                source = next;
+                continue;
+            }
+            let count = source.count.min(rows.end - row);
+            stretches.push(Stretch { source: GemmRows { count, ..source }, out: row });
+            source = GemmRows { first: source.first + count, count: source.count - count, ..source };
+            row += count;
+        }
+    }
+    stretches
+}
+
+/// Sums of columns.
+pub(super) struct BiasGradient {
+    kernel: ColumnSum,
+    tensors: Vec<BufferId>,
+    dst: BufferId,
+}
+
+impl BiasGradient {
+    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::ColumnSum) -> Result<Self, ExecError> {
+        let (tensors, rows) = super::matrix_rows::tensors_of(&op.src);
+        let spec = ColumnSumSpec {
+            rows,
+            columns: prepare.spec(op.dst).shape[0],
+            element: prepare.element(op.src[0].buffer)?,
+            result: prepare.scalar(op.dst)?,
+            adds: op.accumulate == Accumulate::Continue,
+            sm_margin: prepare.sm_margin(),
+        };
+        let kernel = ColumnSum::new(prepare.setup(), &spec).map_err(|error| prepare.device_error(error))?;
+        Ok(Self { kernel, tensors, dst: op.dst })
+    }
+
+    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+        let tensors: Vec<u64> = self.tensors.iter().map(|id| buffers[id.0].address()).collect();
+        // SAFETY: as for a product.
+        unsafe { self.kernel.launch(stream, &tensors, buffers[self.dst.0].address()) }
+    }
+}
+
+impl Prepare<'_> {
+    /// A product whose bits do not depend on which rows of the result are computed together: its k is in one part, unless all
+    /// of a gradient of a weight is one product anyway.
+    fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {
+        let device = self.setup().device();
+        let shapes = Gemm::shapes(device, spec).map_err(|error| self.device_error(error))?;
+        let whole = |splits: u32| splits == 1 || spec.layout == GemmLayout::Tn;
+        let Some(shape) = shapes.into_iter().find(|shape| whole(shape.splits)) else {
+            return Err(self.error("no kernel computes it in one part".to_owned()));
+        };
+        Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Row by row, the definition.
+    #[test]
+    fn stretches_pair_rows_in_their_order() {
+        let sources = [(2, 7, 5), (0, 0, 3), (2, 12, 4)];
+        let sources = sources.map(|(tensor, first, count)| GemmRows { tensor, first, count });
+        let out = [Range::new(1, 3), Range::new(10, 20)];
+        let from = sources.iter().flat_map(|s| (s.first..s.first + s.count).map(|row| (s.tensor, row)));
+        let wanted: Vec<_> = from.zip(out.iter().flat_map(|rows| rows.start..rows.end)).collect();
+        let found = stretches(&sources, &out);
+        assert_eq!(found.len(), 4);
+        let rows = |s: &Stretch| {
+            let Stretch { source, out } = *s;
+            (0..source.count).map(move |i| ((source.tensor, source.first + i), out + i)).collect::<Vec<_>>()
+        };
+        assert_eq!(found.iter().flat_map(rows).collect::<Vec<_>>(), wanted);
+    }
+}

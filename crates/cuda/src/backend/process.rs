@@ -1,0 +1,314 @@
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use counterpoint_exec::{
+    ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
+};
+use counterpoint_plan::{CostModel, Topology};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
+use super::{CudaBackend, cost, exec_error};
+use crate::kernel::LINK_RANKS;
+use crate::memory::{AllocationPlace, OpenedMemory};
+use crate::nccl::NcclRank;
+use crate::transport::{Level, LevelledTransport, Means};
+use crate::{CudaError, CudaTransport, Device, DeviceBuffer, TransportKind, compiler_version};
+
+/// One GPU rank of several that are processes.
+pub struct CudaProcess {
+    rendezvous: Arc<Rendezvous>,
+    device: Device,
+    timing: Timing,
+    /// Never [`TransportKind::Auto`].
+    transport: TransportKind,
+    num_sms: u32,
+    topology: Topology,
+    /// Ranks of the GPU that has most.
+    sharing: usize,
+    /// Whether kernels of all ranks that reach each other's memory can wait for each other.
+    meets: bool,
+    /// What NCCL is told to be this process's host, where not what it finds.
+    nccl_host: Option<String>,
+    /// Connections made so far, the same number on every rank.
+    connections: AtomicU64,
+}
+
+/// What a rank tells of its GPU.
+#[derive(Serialize, Deserialize)]
+struct Seat {
+    uuid: String,
+    is_hopper: bool,
+    /// A little of its memory, for the others to open: `None` where the driver does not share it.
+    probe: Option<Vec<u8>>,
+}
+
+/// Bytes of that memory: an allocation that shares nothing with another.
+const PROBE_BYTES: usize = 2 << 20;
+
+impl CudaProcess {
+    /// This process's rank on its GPU: that with the number `local_rank`, its place among the ranks of its host where the
+    /// launcher does not say, counted round when there are fewer GPUs. All ranks call it, with the same `transport` and
+    /// `topology`, whose nodes need not be hosts: NCCL is told that they are.
+    ///
+    /// # Errors
+    /// When there is no driver, GPU or compiler; [`CudaError::Transport`] for a transport that these ranks cannot use, memory
+    /// out of reach among its reasons; whatever ended the job.
+    pub fn new(
+        rendezvous: &Arc<Rendezvous>,
+        local_rank: Option<usize>,
+        timing: Timing,
+        transport: TransportKind,
+        topology: Topology,
+    ) -> Result<Self, ExecError> {
+        let rank = rendezvous.rank();
+        let neighbours = rendezvous.ranks_on_this_host();
+        let place = neighbours.iter().position(|neighbour| *neighbour == rank).unwrap_or(0);
+        let failed = |error| rendezvous.fail(exec_error(rank, "the GPU of a rank", error));
+        rendezvous.agree("transport", &[Facet::new("the transport", transport)])?;
+        let open = || -> Result<(Device, DeviceBuffer), CudaError> {
+            compiler_version()?;
+            let device = Device::open(local_rank.unwrap_or(place) % Device::count()?)?;
+            let probe = DeviceBuffer::new(&device, PROBE_BYTES)?;
+            Ok((device, probe))
+        };
+        let (device, probe) = open().map_err(failed)?;
+        let handle = AllocationPlace::of(&device, probe.address()).and_then(|place| place.handle(&device));
+        let seat = Seat {
+            uuid: device.properties().uuid.clone(),
+            is_hopper: device.arch().is_hopper(),
+            probe: handle.ok(),
+        };
+        let seats: Vec<Seat> = gather(rendezvous, "GPUs", &seat)?;
+        // Ranks that are to reach this one's memory.
+        let is_near = |other: usize| match transport {
+            TransportKind::Auto | TransportKind::Hierarchical => topology.node(other) == topology.node(rank),
+            TransportKind::Nvlink | TransportKind::CopyEngine | TransportKind::Nccl => true,
+        };
+        let near: Vec<usize> = (0..seats.len()).filter(|other| *other != rank && is_near(*other)).collect();
+        let reached = reach(&device, rank, &near, &neighbours, &seats);
+        let unreached: Vec<Option<String>> = gather(rendezvous, "memory of GPUs", &reached.err())?;
+        // Nobody's memory goes before all have closed it.
+        rendezvous.barrier("memory of GPUs closed")?;
+        drop(probe);
+        let count = |near: &dyn Fn(usize, usize) -> bool| {
+            let same = |a: usize, b: usize| near(a, b) && seats[a].uuid == seats[b].uuid;
+            let sharers = (0..seats.len()).map(|a| (0..seats.len()).filter(|b| same(a, *b)).count());
+            sharers.max().unwrap_or(1)
+        };
+        let sharing = count(&|_, _| true);
+        let transport = choose(transport, unreached.into_iter().flatten().next(), topology, sharing);
+        let transport = transport.map_err(failed)?;
+        let sharing_near = match transport {
+            TransportKind::Hierarchical => count(&|a, b| topology.node(a) == topology.node(b)),
+            _ => sharing,
+        };
+        let meets = sharing_near == 1
+            && seats.iter().all(|seat| seat.is_hopper)
+            && (2..=LINK_RANKS).contains(&seats.len());
+        let imitated = neighbours.iter().any(|other| topology.node(*other) != topology.node(rank));
+        // Ranks that share a GPU must not find each other on one host.
+        let nccl_host = match (transport, sharing > 1) {
+            (TransportKind::Hierarchical, true) => Some(format!("rank {rank}")),
+            (_, false) if imitated => Some(format!("node {}", topology.node(rank))),
+            _ => None,
+        };
+        Ok(Self {
+            rendezvous: rendezvous.clone(),
+            device,
+            timing,
+            transport,
+            num_sms: NUM_SMS,
+            topology,
+            sharing,
+            meets,
+            nccl_host,
+            connections: AtomicU64::new(0),
+        })
+    }
+
+    /// The same, whose transport's kernels take at most `num_sms` multiprocessors.
+    #[must_use]
+    pub fn with_num_sms(mut self, num_sms: u32) -> Self {
+        self.num_sms = num_sms.max(1);
+        self
+    }
+
+    /// This rank's GPU.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// How ranks exchange rows.
+    pub fn transport(&self) -> TransportKind {
+        self.transport
+    }
+
+    /// What work costs: as `measured` of this GPU, or else an estimate to plan with.
+    pub fn cost(&self, measured: Option<&CostModel>) -> CostModel {
+        let one = measured.copied().unwrap_or_else(|| cost::estimate(self.device.sm_count()));
+        cost::shared(one, self.sharing)
+    }
+
+    /// What moves this rank's rows, and to whom.
+    fn means(&self, world: &Arc<World>, number: u64) -> Result<Vec<(Level, Means)>, ExecError> {
+        Ok(match self.transport {
+            TransportKind::Nccl => vec![(Level::World, self.nccl(world, number)?)],
+            TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
+            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world)?)],
+            TransportKind::Hierarchical => {
+                let each = self.topology.ranks_per_node;
+                let first = self.topology.node(self.rendezvous.rank()) * each;
+                let node = first..(first + each).min(self.topology.world_size);
+                let inside = (Level::Node(node.clone()), self.nvlink(world)?);
+                vec![inside, (Level::OtherNodes(node), self.nccl(world, number)?)]
+            }
+        })
+    }
+
+    fn nvlink(&self, world: &Arc<World>) -> Result<Means, ExecError> {
+        match self.meets {
+            true => Means::link(world, &self.device, self.num_sms).map_err(|error| self.unconnected(error)),
+            false => Ok(Means::Pull),
+        }
+    }
+
+    fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
+        let (rank, key) = (self.rendezvous.rank(), format!("nccl {number}"));
+        let host = self.nccl_host.as_deref();
+        if rank == 0 {
+            let meeting = NcclRank::meeting(host).map_err(|error| self.unconnected(error))?;
+            self.rendezvous.set(&key, &meeting)?;
+        }
+        let meeting = self.rendezvous.get(&key)?;
+        // Here a rank that never comes has a name.
+        self.rendezvous.barrier(&key)?;
+        let joined = NcclRank::join(&self.device, rank, &meeting, host, world);
+        joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
+    }
+
+    fn unconnected(&self, error: CudaError) -> ExecError {
+        exec_error(self.rendezvous.rank(), "the connection of ranks", error)
+    }
+}
+
+impl Machine for CudaProcess {
+    type Backend = CudaBackend;
+    type Transport = LevelledTransport;
+
+    fn world_size(&self) -> Option<usize> {
+        Some(self.rendezvous.world_size())
+    }
+
+    fn element_types(&self) -> ElementTypes {
+        ELEMENT_TYPES
+    }
+
+    fn ranks_here(&self, _: usize) -> Range<usize> {
+        self.rendezvous.rank()..self.rendezvous.rank() + 1
+    }
+
+    fn meet(&self, place: &str) -> Result<(), ExecError> {
+        self.rendezvous.barrier(place)
+    }
+
+    /// The ends of this process's rank. All ranks must call it, as often as each other.
+    fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
+        let rank = self.rendezvous.rank();
+        if world.size() != self.rendezvous.world_size() {
+            let reason =
+                format!("its world has {} ranks and {} have met", world.size(), self.rendezvous.world_size());
+            let collective = "connecting the ranks".to_owned();
+            return Err(ExecError::BadCollective { rank, collective, reason });
+        }
+        self.rendezvous.attach(world);
+        let number = self.connections.fetch_add(1, Ordering::Relaxed);
+        let connect = || {
+            let means = self.means(world, number)?;
+            let (rendezvous, device) = (&self.rendezvous, &self.device);
+            let level = |(level, means): (Level, Means)| {
+                let name = format!("{number} {}", level.name());
+                let transport = CudaTransport::connect_process(rendezvous, world, device, &name, means)?;
+                Ok((level, transport))
+            };
+            let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
+            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default())?;
+            Ok(vec![(backend, LevelledTransport::new(levels))])
+        };
+        connect().map_err(|error| world.fail(error))
+    }
+
+    fn check_memory(&self, ranks: u64, host: u64) -> Result<(), ExecError> {
+        check_memory(host)?;
+        let memory = self.device.memory();
+        let memory =
+            memory.map_err(|error| exec_error(self.rendezvous.rank(), "the memory of a device", error))?;
+        let available = memory.free as u64;
+        if ranks > available {
+            return Err(ExecError::OutOfMemory { needed: ranks, available });
+        }
+        Ok(())
+    }
+}
+
+/// Whether this rank reaches the memory of the ranks that are `near`, the reason where not.
+fn reach(
+    device: &Device,
+    rank: usize,
+    near: &[usize],
+    neighbours: &[usize],
+    seats: &[Seat],
+) -> Result<(), String> {
+    for peer in near {
+        if !neighbours.contains(peer) {
+            return Err(format!("ranks {rank} and {peer} are on different hosts"));
+        }
+        let Some(handle) = &seats[*peer].probe else {
+            return Err(format!("the driver of rank {peer} shares no memory between processes"));
+        };
+        // Closed at once.
+        OpenedMemory::open(device, handle, PROBE_BYTES)
+            .map_err(|error| format!("rank {rank} cannot open memory of rank {peer}: {error}"))?;
+    }
+    Ok(())
+}
+
+/// What `wanted` is for ranks of which some do not reach the memory that they should, for that reason, and of which
+/// `sharing` are on one GPU.
+fn choose(
+    wanted: TransportKind,
+    unreached: Option<String>,
+    topology: Topology,
+    sharing: usize,
+) -> Result<TransportKind, CudaError> {
+    let kind = match (wanted, &unreached) {
+        (TransportKind::Auto, None) if topology.nodes() > 1 => TransportKind::Hierarchical,
+        (TransportKind::Auto, None) => TransportKind::Nvlink,
+        (TransportKind::Auto, Some(_)) => TransportKind::Nccl,
+        (kind, _) => kind,
+    };
+    let refuse = |reason| Err(CudaError::Transport { transport: kind.name(), reason });
+    match (kind, unreached) {
+        (TransportKind::Nccl, _) if sharing > 1 => refuse(format!(
+            "{sharing} ranks share a GPU, and NCCL wants a GPU for each; start fewer processes a host, or use --transport \
+             nvlink where all are on one host"
+        )),
+        (TransportKind::Nccl, _) | (_, None) => Ok(kind),
+        (_, Some(reason)) => refuse(format!("{reason}; use --transport nccl")),
+    }
+}
+
+fn gather<T: Serialize + DeserializeOwned>(
+    rendezvous: &Rendezvous,
+    place: &str,
+    own: &T,
+) -> Result<Vec<T>, ExecError> {
+    let broken = |error: serde_json::Error| {
+        ExecError::from(RendezvousError::Broken { rank: rendezvous.rank(), reason: error.to_string() })
+    };
+    let own = serde_json::to_vec(own).map_err(broken)?;
+    let all = rendezvous.all_gather(place, &own)?;
+    all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
+}

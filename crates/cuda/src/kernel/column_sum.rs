@@ -1,0 +1,212 @@
+use bytemuck::NoUninit;
+
+use super::{ElementType, GemmRows, MatrixUnit, Scalar, SharedLayout, Specialisation, shared_layout};
+use crate::arch::Arch;
+use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+
+const THREADS: u32 = 256;
+/// Blocks that a multiprocessor has room for.
+const BLOCKS: u32 = 8;
+/// Rows that a block sums at a time (`kColumnSumRows`).
+const ROWS: usize = 128;
+/// Tensors of one launch (`kColumnSumSources`).
+const SOURCES: usize = 256;
+/// Elements that the kernel loads at once where it can.
+const PACK: usize = 8;
+
+/// What columns are summed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ColumnSumSpec {
+    /// The rows of the matrix, piece after piece, of tensors whose rows are contiguous.
+    pub rows: Vec<GemmRows>,
+    /// Its columns.
+    pub columns: usize,
+    /// Its elements.
+    pub element: ElementType,
+    /// Elements of the sums: that type, or f32.
+    pub result: Scalar,
+    /// Whether sums are added to what is there.
+    pub adds: bool,
+    /// Multiprocessors to leave to others. No bit of a result depends on it.
+    pub sm_margin: u32,
+}
+
+/// The sums of a matrix's columns, prepared to run many times, one run at a time: the memory of its parts is its own. The order of
+/// the additions depends on the number of rows alone.
+#[derive(Debug)]
+pub struct ColumnSum {
+    function: Function,
+    tensors: usize,
+    pieces: DeviceBuffer,
+    partials: DeviceBuffer,
+    arrivals: DeviceBuffer,
+    counts: [u32; 4],
+    blocks: u32,
+}
+
+/// `ColumnSumSources` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ColumnSumSources {
+    at: [u64; SOURCES],
+}
+
+/// `ColumnSumPiece` of the kernel.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+struct ColumnSumPiece {
+    source: u32,
+    first: u32,
+    begin: u32,
+    end: u32,
+}
+
+/// `ColumnSumArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct ColumnSumArguments {
+    pieces: u64,
+    dst: u64,
+    partials: u64,
+    arrivals: u64,
+    piece_count: u32,
+    rows: u32,
+    columns: u32,
+    adds: u32,
+}
+
+impl ColumnSum {
+    /// Makes the sums ready: compiles or finds the kernel, and uploads the list of pieces by `stream`, which is waited for.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] for more tensors or rows than a kernel takes; when it cannot be compiled, or memory is short.
+    pub fn new(stream: &Stream, spec: &ColumnSumSpec) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let pack = if spec.columns.is_multiple_of(PACK) { PACK } else { 1 };
+        let choice = Choice { element: spec.element, result: spec.result, pack };
+        let function = device.function(&choice.source(device.arch()))?;
+        let rows: usize = spec.rows.iter().map(|piece| piece.count).sum();
+        let tensors = spec.rows.iter().map(|piece| piece.tensor + 1).max().unwrap_or(0);
+        let (Ok(row_count), Ok(columns)) = (u32::try_from(rows), u32::try_from(spec.columns)) else {
+            return Err(refused(format!("{rows} rows of {} columns", spec.columns)));
+        };
+        if tensors > SOURCES {
+            return Err(refused(format!("rows of {tensors} tensors, it takes those of {SOURCES}")));
+        }
+        let mut begin = 0;
+        let pieces: Vec<ColumnSumPiece> = spec
+            .rows
+            .iter()
+            .map(|piece| {
+                let end = begin + piece.count as u32;
+                let (source, first) = (piece.tensor as u32, piece.first as u32);
+                ColumnSumPiece { source, first, begin: std::mem::replace(&mut begin, end), end }
+            })
+            .collect();
+        let row_blocks = rows.div_ceil(ROWS);
+        let column_blocks = spec.columns.div_ceil(32 * pack);
+        let most = device.sm_count().saturating_sub(spec.sm_margin).max(1) * BLOCKS;
+        Ok(Self {
+            function,
+            tensors,
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            partials: DeviceBuffer::new(device, row_blocks * spec.columns * size_of::<f32>())?,
+            arrivals: DeviceBuffer::from_slice(stream, &vec![0u32; column_blocks])?,
+            counts: [pieces.len() as u32, row_count, columns, u32::from(spec.adds)],
+            blocks: ((row_blocks * column_blocks) as u32).min(most),
+        })
+    }
+
+    /// Enqueues the sums. `tensors` are the addresses of what the spec's rows are of, `dst` that of `[columns]`.
+    ///
+    /// # Safety
+    /// They are what the spec says, aligned to 16 bytes, and live until the kernel has run, as does this value; nothing else
+    /// writes to them meanwhile.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] for too many or few addresses, or the driver's refusal.
+    pub unsafe fn launch(&self, stream: &Stream, tensors: &[u64], dst: u64) -> Result<(), CudaError> {
+        if tensors.len() != self.tensors {
+            return Err(refused(format!("{} addresses, it has {} tensors", tensors.len(), self.tensors)));
+        }
+        if self.blocks == 0 {
+            return Ok(());
+        }
+        let mut sources = ColumnSumSources { at: [0; SOURCES] };
+        sources.at[..tensors.len()].copy_from_slice(tensors);
+        let [piece_count, rows, columns, adds] = self.counts;
+        let arguments = ColumnSumArguments {
+            pieces: self.pieces.address(),
+            dst,
+            partials: self.partials.address(),
+            arrivals: self.arrivals.address(),
+            piece_count,
+            rows,
+            columns,
+            adds,
+        };
+        // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; lists and partial
+        // sums are as long as the kernel takes them to be, by `new`; the rest is the caller's promise.
+        unsafe { self.function.launch(stream, &Launch::linear(self.blocks, THREADS), &(sources, arguments)) }
+    }
+}
+
+fn refused(reason: String) -> CudaError {
+    CudaError::Launch { kernel: "column_sum".to_owned(), reason }
+}
+
+#[derive(Clone, Copy)]
+struct Choice {
+    element: ElementType,
+    result: Scalar,
+    pack: usize,
+}
+
+impl Choice {
+    fn source(self, arch: Arch) -> KernelSource {
+        let Self { element, result, pack } = self;
+        let element = element.scalar();
+        let name = format!("column_sum_{}_{}_{pack}", element.name(), result.name());
+        KernelSource::new(&name, arch)
+            .line("#include \"column_sum.cuh\"")
+            .line("using namespace counterpoint;")
+            .line(format_args!(
+                "static_assert(kColumnSumRows == {ROWS} && kColumnSumThreads == {THREADS}, \"blocks\");"
+            ))
+            .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+            .line(format_args!("{name}(const __grid_constant__ ColumnSumSources sources,"))
+            .line("    const __grid_constant__ ColumnSumArguments arguments) {")
+            .line(format_args!(
+                "  column_sum<{}, {}, {pack}>(sources, arguments);",
+                element.cpp(),
+                result.cpp()
+            ))
+            .line("}")
+    }
+}
+
+/// Every kernel that [`ColumnSum`] may ask for.
+pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
+    let mut all = Vec::new();
+    for element in ElementType::ALL {
+        for result in [element.scalar(), Scalar::F32] {
+            for pack in [1, PACK] {
+                let source = Choice { element, result, pack }.source(arch);
+                all.push(Specialisation { source, matrix_unit: MatrixUnit::None, register_limit: 64 });
+            }
+        }
+    }
+    all
+}
+
+/// Types that the kernel shares.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!("column_sum.cuh", ColumnSumSources { at }),
+        shared_layout!("column_sum.cuh", ColumnSumPiece { source, first, begin, end }),
+        shared_layout!(
+            "column_sum.cuh",
+            ColumnSumArguments { pieces, dst, partials, arrivals, piece_count, rows, columns, adds }
+        ),
+    ]
+}

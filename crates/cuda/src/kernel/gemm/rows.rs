@@ -1,0 +1,226 @@
+//! Where the rows of a product come from and where they go, as tables that the kernel reads.
+
+use bytemuck::NoUninit;
+
+use super::shape::{BLOCK, TILE_ROWS};
+use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmLayout, GemmSpec};
+
+/// Some rows of one of the tensors that A is put together from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmRows {
+    /// Which tensor: [`GemmTensors::a`](super::GemmTensors::a) has its address.
+    pub tensor: usize,
+    /// The first row.
+    pub first: usize,
+    /// How many.
+    pub count: usize,
+}
+
+/// Rows of D that lie together, and whose operands do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stretch {
+    /// The tensor of A, and what the first row is in it: a column where A lies along m.
+    source: usize,
+    source_row: usize,
+    /// The share of D, and the first row in it.
+    pub(super) share: usize,
+    pub(super) share_row: usize,
+    pub(super) rows: usize,
+}
+
+/// `GemmRowTile` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C)]
+pub(super) struct GemmRowTile {
+    pub(super) source_row: u32,
+    pub(super) destination_row: u32,
+    pub(super) source: u16,
+    pub(super) destination: u16,
+    pub(super) rows: u32,
+}
+
+/// `GemmTerm` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C)]
+pub(super) struct GemmTerm {
+    pub(super) source: u32,
+    pub(super) row: u32,
+}
+
+/// Why A's and D's rows are none that a kernel takes.
+pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
+    let rows_a = spec.layout.a_dims(spec.m, spec.k)[0];
+    let sum: usize = spec.sources.iter().map(|source| source.count).sum();
+    if sum != rows_a || spec.sources.iter().any(|source| source.count == 0) {
+        return Err(format!("A has {rows_a} rows, its sources are {:?}", spec.sources));
+    }
+    if let Some(source) = spec.sources.iter().find(|source| source.tensor >= GEMM_SOURCES) {
+        return Err(format!("A's source {} of at most {GEMM_SOURCES}", source.tensor));
+    }
+    if spec.shares.iter().sum::<usize>() != spec.m || spec.shares.contains(&0) {
+        return Err(format!("D has {} rows, its shares have {:?}", spec.m, spec.shares));
+    }
+    let stretches = stretches(spec).len();
+    if stretches > GEMM_DESTINATIONS {
+        return Err(format!("{stretches} stretches of rows; it takes {GEMM_DESTINATIONS}"));
+    }
+    if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
+        return Err(format!(
+            "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
+            spec.sources
+        ));
+    }
+    Ok(())
+}
+
+/// Rows of one of A's tensors, as far as anyone reads it.
+pub(super) fn tensor_rows(spec: &GemmSpec, tensor: usize) -> usize {
+    read_rows(&spec.sources, tensor)
+}
+
+fn read_rows(sources: &[GemmRows], tensor: usize) -> usize {
+    let of = sources.iter().filter(|source| source.tensor == tensor);
+    of.map(|source| source.first + source.count).max().unwrap_or(0)
+}
+
+impl GemmRows {
+    /// Whether these rows can be the terms of a product ([`GemmLayout::Tn`]): blocks of 64 one after the other, the last of which
+    /// may be shorter if nothing that is read follows it.
+    pub fn are_terms(sources: &[Self]) -> bool {
+        let whole = |source: &Self| source.count.is_multiple_of(BLOCK);
+        sources.split_last().is_some_and(|(last, before)| {
+            let ends = read_rows(sources, last.tensor) == last.first + last.count;
+            let tensors = sources.iter().all(|source| source.tensor < GEMM_SOURCES);
+            before.iter().all(whole) && (ends || whole(last)) && tensors
+        })
+    }
+}
+
+/// D's rows, cut wherever a share or a source of A ends.
+pub(super) fn stretches(spec: &GemmSpec) -> Vec<Stretch> {
+    // Where A lies along m, all tensors have all of m.
+    let along_m = [GemmRows { tensor: 0, first: 0, count: spec.m }];
+    let sources = if spec.layout == GemmLayout::Tn { &along_m[..] } else { &spec.sources };
+    let mut stretches = Vec::new();
+    let mut sources = sources.iter().copied();
+    let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
+    for (share, &rows) in spec.shares.iter().enumerate() {
+        let mut share_row = 0;
+        while share_row < rows {
+            if source.count == 0 {
+                let Some(next) = sources.next() else { return stretches };
+                source = next;
+                continue;
+            }
+            let count = source.count.min(rows - share_row);
+            let GemmRows { tensor, first, .. } = source;
+            stretches.push(Stretch { source: tensor, source_row: first, share, share_row, rows: count });
+            share_row += count;
+            source = GemmRows { tensor, first: first + count, count: source.count - count };
+        }
+    }
+    stretches
+}
+
+/// Rows of tiles.
+pub(super) fn tile_rows(spec: &GemmSpec) -> usize {
+    stretches(spec).iter().map(|stretch| stretch.rows.div_ceil(TILE_ROWS)).sum()
+}
+
+/// The tiles of stretches, and one more for a unit that needs a second.
+pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<GemmRowTile> {
+    let mut tiles = Vec::new();
+    for (index, stretch) in stretches.iter().enumerate() {
+        for begin in (0..stretch.rows).step_by(TILE_ROWS) {
+            // A product's rows are fewer than 2^22, tensors and stretches a few.
+            tiles.push(GemmRowTile {
+                source_row: (stretch.source_row + begin) as u32,
+                destination_row: begin as u32,
+                source: stretch.source as u16,
+                destination: index as u16,
+                rows: TILE_ROWS.min(stretch.rows - begin) as u32,
+            });
+        }
+    }
+    let empty = tiles.last().map(|&last| GemmRowTile { rows: 0, ..last });
+    tiles.extend(empty);
+    tiles
+}
+
+/// Where A's blocks of k lie, where that is not one after the other from the first row of one tensor.
+pub(super) fn terms(spec: &GemmSpec) -> Vec<GemmTerm> {
+    if spec.layout != GemmLayout::Tn || spec.sources == [GemmRows { tensor: 0, first: 0, count: spec.k }] {
+        return Vec::new();
+    }
+    let blocks = |source: &GemmRows| {
+        let GemmRows { tensor, first, count } = *source;
+        let block = move |row| GemmTerm { source: tensor as u32, row: row as u32 };
+        (first..first + count).step_by(BLOCK).map(block)
+    };
+    spec.sources.iter().flat_map(blocks).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::ElementType;
+
+    fn spec(layout: GemmLayout, sources: &[(usize, usize, usize)], shares: &[usize]) -> GemmSpec {
+        let rows: usize = sources.iter().map(|source| source.2).sum();
+        let m: usize = shares.iter().sum();
+        let k = if layout == GemmLayout::Tn { rows } else { 64 };
+        let mut spec = GemmSpec::new(m, 64, k, layout, ElementType::Bf16);
+        spec.sources =
+            sources.iter().map(|&(tensor, first, count)| GemmRows { tensor, first, count }).collect();
+        spec.shares = shares.to_vec();
+        spec
+    }
+
+    /// Row by row, the definition.
+    #[test]
+    fn every_row_is_in_one_tile() {
+        let spec = spec(GemmLayout::Nt, &[(1, 5, 300), (0, 0, 20), (1, 400, 80)], &[290, 110]);
+        assert_eq!(check(&spec), Ok(()));
+        let wanted: Vec<(u16, u32)> = (5..305)
+            .map(|row| (1, row))
+            .chain((0..20).map(|row| (0, row)))
+            .chain((400..480).map(|row| (1, row)))
+            .collect();
+        let stretches = stretches(&spec);
+        let tiles = row_tiles(&stretches);
+        assert_eq!(tiles.len(), tile_rows(&spec) + 1);
+        let mut found = Vec::new();
+        for tile in &tiles {
+            let stretch = stretches[usize::from(tile.destination)];
+            for row in 0..tile.rows {
+                let before: usize = spec.shares[..stretch.share].iter().sum();
+                let at = before + stretch.share_row + (tile.destination_row + row) as usize;
+                assert_eq!(at, found.len());
+                found.push((tile.source, tile.source_row + row));
+            }
+        }
+        assert_eq!(found, wanted);
+    }
+
+    #[test]
+    fn terms_are_whole_blocks_and_end_with_their_tensor() {
+        let rows =
+            |spec: &GemmSpec| terms(spec).iter().map(|term| (term.source, term.row)).collect::<Vec<_>>();
+        let pieces = spec(GemmLayout::Tn, &[(1, 64, 128), (0, 0, 64), (1, 192, 30)], &[64]);
+        assert_eq!(check(&pieces), Ok(()));
+        assert_eq!(rows(&pieces), [(1, 64), (1, 128), (0, 0), (1, 192)]);
+        assert!(rows(&spec(GemmLayout::Tn, &[(0, 0, 100)], &[64])).is_empty());
+        for wrong in [&[(0, 0, 60), (1, 0, 64)][..], &[(0, 0, 64), (1, 0, 64), (0, 64, 30), (1, 64, 64)]] {
+            assert!(check(&spec(GemmLayout::Tn, wrong, &[64])).is_err());
+        }
+        // Rows of the same tensor lie behind the last ones.
+        assert!(check(&spec(GemmLayout::Tn, &[(0, 64, 64), (0, 0, 30)], &[64])).is_err());
+    }
+
+    #[test]
+    fn rows_that_do_not_add_up_are_refused() {
+        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 100)], &[60, 50])).is_err());
+        assert!(check(&spec(GemmLayout::Nn, &[(16, 0, 100)], &[100])).is_err());
+        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 stretches"));
+    }
+}

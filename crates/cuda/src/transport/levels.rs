@@ -1,0 +1,145 @@
+//! A rank's transports by the ranks that it reaches with them: one for all, or one inside its node and one between nodes.
+//!
+//! Whether two ranks share a node is the same question on both, so a collective falls into parts that each pair of ranks sees
+//! alike. In a two-level exchange every collective lies on one level already; others are moved in two parts, one after the other,
+//! and a sum then takes the shares of the node first.
+
+use std::ops::Range;
+
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
+use counterpoint_schedule::{Accumulate, BufferSpec, GroupCast, GroupReduce, ReduceOp};
+
+use super::{CudaCollective, CudaMeeting, CudaTransport};
+use crate::backend::CudaBackend;
+
+/// Which ranks one transport reaches.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// All.
+    World,
+    /// Those of this rank's node, which are these.
+    Node(Range<usize>),
+    /// All others.
+    OtherNodes(Range<usize>),
+}
+
+impl Level {
+    /// Tells its connections from those of the others.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::World => "of all",
+            Self::Node(_) => "inside nodes",
+            Self::OtherNodes(_) => "between nodes",
+        }
+    }
+
+    fn has(&self, rank: usize) -> bool {
+        match self {
+            Self::World => true,
+            Self::Node(node) => node.contains(&rank),
+            Self::OtherNodes(node) => !node.contains(&rank),
+        }
+    }
+}
+
+/// One rank of the transport between processes.
+pub struct LevelledTransport {
+    /// One at least; what they reach makes the world.
+    levels: Vec<(Level, CudaTransport)>,
+}
+
+/// A rank's part in a group collective, by level.
+pub struct LevelledCollective(Vec<CudaCollective>);
+
+/// A collective that is being enqueued, by level.
+pub struct LevelledMeeting(Vec<CudaMeeting>);
+
+impl LevelledTransport {
+    pub(crate) fn new(levels: Vec<(Level, CudaTransport)>) -> Self {
+        assert!(!levels.is_empty(), "a transport reaches somebody");
+        Self { levels }
+    }
+
+    /// The calls of each level. The first one arrives at the barrier.
+    fn calls<'a>(
+        &'a self,
+        call: &'a CollectiveCall<'a, CudaBackend, LevelledCollective>,
+    ) -> impl Iterator<Item = (&'a CudaTransport, CollectiveCall<'a, CudaBackend, CudaCollective>)> {
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        self.levels.iter().zip(&collective.0).enumerate().map(move |(at, ((_, transport), collective))| {
+            let barrier = barrier.filter(|_| at == 0);
+            (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier })
+        })
+    }
+}
+
+impl Transport<CudaBackend> for LevelledTransport {
+    type Collective = LevelledCollective;
+    type Meeting = LevelledMeeting;
+
+    fn rank(&self) -> usize {
+        self.levels[0].1.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.levels[0].1.world_size()
+    }
+
+    fn prepare_cast(
+        &self,
+        place: &OpPlace,
+        op: &GroupCast,
+        specs: &[BufferSpec],
+    ) -> Result<LevelledCollective, ExecError> {
+        let prepare = |(level, transport): &(Level, CudaTransport)| {
+            let part = op.part.shared_with(|rank| level.has(rank)).into();
+            transport.prepare_cast(place, &GroupCast { part, ..op.clone() }, specs)
+        };
+        self.levels.iter().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
+    }
+
+    fn prepare_reduce(
+        &self,
+        place: &OpPlace,
+        op: &GroupReduce,
+        specs: &[BufferSpec],
+    ) -> Result<LevelledCollective, ExecError> {
+        if op.op == ReduceOp::Avg && self.levels.len() > 1 {
+            let reason = "an average is not taken in two steps; sum, or use another transport".to_owned();
+            let (rank, collective) = (self.rank(), place.to_string());
+            return Err(ExecError::BadCollective { rank, collective, reason });
+        }
+        let prepare = |(at, (level, transport)): (usize, &(Level, CudaTransport))| {
+            let part = op.part.shared_with(|rank| level.has(rank)).into();
+            let accumulate = if at == 0 { op.accumulate } else { Accumulate::Continue };
+            transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, specs)
+        };
+        self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
+    }
+
+    fn begin(
+        &self,
+        call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
+    ) -> Result<LevelledMeeting, ExecError> {
+        let begun = self.calls(call).map(|(transport, call)| transport.begin(&call));
+        begun.collect::<Result<_, _>>().map(LevelledMeeting)
+    }
+
+    fn fetch(
+        &self,
+        call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
+        meeting: &mut LevelledMeeting,
+    ) -> Result<(), ExecError> {
+        let mut levels = self.calls(call).zip(&mut meeting.0);
+        levels.try_for_each(|((transport, call), meeting)| transport.fetch(&call, meeting))
+    }
+
+    fn end(
+        &self,
+        call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
+        meeting: LevelledMeeting,
+    ) -> Result<(), ExecError> {
+        let mut levels = self.calls(call).zip(meeting.0);
+        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))
+    }
+}

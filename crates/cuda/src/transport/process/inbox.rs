@@ -1,0 +1,196 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::collective::{Board, Collective, Post};
+use counterpoint_exec::{ExecError, Mesh, Recipient, World};
+
+use super::message::{MemoryPlace, PartMessage, TensorPlace};
+use crate::backend::{CudaBuffer, exec_error, lock};
+use crate::memory::OpenedMemory;
+use crate::transport::Part;
+use crate::{CudaError, Device, DeviceBuffer, Event};
+
+/// Between two looks at whether the world has failed.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Takes what the other processes tell a rank, and puts their parts on its board.
+pub(super) struct Inbox {
+    world: Arc<World>,
+    rank: usize,
+    device: Device,
+    board: Arc<Board<Part>>,
+    /// To answer. Weak: the connections' threads hold this value.
+    answers: OnceLock<Weak<Mesh<PartMessage>>>,
+    /// What peers have told, by (peer, its number).
+    rows: Mutex<BTreeMap<(usize, u64), Arc<Collective>>>,
+    events: Mutex<BTreeMap<(usize, u64), Event>>,
+    memory: Mutex<BTreeMap<(usize, u64), OpenedMemory>>,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+}
+
+/// What peers have done with what this rank told them.
+#[derive(Default)]
+struct Seen {
+    /// Where own allocations begin for a peer, by (peer, own number).
+    bases: BTreeMap<(usize, u64), u64>,
+    /// Peers that have closed all.
+    closed: BTreeSet<usize>,
+}
+
+impl Inbox {
+    pub(super) fn new(world: &Arc<World>, rank: usize, device: &Device) -> Self {
+        Self {
+            world: world.clone(),
+            rank,
+            device: device.clone(),
+            board: Arc::new(Board::of_rank(world, rank)),
+            answers: OnceLock::new(),
+            rows: Mutex::default(),
+            events: Mutex::default(),
+            memory: Mutex::default(),
+            seen: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn board(&self) -> &Arc<Board<Part>> {
+        &self.board
+    }
+
+    /// By which it answers. No peer may tell it anything before.
+    pub(super) fn answer_by(&self, mesh: &Arc<Mesh<PartMessage>>) {
+        self.answers.get_or_init(|| Arc::downgrade(mesh));
+    }
+
+    /// Where an own allocation begins for `peer`, which was told of it; waits until it has answered. `None` at the limit.
+    pub(super) fn base_for(&self, peer: usize, number: u64) -> Result<Option<u64>, ExecError> {
+        self.wait(|seen| seen.bases.get(&(peer, number)).copied())
+    }
+
+    /// Waits until all of `peers` have closed what this rank told them; `None` at the limit.
+    pub(super) fn all_closed(&self, peers: usize) -> Result<Option<()>, ExecError> {
+        self.wait(|seen| (seen.closed.len() >= peers).then_some(()))
+    }
+
+    /// Closes all that peers have told. Nothing on the device uses it any more.
+    pub(super) fn close(&self) {
+        lock(&self.memory).clear();
+    }
+
+    fn wait<T>(&self, ready: impl Fn(&Seen) -> Option<T>) -> Result<Option<T>, ExecError> {
+        let began = Instant::now();
+        let mut seen = lock(&self.seen);
+        loop {
+            if let Some(found) = ready(&seen) {
+                return Ok(Some(found));
+            }
+            self.world.check()?;
+            if began.elapsed() > self.world.config().limit {
+                return Ok(None);
+            }
+            seen = match self.changed.wait_timeout(seen, LOOK) {
+                Ok((seen, _)) => seen,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    fn note(&self, change: impl FnOnce(&mut Seen)) {
+        change(&mut lock(&self.seen));
+        self.changed.notify_all();
+    }
+
+    /// Opens an allocation of `peer`, and answers where it is.
+    fn open(&self, peer: usize, number: u64, handle: &[u8], bytes: usize) -> Result<(), ExecError> {
+        let opened = OpenedMemory::open(&self.device, handle, bytes)
+            .map_err(|error| exec_error(self.rank, &format!("the memory of rank {peer}"), error))?;
+        let base = opened.base();
+        lock(&self.memory).insert((peer, number), opened);
+        match self.answers.get().and_then(Weak::upgrade) {
+            Some(mesh) => mesh.send(peer, &PartMessage::Opened { number, base }, &[]),
+            None => Ok(()),
+        }
+    }
+
+    fn buffer(&self, peer: usize, place: &MemoryPlace) -> Result<DeviceBuffer, CudaError> {
+        let Some(number) = place.number else { return DeviceBuffer::new(&self.device, 0) };
+        let memory = lock(&self.memory);
+        let unknown = CudaError::OutOfBounds { offset: place.offset, bytes: place.bytes, len: 0 };
+        let opened = memory.get(&(peer, number)).ok_or(unknown)?;
+        // SAFETY: it is closed when the transport goes, through which alone anything is enqueued that uses the buffer.
+        unsafe { opened.part(place.offset, place.bytes) }
+    }
+
+    fn tensors(&self, peer: usize, places: &[TensorPlace]) -> Result<Vec<CudaBuffer>, CudaError> {
+        let tensor = |place: &TensorPlace| {
+            CudaBuffer::new(self.buffer(peer, &place.memory)?, &place.shape, place.dtype)
+        };
+        places.iter().map(tensor).collect()
+    }
+
+    fn publish(&self, peer: usize, part: PartMessage) -> Result<(), CudaError> {
+        let PartMessage::Part { sequence, place, rows, ready, done, inputs, outputs, staging, mailbox } =
+            part
+        else {
+            return Ok(());
+        };
+        let untold = |what: &str, number: u64| CudaError::Transport {
+            transport: "between processes",
+            reason: format!("rank {peer} names {what} {number}, of which it has not told"),
+        };
+        let event = |number| lock(&self.events).get(&(peer, number)).cloned();
+        let collective = lock(&self.rows).get(&(peer, rows)).cloned().ok_or_else(|| untold("rows", rows))?;
+        let memory = |place: Option<MemoryPlace>| place.map(|place| self.buffer(peer, &place)).transpose();
+        let payload = Part {
+            inputs: self.tensors(peer, &inputs)?,
+            outputs: self.tensors(peer, &outputs)?,
+            staging: memory(staging)?,
+            mailbox: memory(mailbox)?,
+            ready: event(ready).ok_or_else(|| untold("event", ready))?,
+            done: event(done).ok_or_else(|| untold("event", done))?,
+        };
+        let post = Post { place, collective, at: Instant::now(), payload };
+        self.board.publish(peer, sequence, post, &[]);
+        Ok(())
+    }
+}
+
+impl Recipient for Inbox {
+    type Message = PartMessage;
+
+    fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
+        let told: Result<(), ExecError> = match message {
+            PartMessage::Rows { number, contract, pattern } => {
+                let collective = Collective { contract, pattern, tensors: Vec::new(), reduction: None };
+                lock(&self.rows).insert((peer, number), Arc::new(collective));
+                Ok(())
+            }
+            PartMessage::Event { number, handle } => Event::open(&self.device, &handle)
+                .map(|event| drop(lock(&self.events).insert((peer, number), event)))
+                .map_err(|error| exec_error(self.rank, &format!("an event of rank {peer}"), error)),
+            PartMessage::Memory { number, handle, bytes } => self.open(peer, number, &handle, bytes),
+            PartMessage::Opened { number, base } => {
+                self.note(|seen| _ = seen.bases.insert((peer, number), base));
+                Ok(())
+            }
+            PartMessage::Part { .. } => self
+                .publish(peer, message)
+                .map_err(|error| exec_error(self.rank, &format!("the part of rank {peer}"), error)),
+            PartMessage::Used { sequence } => {
+                self.board.acknowledge(self.rank, sequence, peer);
+                Ok(())
+            }
+            PartMessage::Closed => {
+                self.note(|seen| _ = seen.closed.insert(peer));
+                Ok(())
+            }
+        };
+        // Whoever waits for what this was about hears of it.
+        if let Err(error) = told {
+            self.world.fail(error);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,50 @@
+use counterpoint_exec::OpPlace;
+use counterpoint_exec::collective::{Contract, Pattern};
+use counterpoint_plan::DType;
+use serde::{Deserialize, Serialize};
+
+/// What GPU ranks of different processes tell each other. Numbers are the sender's own; what they stand for is told once.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum PartMessage {
+    /// Rows of a collective, which later parts name.
+    Rows { number: u64, contract: Contract, pattern: Pattern },
+    /// An event, which later parts name.
+    Event { number: u64, handle: Vec<u8> },
+    /// An allocation, in which the tensors of later parts lie.
+    Memory { number: u64, handle: Vec<u8>, bytes: usize },
+    /// The receiver's allocation begins here in the sender's address space.
+    Opened { number: u64, base: u64 },
+    /// The sender's part in a collective.
+    Part {
+        sequence: u64,
+        place: OpPlace,
+        rows: u64,
+        ready: u64,
+        done: u64,
+        inputs: Vec<TensorPlace>,
+        outputs: Vec<TensorPlace>,
+        staging: Option<MemoryPlace>,
+        mailbox: Option<MemoryPlace>,
+    },
+    /// The sender has enqueued its use of what the receiver published.
+    Used { sequence: u64 },
+    /// The sender has closed all that it had opened.
+    Closed,
+}
+
+/// Bytes of an allocation of the sender's.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct MemoryPlace {
+    /// The allocation; `None` for no bytes.
+    pub(super) number: Option<u64>,
+    pub(super) offset: usize,
+    pub(super) bytes: usize,
+}
+
+/// A tensor of the sender's.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct TensorPlace {
+    pub(super) memory: MemoryPlace,
+    pub(super) shape: Vec<usize>,
+    pub(super) dtype: DType,
+}

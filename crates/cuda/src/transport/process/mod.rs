@@ -1,0 +1,202 @@
+//! Ranks that are processes of one host, or of several.
+//!
+//! A process has a board of its own. What a rank publishes there it also tells its peers, by messages that go where its memory
+//! and events are named by handles of the driver; they open those and publish the part on their boards. From there on waiting,
+//! comparing and enqueueing are the code of threads. Allocations, events and rows are told once, later parts name them.
+//!
+//! An address means something in one process only. Kernels that meet by themselves tell each other addresses, so who announces
+//! one adds what the peer's mapping of that allocation differs by, which the peer has answered.
+
+mod exports;
+mod inbox;
+mod message;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use counterpoint_exec::collective::{Board, Collective, Post};
+use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
+
+use self::exports::{Exports, Told};
+use self::inbox::Inbox;
+use self::message::{MemoryPlace, PartMessage, TensorPlace};
+use super::{CallError, Part};
+use crate::backend::{CudaBuffer, lock};
+use crate::kernel::LinkShifts;
+use crate::memory::AllocationPlace;
+use crate::{Device, DeviceBuffer, Stream};
+
+/// The ranks of other processes, as one rank's transport reaches them. Dropping it waits until all have closed what this rank
+/// has told them, which then may be freed; their runs must have finished.
+pub(super) struct PeerProcesses {
+    world: Arc<World>,
+    rank: usize,
+    device: Device,
+    inbox: Arc<Inbox>,
+    mesh: Arc<Mesh<PartMessage>>,
+    exports: Mutex<Exports>,
+}
+
+/// Differences of addresses that were made for a collective, by the allocations of the tensors that it announces.
+pub(super) type KnownShifts = Mutex<BTreeMap<Vec<u64>, LinkShifts>>;
+
+impl PeerProcesses {
+    /// Connects this rank to all others, which do the same with the same `name`.
+    pub(super) fn connect(
+        rendezvous: &Rendezvous,
+        world: &Arc<World>,
+        device: &Device,
+        name: &str,
+    ) -> Result<Self, ExecError> {
+        let rank = rendezvous.rank();
+        let inbox = Arc::new(Inbox::new(world, rank, device));
+        let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, name)?);
+        inbox.answer_by(&mesh);
+        // Nobody is told anything before all can answer.
+        rendezvous.barrier(&format!("parts {name}"))?;
+        let (world, device) = (world.clone(), device.clone());
+        Ok(Self { world, rank, device, inbox, mesh, exports: Mutex::default() })
+    }
+
+    /// What the others publish, and this rank.
+    pub(super) fn board(&self) -> &Arc<Board<Part>> {
+        self.inbox.board()
+    }
+
+    /// Tells those that this rank exchanges rows with of its part in a collective with this number.
+    pub(super) fn tell(&self, sequence: u64, number: u64, post: &Post<Part>) -> Result<(), CallError> {
+        let Post { place, collective, payload, .. } = post;
+        let pattern = &collective.pattern;
+        let mut peers: Vec<usize> =
+            pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let mut exports = lock(&self.exports);
+        for peer in peers.into_iter().filter(|peer| *peer != self.rank) {
+            let send = |message: &PartMessage| self.mesh.send(peer, message, &[]);
+            exports.tell::<ExecError>(peer, Told::Rows(number), || {
+                let Collective { contract, pattern, .. } = &**collective;
+                send(&PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() })
+            })?;
+            // Two events of every collective.
+            let (ready, done) = (2 * number, 2 * number + 1);
+            for (number, event) in [(ready, &payload.ready), (done, &payload.done)] {
+                exports.tell::<CallError>(peer, Told::Event(number), || {
+                    Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
+                })?;
+            }
+            let mut memory = |buffer: &DeviceBuffer| self.tell_memory(&mut exports, peer, buffer);
+            let mut tensors = |buffers: &[CudaBuffer]| -> Result<Vec<TensorPlace>, CallError> {
+                let tensor = |buffer: &CudaBuffer| {
+                    let (shape, dtype) = (buffer.shape().to_vec(), buffer.dtype());
+                    Ok(TensorPlace { memory: memory(buffer.memory())?, shape, dtype })
+                };
+                buffers.iter().map(tensor).collect()
+            };
+            let (inputs, outputs) = (tensors(&payload.inputs)?, tensors(&payload.outputs)?);
+            let staging = payload.staging.as_ref().map(&mut memory).transpose()?;
+            let mailbox = payload.mailbox.as_ref().map(&mut memory).transpose()?;
+            let place: OpPlace = place.clone();
+            let rows = number;
+            send(&PartMessage::Part {
+                sequence,
+                place,
+                rows,
+                ready,
+                done,
+                inputs,
+                outputs,
+                staging,
+                mailbox,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Tells `peer` that this rank has enqueued its use of what that one published.
+    pub(super) fn used(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
+        self.mesh.send(peer, &PartMessage::Used { sequence }, &[])
+    }
+
+    /// What is added to the addresses of `announced` for each of `peers`, once those have opened the allocations.
+    pub(super) fn shifts(
+        &self,
+        known: &KnownShifts,
+        place: &OpPlace,
+        setup: &Stream,
+        announced: &[DeviceBuffer],
+        peers: &[usize],
+    ) -> Result<LinkShifts, CallError> {
+        let allocation = |buffer: &DeviceBuffer| match buffer.is_empty() {
+            true => Ok(None),
+            false => AllocationPlace::of(&self.device, buffer.address()).map(Some),
+        };
+        let allocations: Vec<Option<AllocationPlace>> =
+            announced.iter().map(allocation).collect::<Result<_, _>>()?;
+        let key: Vec<u64> = allocations.iter().map(|place| place.map_or(0, |place| place.id)).collect();
+        if let Some(shifts) = lock(known).get(&key) {
+            return Ok(shifts.clone());
+        }
+        let peers = || peers.iter().copied().filter(|peer| *peer != self.rank);
+        {
+            let mut exports = lock(&self.exports);
+            for peer in peers() {
+                for buffer in announced {
+                    self.tell_memory(&mut exports, peer, buffer)?;
+                }
+            }
+        }
+        let mut shifts = Vec::new();
+        for peer in peers() {
+            for (tensor, allocation) in allocations.iter().enumerate() {
+                let Some(AllocationPlace { id, base, .. }) = allocation else { continue };
+                let began = Instant::now();
+                let found = self.inbox.base_for(peer, *id)?;
+                let found = found.ok_or_else(|| self.unanswered(place, peer, began))?;
+                shifts.push((peer, tensor, found.wrapping_sub(*base)));
+            }
+        }
+        let made = LinkShifts::new(setup, shifts)?;
+        Ok(lock(known).entry(key).or_insert(made).clone())
+    }
+
+    fn tell_memory(
+        &self,
+        exports: &mut Exports,
+        peer: usize,
+        buffer: &DeviceBuffer,
+    ) -> Result<MemoryPlace, CallError> {
+        let place = exports.place(&self.device, buffer)?;
+        if let Some((number, message)) = place.number.and_then(|at| Some((at, exports.message(at)?))) {
+            exports.tell(peer, Told::Memory(number), || self.mesh.send(peer, &message, &[]))?;
+        }
+        Ok(place)
+    }
+
+    fn unanswered(&self, place: &OpPlace, peer: usize, began: Instant) -> ExecError {
+        let awaited = Awaited {
+            name: format!("rank {peer}"),
+            evidence: format!("rank {peer} has not opened the memory of rank {}", self.rank),
+            blocker: Some(Blocker::Rank(peer)),
+        };
+        self.world.stalled(self.rank, place.to_string(), began, awaited)
+    }
+}
+
+impl Drop for PeerProcesses {
+    fn drop(&mut self) {
+        let closed = || -> Result<Option<()>, ExecError> {
+            self.world.check()?;
+            self.inbox.close();
+            let others = (0..self.world.size()).filter(|peer| *peer != self.rank);
+            let count = others.clone().count();
+            others.clone().try_for_each(|peer| self.mesh.send(peer, &PartMessage::Closed, &[]))?;
+            self.inbox.all_closed(count)
+        };
+        if !matches!(closed(), Ok(Some(()))) {
+            // Somebody may still have it open, which ends with this process, as does the memory.
+            std::mem::forget(std::mem::take(&mut *lock(&self.exports)));
+        }
+    }
+}

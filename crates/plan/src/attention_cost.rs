@@ -1,0 +1,293 @@
+use counterpoint_mask::Band;
+use serde::{Deserialize, Serialize};
+
+use crate::{CostModel, PlanError, TileDirection, TileSchedule, TileScheduleConfig, TileStatistics};
+
+/// One attention operation, as far as its time goes.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionWork<'a> {
+    /// The work, in rows of the queries and of the keys.
+    pub bands: &'a [Band],
+    /// Query rows.
+    pub q_rows: usize,
+    /// Key rows.
+    pub k_rows: usize,
+    /// Query heads; a multiple of `heads_kv`.
+    pub heads_q: usize,
+    /// Key and value heads.
+    pub heads_kv: usize,
+    /// Elements of a query or key row of one head.
+    pub head_dim: usize,
+    /// Elements of a value row of one head.
+    pub head_dim_v: usize,
+    /// Whether a state is begun from or left, which not every kernel does.
+    pub staged: bool,
+    /// Bytes beside operands and results: a state read or written, sums cleared or rounded.
+    pub passed_bytes: u64,
+}
+
+impl AttentionWork<'_> {
+    /// Floating-point operations of the forward over one pair of one query head.
+    fn pair_flops(&self) -> f64 {
+        2.0 * (self.head_dim + self.head_dim_v) as f64
+    }
+
+    /// The same of all unmasked pairs and heads.
+    fn flops(&self) -> f64 {
+        let area: u64 = self.bands.iter().map(Band::area).sum();
+        area as f64 * self.heads_q as f64 * self.pair_flops()
+    }
+}
+
+/// Attention kernels that walk a [`TileSchedule`]: what a run of theirs costs besides unmasked pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TileCosts {
+    /// CTAs that run at a time.
+    pub workers: usize,
+    /// The forward's kernel.
+    pub forward: TileCost,
+    /// The backward's.
+    pub backward: TileCost,
+}
+
+/// What one attention kernel costs by what its CTAs walk. The unit of most figures is a *column*: the time in which a CTA
+/// multiplies all rows of its tile with one column of a block. A machine's rate says how long that is, so that these figures
+/// are the kernel's, and hold for every GPU that it runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TileCost {
+    /// Rows that a tile owns.
+    pub tile_rows: usize,
+    /// Columns of a block.
+    pub block: usize,
+    /// Columns of a block where a state is begun from or left. Otherwise whichever of the two blocks takes less time.
+    pub staged_block: usize,
+    /// Query heads of one key head that can share a tile, where that takes less time.
+    pub pack: usize,
+    /// Columns that every block costs beside its own.
+    pub block_columns: f64,
+    /// Columns more for a block whose mask is tested.
+    pub bounded_columns: f64,
+    /// Columns for every tile of a head.
+    pub tile_columns: f64,
+    /// Columns more for a block, where query heads share keys and the tile's blocks begin elsewhere than its neighbour's: the
+    /// cache then no longer holds what the neighbour has read.
+    pub staggered_columns: f64,
+    /// Seconds from a kernel's launch to its first product and from its last one to its end.
+    pub start_seconds: f64,
+    /// By which part a kernel is slower that runs for long: the clock falls as the GPU warms up.
+    pub slowdown: f64,
+    /// Seconds of a run at half of that.
+    pub slowdown_seconds: f64,
+}
+
+/// Tiles up to so many blocks, most of them alike, are walked in step, so that neighbours read the same rows anyway.
+const IN_STEP: u32 = 32;
+
+impl TileCosts {
+    /// The Hopper kernels on an H200, fitted to one run of seven masks of 8k to 32k rows at 16:16 and 64:8 heads
+    /// (`benches/runs/2026-11-22-h200-x2-whole`); each of its figures is within 10 %.
+    pub const H200: TileCosts = TileCosts {
+        workers: 132,
+        forward: TileCost {
+            tile_rows: 128,
+            block: 176,
+            staged_block: 128,
+            pack: 8,
+            block_columns: 3.2,
+            bounded_columns: 76.0,
+            tile_columns: 12.5,
+            staggered_columns: 0.0,
+            start_seconds: 11e-6,
+            slowdown: 0.25,
+            slowdown_seconds: 14.7e-3,
+        },
+        backward: TileCost {
+            tile_rows: 128,
+            block: 64,
+            staged_block: 64,
+            pack: 1,
+            block_columns: 9.0,
+            bounded_columns: 58.6,
+            tile_columns: 194.0,
+            staggered_columns: 19.2,
+            start_seconds: 10e-6,
+            slowdown: 0.11,
+            slowdown_seconds: 6.1e-3,
+        },
+    };
+
+    /// Whether times can be predicted with it.
+    pub(crate) fn validate(&self) -> Result<(), PlanError> {
+        let refused =
+            |field, value: f64, wanted| Err(PlanError::Cost { field, value: value.to_string(), wanted });
+        if self.workers == 0 {
+            return refused("tiles.workers", 0.0, "at least 1");
+        }
+        for kernel in [&self.forward, &self.backward] {
+            let sizes = [
+                ("tiles.tile_rows", kernel.tile_rows),
+                ("tiles.block", kernel.block),
+                ("tiles.staged_block", kernel.staged_block),
+                ("tiles.pack", kernel.pack),
+            ];
+            for (field, size) in sizes {
+                if size == 0 || size > crate::MAX_TILE_SIZE {
+                    return refused(field, size as f64, "a number of rows or heads from 1 to 65,536");
+                }
+            }
+            if kernel.tile_rows % kernel.pack != 0 {
+                return refused("tiles.pack", kernel.pack as f64, "a divisor of tile_rows");
+            }
+            let costs = [
+                ("tiles.block_columns", kernel.block_columns),
+                ("tiles.bounded_columns", kernel.bounded_columns),
+                ("tiles.tile_columns", kernel.tile_columns),
+                ("tiles.staggered_columns", kernel.staggered_columns),
+                ("tiles.start_seconds", kernel.start_seconds),
+                ("tiles.slowdown", kernel.slowdown),
+                ("tiles.slowdown_seconds", kernel.slowdown_seconds),
+            ];
+            for (field, cost) in costs {
+                if !(cost.is_finite() && cost >= 0.0) {
+                    return refused(field, cost, "finite and at least 0");
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl TileCost {
+    /// Seconds of one column, when all workers together compute `flops_per_second` in long tiles of large blocks, at
+    /// `pair_flops` operations a pair.
+    fn column_seconds(&self, workers: usize, pair_flops: f64, flops_per_second: f64) -> f64 {
+        let useful = self.block as f64 / (self.block as f64 + self.block_columns);
+        (self.tile_rows * workers) as f64 * pair_flops / flops_per_second * useful
+    }
+
+    /// A long run is slower than one that takes `seconds` at the clock of a short one.
+    pub(crate) fn sustained(&self, seconds: f64) -> f64 {
+        if seconds <= 0.0 {
+            return 0.0;
+        }
+        seconds * (1.0 + self.slowdown * seconds / (seconds + self.slowdown_seconds))
+    }
+
+    /// Seconds of one pair of one query head in the middle of a large mask, in stages.
+    pub(crate) fn pair_seconds(&self, pair_flops: f64, flops_per_second: f64) -> f64 {
+        let overhead = |block: usize| (block as f64 + self.block_columns) / block as f64;
+        pair_flops / flops_per_second * overhead(self.staged_block) / overhead(self.block)
+    }
+
+    /// Seconds that all tiles of `rows` rows cost, however little they walk, over `heads` heads.
+    pub(crate) fn tiles_seconds(
+        &self,
+        rows: usize,
+        heads: usize,
+        workers: usize,
+        pair_flops: f64,
+        flops_per_second: f64,
+    ) -> f64 {
+        let tiles = (rows * heads) as f64 / self.tile_rows as f64;
+        tiles / workers as f64
+            * self.tile_columns
+            * self.column_seconds(workers, pair_flops, flops_per_second)
+    }
+
+    /// Seconds of `work`, without what it costs to launch; `None` when there is no schedule of it.
+    fn seconds(
+        &self,
+        work: &AttentionWork<'_>,
+        direction: TileDirection,
+        workers: usize,
+        pair_flops: f64,
+        flops_per_second: f64,
+    ) -> Option<f64> {
+        let group = work.heads_q / work.heads_kv.max(1);
+        let packs = [1, if group.is_multiple_of(self.pack) { self.pack } else { 1 }];
+        let blocks = [self.staged_block, if work.staged { self.staged_block } else { self.block }];
+        let mut least: Option<f64> = None;
+        for (pack, block) in packs.into_iter().flat_map(|pack| blocks.map(|block| (pack, block))) {
+            let config = TileScheduleConfig::new(direction, self.tile_rows / pack, block);
+            let schedule = TileSchedule::new(work.bands, work.q_rows, work.k_rows, &config).ok()?;
+            let columns = self.columns(&schedule, work, direction, pack, workers);
+            least = Some(least.map_or(columns, |least| least.min(columns)));
+        }
+        let seconds = least? * self.column_seconds(workers, pair_flops, flops_per_second);
+        Some(self.start_seconds + self.sustained(seconds))
+    }
+
+    /// Columns until the last of `workers` has finished. Tiles are taken heaviest first, so whoever is last is half an average
+    /// tile behind; and nobody finishes before the longest tile.
+    fn columns(
+        &self,
+        schedule: &TileSchedule,
+        work: &AttentionWork<'_>,
+        direction: TileDirection,
+        pack: usize,
+        workers: usize,
+    ) -> f64 {
+        let TileStatistics { tiles, longest_tile, blocks, bounded_blocks, .. } = schedule.statistics();
+        let heads = (work.heads_q / pack) as f64;
+        // Key tiles of the backward are walked by all query heads of their key head, one after the other.
+        let (tile_heads, walks) = match direction {
+            TileDirection::Forward => (heads, 1.0),
+            TileDirection::Backward => (work.heads_kv as f64, heads / work.heads_kv.max(1) as f64),
+        };
+        let staggered = if work.heads_q > work.heads_kv && self.staggered_columns > 0.0 {
+            staggered_blocks(schedule) as f64 * self.staggered_columns
+        } else {
+            0.0
+        };
+        let block = schedule.config().block as f64 + self.block_columns;
+        let walked = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
+        let all = walked * heads + tiles as f64 * self.tile_columns * tile_heads;
+        let behind = all / (tiles as f64 * tile_heads).max(1.0) / 2.0;
+        let longest = longest_tile as f64 * block * walks + self.tile_columns;
+        (all / workers as f64 + behind).max(longest)
+    }
+}
+
+/// Blocks of tiles that begin elsewhere than the tile before them in the order of rows.
+fn staggered_blocks(schedule: &TileSchedule) -> u64 {
+    let tiles = schedule.tiles();
+    let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
+    let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
+    if most <= IN_STEP && 2 * alike > tiles.len() {
+        return 0;
+    }
+    let mut begins: Vec<(u32, i32, u32)> = tiles
+        .iter()
+        .filter_map(|tile| schedule.runs_of(tile).first().map(|run| (tile.number, run.start, tile.blocks)))
+        .collect();
+    begins.sort_unstable();
+    let staggered = begins.windows(2).filter(|pair| pair[0].1 != pair[1].1);
+    staggered.map(|pair| u64::from(pair[1].2)).sum()
+}
+
+impl CostModel {
+    /// Seconds of one operation of the attention forward, its launch included.
+    pub fn forward_seconds(&self, work: &AttentionWork<'_>) -> f64 {
+        let rate = self.forward_flops_per_second;
+        let by_tiles = self.tiles.and_then(|tiles| {
+            tiles.forward.seconds(work, TileDirection::Forward, tiles.workers, work.pair_flops(), rate)
+        });
+        self.operation_seconds(by_tiles.unwrap_or(work.flops() / rate), work)
+    }
+
+    /// Seconds of one operation of the attention backward, its launch included.
+    pub fn backward_seconds(&self, work: &AttentionWork<'_>) -> f64 {
+        let rate = self.backward_flops_per_second;
+        let pair_flops = 2.5 * work.pair_flops();
+        let by_tiles = self.tiles.and_then(|tiles| {
+            tiles.backward.seconds(work, TileDirection::Backward, tiles.workers, pair_flops, rate)
+        });
+        self.operation_seconds(by_tiles.unwrap_or(2.5 * work.flops() / rate), work)
+    }
+
+    fn operation_seconds(&self, computing: f64, work: &AttentionWork<'_>) -> f64 {
+        // Without measured tiles these bytes are part of the rates.
+        let passed = if self.tiles.is_some() { work.passed_bytes as f64 } else { 0.0 };
+        self.launch_seconds + computing + passed / self.memory_bytes_per_second
+    }
+}

@@ -1,0 +1,85 @@
+use std::cmp::Reverse;
+
+use super::{Tile, TileDirection, TileSchedule};
+
+/// Which tiles belong together because they walk rows in common: two that walk the same row are of one chain, and so are all
+/// that others join. Documents of a packed sequence are chains of their own; a causal mask is one.
+///
+/// Blocks of different chains may lie across each other, but what a kernel adds there is zero for the other's rows.
+#[derive(Clone, Debug)]
+pub(super) struct Chains {
+    /// By [`Tile::number`]: the least number of its chain.
+    chains: Vec<u32>,
+}
+
+impl Chains {
+    /// The chains of a schedule's tiles.
+    pub(super) fn of(schedule: &TileSchedule) -> Self {
+        let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
+        let mut joined = Self { chains: (0..count).collect() };
+        let mut walked: Vec<(i32, i32, u32)> = Vec::with_capacity(schedule.runs.len());
+        for tile in &schedule.tiles {
+            for run in schedule.runs_of(tile) {
+                let bounds = schedule.bounds_of(run);
+                if bounds.is_empty() {
+                    walked.push((run.start, run.end, tile.number));
+                }
+                walked.extend(bounds.iter().map(|bound| match schedule.config.direction {
+                    TileDirection::Forward => (bound.k_start, bound.k_end, tile.number),
+                    TileDirection::Backward => (bound.q_start, bound.q_end, tile.number),
+                }));
+            }
+        }
+        walked.sort_unstable();
+        let mut open: Option<(i32, u32)> = None;
+        for (start, end, number) in walked {
+            open = match open {
+                Some((last_end, last)) if start < last_end => {
+                    joined.join(last, number);
+                    Some((end.max(last_end), number))
+                }
+                _ => Some((end, number)),
+            };
+        }
+        for number in 0..count {
+            joined.chains[number as usize] = joined.find(number);
+        }
+        joined
+    }
+
+    /// The chain of the tiles of this number.
+    pub(super) fn chain(&self, number: u32) -> u32 {
+        self.chains[number as usize]
+    }
+
+    /// Sorts tiles so that those of a chain stay in the order of their numbers, and otherwise those come first that have most
+    /// blocks, or that one with so many waits for.
+    pub(super) fn sort(&self, tiles: &mut [Tile]) {
+        tiles.sort_unstable_by_key(|tile| Reverse(tile.number));
+        let mut heaviest = vec![0; self.chains.len()];
+        let mut weights = vec![0; self.chains.len()];
+        for tile in tiles.iter() {
+            let heaviest = &mut heaviest[self.chain(tile.number) as usize];
+            *heaviest = tile.blocks.max(*heaviest);
+            weights[tile.number as usize] = *heaviest;
+        }
+        // Parts of a tile follow one another as they did.
+        tiles
+            .sort_unstable_by_key(|tile| (Reverse(weights[tile.number as usize]), tile.number, tile.partial));
+    }
+
+    fn find(&mut self, number: u32) -> u32 {
+        let mut root = number;
+        while self.chains[root as usize] != root {
+            let above = self.chains[self.chains[root as usize] as usize];
+            self.chains[root as usize] = above;
+            root = above;
+        }
+        root
+    }
+
+    fn join(&mut self, a: u32, b: u32) {
+        let (a, b) = (self.find(a), self.find(b));
+        self.chains[a.max(b) as usize] = a.min(b);
+    }
+}

@@ -1,0 +1,291 @@
+//! In which groups the rows of a pass travel: the seconds of any sequence of sizes, and the fastest one.
+//!
+//! A pass is some waves of equal work; a group is some of them in a row. Its product and its collective take what they take
+//! for that many waves, so both may be curves of any form (a start, then a rate that grows with the size). Small first groups
+//! let the communication begin early, small last ones leave little of it behind (FlashOverlap, arXiv 2504.19519, section 4.1).
+
+use serde::{Deserialize, Serialize};
+
+/// How many groups of tokens one pass of a layer is cut into, and how large each is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WaveGroups {
+    /// The sequence that the cost model predicts to be fastest.
+    Auto,
+    /// So many of the same size, at least 1.
+    Fixed(usize),
+    /// So many rows of a rank's tokens in each, at least 1; together those that the first rank owns. A rank that owns one
+    /// token fewer has it missing in its last group.
+    Sizes(Vec<usize>),
+}
+
+/// In which order the products and the collectives of a pass follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupFlow {
+    /// A group's sums are reduced once it is multiplied: reduce-scatter.
+    Reduce,
+    /// As `Reduce`, and then travel back to all: all-reduce.
+    ReduceAndGather,
+    /// A group's rows travel, then they are multiplied: all-gather.
+    Gather,
+}
+
+/// What a pass of some waves costs. Each table has a value for every number of waves, 0 first: the seconds of a product or
+/// collective of so many waves at once.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PassCosts {
+    /// What follows what.
+    pub flow: GroupFlow,
+    /// The product of a group.
+    pub product: Vec<f64>,
+    /// The collective of a group: reduction, or under [`GroupFlow::Gather`] the gather.
+    pub travel: Vec<f64>,
+    /// The way back under [`GroupFlow::ReduceAndGather`]; else not looked at.
+    pub back: Vec<f64>,
+    /// Computation before the first group's product that needs no communication: the product of the rank's own rows.
+    pub before: f64,
+    /// Computation after the last product that needs no communication: the gradient of the weight.
+    pub after: f64,
+    /// Speed of computation while communication is under way, of its usual one: above 0, at most 1. What collectives that
+    /// run on a GPU's multiprocessors leave of them.
+    pub speed_beside: f64,
+}
+
+/// How far a pass has got after some groups: when each kind of work ends, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Ends {
+    compute: f64,
+    travel: f64,
+    back: f64,
+}
+
+/// Sequences that are kept for each number of waves done.
+const FRONT: usize = 64;
+
+impl PassCosts {
+    /// Waves of the pass.
+    pub fn waves(&self) -> usize {
+        self.product.len().min(self.travel.len()).saturating_sub(1)
+    }
+
+    /// Seconds of the pass with groups of so many waves.
+    ///
+    /// # Panics
+    /// When there are more waves than the tables have.
+    pub fn seconds(&self, groups: &[usize]) -> f64 {
+        let mut left = groups.iter().sum();
+        let mut ends = self.start(left);
+        for &waves in groups {
+            left -= waves;
+            ends = self.step(ends, waves, left);
+        }
+        self.end(ends)
+    }
+
+    /// The fastest sequence of at most `most` groups, in waves. Exact up to sequences whose ends differ by less than a
+    /// ten-thousandth of the pass; of equally fast ones the one with the fewest groups.
+    pub fn fastest(&self, most: usize) -> Vec<usize> {
+        let all = self.waves();
+        if all <= 1 || most <= 1 {
+            return vec![all.max(1)];
+        }
+        let slack = 1e-4 * self.seconds(&[all]);
+        let mut fronts: Vec<Vec<Reached>> = vec![Vec::new(); all + 1];
+        fronts[0].push(Reached { ends: self.start(all), groups: 0, from: (0, 0) });
+        for done in 0..all {
+            thin(&mut fronts[done], slack);
+            for index in 0..fronts[done].len() {
+                let reached = fronts[done][index];
+                for waves in 1..=all - done {
+                    // The last group that is allowed takes what is left.
+                    if reached.groups + 1 == most && done + waves < all {
+                        continue;
+                    }
+                    let ends = self.step(reached.ends, waves, all - done - waves);
+                    let next = Reached { ends, groups: reached.groups + 1, from: (done, index) };
+                    fronts[done + waves].push(next);
+                }
+            }
+        }
+        let fewest_first = |a: &&Reached, b: &&Reached| {
+            (self.end(a.ends) + slack * a.groups as f64 / most as f64)
+                .total_cmp(&(self.end(b.ends) + slack * b.groups as f64 / most as f64))
+        };
+        let Some(best) = fronts[all].iter().min_by(fewest_first) else { return vec![all] };
+        let (mut sizes, mut at) = (Vec::new(), (all, *best));
+        while at.0 > 0 {
+            let (before, index) = at.1.from;
+            sizes.push(at.0 - before);
+            at = (before, fronts[before][index]);
+        }
+        sizes.reverse();
+        sizes
+    }
+
+    fn start(&self, waves: usize) -> Ends {
+        let busy_until = if self.flow == GroupFlow::Gather { self.travel[waves] } else { 0.0 };
+        Ends { compute: self.compute_until(0.0, self.before, busy_until), travel: 0.0, back: 0.0 }
+    }
+
+    /// After one more group of `waves`, with `left` still to come.
+    fn step(&self, ends: Ends, waves: usize, left: usize) -> Ends {
+        match self.flow {
+            GroupFlow::Gather => {
+                let travel = ends.travel + self.travel[waves];
+                let busy_until = travel + self.travel[left];
+                let compute = self.compute_until(ends.compute.max(travel), self.product[waves], busy_until);
+                Ends { compute, travel, back: 0.0 }
+            }
+            GroupFlow::Reduce | GroupFlow::ReduceAndGather => {
+                let busy_until = ends.travel.max(ends.back);
+                let compute = self.compute_until(ends.compute, self.product[waves], busy_until);
+                let travel = ends.travel.max(compute) + self.travel[waves];
+                let back = match self.flow {
+                    GroupFlow::ReduceAndGather => ends.back.max(travel) + self.back[waves],
+                    _ => 0.0,
+                };
+                Ends { compute, travel, back }
+            }
+        }
+    }
+
+    fn end(&self, ends: Ends) -> f64 {
+        let communicated = ends.travel.max(ends.back);
+        self.compute_until(ends.compute, self.after, communicated).max(communicated)
+    }
+
+    /// When computation of `seconds` ends that starts at `start`, while communication is under way until `busy_until`.
+    fn compute_until(&self, start: f64, seconds: f64, busy_until: f64) -> f64 {
+        let beside = (busy_until - start).max(0.0) * self.speed_beside;
+        if beside >= seconds {
+            start + seconds / self.speed_beside
+        } else {
+            start.max(busy_until) + (seconds - beside)
+        }
+    }
+}
+
+/// A sequence of groups, by what it leads to.
+#[derive(Clone, Copy, Debug)]
+struct Reached {
+    ends: Ends,
+    groups: usize,
+    /// Waves done before its last group, and the index of what was reached there.
+    from: (usize, usize),
+}
+
+impl Reached {
+    /// Whether nothing that follows `other` can end sooner by more than `slack` than the same after `self`.
+    fn covers(&self, other: &Self, slack: f64) -> bool {
+        self.ends.compute <= other.ends.compute + slack
+            && self.ends.travel <= other.ends.travel + slack
+            && self.ends.back <= other.ends.back + slack
+            && self.groups <= other.groups
+    }
+}
+
+/// Keeps what nothing else covers, those that end earliest first.
+fn thin(front: &mut Vec<Reached>, slack: f64) {
+    let latest = |reached: &Reached| reached.ends.compute.max(reached.ends.travel).max(reached.ends.back);
+    front.sort_by(|a, b| latest(a).total_cmp(&latest(b)).then(a.groups.cmp(&b.groups)));
+    let mut kept: Vec<Reached> = Vec::new();
+    // The slack of a pass is shared by its steps.
+    let slack = slack / FRONT as f64;
+    for reached in front.drain(..) {
+        if kept.len() < FRONT && !kept.iter().any(|better| better.covers(&reached, slack)) {
+            kept.push(reached);
+        }
+    }
+    *front = kept;
+}
+
+/// Every sequence of sizes that add up to `waves`, in at most `most` groups: `2^(waves - 1)` where `most` allows.
+pub fn compositions(waves: usize, most: usize) -> impl Iterator<Item = Vec<usize>> {
+    let cuts = waves.saturating_sub(1).min(63);
+    (0u64..1 << cuts).filter_map(move |mask| {
+        if waves == 0 || mask.count_ones() as usize >= most {
+            return None;
+        }
+        let mut sizes = vec![1];
+        for cut in 0..cuts {
+            match mask >> cut & 1 {
+                1 => sizes.push(1),
+                _ => *sizes.last_mut()? += 1,
+            }
+        }
+        Some(sizes)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn costs() -> impl Strategy<Value = PassCosts> {
+        let flow =
+            prop_oneof![Just(GroupFlow::Reduce), Just(GroupFlow::ReduceAndGather), Just(GroupFlow::Gather)];
+        let curve = (0.0..5.0f64, 0.2..3.0f64);
+        (flow, 1usize..10, [curve.clone(), curve.clone(), curve], (0.0..8.0f64, 0.0..20.0f64), 0.5..=1.0f64)
+            .prop_map(|(flow, waves, curves, (before, after), speed_beside)| {
+                let [product, travel, back] = curves.map(|(start, each)| {
+                    (0..=waves).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
+                });
+                PassCosts { flow, product, travel, back, before, after, speed_beside }
+            })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// What is called fastest is as fast as the fastest of all sequences.
+        #[test]
+        fn the_fastest_is_that_of_an_exhaustive_search(costs in costs(), most in 1usize..10) {
+            let waves = costs.waves();
+            let found = costs.fastest(most);
+            prop_assert_eq!(found.iter().sum::<usize>(), waves);
+            prop_assert!(found.len() <= most && found.iter().all(|&size| size > 0));
+            let best = compositions(waves, most).map(|sizes| costs.seconds(&sizes)).fold(f64::INFINITY, f64::min);
+            let seconds = costs.seconds(&found);
+            prop_assert!(seconds <= best * 1.001, "{:?} takes {} and the best {}", found, seconds, best);
+        }
+    }
+
+    #[test]
+    fn compositions_are_all_there() {
+        let all: Vec<_> = compositions(4, 9).collect();
+        assert_eq!(all.len(), 8);
+        assert!(all.contains(&vec![1, 2, 1]) && all.iter().all(|sizes| sizes.iter().sum::<usize>() == 4));
+        assert_eq!(compositions(5, 1).collect::<Vec<_>>(), [vec![5]]);
+        assert_eq!(compositions(4, 2).count(), 4);
+        assert_eq!(compositions(0, 4).count(), 0);
+    }
+
+    /// By hand: products of 2 a wave and sums of 1 or 3, each collective with a start of 0.5.
+    #[test]
+    fn a_pass_takes_what_its_parts_take() {
+        let table = |start: f64, each: f64| {
+            (0..=4).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
+        };
+        let costs = |travel: f64| PassCosts {
+            flow: GroupFlow::Reduce,
+            product: table(0.0, 2.0),
+            travel: table(0.5, travel),
+            back: Vec::new(),
+            before: 0.0,
+            after: 0.0,
+            speed_beside: 1.0,
+        };
+        assert_eq!(costs(1.0).seconds(&[4]), 12.5);
+        assert_eq!(costs(1.0).seconds(&[3, 1]), 6.0 + 3.5 + 1.5);
+        assert_eq!(costs(1.0).seconds(&[2, 1, 1]), 8.0 + 1.5);
+        assert_eq!(costs(3.0).seconds(&[1, 3]), 8.0 + 9.5);
+        assert_eq!(costs(1.0).fastest(4).last(), Some(&1));
+        assert_eq!(costs(3.0).fastest(4).first(), Some(&1));
+        // At half the speed beside the first sums, until 5.5, the next product has done 1.75 of its 6.
+        let slowed = PassCosts { speed_beside: 0.5, ..costs(3.0) };
+        assert_eq!(slowed.seconds(&[1, 3]), 5.5 + 4.25 + 9.5);
+    }
+}

@@ -1,0 +1,72 @@
+use serde::{Deserialize, Serialize};
+
+use crate::PlanError;
+
+/// How the computation and the communication of one rank get in each other's way. Without it, what overlaps costs nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerSharing {
+    /// Workers of a rank: a GPU's multiprocessors. A computation takes all that are free.
+    pub workers: usize,
+    /// Workers that one collective holds from its start to its end, unless copy engines move its rows.
+    pub communication: usize,
+    /// Rows and columns of the tile of a matrix product that a worker computes at a time.
+    pub gemm_tile: [usize; 2],
+}
+
+/// Ways in which a product of fewer tiles than workers splits its sum over those that would be idle.
+const SPLIT: f64 = 4.0;
+
+impl WorkerSharing {
+    /// An H200: 132 multiprocessors, of which the kernels that move rows take 16 by default; tiles of the product kernel.
+    pub const H200: WorkerSharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [128, 256] };
+
+    /// Seconds of a product of `m x n x k` whose tiles fill all workers at `flops_per_second`: tiles are computed in waves, and
+    /// the last wave takes as long as a full one.
+    pub fn matmul_seconds(&self, [m, n, k]: [usize; 3], flops_per_second: f64) -> f64 {
+        let [rows, columns] = self.gemm_tile;
+        let tiles = m.div_ceil(rows) * n.div_ceil(columns);
+        let tile = 2.0 * (rows * columns) as f64 * k as f64 * self.workers as f64 / flops_per_second;
+        if tiles >= self.workers {
+            return tiles.div_ceil(self.workers) as f64 * tile;
+        }
+        f64::max(2.0 * m as f64 * n as f64 * k as f64 / flops_per_second, tile / SPLIT)
+    }
+
+    /// Speed of a computation that `taken` workers are missing to, of its usual one.
+    pub fn speed_without(&self, taken: usize) -> f64 {
+        self.workers.saturating_sub(taken).max(1) as f64 / self.workers as f64
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), PlanError> {
+        let error =
+            |field, value: usize, wanted| Err(PlanError::Cost { field, value: value.to_string(), wanted });
+        if self.workers == 0 {
+            return error("sharing.workers", 0, "at least 1");
+        }
+        if self.communication >= self.workers {
+            return error("sharing.communication", self.communication, "below sharing.workers");
+        }
+        match self.gemm_tile.contains(&0) {
+            true => error("sharing.gemm_tile", 0, "at least 1 by 1"),
+            false => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// At 132 operations a second a worker does one: a tile of 2 x 2 over 3 terms takes 24 seconds.
+    #[test]
+    fn products_take_whole_waves() {
+        let sharing = WorkerSharing { workers: 132, communication: 16, gemm_tile: [2, 2] };
+        let seconds = |m, n| sharing.matmul_seconds([m, n, 3], 132.0);
+        assert_eq!(seconds(2 * 132, 2), 24.0);
+        assert_eq!(seconds(2 * 133, 2), 48.0);
+        // Half a wave has its sums split; a single tile at most four ways.
+        assert_eq!(seconds(2 * 66, 2), 12.0);
+        assert_eq!(seconds(2, 2), 6.0);
+        assert_eq!(sharing.speed_without(33), 0.75);
+    }
+}

@@ -1,0 +1,336 @@
+//! The events of a simulated run, in the order of their times.
+
+use std::cmp::{Ordering, Reverse};
+use std::collections::BinaryHeap;
+
+use counterpoint_plan::{CostModel, GroupPart, Topology};
+
+use super::rank::{Computing, Head, Rank};
+use super::{SimulateError, arrives_at, collective_part, compute_seconds, transfer};
+use crate::{Op, Program, Span, SpanKind};
+
+/// All spans of a run, in no order.
+pub(super) fn run(
+    programs: &[Program],
+    topology: &Topology,
+    cost: &CostModel,
+) -> Result<Vec<Span>, SimulateError> {
+    let mut clockwork = Clockwork::new(programs, topology, cost);
+    clockwork.run();
+    let stuck = clockwork.ranks.iter().find_map(|rank| {
+        let op = rank.first_unfinished()?;
+        let Program { rank, ops, .. } = rank.program;
+        Some(SimulateError::Stuck { rank: *rank, op, label: ops[op].label.clone() })
+    });
+    stuck.map_or(Ok(clockwork.spans), Err)
+}
+
+/// Something that happens at a time: those of one time in the order in which they were entered.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Entry {
+    at: f64,
+    number: u64,
+    rank: usize,
+    stream: usize,
+}
+
+impl Eq for Entry {}
+
+impl Ord for Entry {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.at.total_cmp(&other.at).then(self.number.cmp(&other.number))
+    }
+}
+
+impl PartialOrd for Entry {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// A collective that ranks meet at.
+struct Meeting {
+    /// Of every Program: ranks that it exchanges rows with and that have started.
+    started: Vec<u32>,
+    /// Of every Program: how many it waits for, once it has started itself.
+    wanted: Vec<Option<u32>>,
+}
+
+struct Clockwork<'a> {
+    topology: &'a Topology,
+    cost: &'a CostModel,
+    ranks: Vec<Rank<'a>>,
+    /// Index of every rank's Program, where it is given.
+    index: Vec<Option<usize>>,
+    meetings: Vec<Meeting>,
+    agenda: BinaryHeap<Reverse<Entry>>,
+    entries: u64,
+    spans: Vec<Span>,
+    /// The last question in which each rank was seen, to count every peer once.
+    seen: Vec<usize>,
+    questions: usize,
+}
+
+impl<'a> Clockwork<'a> {
+    fn new(programs: &'a [Program], topology: &'a Topology, cost: &'a CostModel) -> Self {
+        let ranks: Vec<Rank<'_>> = programs.iter().map(Rank::new).collect();
+        let world = programs.iter().map(|p| p.world_size.max(p.rank + 1)).max().unwrap_or(0);
+        let mut index = vec![None; world];
+        for (at, program) in programs.iter().enumerate() {
+            index[program.rank] = Some(at);
+        }
+        let collectives = ranks.first().map_or(0, |rank| rank.collectives);
+        let meeting = || Meeting { started: vec![0; programs.len()], wanted: vec![None; programs.len()] };
+        Self {
+            topology,
+            cost,
+            index,
+            meetings: (0..collectives).map(|_| meeting()).collect(),
+            ranks,
+            agenda: BinaryHeap::new(),
+            entries: 0,
+            spans: Vec::new(),
+            seen: vec![0; world],
+            questions: 0,
+        }
+    }
+
+    fn run(&mut self) {
+        for rank in 0..self.ranks.len() {
+            for stream in self.ranks[rank].streams_by_head() {
+                self.enter(0.0, rank, stream);
+            }
+        }
+        while let Some(Reverse(entry)) = self.agenda.pop() {
+            let Entry { at, number, rank, stream } = entry;
+            match self.ranks[rank].heads[stream] {
+                Head::Waiting => self.advance(rank, stream, at),
+                Head::Running(expected) if expected == number => self.finish(rank, stream, at),
+                // The end of a computation that has been slowed down or sped up since.
+                Head::Running(_) => {}
+            }
+        }
+    }
+
+    /// Has a stream looked at, at a time.
+    fn enter(&mut self, at: f64, rank: usize, stream: usize) -> u64 {
+        self.entries += 1;
+        self.agenda.push(Reverse(Entry { at, number: self.entries, rank, stream }));
+        self.entries
+    }
+
+    /// Goes through the operations of a stream until one takes time or waits.
+    fn advance(&mut self, rank: usize, stream: usize, now: f64) {
+        while let Some((op, collective)) = self.ranks[rank].head(stream) {
+            let sharing = self.cost.sharing;
+            let state = &mut self.ranks[rank];
+            if state.heads[stream] != Head::Waiting || !state.may_issue(op, sharing) {
+                return;
+            }
+            let program = state.program;
+            match &program.ops[op].op {
+                wait @ (Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) => {
+                    if !state.is_released(wait) {
+                        return;
+                    }
+                    self.span(rank, stream, op, SpanKind::Wait, self.ranks[rank].reached[stream], now);
+                }
+                Op::Record(event) => {
+                    state.events[event.0] = true;
+                    self.wake_waiting(rank, now);
+                }
+                Op::Signal { signal, value } => {
+                    let signal = &mut state.signals[signal.0];
+                    *signal = (*signal).max(*value);
+                    self.wake_waiting(rank, now);
+                }
+                _ => {
+                    match collective {
+                        None => self.start_computation(rank, stream, op, now),
+                        Some(number) if state.has_workers(sharing) => {
+                            self.start_collective(rank, stream, op, number, now);
+                        }
+                        Some(_) => return,
+                    }
+                    self.issue(rank, op, now);
+                    return;
+                }
+            }
+            self.issue(rank, op, now);
+            self.pass(rank, stream, now);
+        }
+    }
+
+    /// The next operation is at the head.
+    fn pass(&mut self, rank: usize, stream: usize, now: f64) {
+        let state = &mut self.ranks[rank];
+        state.next[stream] += 1;
+        state.reached[stream] = now;
+        state.heads[stream] = Head::Waiting;
+    }
+
+    /// An operation has started; with one hardware queue the one queued after it is looked at.
+    fn issue(&mut self, rank: usize, op: usize, now: f64) {
+        let state = &mut self.ranks[rank];
+        let Some(next) = state.issued(op) else { return };
+        let stream = state.program.ops[next].stream.0;
+        let is_head = state.head(stream).is_some_and(|(op, _)| op == next);
+        if is_head && state.heads[stream] == Head::Waiting {
+            self.enter(now, rank, stream);
+        }
+    }
+
+    /// Has streams looked at that wait for something which may have happened. They go on a moment later: whatever follows in
+    /// the stream that made it happen is first.
+    fn wake_waiting(&mut self, rank: usize, now: f64) {
+        let state = &self.ranks[rank];
+        let woken: Vec<usize> = state.streams_by_head();
+        let waits = |&stream: &usize| {
+            state.head(stream).is_some_and(|(op, _)| {
+                let op = &state.program.ops[op].op;
+                matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) && state.is_released(op)
+            })
+        };
+        let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
+        for stream in woken {
+            self.enter(now, rank, stream);
+        }
+    }
+
+    fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
+        let (cost, state) = (self.cost, &mut self.ranks[rank]);
+        let left = compute_seconds(state.program, &state.program.ops[op], cost);
+        let speed = state.speed(cost.sharing);
+        state.reached[stream] = now;
+        state.computing.push(Computing { stream, left, since: now, speed });
+        let number = self.enter(now + left / speed, rank, stream);
+        self.ranks[rank].heads[stream] = Head::Running(number);
+    }
+
+    /// Computations of a rank go on at the speed that they have now.
+    fn change_speed(&mut self, rank: usize, now: f64) {
+        let speed = self.ranks[rank].speed(self.cost.sharing);
+        for at in 0..self.ranks[rank].computing.len() {
+            let computing = &mut self.ranks[rank].computing[at];
+            if computing.speed == speed {
+                continue;
+            }
+            computing.left -= (now - computing.since) * computing.speed;
+            (computing.since, computing.speed) = (now, speed);
+            let (stream, end) = (computing.stream, now + computing.left.max(0.0) / speed);
+            let number = self.enter(end, rank, stream);
+            self.ranks[rank].heads[stream] = Head::Running(number);
+        }
+    }
+
+    fn start_collective(&mut self, rank: usize, stream: usize, op: usize, number: usize, now: f64) {
+        // It may have waited for workers.
+        self.span(rank, stream, op, SpanKind::Wait, self.ranks[rank].reached[stream], now);
+        let state = &mut self.ranks[rank];
+        let program = state.program;
+        state.reached[stream] = now;
+        // Ends by an entry of its own, once it has begun.
+        state.heads[stream] = Head::Running(0);
+        state.communicating += 1;
+        if let Some(barrier) = arrives_at(&program.ops[op].op) {
+            state.arrivals[barrier] += 1;
+            self.wake_waiting(rank, now);
+        }
+        self.change_speed(rank, now);
+        let Some(part) = collective_part(&program.ops[op].op) else { return };
+        let peers = self.peers(rank, part);
+        let meeting = &mut self.meetings[number];
+        meeting.wanted[rank] = Some(peers.len() as u32);
+        let mut complete = Vec::new();
+        if meeting.started[rank] == peers.len() as u32 {
+            complete.push(rank);
+        }
+        for peer in peers {
+            meeting.started[peer] += 1;
+            if meeting.wanted[peer] == Some(meeting.started[peer]) {
+                complete.push(peer);
+            }
+        }
+        for rank in complete {
+            self.begin_collective(rank, number, now);
+        }
+    }
+
+    /// The Programs of other ranks that a rank exchanges rows with.
+    fn peers(&mut self, rank: usize, part: &GroupPart) -> Vec<usize> {
+        self.questions += 1;
+        let (question, seen, index) = (self.questions, &mut self.seen, &self.index);
+        seen[self.ranks[rank].program.rank] = question;
+        let owned = part.owned.iter().flat_map(|split| split.ranks.iter().copied());
+        let all = owned.chain(part.remote.iter().map(|split| split.rank));
+        let once = all.filter(|&peer| std::mem::replace(&mut seen[peer as usize], question) != question);
+        once.filter_map(|peer| index[peer as usize]).collect()
+    }
+
+    /// Everyone is there: rows move.
+    fn begin_collective(&mut self, rank: usize, number: usize, now: f64) {
+        let state = &self.ranks[rank];
+        let head = |stream: &usize| state.head(*stream).is_some_and(|(_, at)| at == Some(number));
+        let Some(stream) = (0..state.queues.len()).find(head) else { return };
+        let Some((op, _)) = state.head(stream) else { return };
+        let moved = transfer(state.program, &state.program.ops[op], self.topology, self.cost);
+        let mut ends = [now; 2];
+        for (port, end) in ends.iter_mut().enumerate() {
+            if moved.moving[port] > 0.0 {
+                let state = &mut self.ranks[rank];
+                let free = if self.cost.sharing.is_some() { state.port_free[port] } else { 0.0 };
+                *end = free.max(now + moved.alpha[port]) + moved.moving[port];
+                state.port_free[port] = *end;
+            }
+        }
+        let number = self.enter(ends[0].max(ends[1]), rank, stream);
+        self.ranks[rank].heads[stream] = Head::Running(number);
+    }
+
+    /// The operation at the head of a stream has ended.
+    fn finish(&mut self, rank: usize, stream: usize, now: f64) {
+        let state = &mut self.ranks[rank];
+        let Some((op, collective)) = state.head(stream) else { return };
+        let start = state.reached[stream];
+        let kind = match collective {
+            Some(_) => {
+                state.communicating -= 1;
+                SpanKind::Communication
+            }
+            None => {
+                state.computing.retain(|computing| computing.stream != stream);
+                SpanKind::Compute
+            }
+        };
+        self.span(rank, stream, op, kind, start, now);
+        self.pass(rank, stream, now);
+        self.change_speed(rank, now);
+        // What has been waiting for workers gets them before the next computation, what comes now after it.
+        for stream in self.pending(rank, |reached| reached < now) {
+            self.advance(rank, stream, now);
+        }
+        self.advance(rank, stream, now);
+        for stream in self.pending(rank, |reached| reached == now) {
+            self.enter(now, rank, stream);
+        }
+    }
+
+    /// Streams at whose head is a collective that has not started, of those reached at such a time.
+    fn pending(&self, rank: usize, reached: impl Fn(f64) -> bool) -> Vec<usize> {
+        let state = &self.ranks[rank];
+        let mut streams = state.streams_by_head();
+        streams.retain(|&stream| {
+            let is_collective = state.head(stream).is_some_and(|(_, collective)| collective.is_some());
+            is_collective && state.heads[stream] == Head::Waiting && reached(state.reached[stream])
+        });
+        streams
+    }
+
+    fn span(&mut self, rank: usize, stream: usize, op: usize, kind: SpanKind, start: f64, end: f64) {
+        if end > start {
+            let op = &self.ranks[rank].program.ops[op];
+            let (label, stage) = (op.label.clone(), op.stage);
+            self.spans.push(Span { rank, stream, label, kind, stage, start, end });
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! What the simulator says of work whose times are known by hand, and of work that gets in its own way.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use counterpoint_mask::Range;
+use counterpoint_plan::{
+    Activations, CostModel, DType, GroupPart, LinearKind, LinearPlan, LinearSpec, Link, Topology, WaveGroups,
+    WorkerSharing,
+};
+use counterpoint_schedule::{
+    Accumulate, BufferId, BufferRole, BufferSpec, EventId, Gemm, GemmLayout, GroupReduce, Op, OverlapPolicy,
+    Program, ProgramOp, ReduceOp, RowBlock, StreamId, StreamKind, StreamSpec, WeightGradient,
+    lower_linear_backward, lower_linear_forward, simulate,
+};
+
+/// A product of one row and a byte sent take a microsecond each.
+fn microseconds() -> CostModel {
+    let link = Link { alpha_seconds: 0.0, bytes_per_second: 1e6 };
+    CostModel {
+        matmul_flops_per_second: 2e6,
+        launch_seconds: 0.0,
+        link,
+        network: link,
+        sharing: None,
+        ..CostModel::H200
+    }
+}
+
+/// `layers` times: the gradient of the input (200 us), its sum over two ranks (400 us), the gradient of the weight (500 us); the
+/// last two side by side where `communication` is a stream of its own.
+fn backward(rank: usize, layers: usize, communication: usize) -> Program {
+    let buffer = |name: &str, rows: usize, dtype: DType| BufferSpec {
+        name: name.to_owned(),
+        dtype,
+        shape: vec![rows, 1],
+        role: BufferRole::Scratch,
+    };
+    let buffers = vec![
+        buffer("weight", 1, DType::F32),
+        buffer("dx", 200, DType::F32),
+        buffer("dweight", 500, DType::F32),
+        buffer("share", 200, DType::F16),
+        buffer("sum", 200, DType::F16),
+    ];
+    let product = |rows: usize, out: usize| {
+        let block = |buffer: usize, rows: usize| {
+            vec![RowBlock { buffer: BufferId(buffer), rows: Range::new(0, rows) }]
+        };
+        Op::Gemm(Gemm {
+            layout: GemmLayout::Nt,
+            a: block(out, rows),
+            b: block(0, 1),
+            out: BufferId(out),
+            out_rows: vec![Range::new(0, rows)],
+            bias: None,
+            accumulate: Accumulate::Start,
+        })
+    };
+    let other = [1 - rank as u32];
+    // 200 rows of two bytes each way.
+    let part = GroupPart::from_splits([(200, &other[..])], [(200, other[0])]);
+    let sum = Op::GroupReduce(GroupReduce {
+        part: Arc::new(part),
+        tensors: vec![(BufferId(3), BufferId(4))],
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Start,
+        wire_dtype: DType::F16,
+        reduce_dtype: DType::F32,
+        arrive: None,
+    });
+    let stream = |name: &str, kind| StreamSpec { name: name.to_owned(), kind };
+    let mut ops = Vec::new();
+    let mut push = |stream: usize, label: &str, op: Op| {
+        ops.push(ProgramOp { stream: StreamId(stream), stage: None, label: label.to_owned(), op });
+    };
+    for layer in 0..layers {
+        push(0, "dx", product(200, 1));
+        push(0, "dx done", Op::Record(EventId(2 * layer)));
+        push(communication, "wait for dx", Op::Wait(EventId(2 * layer)));
+        push(communication, "all-reduce dx", sum.clone());
+        push(communication, "sums done", Op::Record(EventId(2 * layer + 1)));
+        push(0, "dweight", product(500, 2));
+        push(0, "wait for sums", Op::Wait(EventId(2 * layer + 1)));
+    }
+    Program {
+        name: "backward".into(),
+        rank,
+        world_size: 2,
+        streams: vec![
+            stream("compute", StreamKind::Compute),
+            stream("communication", StreamKind::Communication),
+        ],
+        buffers,
+        slots: Vec::new(),
+        num_events: 2 * layers,
+        num_barriers: 0,
+        num_signals: 0,
+        policy: OverlapPolicy::default(),
+        ops,
+    }
+}
+
+/// The usual example of what overlap is worth: 1,100 us a layer become 700, which is 38.4 ms of 96 layers.
+#[test]
+fn the_worked_example() {
+    let seconds = |layers: usize, communication: usize| {
+        let ranks = [0, 1].map(|rank| backward(rank, layers, communication));
+        simulate(&ranks, &Topology::flat(2), &microseconds()).unwrap().makespan()
+    };
+    let is = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-12, "{found} {expected}");
+    is(seconds(1, 0), 1100e-6);
+    is(seconds(1, 1), 700e-6);
+    is(seconds(96, 0) - seconds(96, 1), 38.4e-3);
+}
+
+fn spec(kind: LinearKind, activations: Activations, tokens: usize) -> LinearSpec {
+    let (in_features, out_features) = (8192, 8192);
+    LinearSpec { kind, activations, tokens, in_features, out_features, has_bias: false, dtype: DType::Bf16 }
+}
+
+fn sharing_h200() -> CostModel {
+    CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 }
+}
+
+/// On a GPU two streams alone overlap nothing: the product holds all multiprocessors. What starts communication first, or takes
+/// none, does.
+#[test]
+fn policies_do_what_they_do_on_a_gpu() {
+    let cost = sharing_h200();
+    let spec = spec(LinearKind::Column, Activations::Replicated, 8192);
+    let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1), &cost).unwrap();
+    let overlap = |policy: &str| {
+        let policy: OverlapPolicy = policy.parse().unwrap();
+        let lower = |rank| lower_linear_backward(&plan, rank, WeightGradient::Written, policy);
+        let ranks: Vec<Program> = (0..4).map(lower).collect();
+        simulate(&ranks, &Topology::flat(4), &cost).unwrap()
+    };
+    let sequential = overlap("sequential").makespan();
+    assert!(overlap("concurrent").makespan() > 0.99 * sequential);
+    assert!(overlap("priority").makespan() > 0.99 * sequential);
+    let ideal = overlap("copy-engine").makespan();
+    for policy in
+        ["kernel-barrier", "single-connection", "sm-margin=16", "kernel-barrier+sm-margin=16", "partition=16"]
+    {
+        let seconds = overlap(policy).makespan();
+        assert!(
+            seconds < 0.95 * sequential && seconds > ideal,
+            "{policy}: {seconds} of {sequential}, {ideal}"
+        );
+    }
+    // Products slow down by the workers that communication holds, and by no more.
+    let products = |policy: &str| overlap(policy).overlap().compute_seconds;
+    let (alone, beside) = (products("sequential"), products("kernel-barrier"));
+    assert!(beside > alone && beside < alone * 132.0 / 116.0, "{alone} {beside}");
+    let margin = products("kernel-barrier+sm-margin=16");
+    assert!((margin / alone - 132.0 / 116.0).abs() < 0.01, "{alone} {margin}");
+}
+
+/// Collectives that run at once share their link: an all-reduce in groups takes no less than its bytes.
+#[test]
+fn collectives_follow_each_other_on_a_link() {
+    let link = Link { alpha_seconds: 1e-6, ..CostModel::H200.link };
+    let cost = CostModel { matmul_flops_per_second: 1e18, link, ..sharing_h200() };
+    let spec = spec(LinearKind::Row, Activations::Replicated, 8192);
+    let seconds = |groups: usize, cost: &CostModel| {
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(groups), cost).unwrap();
+        let policy = "copy-engine".parse().unwrap();
+        let ranks: Vec<Program> = (0..4).map(|rank| lower_linear_forward(&plan, rank, policy)).collect();
+        simulate(&ranks, &Topology::flat(4), cost).unwrap().makespan()
+    };
+    let bytes = 2.0 * 0.75 * (8192 * 8192 * 2) as f64;
+    let moving = bytes / cost.link.bytes_per_second;
+    for groups in [1, 2, 8] {
+        let seconds = seconds(groups, &cost);
+        assert!(seconds >= moving && seconds < 1.4 * moving, "{groups}: {seconds} {moving}");
+    }
+    // Where nothing gets in each other's way, the way there and the way back do not either.
+    assert!(seconds(8, &CostModel { sharing: None, ..cost }) < 0.8 * moving);
+}
+
+/// One rank stands for all that do the same, on one node and on several.
+#[test]
+fn one_rank_stands_for_all() {
+    let cost = sharing_h200();
+    for (tp_size, ranks_per_node) in [(8, 8), (16, 8)] {
+        for kind in [LinearKind::Column, LinearKind::Row] {
+            let spec = spec(kind, Activations::SequenceParallel, 4096);
+            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Auto, &cost).unwrap();
+            for policy in ["sequential", "kernel-barrier", "copy-engine"] {
+                let lower = |rank| lower_linear_forward(&plan, rank, policy.parse().unwrap());
+                let all: Vec<Program> = (0..tp_size).map(lower).collect();
+                let topology = Topology { world_size: tp_size, ranks_per_node };
+                let whole = simulate(&all, &topology, &cost).unwrap();
+                let one = simulate(&all[..1], &topology, &cost).unwrap();
+                assert!((whole.makespan() / one.makespan() - 1.0).abs() < 1e-9, "{kind:?} {policy}");
+                assert_eq!(whole.spans.len(), tp_size * one.spans.len());
+            }
+        }
+    }
+}
+
+#[test]
+fn thousands_of_ranks_take_seconds() {
+    let cost = sharing_h200();
+    let begin = Instant::now();
+    let spec = spec(LinearKind::Row, Activations::SequenceParallel, 1 << 20);
+    let plan =
+        LinearPlan::new(spec, 4096, WaveGroups::Fixed(4), &cost).unwrap_or_else(|error| panic!("{error}"));
+    let topology = Topology { world_size: 4096, ranks_per_node: 8 };
+    let one = lower_linear_forward(&plan, 0, OverlapPolicy::default());
+    let seconds = simulate(&[one], &topology, &cost).unwrap().makespan();
+    assert!(seconds > 0.0 && begin.elapsed().as_secs_f64() < 5.0, "{:?}", begin.elapsed());
+}
