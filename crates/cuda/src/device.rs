@@ -241,6 +241,11 @@ impl Device {
         }
     }
 
+    /// The driver's handle.
+    pub(crate) fn handle(&self) -> CUdevice {
+        self.0.handle
+    }
+
     /// Who watches the memory around its buffers.
     pub(crate) fn guards(&self) -> &Guards {
         &self.0.guards

@@ -66,7 +66,8 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    LinearConfig, LinearInputs, LinearOutputs, LinearRun, random_linear_inputs, run_linear, run_linear_on,
+    CollectiveShape, LinearConfig, LinearInputs, LinearOutputs, LinearRun, MeasureError, MeasuredClock,
+    Repeats, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

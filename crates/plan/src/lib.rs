@@ -17,6 +17,7 @@ mod error;
 mod exchange;
 mod fingerprint;
 mod group_part;
+mod group_search;
 mod hierarchy;
 mod hosting;
 mod layout;
@@ -32,6 +33,8 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod transformer;
+mod tuning;
 mod wave_groups;
 mod work;
 mod worker_sharing;
@@ -49,6 +52,7 @@ pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
+pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::HostedWork;
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
@@ -60,12 +64,16 @@ pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use spec::{AttentionSpec, DType, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
-    DqTurns, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection, TileMerge,
-    TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
-    TileStatistics, TurnSpan,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
+    TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
+    TileSplit, TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
-pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
+pub use transformer::{LayerLinear, TransformerSpec};
+pub use tuning::{
+    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPlans, TunedShape, TuningError,
+};
+pub use wave_groups::{GroupFlow, LinkUse, PassCosts, PassCurves, ProductStart, WaveGroups, compositions};
 pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

@@ -5,11 +5,13 @@ use std::path::Path;
 use counterpoint_mask::{Band, Documents, Mask, Window};
 use counterpoint_plan::{AttentionWork, CostModel};
 
+type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
+
 /// Of one H200, `benches/runs/2026-11-22-h200-x2-whole`, as `bench attention` and (16k and 32k rows of 64:8 heads, without
 /// windows) `bench cp` on one rank had them: rows, query and key heads, then microseconds of the forward and of the backward
 /// with its delta, of the masks full, causal, block_causal, sw_causal, varlen_full, varlen_causal, varlen_block_causal.
 /// 0 where it was not measured.
-const MEASURED: [(usize, usize, usize, [f64; 7], [f64; 7]); 6] = [
+const MEASURED: [Measured; 6] = [
     (
         8192,
         16,

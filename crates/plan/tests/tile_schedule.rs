@@ -214,21 +214,25 @@ fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
 }
 
 /// The walked rows that a tile has unmasked pairs in, of each run as far as its bounds say.
-fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<std::ops::Range<i32>> {
+fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
     let forward = schedule.config().direction == TileDirection::Forward;
+    let range = |start: i32, end: i32| Range::new(start as usize, end as usize);
     let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
-        [] => std::iter::once(run.start..run.end).collect(),
-        bounds => bounds
-            .iter()
-            .map(|bound| if forward { bound.k_start..bound.k_end } else { bound.q_start..bound.q_end })
-            .collect::<Vec<_>>(),
+        [] => Vec::from([range(run.start, run.end)]),
+        bounds => {
+            let rows = bounds.iter().map(|bound| match forward {
+                true => range(bound.k_start, bound.k_end),
+                false => range(bound.q_start, bound.q_end),
+            });
+            rows.collect()
+        }
     });
     rows.collect()
 }
 
 fn walk_a_row_in_common(schedule: &TileSchedule, a: &Tile, b: &Tile) -> bool {
     let (a, b) = (walked_rows(schedule, a), walked_rows(schedule, b));
-    a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
+    a.iter().any(|a| b.iter().any(|b| a.overlaps(b)))
 }
 
 /// All that must hold for any schedule of `mask`.

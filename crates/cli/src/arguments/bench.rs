@@ -1,6 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value};
+use super::{
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value,
+};
 
 /// What to measure.
 #[derive(Debug, Subcommand)]
@@ -9,6 +11,7 @@ pub(crate) enum BenchCommand {
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
     Cp(BenchCpArguments),
+    Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
 }

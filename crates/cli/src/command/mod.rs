@@ -2,6 +2,7 @@
 
 mod attention;
 mod bench_attention;
+mod bench_bandwidth;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
@@ -17,7 +18,9 @@ mod prediction;
 mod pytorch;
 mod rank_machine;
 mod selftest;
+mod simulate;
 mod solution;
+mod tune;
 
 use counterpoint_cuda::collective_bench::BenchCollective;
 
@@ -40,6 +43,9 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::GroupReduce(arguments)) => {
             bench_collective::run(BenchCollective::GroupReduce, &arguments)
         }
+        Command::Bench(BenchCommand::Bandwidth(arguments)) => bench_bandwidth::run(&arguments),
+        Command::Simulate(command) => simulate::run(&command),
+        Command::Tune(command) => tune::run(&command),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

@@ -74,7 +74,7 @@ struct AttentionForwardRows {
                                         const Accumulators& acc) const {
     if (C::kSpan == Span::kStaged && arguments.end_acc != nullptr) {
       write_state(item, state, acc);
-    } else if (C::kSpan == Span::kStaged && item.partial >= 0) {
+    } else if (item.partial >= 0) {
       write_partial(item, state, acc);
     } else {
       write_result(item, state, acc);

@@ -19,17 +19,22 @@ struct AttentionForwardWalker {
 
   __device__ __forceinline__ bool more() const { return index < arguments.tile_count * arguments.heads; }
 
-  // Reads the tile of item `index` and its first run. Heads go by groups; within a group heaviest tiles first, all heads
-  // of the group for one tile after another.
+  // Reads the tile of item `index` and its first run. Heaviest tiles first, all heads of a group for one tile after
+  // another; the lightest tiles come after those of all groups.
   __device__ __forceinline__ void find() {
     if (!more()) return;
-    const u32 per_group = arguments.tile_count * arguments.heads_per_group;
-    const u32 group = index / per_group;
-    const u32 first = group * arguments.heads_per_group;
-    const u32 width = min(arguments.heads_per_group, arguments.heads - first);
-    const u32 within = index - group * per_group;
-    tile = arguments.tiles[within / width];
-    head = first + within % width;
+    const u32 grouped = arguments.grouped_tiles * arguments.heads;
+    u32 first_tile = arguments.grouped_tiles, first_head = 0, width = arguments.heads, within = index - grouped;
+    if (index < grouped) {
+      const u32 per_group = arguments.grouped_tiles * arguments.heads_per_group;
+      const u32 group = index / per_group;
+      first_tile = 0;
+      first_head = group * arguments.heads_per_group;
+      width = min(arguments.heads_per_group, arguments.heads - first_head);
+      within = index - group * per_group;
+    }
+    tile = arguments.tiles[first_tile + within / width];
+    head = first_head + within % width;
     if (tile.run_begin != tile.run_end) run = arguments.runs[tile.run_begin];
   }
 

@@ -11,8 +11,8 @@ constexpr u32 kRowBytes = 128;
 
 // What a launch may be a part of.
 enum class Span : u32 {
-  kWhole,   // nothing: items start from nothing and end in out and lse
-  kStaged,  // stages, or split tiles: the arguments say where items begin and end
+  kWhole,   // nothing: items start from nothing and end in out and lse, or as a part of a split tile
+  kStaged,  // stages: the arguments say where items begin and end
 };
 
 // What becomes of a product q k^T before it is a score.
@@ -68,7 +68,8 @@ struct AttentionForwardArguments {
   u32* queue;  // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
   u32 tile_count;
   u32 heads;            // heads_q / kPack
-  u32 heads_per_group;  // heads that are worked on together
+  u32 grouped_tiles;    // tiles that are worked on by one group of heads after another; the others by all together
+  u32 heads_per_group;
   u32 heads_per_key;    // heads that read one key head: heads / heads_kv
   u32 heads_q;
   u32 head_dim_v;
@@ -77,7 +78,6 @@ struct AttentionForwardArguments {
   float scale_log2;     // scale * log2(e)
   float softcap_scale;  // 2 * scale * log2(e) / softcap
   float softcap_log2;   // softcap * log2(e), 0 for none
-  u32 reserved;
 };
 
 // A tile of one head.

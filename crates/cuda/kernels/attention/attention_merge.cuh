@@ -5,7 +5,7 @@
 
 namespace counterpoint {
 
-// The kernel's parameter, shared with the host. Launch: x = split tiles, y = heads_q; any number of threads.
+// The kernel's parameter, shared with the host. Launch: x = split tiles, y = heads_q; z and the threads: any number.
 struct AttentionMergeArguments {
   const TileMerge* merges;
   const float* partial_out;  // [slots, tile_tokens, heads_q, head_dim_v]
@@ -25,7 +25,7 @@ __device__ __forceinline__ void attention_merge(const AttentionMergeArguments& a
   const u32 head = blockIdx.y;
   const u32 pieces = arguments.head_dim_v / 8;
   const u32 rows = u32(merge.end - merge.start);
-  for (u32 index = threadIdx.x; index < rows * pieces; index += blockDim.x) {
+  for (u32 index = blockIdx.z * blockDim.x + threadIdx.x; index < rows * pieces; index += gridDim.z * blockDim.x) {
     const u32 row = index / pieces, piece = index % pieces;
     const u64 place = (u64(u32(merge.start)) + row) * arguments.heads_q + head;
     const auto slot_place = [&](u32 slot) {

@@ -229,7 +229,7 @@ __device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, 
 
 // The two warpgroups that own keys.
 __device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
-  const u32 keys_k = operand(shared_address(shared.k[0]) + warpgroup * 64 * 128);
+  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
   const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
 
   u32 count = 0;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     float dk[kHeadDim / 2], dv[kHeadDim / 2];
     set_zero(dk);
     set_zero(dv);
-    mbarrier_wait(&shared.full_k[key_slot_of(flags)], key_parity_of(flags));
+    mbarrier_wait(&shared.full_k, item_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
       u32 p[kRows / 16][4], ds[kRows / 16][4];
@@ -261,8 +261,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       {
         float s[kRows / 2];
         wgmma_fence();
-        multiply_keys_rows(s, keys_k + key_slot_of(flags) * (kKeyBytes >> 4),
-                           operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
+        multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
         const bool bounded = flags & kBounded;
         u32 rows[2][kRows / 32];
@@ -275,14 +274,17 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         __syncwarp();
         // dK of the block before is done: its rows may go.
         wgmma_wait<1>();
-        if (!(flags & kFirst) && elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+        if (flags & kFirst) {
+          mbarrier_wait(&shared.full_v, item_parity_of(flags));
+        } else if (elect_one()) {
+          mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+        }
         wgmma_wait<0>();
         pin(s);
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
       }
       {
         float dp[kRows / 2];
-        if (flags & kFirst) mbarrier_wait(&shared.full_v, item_parity_of(flags));
         mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
         wgmma_fence();
         multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
@@ -331,14 +333,12 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       wgmma_wait<0>();
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     }
-    const Step& step = shared.steps[(count - 1) % kSteps];
-    // dv is done before dk.
-    wgmma_wait<1>();
-    pin(dv);
-    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
     wgmma_wait<0>();
     if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
     pin(dk);
+    pin(dv);
+    const Step& step = shared.steps[(count - 1) % kSteps];
+    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
     store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
     __syncwarp();
   }

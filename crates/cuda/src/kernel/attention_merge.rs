@@ -62,7 +62,9 @@ impl AttentionMerge {
             head_dim_v: problem.head_dim_v as u32,
             sink_rows,
         };
-        let grid = [schedule.merges().len() as u32, problem.heads_q as u32, 1];
+        // A thread for each piece of 8 columns: whoever waits for this kernel waits for the way to memory and back.
+        let pieces = tile_tokens * problem.head_dim_v as u32 / 8;
+        let grid = [schedule.merges().len() as u32, problem.heads_q as u32, pieces.div_ceil(THREADS)];
         let launch = Launch::new(grid, [THREADS, 1, 1]);
         let function = device.function(&source(device.arch(), problem.element))?;
         Ok(Self { function, merges, partial_out, partial_lse, launch, arguments })

@@ -31,6 +31,7 @@ mod row_merge;
 mod row_reduce;
 mod scalar;
 mod specialisation;
+mod start_litmus;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::{AttentionBackward, MissedTurn};
@@ -68,6 +69,7 @@ pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use start_litmus::StartLitmus;
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

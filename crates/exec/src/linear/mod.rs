@@ -1,5 +1,6 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
+mod clock;
 mod run;
 mod shard;
 
@@ -9,6 +10,7 @@ use counterpoint_schedule::Timeline;
 use crate::HostTensor;
 use crate::random::normal;
 
+pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.

@@ -80,8 +80,8 @@ pub fn plain_attention(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInpu
 }
 
 /// As [`plain_attention`], with gradients computed from the `out` that a run saved for its backward rather than from its own, and
-/// with scores' gradients rounded before they are scaled, as kernels do that scale a product and not its operand: two right
-/// roundings differ in every element, and twice the largest error of one says little about the other.
+/// rounded where kernels of matrix units round: weights before gradients of scores are made of them, and these before they are scaled.
+/// Two right roundings differ in every element, and twice the largest error of one says little about the other.
 ///
 /// # Panics
 /// As [`reference_attention`], and when `out` has another shape.
@@ -96,10 +96,10 @@ pub(crate) fn plain_attention_from(
 }
 
 fn plain(mask: &Mask, spec: &AttentionSpec, inputs: &AttentionInputs, saved: Option<Vec<f64>>) -> Reference {
-    let scaled = if saved.is_some() { Scaled::Product } else { Scaled::Operand };
+    let rounding = if saved.is_some() { Rounding::Kernels } else { Rounding::Operands };
     match spec.dtype {
         DType::F64 => Dense::<f64>::new(mask, spec, inputs, DType::F64).run(saved),
-        dtype => Dense { scaled, ..Dense::<f32>::new(mask, spec, inputs, dtype) }.run(saved),
+        dtype => Dense { rounding, ..Dense::<f32>::new(mask, spec, inputs, dtype) }.run(saved),
     }
 }
 
@@ -139,16 +139,16 @@ struct Dense<'a, A> {
     sink: Vec<A>,
     dout: Option<Vec<A>>,
     round_to: DType,
-    scaled: Scaled,
+    rounding: Rounding,
 }
 
-/// Where the scale of the scores is multiplied in.
+/// What is rounded on the way to gradients of scores.
 #[derive(Clone, Copy, PartialEq)]
-enum Scaled {
-    /// Into gradients of scores, before they are rounded.
-    Operand,
-    /// After that.
-    Product,
+enum Rounding {
+    /// They alone, scaled, as a matrix product takes them.
+    Operands,
+    /// Weights, which wait for them in f16 whatever the type is, and they before they are scaled.
+    Kernels,
 }
 
 /// Results of the rows of one query head.
@@ -198,7 +198,7 @@ impl<'a, A: Real> Dense<'a, A> {
                 .as_ref()
                 .map(|dout| read("dout", dout, [seqlen_q, spec.heads_q, spec.head_dim_v])),
             round_to,
-            scaled: Scaled::Operand,
+            rounding: Rounding::Operands,
         }
     }
 
@@ -392,10 +392,12 @@ impl<'a, A: Real> Dense<'a, A> {
                     let (score, slope) = self.score(row, col, head);
                     let p = exp(score - lse[at]);
                     let dp = dot(dout, self.v_row(col, kv));
-                    let ds = p * (dp - delta[at]) * slope * scale;
-                    let ds_operand = match self.scaled {
-                        Scaled::Operand => operand(ds, self.round_to),
-                        Scaled::Product => operand(p * (dp - delta[at]) * slope, self.round_to) * scale,
+                    let ds_operand = match self.rounding {
+                        Rounding::Operands => operand(p * (dp - delta[at]) * slope * scale, self.round_to),
+                        Rounding::Kernels => {
+                            let weight = operand(p * slope, DType::F16);
+                            operand(weight * (dp - delta[at]), self.round_to) * scale
+                        }
                     };
                     let p_operand = operand(p, self.round_to);
                     add_scaled(dq, ds_operand, self.k_row(col, kv));

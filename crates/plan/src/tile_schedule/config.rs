@@ -53,7 +53,8 @@ pub enum TileOrder {
     Chains,
 }
 
-/// Splitting tiles along the walked axis when they are too few to keep a device busy. The parts' results are merged after.
+/// Splitting tiles along the walked axis when they are too few to keep a device busy, or when the last ones would keep only a part
+/// of it busy. The parts' results are merged after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TileSplit {
     /// CTAs that run at a time.

@@ -5,7 +5,9 @@ mod config;
 mod coverage;
 mod error;
 mod fit;
+mod head_groups;
 mod layout;
+mod list_time;
 mod split;
 mod statistics;
 mod sweep;
@@ -15,6 +17,7 @@ mod walked;
 
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use error::TileScheduleError;
+pub use head_groups::HeadGroups;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
 pub use statistics::TileStatistics;
 pub use turns::{DqTurns, TurnSpan};
@@ -22,7 +25,7 @@ pub use turns::{DqTurns, TurnSpan};
 use counterpoint_mask::{Band, Range};
 
 use chains::Chains;
-use split::Parts;
+use split::{Cut, Parts};
 use sweep::Sweep;
 use walk::Walk;
 
@@ -135,10 +138,9 @@ impl TileSchedule {
         let area = turned.iter().map(Band::area).sum();
         let (config, merges) = (*config, Vec::new());
         let mut schedule = Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0 };
-        if let Some(part) =
-            config.split.and_then(|split| split::part_blocks(&schedule.tiles, config.block, &split))
+        if let Some(cuts) = config.split.and_then(|split| split::cuts(&schedule.tiles, config.block, &split))
         {
-            schedule.split(part);
+            schedule.split(&cuts);
         }
         match config.order {
             TileOrder::Work => sort_by_work(&mut schedule.tiles),
@@ -147,10 +149,10 @@ impl TileSchedule {
         Ok(schedule)
     }
 
-    fn split(&mut self, part: usize) {
+    fn split(&mut self, cuts: &[Cut]) {
         let direction = self.config.direction;
         let parts =
-            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, part, |bound, run| {
+            Parts::new(&self.tiles, &self.runs, &self.bounds, self.config.block, cuts, |bound, run| {
                 bound.clip(direction, run)
             });
         (self.tiles, self.runs, self.bounds) = (parts.tiles, parts.runs, parts.bounds);

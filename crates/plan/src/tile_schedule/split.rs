@@ -1,5 +1,6 @@
 //! Splitting tiles along the walked axis.
 
+use super::list_time::list_time;
 use super::{TILE_COST, Tile, TileBound, TileMerge, TileRun, TileSplit};
 
 /// A part of fewer blocks would wait for its first block longer than it computes.
@@ -11,18 +12,68 @@ const PART_COST: u64 = 2 * TILE_COST;
 /// What merging costs in all, in columns: the launch of one more kernel.
 const MERGE_COST: u64 = 400;
 
-/// The most blocks of a part when splitting pays. `None` when it does not.
-pub(super) fn part_blocks(tiles: &[Tile], block: usize, split: &TileSplit) -> Option<usize> {
+/// After so many rounds of all workers an incomplete last one is not worth mending.
+const MOST_ROUNDS: usize = 64;
+
+/// How one tile is cut: a first part of `first` blocks, if any, and `parts` equal parts of the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Cut {
+    first: usize,
+    parts: usize,
+}
+
+impl Cut {
+    const WHOLE: Self = Self { first: 0, parts: 1 };
+
+    fn equal(parts: usize) -> Self {
+        Self { first: 0, parts }
+    }
+
+    /// Blocks of the parts, when there are `blocks` in all.
+    fn sizes(self, blocks: usize) -> impl Iterator<Item = usize> {
+        let Self { first, parts } = self;
+        let rest = blocks - first;
+        let equal = (0..parts).map(move |index| rest * (index + 1) / parts - rest * index / parts);
+        (first > 0).then_some(first).into_iter().chain(equal)
+    }
+
+    fn count(self) -> usize {
+        self.parts + usize::from(self.first > 0)
+    }
+}
+
+/// How to cut each of `tiles` when splitting pays: those that alone take longer than everybody's share, or else some at the
+/// end, when a last round would keep too few workers busy. `None` when it does not.
+pub(super) fn cuts(tiles: &[Tile], block: usize, split: &TileSplit) -> Option<Vec<Cut>> {
     let mut blocks: Vec<usize> =
         tiles.iter().map(|tile| tile.blocks as usize).filter(|&blocks| blocks > 0).collect();
     blocks.sort_unstable_by(|a, b| b.cmp(a));
     let longest = *blocks.first()?;
     // What every worker has to do when all finish together.
     let share = (blocks.iter().sum::<usize>() * split.heads).div_ceil(split.workers);
-    if longest < 2 * LEAST_PART || longest <= share {
+    if longest < 2 * LEAST_PART {
         return None;
     }
-    let makespan = |part: usize| makespan(&blocks, block, split, part);
+    if longest > share {
+        let part = long_tiles(&blocks, block, split, share)?;
+        return Some(
+            tiles.iter().map(|tile| Cut::equal((tile.blocks as usize).div_ceil(part).max(1))).collect(),
+        );
+    }
+    let (count, shape) = last_round(&blocks, block, split)?;
+    let mut last: Vec<usize> = (0..tiles.len()).filter(|&index| tiles[index].blocks > 0).collect();
+    last.sort_by_key(|&index| tiles[index].blocks);
+    let mut cuts = vec![Cut::WHOLE; tiles.len()];
+    for &index in &last[..count] {
+        cuts[index] = shape.of(tiles[index].blocks as usize);
+    }
+    Some(cuts)
+}
+
+/// The most blocks of a part when splitting all longer tiles pays. `blocks` are those of every tile, most first.
+fn long_tiles(blocks: &[usize], block: usize, split: &TileSplit, share: usize) -> Option<usize> {
+    let longest = *blocks.first()?;
+    let makespan = |part: usize| makespan(blocks, block, split, part);
     let most = (longest / LEAST_PART).min(2 * longest.div_ceil(share) + 2);
     let choices: Vec<(u64, usize)> =
         (2..=most).map(|parts| longest.div_ceil(parts)).map(|part| (makespan(part), part)).collect();
@@ -30,6 +81,74 @@ pub(super) fn part_blocks(tiles: &[Tile], block: usize, split: &TileSplit) -> Op
     // Partial results take memory and merging, so a little time is no reason for more parts.
     let (found, part) = *choices.iter().find(|&&(found, _)| found <= least + least / 16)?;
     (found + MERGE_COST < makespan(longest)).then_some(part)
+}
+
+/// A way to cut tiles of any length: `sixteenths` of the blocks first, the rest in `parts` equal parts.
+#[derive(Clone, Copy, Debug)]
+struct CutShape {
+    sixteenths: usize,
+    parts: usize,
+}
+
+impl CutShape {
+    fn of(self, blocks: usize) -> Cut {
+        Cut { first: blocks * self.sixteenths / 16, parts: self.parts }
+    }
+
+    /// Equal parts, or a large one for those who have something to do anyway and small ones for those who have not.
+    fn all() -> impl Iterator<Item = Self> {
+        let equal = [2, 3, 4, 5, 6, 8, 12, 16].map(|parts| Self { sixteenths: 0, parts });
+        let unlike = (2..15).flat_map(|sixteenths| (1..5).map(move |parts| Self { sixteenths, parts }));
+        equal.into_iter().chain(unlike)
+    }
+}
+
+/// How many of the shortest tiles to cut, and how, when that ends a launch earlier whose last round would keep too few workers
+/// busy: tiles of one length on a number of workers that does not divide their number. `blocks` are those of every tile, most
+/// first.
+fn last_round(blocks: &[usize], block: usize, split: &TileSplit) -> Option<(usize, CutShape)> {
+    let TileSplit { workers, heads } = *split;
+    let items = blocks.len() * heads;
+    if items > MOST_ROUNDS * workers {
+        return None;
+    }
+    let cost = |blocks: usize| (blocks * block) as u64;
+    let time = |cut: usize, shape: CutShape| {
+        let (whole, cut) = blocks.split_at(blocks.len() - cut);
+        let mut costs: Vec<(u64, usize)> =
+            whole.iter().map(|&blocks| (cost(blocks) + TILE_COST, heads)).collect();
+        for &blocks in cut {
+            costs.extend(shape.of(blocks).sizes(blocks).map(|blocks| (cost(blocks) + PART_COST, heads)));
+        }
+        costs.sort_unstable_by(|a, b| b.cmp(a));
+        list_time(costs, workers)
+    };
+    let whole = time(0, CutShape { sixteenths: 0, parts: 1 });
+    let all = blocks.iter().map(|&blocks| cost(blocks) + TILE_COST).sum::<u64>() * heads as u64;
+    // Partial results take memory, and only a part of what is expected comes true: power is short, and idle workers save it. What
+    // cannot be gained is not looked for.
+    let least_gain = MERGE_COST + whole / 64;
+    if all / workers as u64 + least_gain >= whole {
+        return None;
+    }
+    // Tiles that the incomplete round consists of, or some more.
+    let incomplete = (items % workers).div_ceil(heads).max(1);
+    let most = incomplete.max((items % workers + workers / 4) / heads).min(blocks.len());
+    let mut choices = Vec::new();
+    for count in incomplete..=most {
+        let shortest = &blocks[blocks.len() - count..];
+        for shape in CutShape::all() {
+            let long_enough = |&blocks: &usize| shape.of(blocks).sizes(blocks).all(|part| part >= LEAST_PART);
+            if shortest.iter().all(long_enough) {
+                let partials: usize = shortest.iter().map(|&blocks| shape.of(blocks).count()).sum();
+                choices.push((time(count, shape), partials, count, shape));
+            }
+        }
+    }
+    let least = choices.iter().map(|choice| choice.0).min()?;
+    let good = choices.iter().filter(|choice| choice.0 <= least + whole / 256);
+    let &(found, _, count, shape) = good.min_by_key(|choice| (choice.1, choice.0))?;
+    (found + least_gain < whole).then_some((count, shape))
 }
 
 /// A lower bound, in columns, of the time until all workers have finished, which handing out the longest first comes close
@@ -70,22 +189,21 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Splits every tile of more than `part` blocks into as few parts of equal blocks as have no more than that.
+    /// Cuts each of `tiles` as the one of `cuts` says.
     pub(super) fn new(
         tiles: &[Tile],
         runs: &[TileRun],
         bounds: &[TileBound],
         block: usize,
-        part: usize,
+        cuts: &[Cut],
         clip: impl Fn(&TileBound, &TileRun) -> Option<TileBound>,
     ) -> Self {
         let mut split = Self::default();
-        for tile in tiles {
-            let blocks = tile.blocks as usize;
-            let parts = blocks.div_ceil(part).max(1);
-            let slot = split.slots;
-            for index in 0..parts {
-                let (first, end) = (blocks * index / parts, blocks * (index + 1) / parts);
+        for (tile, cut) in tiles.iter().zip(cuts) {
+            let (parts, slot) = (cut.count(), split.slots);
+            let mut first = 0;
+            for (index, size) in cut.sizes(tile.blocks as usize).enumerate() {
+                let end = first + size;
                 let run_begin = split.runs.len() as u32;
                 split.cut(
                     &runs[tile.run_begin as usize..tile.run_end as usize],
@@ -103,6 +221,7 @@ impl Parts {
                     blocks: (end - first) as u32,
                     ..*tile
                 });
+                first = end;
             }
             if parts > 1 {
                 split.slots += parts as u32;

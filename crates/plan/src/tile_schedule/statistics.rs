@@ -1,9 +1,7 @@
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
-
 use serde::{Deserialize, Serialize};
 
-use super::{TILE_COST, TileSchedule};
+use super::list_time::list_time;
+use super::{TILE_COST, Tile, TileSchedule};
 
 /// Figures of a [`TileSchedule`], for reports and for choosing sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -56,18 +54,7 @@ impl TileSchedule {
     /// # Panics
     /// When there is no worker.
     pub fn makespan(&self, workers: usize, heads: usize) -> u64 {
-        assert!(workers > 0, "no worker never finishes");
-        let mut free: BinaryHeap<Reverse<u64>> = (0..workers).map(|_| Reverse(0)).collect();
-        let mut end = 0;
-        for tile in &self.tiles {
-            let cost = u64::from(tile.blocks) * self.config.block as u64 + TILE_COST;
-            for _ in 0..heads {
-                if let Some(mut first) = free.peek_mut() {
-                    first.0 += cost;
-                    end = end.max(first.0);
-                }
-            }
-        }
-        end
+        let cost = |tile: &Tile| u64::from(tile.blocks) * self.config.block as u64 + TILE_COST;
+        list_time(self.tiles.iter().map(|tile| (cost(tile), heads)), workers)
     }
 }

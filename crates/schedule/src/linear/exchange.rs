@@ -3,6 +3,7 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearPlan};
 
+use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce, Op, ReduceOp, RowBlock, StreamId,
@@ -73,7 +74,7 @@ impl GatheredTokens {
                 wire_dtype: plan.spec.dtype,
                 arrive: barrier,
             };
-            p.push(stream, Some(group + 1), "all-gather", Op::GroupCast(op));
+            p.push(stream, Some(group + 1), GATHER, Op::GroupCast(op));
             (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
         });
         Self { own, groups: groups.collect(), barrier }
@@ -205,7 +206,7 @@ impl ReducedTokens {
             reduce_dtype: dtype.accumulator(),
             arrive: self.barrier,
         };
-        p.push(self.reduce, here, "reduce-scatter", Op::GroupReduce(op));
+        p.push(self.reduce, here, REDUCE, Op::GroupReduce(op));
         self.started += 1;
         let mut end = (sum, p.mark(self.reduce, here, "sums done"));
         if let (Some(gather), Some(all)) = (self.gather, self.replicated) {
@@ -216,7 +217,7 @@ impl ReducedTokens {
                 wire_dtype: dtype,
                 arrive: None,
             };
-            p.push(gather, here, "all-gather", Op::GroupCast(op));
+            p.push(gather, here, GATHER, Op::GroupCast(op));
             end = (all, p.mark(gather, here, "sums everywhere"));
         }
         self.done.push(end);

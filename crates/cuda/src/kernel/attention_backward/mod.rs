@@ -287,6 +287,7 @@ impl AttentionBackward {
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             ordered_from: if self.mode.continues_dq { 1 } else { 2 },
+            heads_at_a_time: heads_kv as u32,
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
             rows_q: rows_q as u32,

@@ -140,8 +140,10 @@ pub(super) fn class_ends(tiles: &[Tile]) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use bytemuck::Zeroable;
+    use counterpoint_mask::Mask;
 
     use super::*;
+    use crate::kernel::ElementType;
 
     fn tiles(blocks: impl IntoIterator<Item = u32>) -> Vec<Tile> {
         blocks.into_iter().map(|blocks| Tile { blocks, ..Tile::zeroed() }).collect()
@@ -165,6 +167,40 @@ mod tests {
         assert_eq!(stretch(&tiles([128; 9])), STRETCH);
         assert_eq!(stretch(&tiles([0])), 1);
         assert_eq!(stretch(&[]), STRETCH);
+    }
+
+    #[test]
+    fn only_what_stages_share_is_cut_where_they_are() {
+        let mode = |rounds_keys| BackwardMode { continues_dq: false, rounds_queries: true, rounds_keys };
+        let mask: Mask = "varlen-full:lengths=100,300".parse().unwrap();
+        let mut problem = AttentionProblem {
+            rows_q: 400,
+            rows_k: 400,
+            heads_q: 1,
+            heads_kv: 1,
+            head_dim: 128,
+            head_dim_v: 128,
+            element: ElementType::Bf16,
+            bands: mask.bands().collect::<Vec<_>>().into(),
+            scale: 1.0,
+            softcap: None,
+            sm_margin: 0,
+            deterministic: false,
+        };
+        assert_eq!(DqSums::of(&problem, mode(true)), DqSums::AsTheyCome);
+        problem.deterministic = true;
+        assert_eq!(DqSums::of(&problem, mode(true)), DqSums::InOrder);
+        assert_eq!(DqSums::of(&problem, mode(false)), DqSums::AcrossStages);
+        let shape = BackwardShape::of(128, 128, false).unwrap();
+        let starts = |sums| {
+            let schedule = shape.schedule(&problem, sums).unwrap();
+            let mut starts: Vec<i32> = schedule.tiles().iter().map(|tile| tile.start).collect();
+            starts.sort_unstable();
+            (starts, schedule.dq_turns().is_some())
+        };
+        assert_eq!(starts(DqSums::AcrossStages), (vec![0, 128, 256, 384], true));
+        assert_eq!(starts(DqSums::InOrder), (vec![0, 100, 144, 272], true));
+        assert_eq!(starts(DqSums::AsTheyCome), (vec![0, 100, 144, 272], false));
     }
 
     #[test]

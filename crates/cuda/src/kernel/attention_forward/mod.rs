@@ -5,6 +5,7 @@ mod source;
 
 use std::f32::consts::LOG2_E;
 
+use counterpoint_plan::HeadGroups;
 use shape::{ForwardShape, Freedom};
 pub(super) use source::specialisations;
 use source::{ForwardChoice, Scores, Span};
@@ -28,6 +29,7 @@ pub struct AttentionForward {
     mode: ForwardMode,
     shape: ForwardShape,
     schedule: DeviceSchedule,
+    groups: HeadGroups,
     queue: DeviceBuffer,
     merge: Option<AttentionMerge>,
     launch: Launch,
@@ -57,6 +59,7 @@ struct AttentionForwardArguments {
     queue: u64,
     tile_count: u32,
     heads: u32,
+    grouped_tiles: u32,
     heads_per_group: u32,
     heads_per_key: u32,
     heads_q: u32,
@@ -66,7 +69,6 @@ struct AttentionForwardArguments {
     scale_log2: f32,
     softcap_scale: f32,
     softcap_log2: f32,
-    reserved: u32,
 }
 
 const NO_STATE: StateTensors = StateTensors { acc: 0, row_max: 0, row_sum: 0 };
@@ -92,16 +94,10 @@ impl AttentionForward {
             Scores::Scaled if whole => Freedom::Any,
             Scores::Scaled => Freedom::Small,
         };
-        let chosen = |freedom| {
-            shape::choose(problem, dims, freedom, workers, whole).map_err(|error| refused(error.to_string()))
-        };
-        let (mut shape, mut schedule) = chosen(freedom)?;
-        if schedule.partials() > 0 && freedom == Freedom::Any {
-            // Only small blocks are compiled for split tiles.
-            (shape, schedule) = chosen(Freedom::Small)?;
-        }
-        let span =
-            if freedom == Freedom::Any && schedule.partials() == 0 { Span::Whole } else { Span::Staged };
+        let (shape, schedule) = shape::choose(problem, dims, freedom, workers, whole)
+            .map_err(|error| refused(error.to_string()))?;
+        let groups = shape::head_groups(problem, shape, &schedule, workers);
+        let span = if freedom == Freedom::Any { Span::Whole } else { Span::Staged };
         let choice = ForwardChoice { shape, element: problem.element, span, scores };
         let function = device.function(&choice.source())?;
 
@@ -117,7 +113,7 @@ impl AttentionForward {
         let launch = Launch::linear(items.min(workers), shape.threads())
             .shared_bytes(shape.shared_bytes())
             .start(LaunchStart::Overlapping);
-        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, queue, merge, launch })
+        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, groups, queue, merge, launch })
     }
 
     /// What `row_max` of a state is multiplied by to be that of base 2.
@@ -204,7 +200,8 @@ impl AttentionForward {
             queue: self.queue.address(),
             tile_count: self.schedule.tile_count(),
             heads,
-            heads_per_group: shape::heads_per_group(problem, shape.pack).min(heads),
+            grouped_tiles: self.groups.tiles as u32,
+            heads_per_group: self.groups.heads as u32,
             heads_per_key: heads / heads_kv as u32,
             heads_q: heads_q as u32,
             head_dim_v: head_dim_v as u32,
@@ -213,7 +210,6 @@ impl AttentionForward {
             scale_log2: problem.scale * LOG2_E,
             softcap_scale: problem.softcap.map_or(0.0, |softcap| 2.0 * problem.scale * LOG2_E / softcap),
             softcap_log2: problem.softcap.map_or(0.0, |softcap| softcap * LOG2_E),
-            reserved: 0,
         })
     }
 }
@@ -254,6 +250,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             queue,
             tile_count,
             heads,
+            grouped_tiles,
             heads_per_group,
             heads_per_key,
             heads_q,
@@ -263,7 +260,6 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             scale_log2,
             softcap_scale,
             softcap_log2,
-            reserved,
         }
     )]
 }
