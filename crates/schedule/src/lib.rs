@@ -28,9 +28,9 @@ pub use policy::{
 };
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BarrierId, BufferId, BufferRole, BufferSpec, ColumnSum, EventId, ForwardBegin, ForwardEnd, Gemm,
-    GemmLayout, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock, SignalId, StreamId,
-    StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, EventId, ForwardBegin, ForwardEnd,
+    Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock,
+    SignalId, StreamId, StreamKind, StreamSpec,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -8,6 +8,8 @@ mod bench;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
+mod bench_gemm_collective;
+mod bench_tp;
 mod doctor;
 mod mask;
 mod plan;
@@ -28,6 +30,8 @@ pub(crate) use bench::{
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
+pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
+pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -91,6 +95,7 @@ Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
   counterpoint bench gemm --device cuda
+  counterpoint bench gemm-collective --device cuda
   counterpoint bench cp
   counterpoint bench group-cast -b 1M -e 1G -f 4
   counterpoint bench plan --json > rows.jsonl"

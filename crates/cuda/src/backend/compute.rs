@@ -52,6 +52,9 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            // Where the transport has no kernel that communicates too.
+            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
@@ -126,6 +129,11 @@ impl<'a> Prepare<'a> {
             WorkerShare::Common => 0,
         };
         workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// Whether the Program's operations follow each other.
+    pub(super) fn has_one_stream(&self) -> bool {
+        self.program.streams.len() == 1
     }
 
     /// Has the end of every run ask whether a turn was missed.

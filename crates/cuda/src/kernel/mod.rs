@@ -48,8 +48,9 @@ pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmRows, GemmShape,
-    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
+    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape,
+    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

@@ -12,7 +12,7 @@ mod long;
 mod subject;
 
 pub use cache::selftest_cache;
-pub use faults::selftest_faults;
+pub use faults::{selftest_faults, selftest_isolation};
 pub use gemm::selftest_gemm;
 pub use graph::selftest_graphs;
 pub use guard::selftest_guard;

@@ -5,7 +5,7 @@ use std::time::Instant;
 use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_gemm, selftest_graphs, selftest_guard,
-    selftest_links, selftest_long,
+    selftest_isolation, selftest_links, selftest_long,
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
@@ -140,6 +140,10 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         }
     }
     let Some(nvlink) = nvlink else { return Ok(()) };
+    if ledger.section("faults: isolated GPUs") {
+        let checks = selftest_isolation(nvlink.machine());
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
     if ledger.section("attention on several GPUs") {
         let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
