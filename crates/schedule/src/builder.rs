@@ -47,6 +47,11 @@ impl ProgramBuilder {
         BufferId(self.program.buffers.len() - 1)
     }
 
+    /// Rows of a buffer.
+    pub(crate) fn rows(&self, buffer: BufferId) -> usize {
+        self.program.buffers[buffer.0].rows()
+    }
+
     /// Has `buffer` take its turn in a slot: the first one opens it.
     pub(crate) fn share(&mut self, slot: &mut Option<usize>, buffer: BufferId) {
         let index = *slot.get_or_insert_with(|| {

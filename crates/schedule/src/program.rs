@@ -165,7 +165,8 @@ pub enum ForwardEnd {
     Result {
         /// `[seqlen_sink, heads_q]`, accumulator type.
         sink: Option<BufferId>,
-        /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+        /// `[q_rows, heads_q, head_dim_v]`: in the tensors' type, or in the accumulator type where it is a share that is
+        /// merged with others.
         out: BufferId,
         /// `[q_rows, heads_q]`, accumulator type, natural logarithm.
         lse: BufferId,
@@ -191,6 +192,24 @@ pub struct AttentionForward {
     pub scale: f64,
     /// 0 for none.
     pub softcap: f64,
+}
+
+/// The results of rows whose shares are merged: brings in the sink, which enters once a row, and rounds. Rows that it does not
+/// name stay as they are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionFinish {
+    /// `[rows, heads_q, head_dim_v]`, accumulator type: the merged shares, of keys alone.
+    pub merged_out: BufferId,
+    /// `[rows, heads_q]`, accumulator type, natural logarithm.
+    pub merged_lse: BufferId,
+    /// `[seqlen_sink, heads_q]`, accumulator type.
+    pub sink: Option<BufferId>,
+    /// Which rows of `out` and `lse` they are: ascending, disjoint.
+    pub rows: Arc<[Range]>,
+    /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+    pub out: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub lse: BufferId,
 }
 
 /// `delta = rowsum(dout * out)`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
@@ -364,6 +383,8 @@ pub struct ColumnSum {
 pub enum Op {
     /// A stage of the attention forward.
     AttentionForward(AttentionForward),
+    /// The results of rows whose shares are merged.
+    AttentionFinish(AttentionFinish),
     /// The row statistic of the backward.
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
@@ -393,6 +414,15 @@ pub enum Op {
         srcs: Vec<BufferId>,
         /// Destination, with the rows of all of them.
         dst: BufferId,
+    },
+    /// Copies the rows of `src`, one after the other, to some rows of `dst`, converting the element type.
+    PlaceRows {
+        /// Source.
+        src: BufferId,
+        /// Destination, of the same row shape; rows that are not named stay as they are.
+        dst: BufferId,
+        /// The destination's rows, as many as `src` has: ascending, disjoint.
+        rows: Arc<[Range]>,
     },
     /// Copies the first `rows` rows of `src` to the first rows of `dst`, whose other rows stay as they are.
     CopyRows {

@@ -227,12 +227,23 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             // Read and written.
             2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
         }
+        Op::AttentionFinish(op) => {
+            placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
+        }
+        Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
         }
     };
     cost.launch_seconds + work
+}
+
+/// Bytes read and written where all rows of `src` become rows of `dst`.
+fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
+    let (src, dst) = (&program.buffers[src.0], &program.buffers[dst.0]);
+    let elements = src.rows() * src.row_elements();
+    (elements * (src.dtype.size() + dst.dtype.size())) as f64
 }
 
 fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {

@@ -119,6 +119,12 @@ impl Op {
                 }
                 out
             }
+            Op::AttentionFinish(op) => {
+                // Rows that it does not name stay as they are, so what was there counts.
+                let mut out = vec![op.merged_out, op.merged_lse, op.out, op.lse];
+                out.extend(op.sink);
+                out
+            }
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.out, op.dout, op.lse];
                 if let Some((sink, _)) = op.sink {
@@ -156,6 +162,7 @@ impl Op {
             }
             Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
+            Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -169,6 +176,7 @@ impl Op {
                 ForwardEnd::State(state) => state.buffers().to_vec(),
                 ForwardEnd::Result { out, lse, .. } => vec![out, lse],
             },
+            Op::AttentionFinish(op) => vec![op.out, op.lse],
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.delta];
                 out.extend(op.sink.map(|(_, dsink)| dsink));
@@ -193,7 +201,10 @@ impl Op {
                 out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
                 out
             }
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::CopyRows { dst, .. } => vec![*dst],
+            Op::Cast { dst, .. }
+            | Op::Concat { dst, .. }
+            | Op::CopyRows { dst, .. }
+            | Op::PlaceRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }

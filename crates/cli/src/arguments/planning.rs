@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, DispatchAlgorithm, StageCount};
+use counterpoint_plan::{DType, DispatchAlgorithm, QueryExchange, StageCount};
 
 use super::value;
 
@@ -21,6 +21,10 @@ pub(crate) struct PlanningArguments {
     /// everything has arrived
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
+
+    /// Whether queries that see many keys of other ranks may travel to these keys instead
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = value::query_exchange())]
+    pub(crate) query_exchange: QueryExchange,
 
     /// What the machine does, as `doctor --calibrate` writes it; left out, what was measured here and kept, if anything
     #[arg(long, value_name = "FILE")]

@@ -6,8 +6,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{
-    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, StageCount, TransformerSpec,
-    WaveGroups,
+    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, QueryExchange, StageCount,
+    TransformerSpec, WaveGroups,
 };
 use counterpoint_schedule::OverlapPolicy;
 
@@ -253,6 +253,18 @@ pub(crate) const DISPATCHES: [(&str, DispatchAlgorithm); 4] = [
 /// A dispatch algorithm.
 pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAlgorithm> {
     named(DISPATCHES)
+}
+
+/// When queries travel.
+const QUERY_EXCHANGES: [(&str, QueryExchange); 3] = [
+    ("auto", QueryExchange::Auto),
+    ("fewest-bytes", QueryExchange::FewestBytes),
+    ("never", QueryExchange::Never),
+];
+
+/// When queries travel.
+pub(crate) fn query_exchange() -> impl TypedValueParser<Value = QueryExchange> {
+    named(QUERY_EXCHANGES)
 }
 
 /// The element types as the command line names them.

@@ -2,6 +2,7 @@
 
 mod attention;
 mod attention_backward;
+mod attention_finish;
 mod buffer;
 mod clock;
 mod compute;
