@@ -4,7 +4,7 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 12] = [
+const LEVELS: [&str; 13] = [
     "",
     "attention",
     "plan",
@@ -13,6 +13,7 @@ const LEVELS: [&str; 12] = [
     "bench plan",
     "bench attention",
     "bench cp",
+    "bench tp",
     "bench group-cast",
     "bench group-reduce",
     "selftest",

@@ -2,7 +2,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
     BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
-    BenchGemmCollectiveArguments, Device, value,
+    BenchGemmCollectiveArguments, BenchTpArguments, Device, value,
 };
 
 /// What to measure.
@@ -13,6 +13,7 @@ pub(crate) enum BenchCommand {
     Gemm(BenchGemmArguments),
     GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
+    Tp(BenchTpArguments),
     Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),

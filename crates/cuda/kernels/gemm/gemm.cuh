@@ -22,7 +22,7 @@ struct GemmToMemory {
   static constexpr u32 kConsumerRegisters = 232;
   const GemmArguments& arguments;
 
-  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void begin(GemmShared<C>&) const {}
   __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
@@ -184,6 +184,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
       mbarrier_init(&shared.empty[i], 2 * 4 * kGemmConsumers);
     }
     for (u32 g = 0; g < kGemmConsumers; ++g) {
+      shared.heralds[g].stored = shared.heralds[g].told = 0;
       for (u32 i = 0; i < 2; ++i) {
         mbarrier_init(&shared.chunk_full[g][i], 4);
         mbarrier_init(&shared.chunk_empty[g][i], 1);
@@ -197,7 +198,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
     if (threadIdx.x == 0) gemm_load<C>(arguments, shared, ends);
     if (threadIdx.x == 32) ends.store(shared, 0);
     if (threadIdx.x == 64) ends.store(shared, 1);
-    if (uniform(threadIdx.x / 32) == 3) ends.begin();
+    if (uniform(threadIdx.x / 32) == 3) ends.begin(shared);
   } else {
     registers_increase<Ends::kConsumerRegisters>();
     GemmConsumer<C, Ends> consumer{arguments, shared, ends};

@@ -48,8 +48,14 @@ struct GemmFromRanks {
 
   __device__ __forceinline__ u64 call() const { return gathering.link.state->calls + 1; }
 
+  // Blocks of rows go to groups of CTAs in turn: a fence for the whole system takes its turn among those of all multiprocessors
+  // (about 0.2 us each), and every CTA of a group makes one for each block.
+  static constexpr u32 kGroups = 4;
+  // CTAs that copy a block.
+  __device__ __forceinline__ u32 copying(u32 block) const { return (gridDim.x - block % kGroups + kGroups - 1) / kGroups; }
+
   // One warp of every CTA.
-  __device__ __forceinline__ void begin() const {
+  __device__ __forceinline__ void begin(GemmShared<C>&) const {
     const u32 lane = threadIdx.x % 32;
     const u64 number = call();
     const LinkCall& link = gathering.link;
@@ -63,10 +69,10 @@ struct GemmFromRanks {
       __syncwarp();
       if (uniform(began) == 0) return;
 #pragma unroll 1
-      for (u32 block = 0; block < gathering.blocks; ++block) {
+      for (u32 block = blockIdx.x % kGroups; block < gathering.blocks; block += kGroups) {
         const u64 begin = block * gathering.block_bytes;
         const u64 end = min(begin + gathering.block_bytes, gathering.own_bytes);
-        copy_piece(gathering.gathered[peer], begin, end, lane);
+        copy_piece(gathering.gathered[peer], begin, end, blockIdx.x / kGroups, copying(block), lane);
         // By every lane, and before the count.
         fence_system();
         __syncwarp();
@@ -75,13 +81,13 @@ struct GemmFromRanks {
     }
   }
 
-  // This CTA's piece of what lies between `begin` and `end`.
-  __device__ __forceinline__ void copy_piece(u64 target, u64 begin, u64 end, u32 lane) const {
+  // One of `pieces` of what lies between `begin` and `end`.
+  __device__ __forceinline__ void copy_piece(u64 target, u64 begin, u64 end, u32 piece, u32 pieces, u32 lane) const {
     constexpr u32 kAhead = 6;
     constexpr u32 kLine = 32 * 16;  // what the warp copies at once
     const u32 bytes = u32(end - begin), lines = (bytes + kLine - 1) / kLine;
     // Of a few megabytes, so that 32 bits hold the products.
-    const u32 first = lines * blockIdx.x / gridDim.x, last = lines * (blockIdx.x + 1) / gridDim.x;
+    const u32 first = lines * piece / pieces, last = lines * (piece + 1) / pieces;
     u32 at = first * kLine + lane * 16;
     const u8* from = gathering.own + begin + at;
     u8* to = reinterpret_cast<u8*>(target) + begin + at;
@@ -112,11 +118,11 @@ struct GemmFromRanks {
     if (of.source != 0) return;
     const u32 owner = of.source_row / gathering.own_rows;
     const u32 within = of.source_row - owner * gathering.own_rows;
-    const u64 wanted = call() * gridDim.x;
     const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
     for (u32 block = within / gathering.block_rows; block <= last; ++block) {
       // What comes wrong when the wait gives up, nobody looks at.
-      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, wanted, owner, kLinkSend);
+      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(block), owner,
+                kLinkSend);
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();

@@ -51,11 +51,46 @@ struct GemmToRanks {
 
   __device__ __forceinline__ u64 call() const { return reduction.link.state->calls + 1; }
 
-  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written.
-  __device__ __forceinline__ void begin() const {
+  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all tell owners of
+  // the parts that have been stored.
+  __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
     const u32 peer = threadIdx.x % 32;
     if (blockIdx.x == 0 && peer < reduction.ranks && peer != reduction.rank) {
       store_release_system(&reduction.link.slots[peer]->announced, call());
+    }
+    if (peer == 0) tell_owners(shared);
+  }
+
+  // A fence for the whole system takes its turn among those of all multiprocessors (about 0.2 us each), so who stores does not wait
+  // for one: this thread makes one for all that was stored since its last.
+  __device__ __forceinline__ void tell_owners(GemmShared<C>& shared) const {
+    const u64 number = call();
+    for (bool more = true; more;) {
+      more = false;
+      bool fenced = false;
+      u32 stored[kGemmConsumers];
+#pragma unroll
+      for (u32 g = 0; g < kGemmConsumers; ++g) {
+        stored[g] = load_acquire_shared(&shared.heralds[g].stored);
+        more |= (stored[g] & kHeraldEnd) == 0;
+        fenced |= (stored[g] & ~kHeraldEnd) != shared.heralds[g].told;
+      }
+      if (!fenced) {
+        pause_nanoseconds<200>();
+        continue;
+      }
+      fence_system();
+#pragma unroll
+      for (u32 g = 0; g < kGemmConsumers; ++g) {
+        GemmHerald& herald = shared.heralds[g];
+        u32 told = herald.told;
+        for (; told != (stored[g] & ~kHeraldEnd); ++told) {
+          const u32 entry = herald.parts[told % kHeraldParts];
+          const u32 part = entry & ((1u << kHeraldOwner) - 1);
+          store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[entry >> kHeraldOwner]) + part, number);
+        }
+        store_release_shared(&herald.told, told);
+      }
     }
   }
   __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
@@ -72,7 +107,8 @@ struct GemmToRanks {
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     const u64 number = call();
     const u32 own = reduction.rank;
-    u32 known = 0;
+    GemmHerald& herald = shared.heralds[group];
+    u32 known = 0, stored = 0;
     for (u32 count = 0;; ++count) {
       const u32 buffer = count % 2;
       mbarrier_wait(&shared.chunk_full[group][buffer], (count / 2) & 1);
@@ -102,13 +138,16 @@ struct GemmToRanks {
         // All of this thread's stores are complete, not only read, before the owner hears of them.
         tma_store_wait<0>();
         fence_async_proxy_all();
-        store_release_system(reinterpret_cast<u64*>(reduction.peer_stamps[owner]) + chunk.group, number);
+        while (stored - load_acquire_shared(&herald.told) == kHeraldParts) {
+        }
+        herald.parts[stored % kHeraldParts] = owner << kHeraldOwner | chunk.group;
+        store_release_shared(&herald.stored, ++stored);
       }
     }
+    // Complete before this CTA is counted as through: who counts last tells the others for all.
     tma_store_wait<0>();
-    // Before this CTA is counted as through: who counts last tells the others for all.
     fence_async_proxy_all();
-    fence_system();
+    store_release_shared(&herald.stored, stored | kHeraldEnd);
   }
 
   __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],

@@ -99,6 +99,16 @@ constexpr u8 kChunkLast = 1;  // of this warpgroup's part of a tile
 constexpr u8 kChunkNone = 2;  // there is no more work
 constexpr u8 kChunkPart = 4;  // of another rank's tile: `row` is its place among its owner's (gemm_reduce.cuh)
 
+// Parts of other ranks' tiles that one thread has stored, for the one that tells their owners (gemm_reduce.cuh).
+constexpr u32 kHeraldParts = 16;
+struct GemmHerald {
+  u32 parts[kHeraldParts];  // the owner's rank in the highest bits
+  u32 stored;               // so many, over all; kHeraldEnd beside it: there is nothing more to store
+  u32 told;
+};
+constexpr u32 kHeraldEnd = 0x80000000u;
+constexpr u32 kHeraldOwner = 28;  // bits of a part below its owner's rank
+
 template <typename C>
 struct alignas(1024) GemmShared {
   u8 a[C::kStages][C::kBytesA];
@@ -110,6 +120,7 @@ struct alignas(1024) GemmShared {
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
   u32 arrived[kGemmConsumers];
+  GemmHerald heralds[kGemmConsumers];
 };
 
 // The items of this CTA: every warp walks the same list. A unit's parts of k follow each other.

@@ -75,6 +75,22 @@ __device__ __forceinline__ void store_relaxed_system(u64* word, u64 value) {
 // What this thread wrote or has seen written comes before what it releases, for all GPUs.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Words in shared memory, among the threads of a CTA.
+__device__ __forceinline__ u32 load_acquire_shared(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(u32(__cvta_generic_to_shared(word))) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release_shared(u32* word, u32 value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(u32(__cvta_generic_to_shared(word))), "r"(value) : "memory");
+}
+
+// Leaves the multiprocessor to other warps for about so long.
+template <u32 kNanoseconds>
+__device__ __forceinline__ void pause_nanoseconds() {
+  asm volatile("nanosleep.u32 %0;" ::"n"(kNanoseconds));
+}
+
 // Nanoseconds since some time in the past, the same clock for all of a GPU.
 __device__ __forceinline__ u64 global_nanoseconds() {
   u64 now;

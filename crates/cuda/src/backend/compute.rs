@@ -122,6 +122,11 @@ impl<'a> Prepare<'a> {
         workers.try_into().unwrap_or(u32::MAX)
     }
 
+    /// Whether the Program's operations follow each other.
+    pub(super) fn has_one_stream(&self) -> bool {
+        self.program.streams.len() == 1
+    }
+
     /// Has the end of every run ask whether a turn was missed.
     pub(super) fn watch(&self, missed_turn: Option<MissedTurn>) {
         if let Some(missed_turn) = missed_turn {

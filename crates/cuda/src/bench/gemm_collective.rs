@@ -5,11 +5,8 @@ use std::sync::{Condvar, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{
-    ExecError, GemmCollective, GemmCollectiveSpec, Machine, Prepared, World, WorldConfig,
-};
-use counterpoint_plan::{CostModel, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, lower_linear_forward};
+use counterpoint_exec::{ExecError, GemmCollective, GemmCollectiveSpec, Prepared, World, WorldConfig};
+use counterpoint_schedule::OverlapPolicy;
 use half::{bf16, f16};
 
 use super::gemm::{element_bound, sample};
@@ -148,20 +145,9 @@ impl GemmCollectiveBench {
     ) -> Result<Vec<Vec<Ranked>>, ExecError> {
         let mut by_rank: Vec<Vec<Ranked>> = (0..spec.ranks).map(|_| Vec::new()).collect();
         for policy in policies {
-            let groups = match policy.mover {
-                Mover::Fused => WaveGroups::Fixed(1),
-                _ if policy.start == counterpoint_schedule::StartOrder::Sequential => WaveGroups::Fixed(1),
-                _ => WaveGroups::Auto,
-            };
-            let plan = spec.plan(groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
-                name: "the product".to_owned(),
-                reason: error.to_string(),
-            })?;
             let config = WorldConfig { limit: self.limit, poison: false, ..WorldConfig::default() };
-            let world = World::new(spec.ranks, config);
-            for (rank, (backend, transport)) in self.machine.connect(&world)?.into_iter().enumerate() {
-                let program = lower_linear_forward(&plan, rank, *policy);
-                by_rank[rank].push(Prepared::new(program, backend, transport)?);
+            for (rank, prepared) in spec.prepare(&self.machine, *policy, config)?.into_iter().enumerate() {
+                by_rank[rank].push(prepared);
             }
         }
         Ok(by_rank)

@@ -2,12 +2,11 @@ use std::time::Instant;
 
 use counterpoint_exec::{
     Backend, CpuBackend, CpuMachine, CpuTransport, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor,
-    Machine, Prepared, World, WorldConfig, dispatch, random_tensor,
+    Prepared, WorldConfig, dispatch, random_tensor,
 };
 use counterpoint_mask::Range;
-use counterpoint_plan::{CostModel, WaveGroups};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{OverlapPolicy, lower_linear_forward};
+use counterpoint_schedule::OverlapPolicy;
 
 use super::row::Row;
 use crate::arguments::BenchGemmCollectiveArguments;
@@ -87,23 +86,16 @@ impl Inputs {
         policy: OverlapPolicy,
         arguments: &BenchGemmCollectiveArguments,
     ) -> Result<Vec<Ranked>, ExecError> {
-        let plan = spec.plan(WaveGroups::Auto, &CostModel::H200).map_err(|error| ExecError::Tensor {
-            name: "the product".to_owned(),
-            reason: error.to_string(),
-        })?;
         let config = WorldConfig { limit: arguments.limit, poison: true, ..WorldConfig::default() };
-        let world = World::new(spec.ranks, config);
         let machine = CpuMachine::new(policy.sm_margin(), None)?;
-        let ends = machine.connect(&world)?.into_iter().enumerate();
-        let rank = |(rank, (backend, transport)): (usize, (CpuBackend, CpuTransport))| {
-            let mut prepared = Ranked::new(lower_linear_forward(&plan, rank, policy), backend, transport)?;
+        let mut ranks = spec.prepare(&machine, policy, config)?;
+        for (rank, prepared) in ranks.iter_mut().enumerate() {
             for (name, tensor) in [("x", &self.x[rank]), ("weight", &self.weight[rank])] {
                 let buffer = prepared.backend().upload(name, tensor.clone())?;
                 prepared.bind(name, buffer)?;
             }
-            Ok(prepared)
-        };
-        ends.map(rank).collect()
+        }
+        Ok(ranks)
     }
 
     /// Every rank's result in f64.
