@@ -49,7 +49,7 @@ fn column(lowering: &mut Lowering<'_>) {
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
         return multiply(lowering, 0, all, weight, bias, y);
     }
-    let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
     for stage in 0..=plan.groups() {
         let rows = gathered.enter(lowering, stage);
         multiply(lowering, stage, rows, weight, bias, y);
