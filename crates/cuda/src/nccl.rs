@@ -1,7 +1,8 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Instant;
@@ -9,6 +10,7 @@ use std::time::Instant;
 use counterpoint_exec::World;
 
 use crate::backend::lock;
+use crate::kernel::ElementType;
 use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -24,6 +26,8 @@ pub(crate) struct NcclRank {
     count: usize,
     device: Device,
     world: Arc<World>,
+    /// Bytes that were sent.
+    sent: Arc<AtomicU64>,
 }
 
 /// NCCL's handle, until it is aborted.
@@ -72,6 +76,17 @@ pub(crate) struct NcclMessage {
     pub(crate) peer: usize,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+}
+
+/// A collective of NCCL's own, with the elements that it counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NcclCollective {
+    /// Of each rank what it sends.
+    AllGather,
+    /// Of each rank what it receives.
+    ReduceScatter,
+    /// All.
+    AllReduce,
 }
 
 impl NcclRank {
@@ -129,7 +144,7 @@ impl NcclRank {
         let count = devices.len();
         let ranks = ranks.map(|(rank, (handle, device))| {
             let (end, device, world) = (End::new(nccl, device, handle), device.clone(), world.clone());
-            Self { nccl, end, rank, count, device, world }
+            Self { nccl, end, rank, count, device, world, sent: Arc::default() }
         });
         let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
@@ -149,7 +164,8 @@ impl NcclRank {
 
     /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
     /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
-    /// takes ranks of different `host`s for ranks on different hosts, where one is given.
+    /// takes ranks of different `host`s for ranks on different hosts, where one is given. What exchanges send is added to `sent`,
+    /// in bytes.
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
@@ -159,6 +175,7 @@ impl NcclRank {
         meeting: &[u8],
         host: Option<&str>,
         world: &Arc<World>,
+        sent: &Arc<AtomicU64>,
     ) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
@@ -181,7 +198,8 @@ impl NcclRank {
                 end.abort();
             }
         });
-        let own = Self { nccl, end, rank, count, device: device.clone(), world: world.clone() };
+        let (device, world, sent) = (device.clone(), world.clone(), sent.clone());
+        let own = Self { nccl, end, rank, count, device, world, sent };
         own.wait("ncclCommInitRankConfig")?;
         let mut ranks = exchange_once(nccl, vec![own])?;
         let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
@@ -206,6 +224,8 @@ impl NcclRank {
         // SAFETY: the caller's promise.
         self.end
             .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
+        let bytes = sends.iter().map(|message| message.bytes).sum();
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
         self.wait("ncclGroupEnd")
     }
 
@@ -234,6 +254,51 @@ impl NcclRank {
             nccl.check("ncclRecv", code)?;
         }
         Ok(())
+    }
+
+    /// Enqueues one of NCCL's own collectives on elements of a type: what others measure themselves against. All ranks call it,
+    /// each from a thread of its own.
+    ///
+    /// # Safety
+    /// `from` and `to` are addresses of what the collective reads and writes in memory of this rank's device, which lives until
+    /// it has ended and which nobody else touches meanwhile.
+    ///
+    /// # Errors
+    /// NCCL's own.
+    pub(crate) unsafe fn collective(
+        &self,
+        stream: &Stream,
+        collective: NcclCollective,
+        element: ElementType,
+        from: u64,
+        to: u64,
+        count: usize,
+    ) -> Result<(), CudaError> {
+        /// `ncclSum`.
+        const SUM: c_int = 0;
+        let nccl = self.nccl;
+        // `ncclFloat16` and `ncclBfloat16`.
+        let kind = if element == ElementType::F16 { 6 } else { 9 };
+        self.device.bind()?;
+        let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
+        // SAFETY: the caller's promise.
+        let called = |handle: NcclHandle| unsafe {
+            match collective {
+                NcclCollective::AllGather => {
+                    ("ncclAllGather", (nccl.ncclAllGather)(from, to, count, kind, handle, queue))
+                }
+                NcclCollective::ReduceScatter => {
+                    ("ncclReduceScatter", (nccl.ncclReduceScatter)(from, to, count, kind, SUM, handle, queue))
+                }
+                NcclCollective::AllReduce => {
+                    ("ncclAllReduce", (nccl.ncclAllReduce)(from, to, count, kind, SUM, handle, queue))
+                }
+            }
+        };
+        self.end.with(|handle| {
+            let (name, code) = called(handle);
+            nccl.check(name, code).map(|_| ())
+        })
     }
 
     /// Waits on the host until NCCL has done what it was asked.

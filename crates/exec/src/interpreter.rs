@@ -1,6 +1,6 @@
 use std::time::Instant;
 
-use counterpoint_schedule::{BufferRole, BufferSpec, Op, Program, Timeline};
+use counterpoint_schedule::{BufferRole, BufferSpec, GroupCast, GroupReduce, Op, Program, Timeline};
 
 use crate::{Backend, CollectiveCall, ExecError, GlobalBuffer, OpPlace, Transport};
 
@@ -17,7 +17,15 @@ pub struct Prepared<B: Backend, T: Transport<B>> {
     signals: Vec<B::Signal>,
     /// Inputs are `None` until they are bound.
     buffers: Vec<Option<B::Buffer>>,
-    steps: Vec<(OpPlace, Step<B, T>)>,
+    /// In the order in which they are enqueued; most operations are one.
+    steps: Vec<PlacedStep<B, T>>,
+}
+
+/// A step, its place and its stream.
+struct PlacedStep<B: Backend, T: Transport<B>> {
+    place: OpPlace,
+    stream: usize,
+    step: Step<B, T>,
 }
 
 /// An operation made ready.
@@ -93,15 +101,43 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let mut steps = Vec::with_capacity(program.ops.len());
         for (index, op) in program.ops.iter().enumerate() {
             let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
+            let cast = |cast: &GroupCast| -> Result<_, ExecError> {
+                let collective = transport.prepare_cast(&place, cast, &program.buffers)?;
+                Ok(Step::Collective { collective, arrive: cast.arrive.map(|barrier| barrier.0) })
+            };
+            let reduce = |reduce: &GroupReduce| -> Result<_, ExecError> {
+                let collective = transport.prepare_reduce(&place, reduce, &program.buffers)?;
+                Ok(Step::Collective { collective, arrive: reduce.arrive.map(|barrier| barrier.0) })
+            };
+            let stream = op.stream.0;
+            let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream, step });
             let step = match &op.op {
-                Op::GroupCast(cast) => Step::Collective {
-                    collective: transport.prepare_cast(&place, cast, &program.buffers)?,
-                    arrive: cast.arrive.map(|barrier| barrier.0),
-                },
-                Op::GroupReduce(reduce) => Step::Collective {
-                    collective: transport.prepare_reduce(&place, reduce, &program.buffers)?,
-                    arrive: reduce.arrive.map(|barrier| barrier.0),
-                },
+                Op::GroupCast(op) => cast(op)?,
+                Op::GroupReduce(op) => reduce(op)?,
+                Op::CastGemm(op) => {
+                    let arrive = op.cast.arrive.map(|barrier| barrier.0);
+                    match transport.prepare_cast_gemm(&backend, &place, op, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive },
+                        None => {
+                            push(cast(&op.cast)?);
+                            Step::Compute(backend.prepare(&program, index)?)
+                        }
+                    }
+                }
+                Op::GemmReduce(op) => {
+                    let arrive = op.reduce.arrive.map(|barrier| barrier.0);
+                    match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive },
+                        None => {
+                            push(Step::Compute(backend.prepare(&program, index)?));
+                            push(reduce(&op.reduce)?);
+                            match &op.spread {
+                                Some(spread) => cast(spread)?,
+                                None => continue,
+                            }
+                        }
+                    }
+                }
                 Op::Record(event) => Step::Record(event.0),
                 Op::Wait(event) => Step::Wait(event.0),
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
@@ -109,7 +145,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
                 _ => Step::Compute(backend.prepare(&program, index)?),
             };
-            steps.push((place, step));
+            push(step);
         }
         let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
         for slot in &program.slots {
@@ -289,7 +325,7 @@ struct Enqueue<'a, B: Backend, T: Transport<B>> {
     rank: &'a Prepared<B, T>,
     /// Every buffer of the Program.
     table: Vec<B::Buffer>,
-    /// Index of the first operation that is not yet enqueued whole.
+    /// Index of the first step that is not yet enqueued whole.
     next: usize,
 }
 
@@ -307,11 +343,10 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
 
     /// Enqueues operations up to the next collective and begins that one; `None` when there is none left.
     fn advance(&mut self) -> Result<Option<Meeting<'a, B, T>>, ExecError> {
-        let Prepared { program, backend, transport, streams, events, barriers, signals, steps, .. } =
-            self.rank;
+        let Prepared { backend, transport, streams, events, barriers, signals, steps, .. } = self.rank;
         let mut enqueue = || {
-            while let Some((place, step)) = steps.get(self.next) {
-                let stream = &streams[program.ops[self.next].stream.0];
+            while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
+                let stream = &streams[*stream];
                 self.next += 1;
                 match step {
                     Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table)?,

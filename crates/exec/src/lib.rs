@@ -68,8 +68,9 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    ColumnParallelLinear, LayerGradient, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
-    LinearOutputs, LinearRun, LinearSample, LinearScratch, LinearTensor, RankBuffers, RowParallelLinear,
+    CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, LayerGradient, LayerPass,
+    LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearRun, LinearSample,
+    LinearScratch, LinearTensor, MeasureError, MeasuredClock, RankBuffers, Repeats, RowParallelLinear,
     check_linear, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
@@ -79,7 +80,7 @@ pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::random_inputs;
+pub use random::{random_inputs, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };

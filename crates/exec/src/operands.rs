@@ -8,7 +8,7 @@ use counterpoint_schedule::{
 
 use crate::ExecError;
 
-/// Checks that the tensors of compute operation `index` of `program` fit it and each other, which every backend asks for
+/// Checks that the tensors of compute operation `index` (of one that also communicates: of its computation) of `program` fit it and each other, which every backend asks for
 /// when it prepares the operation. Whether it has a kernel for their types is the backend's own business.
 ///
 /// # Errors
@@ -73,6 +73,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Gemm(op) => check.gemm(op),
+        Op::GemmReduce(op) => check.gemm(&op.gemm),
+        Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])

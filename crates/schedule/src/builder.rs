@@ -29,6 +29,10 @@ impl ProgramBuilder {
         Self { program }
     }
 
+    pub(crate) fn policy(&self) -> &OverlapPolicy {
+        &self.program.policy
+    }
+
     /// A stream of its own; under `Sequential` everything shares the first one.
     pub(crate) fn stream(&mut self, name: &str, kind: StreamKind) -> StreamId {
         if self.program.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {

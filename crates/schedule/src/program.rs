@@ -321,6 +321,31 @@ pub struct Gemm {
     pub accumulate: Accumulate,
 }
 
+/// A product whose rows are reduced where they belong while it is computed: `gemm`, then `reduce` of its result and, where all
+/// ranks want the sums, `spread` of those. A transport with a kernel for it has rows leave as they are finished; the product's
+/// result is not looked at by anyone else, and need not be written. In any case the results have the bits of the three operations
+/// one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GemmReduce {
+    /// The product.
+    pub gemm: Gemm,
+    /// What becomes of its result.
+    pub reduce: GroupReduce,
+    /// Sums to all ranks that want them.
+    pub spread: Option<GroupCast>,
+}
+
+/// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
+/// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
+/// bits of the two operations one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CastGemm {
+    /// What brings the rows.
+    pub cast: GroupCast,
+    /// The product.
+    pub gemm: Gemm,
+}
+
 /// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ColumnSum {
@@ -347,6 +372,10 @@ pub enum Op {
     Gemm(Gemm),
     /// Sums of columns.
     ColumnSum(ColumnSum),
+    /// A matrix product that is reduced over ranks while it is computed.
+    GemmReduce(Box<GemmReduce>),
+    /// A matrix product whose operand's rows come from other ranks while it is computed.
+    CastGemm(Box<CastGemm>),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.

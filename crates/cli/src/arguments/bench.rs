@@ -1,7 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
-    BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, BenchTpArguments, Device, value,
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchGemmCollectiveArguments, BenchTpArguments, Device, value,
 };
 
 /// What to measure.
@@ -10,8 +11,10 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
     Tp(BenchTpArguments),
+    Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
 }

@@ -102,9 +102,34 @@ fn tell(line: &str, heard: &mut Heard<'_>) -> Result<(), CliError> {
     heard.as_mut().map_or(Ok(()), |heard| heard(line))
 }
 
-/// A port for a group of processes: one that was free a moment ago.
-pub(super) fn free_port() -> std::io::Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+/// A process for each of `ranks` GPUs, which find each other as PyTorch's `env://` wants it; `command` makes one of them.
+pub(super) fn on_gpus(ranks: usize, command: impl Fn() -> Command) -> Result<Vec<Command>, CliError> {
+    // One that was free a moment ago.
+    let free_port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
+    let no_port = |error: std::io::Error| CliError::NoPeers { reason: format!("no free port ({error})") };
+    let port = free_port().map_err(no_port)?;
+    let process = |rank: usize| {
+        let mut command = command();
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        command.env("WORLD_SIZE", ranks.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command
+    };
+    Ok((0..ranks).map(process).collect())
+}
+
+/// As [`run_script`], in a process for each of `ranks` GPUs.
+pub(super) fn run_script_on_gpus(
+    script: &str,
+    ranks: usize,
+    command: impl Fn() -> Command,
+) -> Result<(), CliError> {
+    run_script(script, on_gpus(ranks, command)?, &lacks_gpus(ranks))
+}
+
+/// What a machine lacks that has fewer GPUs.
+pub(super) fn lacks_gpus(ranks: usize) -> String {
+    format!("python3 has no PyTorch that sees {ranks} GPUs")
 }
 
 /// Processes that end with their owner.

@@ -1,6 +1,6 @@
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
@@ -45,6 +45,9 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            // Where the transport has no kernel that communicates too.
+            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
@@ -111,7 +114,12 @@ impl<'a> Prepare<'a> {
     }
 
     pub(super) fn sm_margin(&self) -> u32 {
-        self.program.policy.sm_margin().try_into().unwrap_or(u32::MAX)
+        let workers = match self.program.policy.workers {
+            // Those of communication are not there for this one's blocks.
+            WorkerShare::Margin(workers) | WorkerShare::Partition(workers) => workers,
+            WorkerShare::Common => 0,
+        };
+        workers.try_into().unwrap_or(u32::MAX)
     }
 
     /// Whether the Program's operations follow each other.

@@ -51,11 +51,10 @@ impl CpuKernel {
                     backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
             }
-            Op::Gemm(op) => with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
-                product::<T, T>(op, &access, workers)
-            } else {
-                product::<T, <T as HostElement>::Accumulator>(op, &access, workers)
-            }),
+            Op::Gemm(op) => multiply(op, &access, workers),
+            // Its collectives are operations of their own here.
+            Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
+            Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)
@@ -83,6 +82,15 @@ impl CpuKernel {
             _ => Ok(()),
         }
     }
+}
+
+fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError> {
+    let dtype = |id: BufferId| access.buffers[id.0].dtype();
+    with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
+        product::<T, T>(op, access, workers)
+    } else {
+        product::<T, <T as HostElement>::Accumulator>(op, access, workers)
+    })
 }
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>

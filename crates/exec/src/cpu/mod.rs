@@ -25,7 +25,7 @@ pub use event::CpuEvent;
 pub use kernel_barrier::KernelBarrier;
 pub use signal::CpuSignal;
 pub use stream::CpuStream;
-pub(crate) use stream::StreamShared;
+pub(crate) use stream::{StreamShared, panic_message};
 
 use crate::memory::available_memory;
 use crate::monitor::lock;

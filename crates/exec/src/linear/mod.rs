@@ -1,6 +1,8 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
+mod clock;
 mod deferred;
+mod gemm_collective;
 mod layer;
 mod parallel;
 mod reference;
@@ -13,6 +15,8 @@ use counterpoint_schedule::Timeline;
 use crate::HostTensor;
 use crate::random::normal;
 
+pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
+pub use gemm_collective::{GemmCollective, GemmCollectiveSpec};
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use reference::{LinearSample, check_linear};

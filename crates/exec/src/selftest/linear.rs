@@ -2,7 +2,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::examine::unlike_elements;
 use super::{Extent, SelfCheck, Subject};
@@ -81,7 +81,8 @@ impl LinearCase {
         let start = draw.pick(&StartOrder::ALL);
         let workers =
             if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
-        let policy = OverlapPolicy { workers, ..OverlapPolicy::new(start) };
+        let mover = if draw.chance(40) { Mover::Fused } else { Mover::Transport };
+        let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
         let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
         let plan = plan.expect("what is drawn divides and is not 0");

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
-use crate::command::pytorch::{free_port, run_script_heard};
+use crate::command::pytorch::{lacks_gpus, on_gpus, run_script_heard};
 use crate::console;
 use crate::error::CliError;
 
@@ -45,24 +45,18 @@ pub(super) fn run(
     shapes: &[[usize; 3]],
     rows: &[Row],
 ) -> Result<(), CliError> {
-    let no_peers = |reason: String| CliError::NoPeers { reason };
     if !arguments.json {
         console::print(&format!("{HEADER}\n"))?;
     }
     for &connections in connections {
-        let port = free_port().map_err(|error| no_peers(format!("no free port ({error})")))?;
-        let process = |rank: usize| {
+        let process = || {
             let mut command = command(arguments, shapes);
-            command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
-            command.env("WORLD_SIZE", tp_size.to_string());
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             match connections {
                 USUAL_CONNECTIONS => command.env_remove("CUDA_DEVICE_MAX_CONNECTIONS"),
                 number => command.env("CUDA_DEVICE_MAX_CONNECTIONS", number.to_string()),
             };
             command
         };
-        let lacks = format!("python3 has no PyTorch that sees {tp_size} GPUs");
         let heard = |line: &str| match arguments.json {
             true => console::print(&format!("{line}\n")),
             false => match serde_json::from_str::<PeerRow>(line) {
@@ -74,7 +68,7 @@ pub(super) fn run(
                 }
             },
         };
-        run_script_heard(SCRIPT, (0..tp_size).map(process).collect(), &lacks, heard)?;
+        run_script_heard(SCRIPT, on_gpus(tp_size, process)?, &lacks_gpus(tp_size), heard)?;
     }
     Ok(())
 }
