@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Times what a user of PyTorch would pick for a tensor-parallel linear layer on the GPUs of one host.
 
-Peers: `megatron`, torch.mm with NCCL's collectives started before the product that should hide them, as Megatron-LM's layers do
+Gradients of the weight are added to an f32 `main_grad`: by torch.addmm into f32 where this PyTorch has it, else by torch.mm and an
+addition. Peers: `megatron`, torch.mm with NCCL's collectives started before the product that should hide them, as Megatron-LM's layers do
 (an all-reduce or reduce-scatter of dx under the gradient of the weight, x gathered again under the product of dx), and
 `async_tp`, PyTorch's fused operators on symmetric memory, where there is one for the pass. Needs PyTorch and at least two GPUs,
 nothing of this project. How much overlaps depends on CUDA_DEVICE_MAX_CONNECTIONS, which is read when CUDA starts.
@@ -21,6 +22,7 @@ import os
 import socket
 import statistics
 import sys
+import warnings
 
 try:
     import torch
@@ -60,6 +62,7 @@ class Layer:
             return torch.randn(shape, device=device, generator=generator).bfloat16()
 
         self.x, self.weight, self.dy = (normal(s, g) for s, g in zip((x, weight, dy), generators))
+        self.main_grad = torch.zeros(weight, dtype=torch.float32, device=device)
 
     def gathered(self, part):
         """All tokens, and what waits for them."""
@@ -74,6 +77,28 @@ class Layer:
             return shares, dist.all_reduce(shares, async_op=True)
         sums = shares.new_empty((self.tokens // self.ranks, shares.shape[1]))
         return sums, dist.reduce_scatter_tensor(sums, shares, async_op=True)
+
+
+def accumulate(layer, dy, x):
+    """main_grad += dy^T x"""
+    if HAS_WIDE_ADDMM:
+        torch.addmm(layer.main_grad, dy.t(), x, out_dtype=torch.float32, out=layer.main_grad)
+    else:
+        layer.main_grad.add_(torch.mm(dy.t(), x))
+    return layer.main_grad
+
+
+def has_wide_addmm(device):
+    """Whether torch.addmm adds products of bf16 to f32 in place."""
+    ones, sums = torch.ones((16, 16), dtype=torch.bfloat16, device=device), torch.ones((16, 16), device=device)
+    try:
+        torch.addmm(sums, ones, ones, out_dtype=torch.float32, out=sums)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return bool((sums == 17.0).all())
+
+
+HAS_WIDE_ADDMM = False
 
 
 def wait(handle):
@@ -97,12 +122,12 @@ def megatron_backward(layer):
         shares = torch.mm(layer.dy, layer.weight)
         wait(gathered)
         dx, reduced = layer.summed(shares)
-        dweight = torch.mm(layer.dy.t(), x)
+        dweight = accumulate(layer, layer.dy, x)
         wait(reduced)
         return dx, dweight
     dy, gathered = layer.gathered(layer.dy)
     wait(gathered)
-    return torch.mm(dy, layer.weight), torch.mm(dy.t(), layer.x)
+    return torch.mm(dy, layer.weight), accumulate(layer, dy, layer.x)
 
 
 def async_tp_forward(layer):
@@ -119,9 +144,9 @@ def async_tp_backward(layer):
         x, gathered = layer.gathered(layer.x)
         dx = torch.ops.symm_mem.fused_matmul_reduce_scatter(layer.dy, layer.weight, "sum", 0, group)
         wait(gathered)
-        return dx, torch.mm(layer.dy.t(), x)
+        return dx, accumulate(layer, layer.dy, x)
     dy, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(layer.dy, [layer.weight], 0, group)
-    return dx, torch.mm(dy.t(), layer.x)
+    return dx, accumulate(layer, dy, layer.x)
 
 
 RUNS = {
@@ -211,11 +236,16 @@ def rank_main(rank, ranks, arguments):
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
+    global HAS_WIDE_ADDMM
+    HAS_WIDE_ADDMM = has_wide_addmm(device)
     if "async_tp" in arguments.peers:
         try:
             import torch.distributed._symmetric_memory as symmetric
 
-            symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+            with warnings.catch_warnings():
+                # Newer ones need no such call, and say so.
+                warnings.simplefilter("ignore")
+                symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
         except (ImportError, AttributeError) as error:
             if rank == 0:
                 print(f"async_tp: {error}", file=sys.stderr, flush=True)
@@ -230,6 +260,7 @@ def rank_main(rank, ranks, arguments):
                             continue
                         try:
                             run = RUNS[peer, direction]
+                            layer.main_grad.zero_()
                             error = error_of(layer, direction, run(layer))
                             times = seconds(lambda: run(layer), arguments.iterations)
                         except Exception as error:  # A peer that cannot is no reason to lose the others.
@@ -259,7 +290,7 @@ def report(rank, arguments, peer, kind, direction, activations, shape, times, er
             "by": peer, "kind": kind, "pass": direction, "activations": activations, "shape": shape,
             "ranks": dist.get_world_size(), "connections": connections, "device": torch.cuda.get_device_name(),
             "iterations": arguments.iterations, "seconds": {"median": median, "min": low, "max": high},
-            "tflops": tflops, "error_over_bound": error,
+            "tflops": tflops, "error_over_bound": error, "wide_addmm": HAS_WIDE_ADDMM,
         }
         print(json.dumps(row), flush=True)
     else:

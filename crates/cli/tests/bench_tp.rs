@@ -10,12 +10,12 @@ fn every_policy_stands_beside_the_sequential_run() {
     let ran =
         folder.run("bench tp --shapes 96:64:32,50:24:16 --iterations 3 --tp-size 3 --groups 1,3 --json").ok();
     let rows = ran.json_lines();
-    // Two shapes, two kinds, two activations, two passes; sequential, and two policies in one group and in three.
-    assert_eq!(rows.len(), 2 * 2 * 2 * 2 * 5);
+    // Two shapes, two kinds, two activations, two passes; sequential, and three policies in one group and in three.
+    assert_eq!(rows.len(), 2 * 2 * 2 * 2 * 7);
     let figure =
         |row: &serde_json::Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
     let mut judged = 0;
-    for rows in rows.chunks(5) {
+    for rows in rows.chunks(7) {
         let plain = &rows[0];
         assert_eq!((&plain["policy"], figure(plain, "groups")), (&"sequential".into(), 1.0));
         for row in rows {
@@ -34,14 +34,15 @@ fn every_policy_stands_beside_the_sequential_run() {
         }
     }
     // All but what needs no communication, a column's forward and a row's backward with all tokens on all ranks, or hardly any.
-    assert!((1..=2 * 6 * 4).contains(&judged), "{judged}");
+    assert!((1..=2 * 6 * 6).contains(&judged), "{judged}");
 }
 
 #[test]
 fn a_table_has_a_line_for_each() {
     let folder = Folder::new();
-    let ran = folder.run("bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward").ok();
-    assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 3, "{}", ran.stdout);
+    let ran =
+        folder.run("bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --bias").ok();
+    assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 4, "{}", ran.stdout);
 }
 
 #[test]

@@ -60,13 +60,17 @@ pub(crate) struct BenchTpArguments {
     )]
     pub(crate) activations: Vec<BenchTpActivations>,
 
+    /// Layers with a bias
+    #[arg(long)]
+    pub(crate) bias: bool,
+
     /// How communication is brought to run under computation
     #[arg(
         long,
         value_name = "POLICIES",
         value_parser = value::named_overlap,
         value_delimiter = ',',
-        default_value = "concurrent,kernel-barrier"
+        default_value = "concurrent,kernel-barrier,concurrent+sm-margin=2"
     )]
     pub(crate) overlap: Vec<OverlapPolicy>,
 

@@ -174,7 +174,7 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     } else if lowering.gathers() {
         let columns = plan.spec.out_features;
         let (name, role) = kept_or(gradient, "dy");
-        let gathered = GatheredTokens::start(lowering, dy, columns, name, role);
+        let mut gathered = GatheredTokens::new(lowering, dy, columns, name, role);
         for stage in 0..=plan.groups() {
             let rows = gathered.enter(lowering, stage);
             input_gradient(lowering, stage, rows, weight, dx);

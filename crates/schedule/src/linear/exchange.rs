@@ -46,44 +46,55 @@ impl Lowering<'_> {
 pub(super) struct GatheredTokens {
     /// The rank's own rows.
     own: BufferId,
-    /// Of each group, its rows of all ranks, own ones included.
+    columns: usize,
+    name: String,
+    role: BufferRole,
+    stream: StreamId,
+    /// Of each group that has been sent, its rows of all ranks, own ones included.
     groups: Vec<(BufferId, Mark)>,
     barrier: Option<BarrierId>,
 }
 
 impl GatheredTokens {
-    /// Starts the exchange of `own` (`columns` wide) on a stream of its own. Groups are buffers called `name` and a number, of
-    /// this role.
-    pub(super) fn start(
+    /// The exchange of `own` (`columns` wide) on a stream of its own. Groups are buffers called `name` and a number, of this role.
+    pub(super) fn new(
         lowering: &mut Lowering<'_>,
         own: BufferId,
         columns: usize,
         name: &str,
         role: BufferRole,
     ) -> Self {
-        let (plan, rank) = (lowering.plan, lowering.rank);
         let p = &mut lowering.p;
         let stream = p.stream("all-gather", StreamKind::Communication);
         let barrier = p.barrier();
-        let groups = (0..plan.groups()).map(|group| {
-            let rows = plan.group_tokens(group).iter().map(Range::len).sum();
-            let buffer = p.buffer(&format!("{name}_{group}"), plan.spec.dtype, &[rows, columns], role);
-            let op = GroupCast {
-                part: Arc::new(plan.group_part(rank, group)),
-                tensors: vec![(own, buffer)],
-                wire_dtype: plan.spec.dtype,
-                arrive: barrier,
-            };
-            p.push(stream, Some(group + 1), GATHER, Op::GroupCast(op));
-            (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
-        });
-        Self { own, groups: groups.collect(), barrier }
+        Self { own, columns, name: name.to_owned(), role, stream, groups: Vec::new(), barrier }
+    }
+
+    /// Sends the next group.
+    fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let (plan, rank) = (lowering.plan, lowering.rank);
+        let (group, p) = (self.groups.len(), &mut lowering.p);
+        let rows = plan.group_tokens(group).iter().map(Range::len).sum();
+        let name = format!("{}_{group}", self.name);
+        let buffer = p.buffer(&name, plan.spec.dtype, &[rows, self.columns], self.role);
+        let op = GroupCast {
+            part: Arc::new(plan.group_part(rank, group)),
+            tensors: vec![(self.own, buffer)],
+            wire_dtype: plan.spec.dtype,
+            arrive: self.barrier,
+        };
+        p.push(self.stream, Some(group + 1), GATHER, Op::GroupCast(op));
+        self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
     }
 
     /// The rows of stage 0, which the rank has itself, and those of stage `group + 1`, which come from the others: for each
-    /// piece where it lies and which tokens it is. Has the computation wait for it.
-    pub(super) fn enter(&self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
+    /// piece where it lies and which tokens it is. Has the computation wait for it. The group that the stage's product hides is sent
+    /// before; those after it are not, for a product should not wait until all of them are enqueued.
+    pub(super) fn enter(&mut self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
+        if stage < plan.groups() {
+            self.send(lowering);
+        }
         let p = &mut lowering.p;
         let here = Some(stage);
         let result = match stage.checked_sub(1) {

@@ -66,7 +66,7 @@ fn column(lowering: &mut Lowering<'_>) {
         lowering.p.push(lowering.compute, Some(0), "y", Op::CastGemm(Box::new(CastGemm { cast, gemm })));
         return;
     }
-    let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
     for stage in 0..=plan.groups() {
         let rows = gathered.enter(lowering, stage);
         multiply(lowering, stage, rows, weight, bias, y);

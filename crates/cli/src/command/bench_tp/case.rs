@@ -1,7 +1,7 @@
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
-    HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample, LinearScratch,
-    LinearTensor, Machine, RankBuffers, RunConfig, check_linear,
+    ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample,
+    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear,
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
@@ -38,6 +38,13 @@ struct Tensors<M: Machine> {
     x: RankBuffers<M>,
     dy: RankBuffers<M>,
     weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
+}
+
+/// What gradients are added to.
+struct Sums<M: Machine> {
+    weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
 }
 
 /// What is measured of one policy.
@@ -104,12 +111,9 @@ impl Case<'_> {
             Some(tensors) => tensors,
             None => tensors.insert(self.upload(&layer)?),
         };
-        layer.bind_weight(&tensors.weight, None).map_err(failed)?;
-        // Zeros, so that the gradient of the first backward can be told.
-        let zeros = HostTensor::zeros(vec![self.spec.out_features, self.spec.in_features], DType::F32);
-        let sums = layer.scatter(LinearTensor::Weight, &zeros).map_err(failed)?;
-        drop(zeros);
-        layer.bind_main_grad(&sums, None).map_err(failed)?;
+        layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
+        let sums = self.zeros(&layer).map_err(failed)?;
+        layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
         let checked = self.check(&mut layer, tensors, &sums, &plan)?;
         let mut passes = Vec::new();
         for &pass in &self.arguments.passes {
@@ -139,6 +143,17 @@ impl Case<'_> {
             x: scatter(LinearTensor::Input, &self.inputs.x)?,
             dy: scatter(LinearTensor::Output, dy)?,
             weight: scatter(LinearTensor::Weight, &self.inputs.weight)?,
+            bias: self.inputs.bias.as_ref().map(|bias| scatter(LinearTensor::Bias, bias)).transpose()?,
+        })
+    }
+
+    /// So that the gradient of the first backward can be told.
+    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Sums<M>, ExecError> {
+        let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
+        let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, DType::F32));
+        Ok(Sums {
+            weight: zeros(LinearTensor::Weight, vec![out_features, in_features])?,
+            bias: has_bias.then(|| zeros(LinearTensor::Bias, vec![out_features])).transpose()?,
         })
     }
 
@@ -147,7 +162,7 @@ impl Case<'_> {
         &self,
         layer: &mut LinearLayer<M>,
         tensors: &Tensors<M>,
-        sums: &RankBuffers<M>,
+        sums: &Sums<M>,
         plan: &LinearPlan,
     ) -> Result<Result<f64, String>, CliError> {
         let outputs = (|| {
@@ -156,8 +171,8 @@ impl Case<'_> {
             Ok(LinearOutputs {
                 y: layer.gather(LinearTensor::Output, &y)?,
                 dx: Some(layer.gather(LinearTensor::Input, &dx)?),
-                dweight: Some(layer.gather(LinearTensor::Weight, sums)?),
-                dbias: None,
+                dweight: Some(layer.gather(LinearTensor::Weight, &sums.weight)?),
+                dbias: sums.bias.as_ref().map(|bias| layer.gather(LinearTensor::Bias, bias)).transpose()?,
             })
         })();
         let outputs = outputs.map_err(|source| CliError::Run { source })?;
@@ -204,6 +219,7 @@ impl Case<'_> {
                 .then(|| (sequential.median - statistics.median) / hideable),
             product_seconds: own.product,
             weight_gradient_seconds: own.weight_gradient,
+            bias_gradient_seconds: own.bias_gradient,
             weight_gradient_slowdown: (plain.weight_gradient > 0.0)
                 .then_some(own.weight_gradient / plain.weight_gradient),
             communication_seconds: overlap.communication_seconds,

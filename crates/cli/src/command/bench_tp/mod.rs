@@ -123,7 +123,7 @@ fn specs(
             };
             for activations in arguments.activations.iter().map(|activations| activations.activations()) {
                 let dtype = if arguments.device == Device::Cpu { DType::F32 } else { DType::Bf16 };
-                let has_bias = false;
+                let has_bias = arguments.bias;
                 let spec =
                     LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
                 specs.push((shape, spec));

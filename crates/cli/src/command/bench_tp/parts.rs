@@ -8,8 +8,10 @@ use crate::arguments::BenchTpPass;
 pub(super) struct Parts {
     /// The product of `y` or of `dx`.
     pub(super) product: f64,
-    /// The gradient of the weight, and that of the bias.
+    /// The gradient of the weight.
     pub(super) weight_gradient: f64,
+    /// That of the bias.
+    pub(super) bias_gradient: f64,
     /// Inputs on their way to all ranks.
     pub(super) gather: f64,
     /// Sums on their way to their owners, and to all ranks where all want them.
@@ -24,7 +26,8 @@ impl Parts {
         for span in &timeline.spans {
             let seconds = (span.end - span.start) / timeline.world_size.max(1) as f64;
             match (span.kind, span.label.as_str()) {
-                (SpanKind::Compute, "dweight" | "dbias") => parts.weight_gradient += seconds,
+                (SpanKind::Compute, "dweight") => parts.weight_gradient += seconds,
+                (SpanKind::Compute, "dbias") => parts.bias_gradient += seconds,
                 (SpanKind::Compute, _) => parts.product += seconds,
                 (SpanKind::Communication, "reduce-scatter") => {
                     reduces = true;
@@ -49,6 +52,7 @@ impl Parts {
         Self {
             product: middle(|parts| parts.product),
             weight_gradient: middle(|parts| parts.weight_gradient),
+            bias_gradient: middle(|parts| parts.bias_gradient),
             gather: middle(|parts| parts.gather),
             reduce: middle(|parts| parts.reduce),
         }
@@ -58,7 +62,8 @@ impl Parts {
     /// can be under the gradient of the weight only, unless they travel in groups, which may do better; inputs that are gathered
     /// again are under the product of dx.
     pub(super) fn ideal(&self, kind: LinearKind, pass: BenchTpPass) -> f64 {
-        let Self { product, weight_gradient, gather, reduce } = *self;
+        let Self { product, gather, reduce, .. } = *self;
+        let weight_gradient = self.weight_gradient + self.bias_gradient;
         match (pass, kind) {
             (BenchTpPass::Forward, _) => product.max(gather + reduce),
             (BenchTpPass::Backward, LinearKind::Column) => product.max(gather) + weight_gradient.max(reduce),
@@ -98,7 +103,10 @@ mod tests {
             ],
         };
         let parts = Parts::of(&timeline);
-        assert_eq!(parts, Parts { product: 200.0, weight_gradient: 500.0, gather: 0.0, reduce: 400.0 });
+        assert_eq!(
+            parts,
+            Parts { product: 200.0, weight_gradient: 490.0, bias_gradient: 10.0, gather: 0.0, reduce: 400.0 }
+        );
         assert_eq!(parts.ideal(LinearKind::Column, BenchTpPass::Backward), 700.0);
         let gathers = Parts { gather: 800.0, reduce: 0.0, ..parts };
         assert_eq!(gathers.ideal(LinearKind::Row, BenchTpPass::Backward), 800.0);

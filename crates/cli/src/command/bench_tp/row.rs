@@ -29,7 +29,9 @@ pub(super) struct Row {
     pub(super) efficiency: Option<f64>,
     pub(super) product_seconds: f64,
     pub(super) weight_gradient_seconds: f64,
-    /// Over that of the sequential run.
+    /// A pass over dy, where there is a bias.
+    pub(super) bias_gradient_seconds: f64,
+    /// That of the weight over that of the sequential run.
     pub(super) weight_gradient_slowdown: Option<f64>,
     pub(super) communication_seconds: f64,
     pub(super) exposed_seconds: f64,

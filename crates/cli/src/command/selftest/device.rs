@@ -166,7 +166,6 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
     for (section, transport, most_ranks) in [
         ("linear layers by nvlink, a GPU each", TransportKind::Nvlink, gpus),
         ("linear layers by copy-engine", TransportKind::CopyEngine, 2 * gpus),
-        ("linear layers by nccl", TransportKind::Nccl, gpus),
     ] {
         let Some(subject) = over(transport)? else { continue };
         if subject.gpu().arch().is_hopper() && ledger.section(section) {
