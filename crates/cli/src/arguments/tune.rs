@@ -102,8 +102,8 @@ pub(crate) struct TuneGemmArguments {
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..=64), allow_hyphen_values = true)]
     pub(crate) most_groups: u32,
 
-    /// How communication is brought to run under computation [default: concurrent on CPUs; on GPUs copy-engine with that
-    /// transport, else kernel-barrier and a margin as large as the transport's kernels]
+    /// How communication is brought to run under computation [default: concurrent on CPUs and with copy engines, else
+    /// kernel-barrier and a margin as large as the transport's kernels]
     #[arg(long, value_name = "POLICY", value_parser = value::named_overlap)]
     pub(crate) overlap: Option<OverlapPolicy>,
 

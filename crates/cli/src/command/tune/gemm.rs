@@ -5,7 +5,7 @@ use counterpoint_plan::{
     TunedShape, WaveGroups,
 };
 use counterpoint_report::{Column, format_ratio, format_seconds, table};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 use serde_json::{Value, json};
 
 use crate::arguments::{Device, RanksArguments, SearchArgument, TuneGemmArguments, dtype_name};
@@ -51,8 +51,9 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
 /// What lets communication run under computation on these ranks.
 fn usual_policy(ranks: &RankMachine, transport: TransportKind) -> OverlapPolicy {
     let RankMachine::Cuda(machine) = ranks else { return OverlapPolicy::default() };
+    // Copy engines take no multiprocessor, so nothing has to be kept free for them.
     if transport == TransportKind::CopyEngine {
-        return OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() };
+        return OverlapPolicy::default();
     }
     let workers = WorkerShare::Margin(machine.worker_sharing().communication);
     OverlapPolicy { workers, ..OverlapPolicy::new(StartOrder::KernelBarrier) }
@@ -112,7 +113,8 @@ fn searcher(
         return Err(CliError::Flag { flag: "--waves", value: waves.to_string(), reason });
     }
     let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
-    let takes_workers = policy.mover == Mover::Transport && policy.workers == WorkerShare::Common;
+    let takes_workers =
+        arguments.ranks.transport != TransportKind::CopyEngine && policy.workers == WorkerShare::Common;
     let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
     if let RankMachine::Cuda(machine) = ranks {
         // Whole tiles of the rows of all ranks together.
