@@ -195,6 +195,14 @@ pub(crate) enum CliError {
         /// Why.
         source: counterpoint_cuda::CudaError,
     },
+    /// A file of tuned plans cannot be used.
+    #[error("tuned plans {}: {source}", path.display())]
+    Tuned {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: Box<counterpoint_plan::TuningError>,
+    },
     /// A plan cannot be made.
     #[error("{source}")]
     Plan {

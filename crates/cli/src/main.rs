@@ -14,6 +14,7 @@ mod mask_argument;
 mod output;
 mod profile;
 mod progress;
+mod tuned;
 
 use std::process::ExitCode;
 

@@ -4,7 +4,7 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 12] = [
+const LEVELS: [&str; 13] = [
     "",
     "attention",
     "plan",
@@ -13,6 +13,7 @@ const LEVELS: [&str; 12] = [
     "bench plan",
     "bench attention",
     "bench cp",
+    "bench tp",
     "bench group-cast",
     "bench group-reduce",
     "selftest",
@@ -141,7 +142,7 @@ fn bad_usage_is_one_sentence() {
         ),
         ("plan --mask causal:8 --cp-size 2 --heads-q 6 --heads-kv 4", &["6", "4", "divide"]),
         ("plan --mask causal:8 --cp-size 2 --head-dim 0", &["--head-dim"]),
-        ("plan --mask causal:8 --cp-size 2 --stages 0", &["--stages"]),
+        ("plan --mask causal:8 --cp-size 2 --stages 65", &["--stages"]),
         ("plan --mask causal:8 --cp-size 2 --speed 3", &["--speed"]),
         ("attention --mask causal:8 --cp-size 0", &["--cp-size", "between 1 and 4096"]),
         ("attention --mask causal:8 --cp-size 5000", &["5000"]),

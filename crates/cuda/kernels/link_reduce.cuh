@@ -71,14 +71,17 @@ struct LinkStage {
 
 template <typename Term, u32 kTurns, u32 kPack>
 __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], const Term* terms, u32 packs, u32 thread) {
+  // All loads before the first sum: each would otherwise wait for the one before. Past the end there is nothing to add.
+  Pack<Term, kPack> held[kTurns] = {};
 #pragma unroll
   for (u32 u = 0; u < kTurns; ++u) {
     const u32 pack = thread + u * kLinkAdders;
-    if (pack < packs) {
-      const Pack<Term, kPack> term = load_pack<Term, kPack>(terms + pack * kPack);
+    if (pack < packs) held[u] = load_pack<Term, kPack>(terms + pack * kPack);
+  }
 #pragma unroll
-      for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(term.at[e]);
-    }
+  for (u32 u = 0; u < kTurns; ++u) {
+#pragma unroll
+    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(held[u].at[e]);
   }
 }
 
@@ -111,17 +114,21 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
       stage.next();
     }
     Result* result = reinterpret_cast<Result*>(call.own[piece.tensor]) + piece.to;
+    // Tested once: a test at each element takes longer than all else that is done with it.
+    if (piece.divisor != 1) {
+#pragma unroll
+      for (u32 u = 0; u < kTurns; ++u) {
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) sums[u][e] = __fdiv_rn(sums[u][e], float(piece.divisor));
+      }
+    }
 #pragma unroll
     for (u32 u = 0; u < kTurns; ++u) {
       const u32 pack = thread + u * kLinkAdders;
       if (pack < packs) {
         Pack<Result, kPack> out;
 #pragma unroll
-        for (u32 e = 0; e < kPack; ++e) {
-          float sum = sums[u][e];
-          if (piece.divisor != 1) sum = __fdiv_rn(sum, float(piece.divisor));
-          out.at[e] = narrow<Result>(sum);
-        }
+        for (u32 e = 0; e < kPack; ++e) out.at[e] = narrow<Result>(sums[u][e]);
         store_pack(result + pack * kPack, out);
       }
     }

@@ -39,6 +39,7 @@ mod launch;
 mod library;
 mod memory;
 mod nccl;
+mod partition;
 pub mod selftest;
 mod stream;
 mod tensor_map;
@@ -49,7 +50,7 @@ pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
     GraphRun, Timing,
 };
-pub use calibrate::calibrate;
+pub use calibrate::{StartCount, calibrate, count_starts};
 pub use compile::{
     CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
     CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,

@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Instant;
@@ -25,6 +26,8 @@ pub(crate) struct NcclRank {
     count: usize,
     device: Device,
     world: Arc<World>,
+    /// Bytes that were sent.
+    sent: Arc<AtomicU64>,
 }
 
 /// NCCL's handle, until it is aborted.
@@ -141,7 +144,7 @@ impl NcclRank {
         let count = devices.len();
         let ranks = ranks.map(|(rank, (handle, device))| {
             let (end, device, world) = (End::new(nccl, device, handle), device.clone(), world.clone());
-            Self { nccl, end, rank, count, device, world }
+            Self { nccl, end, rank, count, device, world, sent: Arc::default() }
         });
         let ranks: Vec<Self> = ranks.collect();
         ranks.iter().try_for_each(|rank| rank.wait("ncclCommInitRankConfig"))?;
@@ -161,7 +164,8 @@ impl NcclRank {
 
     /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
     /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
-    /// takes ranks of different `host`s for ranks on different hosts, where one is given.
+    /// takes ranks of different `host`s for ranks on different hosts, where one is given. What exchanges send is added to `sent`,
+    /// in bytes.
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
@@ -171,6 +175,7 @@ impl NcclRank {
         meeting: &[u8],
         host: Option<&str>,
         world: &Arc<World>,
+        sent: &Arc<AtomicU64>,
     ) -> Result<Self, CudaError> {
         let nccl = Nccl::get()?;
         never_multicast();
@@ -193,7 +198,8 @@ impl NcclRank {
                 end.abort();
             }
         });
-        let own = Self { nccl, end, rank, count, device: device.clone(), world: world.clone() };
+        let (device, world, sent) = (device.clone(), world.clone(), sent.clone());
+        let own = Self { nccl, end, rank, count, device, world, sent };
         own.wait("ncclCommInitRankConfig")?;
         let mut ranks = exchange_once(nccl, vec![own])?;
         let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
@@ -218,6 +224,8 @@ impl NcclRank {
         // SAFETY: the caller's promise.
         self.end
             .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
+        let bytes = sends.iter().map(|message| message.bytes).sum();
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
         self.wait("ncclGroupEnd")
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUstream;
 
 use crate::library::call;
+use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, Event};
 
 /// A queue of a device whose operations run in order. Cheap to clone: a clone is the same queue.
@@ -15,6 +16,8 @@ struct Queue {
     device: Device,
     raw: CUstream,
     owned: bool,
+    /// Whose multiprocessors it runs on, where these are not all.
+    _partition: Option<Arc<Partition>>,
 }
 
 // SAFETY: streams may be used from any thread.
@@ -32,26 +35,46 @@ pub enum StreamPriority {
     High,
 }
 
+/// Streams do not wait for the legacy default stream.
+const NON_BLOCKING: u32 = 1;
+
+/// The least and the greatest that the device has.
+fn priorities(device: &Device) -> Result<(i32, i32), CudaError> {
+    let driver = device.bind()?;
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: the pointers are to locals.
+    unsafe { call!(driver, cuCtxGetStreamPriorityRange(&mut least, &mut greatest)) }?;
+    Ok((least, greatest))
+}
+
 impl Stream {
     /// A new stream that does not wait for the legacy default stream.
     ///
     /// # Errors
     /// When the driver has none left.
     pub fn new(device: &Device, priority: StreamPriority) -> Result<Self, CudaError> {
-        const NON_BLOCKING: u32 = 1;
         let driver = device.bind()?;
-        let (mut least, mut greatest) = (0, 0);
+        let (least, greatest) = priorities(device)?;
+        let priority = match priority {
+            StreamPriority::Low => least,
+            StreamPriority::High => greatest,
+        };
         let mut raw = ptr::null_mut();
-        // SAFETY: the pointers are to locals; the stream is destroyed in drop.
-        unsafe {
-            call!(driver, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
-            let priority = match priority {
-                StreamPriority::Low => least,
-                StreamPriority::High => greatest,
-            };
-            call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority))?;
-        }
-        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true })))
+        // SAFETY: the pointer is to a local; the stream is destroyed in drop.
+        unsafe { call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority)) }?;
+        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true, _partition: None })))
+    }
+
+    /// A new stream on one of the sets of a device's multiprocessors.
+    ///
+    /// # Errors
+    /// When the driver has none left.
+    pub(crate) fn on(partition: &Arc<Partition>, device: &Device, part: Part) -> Result<Self, CudaError> {
+        let (least, greatest) = priorities(device)?;
+        let priority = if part == Part::Communication { greatest } else { least };
+        let raw = partition.stream(part, NON_BLOCKING, priority)?;
+        let partition = Some(partition.clone());
+        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true, _partition: partition })))
     }
 
     /// Someone else's stream, PyTorch's current one say. It is not destroyed when this value goes.
@@ -59,7 +82,7 @@ impl Stream {
     /// # Safety
     /// `raw` is a stream of `device`'s primary context and outlives this value and its clones.
     pub unsafe fn borrow(device: &Device, raw: CUstream) -> Self {
-        Self(Arc::new(Queue { device: device.clone(), raw, owned: false }))
+        Self(Arc::new(Queue { device: device.clone(), raw, owned: false, _partition: None }))
     }
 
     /// Its device.

@@ -1,8 +1,8 @@
 use std::time::Instant;
 
-use counterpoint_schedule::{BufferRole, GroupCast, GroupReduce, Op, Program, Timeline};
+use counterpoint_schedule::{BufferRole, BufferSpec, GroupCast, GroupReduce, Op, Program, Timeline};
 
-use crate::{Backend, CollectiveCall, ExecError, OpPlace, Transport};
+use crate::{Backend, CollectiveCall, ExecError, GlobalBuffer, OpPlace, Transport};
 
 /// A [`Program`] made ready to run many times on one rank: buffers allocated, streams started, every operation resolved.
 ///
@@ -48,10 +48,35 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
     pub fn new(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
         let told = backend.clone();
-        Self::prepare(program, backend, transport).map_err(|error| told.fail(error))
+        let allocate = |spec: &BufferSpec| told.allocate(spec);
+        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
     }
 
-    fn prepare(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
+    /// The same, whose scratch buffers are views of `memory`, which other Programs of the rank may use when this one does not
+    /// run.
+    ///
+    /// # Errors
+    /// As [`Prepared::new`].
+    pub fn with_scratch(
+        program: Program,
+        backend: B,
+        transport: T,
+        memory: &mut GlobalBuffer<B>,
+    ) -> Result<Self, ExecError> {
+        let told = backend.clone();
+        let allocate = |spec: &BufferSpec| match spec.role {
+            BufferRole::Scratch => memory.view(&told, spec),
+            _ => told.allocate(spec),
+        };
+        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
+    }
+
+    fn prepare(
+        program: Program,
+        backend: B,
+        transport: T,
+        mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
+    ) -> Result<Self, ExecError> {
         let error =
             |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
         for (who, rank, world_size) in [
@@ -124,14 +149,16 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         }
         let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
         for slot in &program.slots {
-            let specs: Vec<_> = slot.iter().map(|id| &program.buffers[id.0]).collect();
-            for (id, buffer) in slot.iter().zip(backend.allocate_in_turns(&specs)?) {
-                buffers[id.0] = Some(buffer);
+            let specs = slot.iter().map(|id| &program.buffers[id.0]);
+            let Some(longest) = specs.max_by_key(|spec| spec.bytes()) else { continue };
+            let memory = backend.allocate(longest)?;
+            for id in slot {
+                buffers[id.0] = Some(backend.view(&memory, &program.buffers[id.0])?);
             }
         }
         for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
             if !given(spec.role) && buffer.is_none() {
-                *buffer = Some(backend.allocate(spec)?);
+                *buffer = Some(allocate(spec)?);
             }
         }
         Ok(Self {
@@ -174,8 +201,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Tensor`] when the Program has no such input or output, or shape or element type differ.
     pub fn bind(&mut self, name: &str, buffer: B::Buffer) -> Result<(), ExecError> {
         let error = |reason| ExecError::Tensor { name: name.to_owned(), reason };
-        let bound =
-            |spec: &counterpoint_schedule::BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
+        let bound = |spec: &BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
         let Some(index) = self.program.buffers.iter().position(bound) else {
             let program = &self.program.name;
             return Err(error(format!("program `{program}` has no input or output of this name")));

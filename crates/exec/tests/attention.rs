@@ -66,7 +66,7 @@ proptest! {
         seqlens in (1usize..400, 1usize..400, any::<bool>()),
         cp_size in 1usize..9,
         chunk_size in 1usize..90,
-        stages in prop_oneof![Just(StageCount::Auto), (1usize..8).prop_map(StageCount::Fixed)],
+        stages in prop_oneof![Just(StageCount::Auto), (0usize..8).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
         order in 0usize..3,
         dtype in 0usize..4,
@@ -124,6 +124,34 @@ proptest! {
             let outputs = run(&plan, &spec, &inputs, &run_config).outputs;
             let first = first.get_or_insert_with(|| outputs.clone());
             prop_assert!(*first == outputs, "{:?} {:?}", start, stages);
+        }
+    }
+
+    /// All work at once, after everything has arrived, gives those bits too, in whole blocks as stages are cut.
+    #[test]
+    fn all_work_at_once_changes_no_bit(seed: u64, cp_size in 2usize..5, causally: bool, bf16: bool) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let seqlen = 256 * cp_size;
+        let mask = if causally { causal(seqlen) } else { random_mask(seqlen, seqlen, &mut rng) };
+        let spec = AttentionSpec {
+            seqlen_sink: 1, ..spec(4, 2, 16, 8, if bf16 { DType::Bf16 } else { DType::F32 })
+        };
+        let inputs = inputs(&mask, &spec, &mut rng);
+        for deterministic in [true, false] {
+            let outputs = [0, 1, 2].map(|stages| {
+                let stages = StageCount::Fixed(stages);
+                let config = config(cp_size, 128, stages, DispatchAlgorithm::MinHeap);
+                let plan = Plan::new(&mask, &spec, &config).unwrap();
+                let own = plan.ranks.iter().flat_map(|rank| rank.backward.get(1)).map(|stage| stage.own_rows);
+                assert!(own.clone().all(|rows| rows == if stages == StageCount::Fixed(0) { 256 } else { 0 }));
+                let run_config = RunConfig { deterministic, ..RunConfig::default() };
+                run(&plan, &spec, &inputs, &run_config).outputs
+            });
+            if deterministic {
+                prop_assert!(outputs[0] == outputs[1] && outputs[1] == outputs[2]);
+            }
+            let report = check_attention(&mask, &spec, &inputs, &outputs[0]);
+            prop_assert!(report.passed, "{:#?}", report);
         }
     }
 

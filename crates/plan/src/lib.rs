@@ -16,6 +16,7 @@ mod error;
 mod exchange;
 mod fingerprint;
 mod group_part;
+mod group_search;
 mod hierarchy;
 mod layout;
 mod linear;
@@ -30,6 +31,8 @@ mod stages;
 mod summary;
 mod tile_schedule;
 mod topology;
+mod transformer;
+mod tuning;
 mod wave_groups;
 mod work;
 mod worker_sharing;
@@ -47,6 +50,7 @@ pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
+pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
 pub use machine_profile::{
@@ -62,7 +66,11 @@ pub use tile_schedule::{
     TileSplit, TileStatistics, TurnSpan,
 };
 pub use topology::Topology;
-pub use wave_groups::{GroupFlow, PassCosts, WaveGroups, compositions};
+pub use transformer::{LayerLinear, TransformerSpec};
+pub use tuning::{
+    GemmCollective, GroupSearch, TUNING_VERSION, TunedGroups, TunedPlans, TunedShape, TuningError,
+};
+pub use wave_groups::{GroupFlow, LinkUse, PassCosts, PassCurves, ProductStart, WaveGroups, compositions};
 pub use worker_sharing::WorkerSharing;
 
 /// Rows of a key block, the step in which kernels walk keys. Stages are cut only at multiples of it (counted along a

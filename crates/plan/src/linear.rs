@@ -5,7 +5,8 @@ use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CostModel, DType, GroupFlow, GroupPart, OwnedSplit, PassCosts, PlanError, RemoteSplit, WaveGroups,
+    CostModel, DType, GroupFlow, GroupPart, LinkUse, OwnedSplit, PassCosts, PassCurves, PlanError,
+    ProductStart, RemoteSplit, WaveGroups,
 };
 
 /// Which axis of the weight `[out_features, in_features]` is split over the ranks (Megatron-LM, section 3).
@@ -49,10 +50,30 @@ pub struct LinearSpec {
     pub dtype: DType,
 }
 
+impl LinearSpec {
+    /// `[m, n, k]` of a rank's product of so many rows in the forward.
+    pub fn product_size(&self, rows: usize, tp_size: usize) -> [usize; 3] {
+        match self.kind {
+            LinearKind::Column => [rows, self.out_features / tp_size, self.in_features],
+            LinearKind::Row => [rows, self.out_features, self.in_features / tp_size],
+        }
+    }
+
+    /// Columns of the rows that travel.
+    pub fn travelling_columns(&self) -> usize {
+        match self.kind {
+            LinearKind::Column => self.in_features,
+            LinearKind::Row => self.out_features,
+        }
+    }
+}
+
 /// The most groups that a pass is cut into by itself: each costs the start of a collective.
 const MOST_GROUPS: usize = 16;
 /// The steps in which sizes of groups are looked at.
 const STEPS: usize = 32;
+/// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
+const TILE_ROWS: usize = 128;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,10 +119,7 @@ impl LinearPlan {
         let rows = plan.tokens_of(0).len();
         plan.groups = match groups {
             WaveGroups::Fixed(0) => return error("groups", 0, "at least 1".to_owned()),
-            WaveGroups::Fixed(groups) => {
-                let groups = groups.min(rows);
-                (0..groups).map(|group| even(rows, groups, group).len()).collect()
-            }
+            WaveGroups::Fixed(groups) => even_tiles(rows, groups.min(rows)),
             WaveGroups::Sizes(sizes) => {
                 let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
                 if sum != rows || sizes.contains(&0) {
@@ -127,61 +145,77 @@ impl LinearPlan {
 
     /// The groups with the smallest predicted time of the pass in which they matter most.
     fn fastest_groups(&self, cost: &CostModel) -> Vec<usize> {
+        let (spec, tp_size) = (&self.spec, self.tp_size);
+        let product =
+            |rows: usize| cost.launch_seconds + cost.matmul_seconds(spec.product_size(rows, tp_size));
+        let row_bytes = (tp_size - 1) * spec.travelling_columns() * spec.dtype.size();
+        let travel = |rows: usize| cost.link.seconds((rows * row_bytes) as u64);
+        let speed_beside = cost.sharing.map_or(1.0, |sharing| sharing.speed_without(sharing.communication));
+        let join = 2.0 * (self.tokens_of(0).len() * spec.travelling_columns() * spec.dtype.size()) as f64;
+        let curves = PassCurves {
+            product: &product,
+            travel: &travel,
+            back: &travel,
+            join: cost.launch_seconds + join / cost.memory_bytes_per_second,
+            starts: ProductStart::Free,
+            link: LinkUse::Shared,
+            speed_beside,
+        };
         let rows = self.tokens_of(0).len();
         let step = rows.div_ceil(STEPS);
-        let sizes = match self.pass_costs(cost, step) {
-            Some(costs) => costs.fastest(MOST_GROUPS),
-            None => return vec![rows],
-        };
-        let mut left = rows;
-        let sizes = sizes.into_iter().map(|steps| {
-            let size = (steps * step).min(left);
+        let step = if rows < TILE_ROWS { step } else { step.next_multiple_of(TILE_ROWS) };
+        match self.pass_costs(step, &curves) {
+            Some(costs) => self.rows_of_waves(step, &costs.fastest(MOST_GROUPS)),
+            None => vec![rows],
+        }
+    }
+
+    /// Rows of groups of so many waves, each of `wave` rows of the first rank's tokens; the last one may have fewer.
+    pub fn rows_of_waves(&self, wave: usize, groups: &[usize]) -> Vec<usize> {
+        let mut left = self.tokens_of(0).len();
+        let sizes = groups.iter().map(|waves| {
+            let size = (waves * wave).min(left);
             left -= size;
             size
         });
-        sizes.collect()
+        sizes.filter(|size| *size > 0).collect()
     }
 
-    /// What the forward costs in steps of `rows` rows of each rank's tokens, or the backward where the forward does not
+    /// What the forward costs in waves of `wave` rows of each rank's tokens, or the backward where the forward does not
     /// communicate; `None` where neither does.
-    fn pass_costs(&self, cost: &CostModel, rows: usize) -> Option<PassCosts> {
-        let LinearSpec { tokens, in_features, out_features, dtype, kind, activations, .. } = self.spec;
+    pub fn pass_costs(&self, wave: usize, curves: &PassCurves<'_>) -> Option<PassCosts> {
         if self.tp_size == 1 {
             return None;
         }
-        let all_rows = self.tokens_of(0).len();
-        let steps = all_rows.div_ceil(rows);
-        let of_steps = |seconds: &dyn Fn(usize) -> f64| {
-            (0..=steps).map(|n| if n == 0 { 0.0 } else { seconds((n * rows).min(all_rows)) }).collect()
+        let rows = self.tokens_of(0).len();
+        let waves = rows.div_ceil(wave.max(1));
+        let table = |seconds: &dyn Fn(usize) -> f64| {
+            (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
         };
-        // Of the features that are not split, which travel.
-        let features = if kind == LinearKind::Column { in_features } else { out_features };
-        let flops = 2.0 * in_features as f64 * out_features as f64 / self.tp_size as f64;
-        let product =
-            |tokens: usize| cost.launch_seconds + flops * tokens as f64 / cost.matmul_flops_per_second;
-        let peers = self.tp_size - 1;
-        let travel = |rows: usize| cost.link.seconds((rows * peers * features * dtype.size()) as u64);
-        let flow = match (kind, activations) {
+        let flow = match (self.spec.kind, self.spec.activations) {
             (LinearKind::Column, Activations::SequenceParallel) => GroupFlow::Gather,
             (LinearKind::Row, Activations::SequenceParallel) => GroupFlow::Reduce,
             (_, Activations::Replicated) => GroupFlow::ReduceAndGather,
         };
-        let (own, after) = match flow {
-            GroupFlow::Gather => (product(all_rows), 0.0),
+        let (before, after) = match (flow, self.spec.kind) {
+            (GroupFlow::Gather, _) => ((curves.product)(rows), 0.0),
             // The gradient of the weight follows where it is the backward that communicates.
-            _ if kind == LinearKind::Column => (0.0, product(tokens)),
+            (_, LinearKind::Column) => (0.0, (curves.product)(self.spec.tokens)),
             _ => (0.0, 0.0),
         };
         // Of a gather the own rows are multiplied before.
-        let owners = if flow == GroupFlow::Gather { peers } else { self.tp_size };
+        let owners = if flow == GroupFlow::Gather { self.tp_size - 1 } else { self.tp_size };
         Some(PassCosts {
             flow,
-            product: of_steps(&|rows| product(rows * owners)),
-            travel: of_steps(&travel),
-            back: of_steps(&travel),
-            before: own,
+            product: table(&|rows| (curves.product)(rows * owners)),
+            travel: table(curves.travel),
+            back: table(curves.back),
+            before,
             after,
-            speed_beside: 1.0,
+            join: if flow == GroupFlow::Reduce { curves.join } else { 0.0 },
+            starts: curves.starts,
+            link: curves.link,
+            speed_beside: curves.speed_beside,
         })
     }
 
@@ -269,6 +303,20 @@ impl LinearPlan {
     }
 }
 
+/// Sizes of so many groups of rows that are as even as whole tiles allow, where there is a tile for each.
+fn even_tiles(rows: usize, groups: usize) -> Vec<usize> {
+    let tiles = rows / TILE_ROWS;
+    if tiles < groups {
+        return (0..groups).map(|group| even(rows, groups, group).len()).collect();
+    }
+    let mut sizes: Vec<usize> =
+        (0..groups).map(|group| even(tiles, groups, group).len() * TILE_ROWS).collect();
+    if let Some(last) = sizes.last_mut() {
+        *last += rows % TILE_ROWS;
+    }
+    sizes
+}
+
 /// Part `index` of `length` things in `parts` stretches.
 fn even(length: usize, parts: usize, index: usize) -> Range {
     let (short, longer) = (length / parts, length % parts);
@@ -294,7 +342,7 @@ mod tests {
 
     #[test]
     fn groups_have_every_token_once_and_parts_fit() {
-        for tokens in [1usize, 2, 7, 64, 65] {
+        for tokens in [1usize, 2, 7, 64, 65, 1500] {
             for tp_size in [1, 2, 3, 4] {
                 let rows = tokens.div_ceil(tp_size);
                 let fixed = [1, 2, 5, 100].map(WaveGroups::Fixed);
@@ -318,6 +366,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn groups_are_whole_tiles_where_there_are_enough() {
+        let plan = LinearPlan::new(spec(4096 + 7), 4, WaveGroups::Fixed(3), &CostModel::H200).unwrap();
+        let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
+        assert_eq!(rows(0), [384, 384, 258]);
+        assert_eq!(rows(3), [384, 384, 257]);
     }
 
     #[test]

@@ -31,6 +31,24 @@ pub enum GroupFlow {
     Gather,
 }
 
+/// What a product waits for besides what it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProductStart {
+    /// Nothing.
+    Free,
+    /// The start of the communication that it should hide, of the group before it.
+    AfterCommunication,
+}
+
+/// What reductions and their ways back travel on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkUse {
+    /// One link, one after the other.
+    Shared,
+    /// Links of their own, or one that is never full.
+    Apart,
+}
+
 /// What a pass of some waves costs. Each table has a value for every number of waves, 0 first: the seconds of a product or
 /// collective of so many waves at once.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,8 +65,33 @@ pub struct PassCosts {
     pub before: f64,
     /// Computation after the last product that needs no communication: the gradient of the weight.
     pub after: f64,
+    /// Putting together the sums of several groups, at the end; one group needs it not.
+    pub join: f64,
+    /// What products wait for.
+    pub starts: ProductStart,
+    /// What collectives travel on.
+    pub link: LinkUse,
     /// Speed of computation while communication is under way, of its usual one: above 0, at most 1. What collectives that
     /// run on a GPU's multiprocessors leave of them.
+    pub speed_beside: f64,
+}
+
+/// What the parts of a pass take by themselves, by their size.
+#[derive(Clone, Copy)]
+pub struct PassCurves<'a> {
+    /// Seconds of a rank's product of so many rows.
+    pub product: &'a dyn Fn(usize) -> f64,
+    /// Seconds in which so many rows of each rank are gathered, or reduced.
+    pub travel: &'a dyn Fn(usize) -> f64,
+    /// Seconds in which so many reduced rows of each rank travel back to all.
+    pub back: &'a dyn Fn(usize) -> f64,
+    /// See [`PassCosts::join`].
+    pub join: f64,
+    /// See [`PassCosts::starts`].
+    pub starts: ProductStart,
+    /// See [`PassCosts::link`].
+    pub link: LinkUse,
+    /// See [`PassCosts::speed_beside`].
     pub speed_beside: f64,
 }
 
@@ -58,6 +101,12 @@ struct Ends {
     compute: f64,
     travel: f64,
     back: f64,
+    /// When the link has carried what it was given: reductions and their ways back share it.
+    link: f64,
+    /// When the last collective of sums started.
+    started: f64,
+    /// Waves whose sums are reduced and have not been sent back.
+    pending: usize,
 }
 
 /// Sequences that are kept for each number of waves done.
@@ -80,7 +129,7 @@ impl PassCosts {
             left -= waves;
             ends = self.step(ends, waves, left);
         }
-        self.end(ends)
+        self.end(ends, groups.len())
     }
 
     /// The fastest sequence of at most `most` groups, in waves. Exact up to sequences whose ends differ by less than a
@@ -108,11 +157,12 @@ impl PassCosts {
                 }
             }
         }
-        let fewest_first = |a: &&Reached, b: &&Reached| {
-            (self.end(a.ends) + slack * a.groups as f64 / most as f64)
-                .total_cmp(&(self.end(b.ends) + slack * b.groups as f64 / most as f64))
+        let seconds = |reached: &Reached| {
+            self.end(reached.ends, reached.groups) + slack * reached.groups as f64 / most as f64
         };
-        let Some(best) = fronts[all].iter().min_by(fewest_first) else { return vec![all] };
+        let Some(best) = fronts[all].iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))) else {
+            return vec![all];
+        };
         let (mut sizes, mut at) = (Vec::new(), (all, *best));
         while at.0 > 0 {
             let (before, index) = at.1.from;
@@ -125,34 +175,68 @@ impl PassCosts {
 
     fn start(&self, waves: usize) -> Ends {
         let busy_until = if self.flow == GroupFlow::Gather { self.travel[waves] } else { 0.0 };
-        Ends { compute: self.compute_until(0.0, self.before, busy_until), travel: 0.0, back: 0.0 }
+        Ends { compute: self.compute_until(0.0, self.before, busy_until), ..Ends::default() }
     }
 
     /// After one more group of `waves`, with `left` still to come.
-    fn step(&self, ends: Ends, waves: usize, left: usize) -> Ends {
-        match self.flow {
-            GroupFlow::Gather => {
-                let travel = ends.travel + self.travel[waves];
-                let busy_until = travel + self.travel[left];
-                let compute = self.compute_until(ends.compute.max(travel), self.product[waves], busy_until);
-                Ends { compute, travel, back: 0.0 }
-            }
-            GroupFlow::Reduce | GroupFlow::ReduceAndGather => {
-                let busy_until = ends.travel.max(ends.back);
-                let compute = self.compute_until(ends.compute, self.product[waves], busy_until);
-                let travel = ends.travel.max(compute) + self.travel[waves];
-                let back = match self.flow {
-                    GroupFlow::ReduceAndGather => ends.back.max(travel) + self.back[waves],
-                    _ => 0.0,
-                };
-                Ends { compute, travel, back }
-            }
+    fn step(&self, mut ends: Ends, waves: usize, left: usize) -> Ends {
+        if self.flow == GroupFlow::Gather {
+            ends.travel += self.travel[waves];
+            let busy_until = ends.travel + self.travel[left];
+            ends.compute = self.compute_until(ends.compute.max(ends.travel), self.product[waves], busy_until);
+            return ends;
         }
+        let begin = match self.starts {
+            ProductStart::Free => ends.compute,
+            ProductStart::AfterCommunication => ends.compute.max(ends.started),
+        };
+        let busy_until = ends.travel.max(ends.back);
+        ends.compute = self.compute_until(begin, self.product[waves], busy_until);
+        // The next reduction comes before the way back of the last one where its product is done by then.
+        let reduced = ends.travel;
+        if ends.compute > reduced {
+            ends = self.send_back(ends, reduced);
+        }
+        ends.started = ends.travel.max(ends.compute);
+        ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+        ends = self.send_back(ends, reduced);
+        if self.flow == GroupFlow::ReduceAndGather {
+            ends.pending = waves;
+        }
+        ends
     }
 
-    fn end(&self, ends: Ends) -> f64 {
+    /// Sums reduced at `reduced` travel back to all.
+    fn send_back(&self, mut ends: Ends, reduced: f64) -> Ends {
+        if ends.pending > 0 {
+            let begin = ends.back.max(reduced);
+            ends.back = self.carry(&mut ends.link, begin, &self.back, ends.pending);
+            ends.pending = 0;
+        }
+        ends
+    }
+
+    /// When the link has carried so many waves of a collective that starts at `begin`: what comes before a byte moves may run
+    /// while others use the link.
+    fn carry(&self, link: &mut f64, begin: f64, table: &[f64], waves: usize) -> f64 {
+        if self.link == LinkUse::Apart {
+            return begin + table[waves];
+        }
+        let first = match table {
+            [_, one, two, ..] => (2.0 * one - two).clamp(0.0, *one),
+            _ => 0.0,
+        };
+        let first = first.min(table[waves]);
+        *link = link.max(begin + first) + table[waves] - first;
+        *link
+    }
+
+    fn end(&self, ends: Ends, groups: usize) -> f64 {
+        let reduced = ends.travel;
+        let ends = self.send_back(ends, reduced);
         let communicated = ends.travel.max(ends.back);
-        self.compute_until(ends.compute, self.after, communicated).max(communicated)
+        let computed = self.compute_until(ends.compute, self.after, communicated);
+        computed.max(communicated) + if groups > 1 { self.join } else { 0.0 }
     }
 
     /// When computation of `seconds` ends that starts at `start`, while communication is under way until `busy_until`.
@@ -181,6 +265,9 @@ impl Reached {
         self.ends.compute <= other.ends.compute + slack
             && self.ends.travel <= other.ends.travel + slack
             && self.ends.back <= other.ends.back + slack
+            && self.ends.link <= other.ends.link + slack
+            && self.ends.started <= other.ends.started + slack
+            && self.ends.pending <= other.ends.pending
             && self.groups <= other.groups
     }
 }
@@ -233,7 +320,20 @@ mod tests {
                 let [product, travel, back] = curves.map(|(start, each)| {
                     (0..=waves).map(|n| if n == 0 { 0.0 } else { start + each * n as f64 }).collect()
                 });
-                PassCosts { flow, product, travel, back, before, after, speed_beside }
+                let starts =
+                    if waves % 2 == 0 { ProductStart::Free } else { ProductStart::AfterCommunication };
+                PassCosts {
+                    flow,
+                    product,
+                    travel,
+                    back,
+                    before,
+                    after,
+                    join: after / 8.0,
+                    starts,
+                    link: LinkUse::Shared,
+                    speed_beside,
+                }
             })
     }
 
@@ -276,6 +376,9 @@ mod tests {
             back: Vec::new(),
             before: 0.0,
             after: 0.0,
+            join: 0.0,
+            starts: ProductStart::Free,
+            link: LinkUse::Shared,
             speed_beside: 1.0,
         };
         assert_eq!(costs(1.0).seconds(&[4]), 12.5);

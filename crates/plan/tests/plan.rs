@@ -294,14 +294,14 @@ fn all_work_at_once_where_ranks_own_whole_blocks() {
     }
     // A GPU gives up overlap where it costs more than it hides, and only there.
     let rows = |cost| {
-        let config = PlanConfig { cost, stages: StageCount::Auto, ..config(128) };
+        let config = PlanConfig { chunk_size: Some(128), cost, ..PlanConfig::new(2) };
         let spec = AttentionSpec { heads_q: 64, heads_kv: 8, head_dim: 128, head_dim_v: 128, ..spec() };
-        Plan::new(&Mask::causal(2048).unwrap(), &spec, &config).unwrap().ranks[0].forward[1].own_rows
+        Plan::new(&Mask::causal(4096).unwrap(), &spec, &config).unwrap().ranks[0].forward[1].own_rows
     };
-    assert_eq!(rows(CostModel::H200), 512);
+    assert_eq!(rows(CostModel::H200), 2048);
     assert_eq!(rows(CostModel { tiles: None, ..CostModel::H200 }), 0);
-    let link = Link { alpha_seconds: 1e-5, bytes_per_second: 1e9 };
-    assert_eq!(rows(CostModel { link, forward_flops_per_second: 1e12, ..CostModel::H200 }), 0);
+    let link = Link { alpha_seconds: 1e-5, bytes_per_second: 1e10 };
+    assert_eq!(rows(CostModel { link, ..CostModel::H200 }), 0);
 }
 
 /// Longer sequences, so that lists of remote rows have many key blocks to cut between.

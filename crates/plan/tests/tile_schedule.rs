@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use cases::masks;
 use counterpoint_mask::{Band, Documents, Mask, Range};
 use counterpoint_plan::{
-    DqTurns, MAX_TILE_SCHEDULE_ROWS, NO_LIMIT, Tile, TileBound, TileDirection, TileOrder, TilePlacement,
-    TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, NO_LIMIT, Tile, TileBound, TileDirection, TileOrder,
+    TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError, TileSplit,
 };
 use proptest::prelude::*;
 
@@ -214,21 +214,25 @@ fn chains(schedule: &TileSchedule) -> BTreeMap<u32, u32> {
 }
 
 /// The walked rows that a tile has unmasked pairs in, of each run as far as its bounds say.
-fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<std::ops::Range<i32>> {
+fn walked_rows(schedule: &TileSchedule, tile: &Tile) -> Vec<Range> {
     let forward = schedule.config().direction == TileDirection::Forward;
+    let range = |start: i32, end: i32| Range::new(start as usize, end as usize);
     let rows = schedule.runs_of(tile).iter().flat_map(|run| match schedule.bounds_of(run) {
-        [] => std::iter::once(run.start..run.end).collect(),
-        bounds => bounds
-            .iter()
-            .map(|bound| if forward { bound.k_start..bound.k_end } else { bound.q_start..bound.q_end })
-            .collect::<Vec<_>>(),
+        [] => Vec::from([range(run.start, run.end)]),
+        bounds => {
+            let rows = bounds.iter().map(|bound| match forward {
+                true => range(bound.k_start, bound.k_end),
+                false => range(bound.q_start, bound.q_end),
+            });
+            rows.collect()
+        }
     });
     rows.collect()
 }
 
 fn walk_a_row_in_common(schedule: &TileSchedule, a: &Tile, b: &Tile) -> bool {
     let (a, b) = (walked_rows(schedule, a), walked_rows(schedule, b));
-    a.iter().any(|a| b.iter().any(|b| a.start < b.end && b.start < a.end))
+    a.iter().any(|a| b.iter().any(|b| a.overlaps(b)))
 }
 
 /// All that must hold for any schedule of `mask`.
@@ -458,6 +462,38 @@ fn few_tiles_are_split() {
     let split: Vec<&Tile> = schedule.tiles().iter().filter(|tile| tile.partial >= 0).collect();
     assert!(split.iter().all(|tile| (tile.start, tile.end) == (0, 16)) && split.len() == 5);
     assert_eq!(schedule.merges().len(), 1);
+}
+
+#[test]
+fn an_incomplete_last_round_is_cut() {
+    let split = Some(TileSplit { workers: 132, heads: 16 });
+    let config = TileScheduleConfig { split, ..TileScheduleConfig::new(TileDirection::Forward, 8, 128) };
+    // 64 tiles of 16 heads are 7.76 rounds of 132 CTAs.
+    let mask = Mask::cross_full(8 * 64, 1 << 14).unwrap();
+    let cut = schedule(&mask, &config);
+    check(&mask, &config, &cut);
+    let whole = schedule(&mask, &TileScheduleConfig { split: None, ..config });
+    assert!((7..=8).contains(&cut.merges().len()) && cut.partials() <= 24, "{} parts", cut.partials());
+    assert!(100 * cut.makespan(132, 16) < 98 * whole.makespan(132, 16));
+    // 66 are eight whole ones.
+    assert_eq!(schedule(&Mask::cross_full(8 * 66, 1 << 14).unwrap(), &config).partials(), 0);
+}
+
+#[test]
+fn heads_go_by_groups_that_a_cache_holds() {
+    let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
+    let full = schedule(&Mask::full(1 << 15).unwrap(), &config);
+    assert_eq!(full.head_groups(16, 1, 16 << 15, 132), HeadGroups { tiles: 0, heads: 16 });
+    // Five fit: even groups of four. Query heads stay with their key head.
+    assert_eq!(full.head_groups(16, 1, 5 << 15, 132), HeadGroups { tiles: 256, heads: 4 });
+    assert_eq!(full.head_groups(4, 8, 1, 132), HeadGroups { tiles: 256, heads: 8 });
+    // Tiles of up to 16 blocks, whose keys fit for all heads, come last.
+    let causal = schedule(&Mask::causal(1 << 15).unwrap(), &config);
+    assert_eq!(causal.head_groups(16, 1, 1 << 15, 132), HeadGroups { tiles: 240, heads: 1 });
+    // A short launch must not end with the long tiles of its last group.
+    let short = schedule(&Mask::causal(1 << 12).unwrap(), &config);
+    let HeadGroups { heads, .. } = short.head_groups(16, 1, 1, 132);
+    assert!(heads > 1);
 }
 
 #[test]

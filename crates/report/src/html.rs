@@ -10,8 +10,10 @@ mod data;
 mod escape;
 mod figures;
 mod ranks;
+mod simulation;
 
 pub(crate) use escape::escape;
+pub use simulation::SimulationReport;
 
 /// The opening of a chart's element. It takes the focus, so that the arrow keys can walk over its marks.
 fn chart(id: &str, name: &str) -> String {
@@ -88,26 +90,51 @@ pub struct HtmlReport<'a> {
     pub check: Option<&'a CheckFigures>,
 }
 
+/// A page with its heading, up to its first section.
+fn open_page(title: &str, setup: &[(String, String)]) -> String {
+    let title = escape(title);
+    let mut out = String::with_capacity(1 << 19);
+    let _ = write!(
+        out,
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}</title>\n\
+         <style>\n{}\n{}{}</style>\n</head>\n<body>\n<script>\n{}</script>\n<header>\n<h1>{title}</h1>\n",
+        color_properties(":root"),
+        include_str!("svg/mask.css"),
+        include_str!("html/page.css"),
+        include_str!("html/errors.js"),
+    );
+    if !setup.is_empty() {
+        out.push_str("<dl class=\"setup\">");
+        for (name, value) in setup {
+            let _ = write!(out, "<div><dt>{}</dt><dd>{}</dd></div>", escape(name), escape(value));
+        }
+        out.push_str("</dl>\n");
+    }
+    out.push_str("</header>\n<main>\n");
+    out
+}
+
+/// The end of a page, with what its charts draw and the scripts of these charts.
+fn close_page(out: &mut String, data: &serde_json::Value, scripts: &[&str]) {
+    out.push_str("</main>\n<footer>Written by counterpoint. Counts are rows (tokens); TFLOP/s, GB and MB are decimal; token axes count in 1,024s.</footer>\n");
+    out.push_str("<div id=\"tip\" role=\"status\" aria-live=\"polite\" hidden></div>\n");
+    let _ = write!(
+        out,
+        "<script type=\"application/json\" id=\"data\">{}</script>\n<script>\n\"use strict\";\n(() => {{\n{}{}}})();\n</script>\n</body>\n</html>\n",
+        escape::script_json(data),
+        include_str!("html/chart.js"),
+        scripts.concat(),
+    );
+}
+
 impl HtmlReport<'_> {
     /// The page. A plan for 1M tokens and 64 ranks with both passes makes well under 2 MB. Of more than 64 ranks the
     /// timeline keeps a selection (the slowest, the fastest, an even sample) and says so; everything else has them all.
     pub fn render(&self) -> String {
         let matrix = CommMatrix::forward(self.plan);
-        let title = escape(self.title);
-        let mut out = String::with_capacity(1 << 19);
-        let _ = write!(
-            out,
-            "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-             <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-             <meta name=\"color-scheme\" content=\"light dark\">\n<title>{title}</title>\n\
-             <style>\n{}\n{}{}</style>\n</head>\n<body>\n<script>\n{}</script>\n",
-            color_properties(":root"),
-            include_str!("svg/mask.css"),
-            include_str!("html/page.css"),
-            include_str!("html/errors.js"),
-        );
-        self.head(&mut out);
-        out.push_str("<main>\n");
+        let mut out = open_page(self.title, &self.figures.setup);
         self.cards(&mut out);
         out.push_str("<div class=\"two\">\n");
         self.mask_section(&mut out);
@@ -116,21 +143,17 @@ impl HtmlReport<'_> {
         self.matrix_section(&mut out, &matrix);
         out.push_str("</div>\n</div>\n");
         self.bars_section(&mut out);
-        self.timeline_section(&mut out);
+        let passes: Vec<_> = self.passes().collect();
+        figures::timeline_section(&mut out, &passes);
         self.check_section(&mut out);
         self.ranks_section(&mut out);
-        out.push_str("</main>\n<footer>Written by counterpoint. Counts are rows (tokens); TFLOP/s, GB and MB are decimal; token axes count in 1,024s.</footer>\n");
-        out.push_str("<div id=\"tip\" role=\"status\" aria-live=\"polite\" hidden></div>\n");
-        let _ = write!(
-            out,
-            "<script type=\"application/json\" id=\"data\">{}</script>\n<script>\n\"use strict\";\n(() => {{\n{}{}{}{}{}}})();\n</script>\n</body>\n</html>\n",
-            escape::script_json(&self.data(&matrix)),
-            include_str!("html/chart.js"),
+        let scripts = [
             include_str!("html/bars.js"),
             include_str!("html/matrix.js"),
             include_str!("html/mask.js"),
             include_str!("html/timeline.js"),
-        );
+        ];
+        close_page(&mut out, &self.data(&matrix), &scripts);
         out
     }
 
@@ -139,18 +162,6 @@ impl HtmlReport<'_> {
         [("forward", self.forward), ("backward", self.backward)]
             .into_iter()
             .filter_map(|(name, pair)| pair.filter(|pair| pair.best().is_some()).map(|pair| (name, pair)))
-    }
-
-    fn head(&self, out: &mut String) {
-        let _ = write!(out, "<header>\n<h1>{}</h1>\n", escape(self.title));
-        if !self.figures.setup.is_empty() {
-            out.push_str("<dl class=\"setup\">");
-            for (name, value) in &self.figures.setup {
-                let _ = write!(out, "<div><dt>{}</dt><dd>{}</dd></div>", escape(name), escape(value));
-            }
-            out.push_str("</dl>\n");
-        }
-        out.push_str("</header>\n");
     }
 
     fn mask_section(&self, out: &mut String) {

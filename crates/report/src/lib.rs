@@ -19,7 +19,7 @@ mod trace;
 mod write;
 
 pub use error::ReportError;
-pub use html::{CheckFigures, CheckRow, Figures, HtmlReport};
+pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, SimulationReport};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
     format_tokens,
@@ -27,7 +27,8 @@ pub use quantity::{
 pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;
 pub use table::{
-    BenchRow, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table, plan_table,
+    BenchRow, Column, ComparisonRow, Rate, Style, Verified, bench_table, check_table, comparison_table,
+    plan_table, table,
 };
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};

@@ -35,20 +35,35 @@ enum Tone {
 }
 
 /// A column, and how soon it goes when the terminal is narrow: the highest `rank` first, 0 never.
-struct Column {
+#[derive(Clone, Copy, Debug)]
+pub struct Column {
     header: &'static str,
     alignment: CellAlignment,
     rank: u8,
 }
 
 impl Column {
-    const fn text(header: &'static str, rank: u8) -> Self {
+    /// What stands above it.
+    pub const fn header(&self) -> &'static str {
+        self.header
+    }
+
+    /// A column of words.
+    pub const fn text(header: &'static str, rank: u8) -> Self {
         Self { header, alignment: CellAlignment::Left, rank }
     }
 
-    const fn number(header: &'static str, rank: u8) -> Self {
+    /// A column of numbers.
+    pub const fn number(header: &'static str, rank: u8) -> Self {
         Self { header, alignment: CellAlignment::Right, rank }
     }
+}
+
+/// Rows of words and numbers, each with a cell for every column.
+pub fn table(columns: &[Column], rows: impl IntoIterator<Item = Vec<String>>, style: &Style) -> String {
+    let mut grid = Grid::new(columns.to_vec());
+    rows.into_iter().for_each(|row| grid.row(row.into_iter().map(plain).collect()));
+    grid.render(style)
 }
 
 /// Columns and rows of text, drawn to fit. A number that is broken over two lines is misread, so a narrow terminal

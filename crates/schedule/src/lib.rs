@@ -14,10 +14,15 @@ mod policy;
 mod program;
 mod simulate;
 mod timeline;
+mod transformer;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
-pub use linear::{WeightGradient, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient};
+pub use linear::{
+    ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL, SimulatedClock, WeightGradient,
+    lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
+    lower_product, travel_seconds,
+};
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
 };
@@ -29,4 +34,5 @@ pub use program::{
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};
+pub use transformer::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
 pub use validate::ProgramError;

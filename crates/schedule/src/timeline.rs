@@ -45,7 +45,7 @@ pub struct Timeline {
 }
 
 /// How much of the communication ran under computation, in seconds of a rank, averaged over the ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Overlap {
     /// Time in which any communication was under way.
     pub communication_seconds: f64,
@@ -70,6 +70,27 @@ impl Timeline {
         let (start, end) = work
             .fold((f64::INFINITY, 0.0f64), |(start, end), span| (start.min(span.start), end.max(span.end)));
         (end - start).max(0.0)
+    }
+
+    /// Goes on with what the first rank of `next` does: from the end of this one, on streams of the same names. For a rank that
+    /// stands for all.
+    pub fn append(&mut self, next: &Timeline) {
+        let offset = self.makespan();
+        let stream_of = |stream: usize| {
+            let name = &next.streams[stream];
+            self.streams.iter().position(|known| known == name).unwrap_or_else(|| {
+                self.streams.push(name.clone());
+                self.streams.len() - 1
+            })
+        };
+        let streams: Vec<usize> = (0..next.streams.len()).map(stream_of).collect();
+        self.world_size = self.world_size.max(1);
+        self.spans.extend(next.spans.iter().filter(|span| span.rank == 0).map(|span| Span {
+            stream: streams[span.stream],
+            start: span.start + offset,
+            end: span.end + offset,
+            ..span.clone()
+        }));
     }
 
     /// How much of the communication ran under computation.
@@ -168,6 +189,18 @@ mod tests {
         assert_eq!(o.compute_seconds, 2.5); // (4 + 1) / 2
         assert_eq!(o.exposed_seconds, 1.5); // (2 + 1) / 2
         assert_eq!(o.efficiency, Some(3.0 / 5.0)); // hidden 3 + 0, hideable 4 + 1
+    }
+
+    #[test]
+    fn timelines_one_after_the_other() {
+        let mut both = timeline(1, vec![span(0, SpanKind::Compute, 0.0, 2.0)]);
+        let next = Timeline {
+            streams: vec!["link".into(), "compute".into()],
+            ..timeline(1, vec![span(0, SpanKind::Communication, 1.0, 2.0)])
+        };
+        both.append(&next);
+        assert_eq!(both.streams, ["compute", "link"]);
+        assert_eq!((both.spans[1].stream, both.spans[1].start, both.makespan()), (1, 3.0, 4.0));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
-    BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, BenchGemmCollectiveArguments, Device,
-    value,
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchGemmCollectiveArguments, BenchTpArguments, Device, value,
 };
 
 /// What to measure.
@@ -13,6 +13,8 @@ pub(crate) enum BenchCommand {
     Gemm(BenchGemmArguments),
     GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
+    Tp(BenchTpArguments),
+    Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),
 }

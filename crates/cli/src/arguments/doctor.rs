@@ -16,6 +16,7 @@ Examples:
   counterpoint doctor --json > machine.json
   counterpoint doctor --calibrate --device cuda
   counterpoint doctor --calibrate --output this-machine.json
+  counterpoint doctor --overlap --connections 1,8,32
 
 --calibrate measures rates, links and overlap policies, and keeps them as this
 machine's profile in COUNTERPOINT_PROFILE_DIR (or the user's configuration folder),
@@ -24,6 +25,22 @@ pub(crate) struct DoctorArguments {
     /// Measure what this machine does, and keep it for planning
     #[arg(long)]
     pub(crate) calibrate: bool,
+
+    /// Prove by measurement whether communication starts before the computation that should hide it
+    #[arg(long, conflicts_with = "calibrate")]
+    pub(crate) overlap: bool,
+
+    /// Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) to prove it with, each in a process of its own
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,8,32", requires = "overlap", value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) connections: Vec<u32>,
+
+    /// Rounds of each
+    #[arg(long, value_name = "N", default_value = "1000", requires = "overlap", value_parser = clap::value_parser!(u32).range(1..=1_000_000), allow_hyphen_values = true)]
+    pub(crate) rounds: u32,
+
+    /// Prove it in this process, with the connections that it has
+    #[arg(long, hide = true, requires = "overlap")]
+    pub(crate) here: bool,
 
     /// What to measure
     #[arg(long, value_enum, default_value_t = Device::Cpu, requires = "calibrate")]

@@ -9,11 +9,14 @@ mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
 mod bench_gemm_collective;
+mod bench_tp;
 mod doctor;
 mod mask;
 mod plan;
 mod planning;
 mod selftest;
+mod simulate;
+mod tune;
 mod usage;
 mod value;
 
@@ -28,11 +31,19 @@ pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
+pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use selftest::SelftestArguments;
+pub(crate) use simulate::{
+    SimulateAttentionArguments, SimulateCommand, SimulateLinearArguments, SimulateModelArguments,
+    SimulationArguments,
+};
+pub(crate) use tune::{
+    BenchBandwidthArguments, RanksArguments, SearchArgument, TuneCommand, TuneGemmArguments,
+};
 pub(crate) use usage::usage_error;
 pub(crate) use value::{DISPATCHES, OverlapChoice, dispatch_name, dtype_name, scale_of};
 
@@ -91,6 +102,33 @@ Examples:
     )]
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Predict timelines and how they scale, on a modelled cluster
+    #[command(
+        subcommand_required = true,
+        arg_required_else_help = false,
+        after_help = "\
+Nothing runs and nothing is measured: Programs are played against the figures of a
+machine. On GPUs a computation takes all multiprocessors, so two streams alone hide
+nothing; policies differ in what lets communication start, and in what it takes.
+
+Examples:
+  counterpoint simulate model --model gpt3-175b --ranks 8,64,512,4096
+  counterpoint simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k --tp-size 8
+  counterpoint simulate attention --mask causal:64k --cp-size 16 --dtype bf16"
+    )]
+    #[command(subcommand)]
+    Simulate(SimulateCommand),
+    /// Find and keep the best overlap configuration of a shape on this machine
+    #[command(
+        subcommand_required = true,
+        arg_required_else_help = false,
+        after_help = "\
+Examples:
+  counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
+  counterpoint tune gemm --m 8k --n 8k --k 28672 --collective all-reduce --device cuda --search both"
+    )]
+    #[command(subcommand)]
+    Tune(TuneCommand),
     Selftest(SelftestArguments),
     Doctor(DoctorArguments),
 }

@@ -5,7 +5,10 @@ use std::time::Duration;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
-use counterpoint_plan::{DType, DispatchAlgorithm, MAX_CP_SIZE, MAX_STAGES, StageCount};
+use counterpoint_plan::{
+    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, StageCount, TransformerSpec,
+    WaveGroups,
+};
 use counterpoint_schedule::OverlapPolicy;
 
 use crate::error::CliError;
@@ -76,6 +79,36 @@ pub(crate) fn cp_size(text: &str) -> Result<usize, String> {
         Ok(cp_size) => Err(format!("cp_size is {cp_size}; {range}")),
         Err(_) => Err(format!("`{text}` is not a number of ranks; {range}")),
     }
+}
+
+/// A number of ranks of a modelled cluster.
+pub(crate) fn ranks(text: &str) -> Result<usize, String> {
+    let wrong = || format!("`{text}` is not a number of ranks; give one from 1 to {MAX_CP_SIZE}");
+    text.parse().ok().filter(|ranks| (1..=MAX_CP_SIZE).contains(ranks)).ok_or_else(wrong)
+}
+
+/// `auto`, a number of equal groups, or the rows of each.
+pub(crate) fn groups(text: &str) -> Result<WaveGroups, String> {
+    let wrong = || {
+        format!(
+            "`{text}` are no groups; give auto, a number such as 4, or the rows of each, such as 256+512+256"
+        )
+    };
+    if text == "auto" {
+        return Ok(WaveGroups::Auto);
+    }
+    let sizes: Vec<usize> = text.split('+').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
+    Ok(if let [groups] = sizes[..] { WaveGroups::Fixed(groups) } else { WaveGroups::Sizes(sizes) })
+}
+
+/// A collective of tokens.
+pub(crate) fn collective() -> impl TypedValueParser<Value = GemmCollective> {
+    named(GemmCollective::NAMES)
+}
+
+/// A model whose sizes are built in.
+pub(crate) fn model() -> impl TypedValueParser<Value = TransformerSpec> {
+    named(TransformerSpec::PRESETS.map(|model| (model.name, model)))
 }
 
 /// `auto` or a number of remote stages.
@@ -168,13 +201,17 @@ pub(crate) fn slow_link(text: &str) -> Result<SlowLink, String> {
     Ok(SlowLink { alpha, bytes_per_second: rate * 1e9, network: None })
 }
 
+/// An overlap policy by its own name.
+pub(crate) fn named_overlap(text: &str) -> Result<OverlapPolicy, String> {
+    text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string())
+}
+
 /// An overlap policy.
 pub(crate) fn overlap(text: &str) -> Result<OverlapChoice, String> {
     if text == "auto" {
         return Ok(OverlapChoice::Auto);
     }
-    let policy = text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string());
-    policy.map(OverlapChoice::Named)
+    named_overlap(text).map(OverlapChoice::Named)
 }
 
 /// What `--overlap` says.
@@ -311,6 +348,16 @@ mod tests {
         assert_eq!(stages("3"), Ok(StageCount::Fixed(3)));
         for text in ["0", "-1", "many", "1025"] {
             assert!(stages(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn sequences_of_groups() {
+        assert_eq!(groups("auto"), Ok(WaveGroups::Auto));
+        assert_eq!(groups("4"), Ok(WaveGroups::Fixed(4)));
+        assert_eq!(groups("1k+512"), Ok(WaveGroups::Sizes(vec![1024, 512])));
+        for text in ["", "0", "4+", "4+0", "a+b", "-1"] {
+            assert!(groups(text).unwrap_err().contains("256+512+256"), "{text}");
         }
     }
 

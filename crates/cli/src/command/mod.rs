@@ -2,12 +2,14 @@
 
 mod attention;
 mod bench_attention;
+mod bench_bandwidth;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
 mod bench_gemm_collective;
 mod bench_mask;
 mod bench_plan;
+mod bench_tp;
 mod comparison;
 mod doctor;
 mod launched;
@@ -18,7 +20,9 @@ mod prediction;
 mod pytorch;
 mod rank_machine;
 mod selftest;
+mod simulate;
 mod solution;
+mod tune;
 
 use counterpoint_cuda::collective_bench::BenchCollective;
 
@@ -36,12 +40,16 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
         Command::Bench(BenchCommand::GemmCollective(arguments)) => bench_gemm_collective::run(&arguments),
         Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
+        Command::Bench(BenchCommand::Tp(arguments)) => bench_tp::run(&arguments),
         Command::Bench(BenchCommand::GroupCast(arguments)) => {
             bench_collective::run(BenchCollective::GroupCast, &arguments)
         }
         Command::Bench(BenchCommand::GroupReduce(arguments)) => {
             bench_collective::run(BenchCollective::GroupReduce, &arguments)
         }
+        Command::Bench(BenchCommand::Bandwidth(arguments)) => bench_bandwidth::run(&arguments),
+        Command::Simulate(command) => simulate::run(&command),
+        Command::Tune(command) => tune::run(&command),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
     }

@@ -21,7 +21,7 @@ use crate::{console, mask_argument, profile};
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let topology = topology(arguments.cp_size, arguments.nodes)?;
-    let spec = spec(&arguments.shape)?;
+    let spec = attention_spec(&arguments.shape)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let input = mask_argument::file(&arguments.mask);
     let outputs = Outputs::check(&[("--report", arguments.report.as_deref())], &[("--mask", input)])?;
@@ -60,7 +60,8 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     console::print(&told.text(&prediction, &outputs))
 }
 
-fn spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
+/// The attention that flags describe.
+pub(super) fn attention_spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
     flags_divide(shape.heads_q, heads_kv)?;
     Ok(AttentionSpec {

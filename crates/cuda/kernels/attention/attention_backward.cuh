@@ -30,10 +30,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kKeyBuffers; ++i) {
-      mbarrier_init(&shared.full_k[i], 1);
-      mbarrier_init(&shared.empty_k[i], 4);  // warps of the query warpgroup
-    }
+    mbarrier_init(&shared.full_k, 1);
     mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full_q[i], 1);

@@ -49,33 +49,28 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
 }
 
 __device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
+  if (step.flags & (kExit | kEmpty)) return;
   mbarrier_arrive_expect(full, kKeyBytes);
 #pragma unroll
   for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
-}
-
-// Fetches K of the item that begins with `step`. When dq of an item's last block is computed, nobody reads its K.
-__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
-  const u32 slot = key_slot_of(step.flags);
-  mbarrier_wait(&shared.empty_k[slot], key_parity_of(step.flags) ^ 1);
-  load_keys(&params.k, shared.k[slot], &shared.full_k[slot], step);
 }
 
 // The thread that loads.
 __device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared) {
   shared.walk.begin(params);
   load_rows(params, shared);
+  load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
+  load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
   for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
-    const Step& step = shared.steps[count % kSteps];
-    const bool rows = !(step.flags & kEmpty);
-    if (step.flags & kFirst && rows) {
-      if (kKeyBuffers > 1) load_k(params, shared, step);
-      // Who has computed dS of the last block reads V no more.
-      if (count > 0) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
-      load_keys(&params.v, shared.v, &shared.full_v, step);
-      if (kKeyBuffers == 1) load_k(params, shared, step);
-    }
     load_rows(params, shared);
+    if (shared.steps[count % kSteps].flags & kLast) {
+      const Step& next = shared.steps[(count + 1) % kSteps];
+      // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
+      mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
+      load_keys(&params.v, shared.v, &shared.full_v, next);
+      mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
+      load_keys(&params.k, shared.k, &shared.full_k, next);
+    }
   }
 }
 
@@ -136,14 +131,13 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       continue;
     }
-    const u32 key_slot = key_slot_of(flags);
-    if (flags & kFirst) mbarrier_wait(&shared.full_k[key_slot], key_parity_of(flags));
+    if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
     for (u32 part = 0; part < kParts; ++part) {
       const u32 chunk = part % kChunks;
       const u32 half = part / kChunks;
       float dq[32];
-      const u32 keys = operand(shared_address(shared.k[0]) + key_slot * kKeyBytes + chunk * kKeys * 128, kKeys * 128);
+      const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
       const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
       __syncwarp();
       wgmma_fence();
@@ -157,10 +151,7 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       mbarrier_wait(&shared.empty_dq[buffer], dq_parity_of(count, part) ^ 1);
       wgmma_wait<0>();
       pin(dq);
-      if (part + 1 == kParts && lane == 0) {
-        mbarrier_arrive(&shared.empty_ds[slot]);
-        if (flags & kLast) mbarrier_arrive(&shared.empty_k[key_slot]);
-      }
+      if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
       fence_async_proxy();
       __syncwarp();

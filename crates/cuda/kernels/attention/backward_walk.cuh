@@ -61,8 +61,7 @@ struct AddedItem {
   u32 run_begin, run_end;
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
-constexpr u32 kOdd = 32;      // the item is the second, fourth ... of those that are not empty
-constexpr u32 kOddPair = 64;  // it is of the second, fourth ... two of them
+constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
@@ -71,10 +70,7 @@ constexpr u32 kStatisticBytes = kRows * 4;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
-// A second buffer of K, so that the next item's is there when an item ends; or, where additions take turns, dq buffers for two
-// blocks, so that the wait for a turn has the time of a block.
-constexpr u32 kKeyBuffers = kDeterministic ? 1 : 2;
-constexpr u32 kDqBuffers = kDeterministic ? 2 * kParts : 2;
+constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have the time of a block
 
 }  // namespace backward
 
@@ -102,6 +98,7 @@ struct AttentionBackwardArguments {
   u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 ordered_from;            // turns before this one need not be waited for
+  u32 heads_at_a_time;         // key heads, see Walk
   u32 num_tiles;
   u32 rounds;  // slabs that will be summed, of all heads
   u32 rows_q;
@@ -136,12 +133,8 @@ __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 __device__ __forceinline__ u32 dq_slot_of(u32 count, u32 part) { return (count * kParts + part) % kDqBuffers; }
 __device__ __forceinline__ u32 dq_parity_of(u32 count, u32 part) { return (count * kParts + part) / kDqBuffers % 2; }
 
-// The parity of the round of a single buffer of K or V in which a step's item uses it.
+// The parity of the round of K's and V's buffers in which a step's item uses them.
 __device__ __forceinline__ u32 item_parity_of(u32 flags) { return flags & kOdd ? 1 : 0; }
-
-// Which buffer of K a step's item uses, and the parity of its round.
-__device__ __forceinline__ u32 key_slot_of(u32 flags) { return kKeyBuffers > 1 && flags & kOdd ? 1 : 0; }
-__device__ __forceinline__ u32 key_parity_of(u32 flags) { return flags & (kKeyBuffers > 1 ? kOddPair : kOdd) ? 1 : 0; }
 
 // Tells the step the turn of the tile of this number among those that add to its block of rows.
 __device__ __forceinline__ void find_turn(const AttentionBackwardArguments& params, Step& step, u32 tile) {
@@ -162,9 +155,9 @@ __device__ __forceinline__ void find_turn(const AttentionBackwardArguments& para
 //
 // Tiles come in classes of similar work, the heaviest first. Within a class the queue goes head by head, so that CTAs
 // that run together read the same rows; and class by class, so that the last items are short ones and CTAs finish
-// together. Where additions take turns, the queue goes tile by tile, all heads of each: the longer before a tile the one
-// that it follows has started, the less it waits. An item is asked for only at the last block of the one before: a CTA that held
-// one while it is busy would have others wait, for their turns or for it to finish last.
+// together. Where additions take turns, the queue goes tile by tile, some heads of each: the longer before a tile the one that it
+// follows has started, the less it waits. An item is asked for only when it is to be opened: a CTA that held one while it is
+// busy would have others wait, for their turns or for it to finish last.
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query
@@ -177,10 +170,7 @@ struct Walk {
   static constexpr i32 kFirstRow = -1;
   static constexpr u32 kMostRunsBack = 4;
   static constexpr u32 kFollowingSteps = 256;
-  static constexpr u32 kNoHead = ~0u;
   Step next;               // what the next call of advance() announces
-  alignas(16) Tile ahead;  // of the item after this one, known from this one's last block on
-  u32 ahead_head;          // its key head, or kNoHead when there are no more items
   u32 run;                 // runs are walked backwards
   u32 last_run;            // where the item's last block is: at last_row of this run,
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
@@ -193,7 +183,6 @@ struct Walk {
 
   __device__ __forceinline__ void begin(const AttentionBackwardArguments& params) {
     count = items = 0;
-    look_ahead(params);
     open_item(params);
   }
 
@@ -237,12 +226,9 @@ struct Walk {
   __device__ __forceinline__ void open_block(const AttentionBackwardArguments& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
-    next.flags = (bounded ? kBounded : 0) | ((items - 1) % 2 ? kOdd : 0) | ((items - 1) / 2 % 2 ? kOddPair : 0);
+    next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
     if (kDeterministic) find_turn(params, next, tile);
-    if (last_block() && last_head(params)) {
-      next.flags |= kLast;
-      look_ahead(params);
-    }
+    if (last_block() && last_head(params)) next.flags |= kLast;
   }
 
   __device__ __forceinline__ bool last_block() const {
@@ -261,49 +247,47 @@ struct Walk {
     if (!kDeterministic) store_relaxed(params.cursors + next.head_kv, u32(next.row));
   }
 
-  // Asks the queue for the next item.
-  __device__ __forceinline__ void look_ahead(const AttentionBackwardArguments& params) {
-    u32 rest = atomicAdd(params.queue, 1u);
-    ahead_head = kNoHead;
-    if (rest >= params.num_tiles * params.heads_kv) return;
-    const Tile* item = params.tiles;
+  // The tile of the queue's item `ticket`, whose head goes to `next`.
+  __device__ __forceinline__ const Tile* find_item(const AttentionBackwardArguments& params, u32 ticket) {
     if (kDeterministic) {
-      ahead_head = rest % params.heads_kv;
-      item += rest / params.heads_kv;
-    } else {
-      u32 first = 0;
-      u32 tiles = params.class_end[0];
-      for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
-        rest -= tiles * params.heads_kv;
-        first = params.class_end[i - 1];
-        tiles = params.class_end[i] - first;
-      }
-      ahead_head = rest / tiles;
-      item += first + rest % tiles;
+      const u32 before = ticket / (params.num_tiles * params.heads_at_a_time) * params.heads_at_a_time;
+      const u32 heads = min(params.heads_at_a_time, params.heads_kv - before);
+      const u32 rest = ticket - before * params.num_tiles;
+      next.head_kv = before + rest % heads;
+      return params.tiles + rest / heads;
     }
-    *reinterpret_cast<int4*>(&ahead) = __ldg(reinterpret_cast<const int4*>(item));
-    *reinterpret_cast<int4*>(&ahead.partial) = __ldg(reinterpret_cast<const int4*>(&item->partial));
+    u32 rest = ticket;
+    u32 first = 0;
+    u32 tiles = params.class_end[0];
+    for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
+      rest -= tiles * params.heads_kv;
+      first = params.class_end[i - 1];
+      tiles = params.class_end[i] - first;
+    }
+    next.head_kv = rest / tiles;
+    return params.tiles + first + rest % tiles;
   }
 
   __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
-    if (ahead_head == kNoHead) {
+    const u32 ticket = atomicAdd(params.queue, 1u);
+    if (ticket >= params.num_tiles * params.heads_kv) {
       next.flags = kExit;
       return;
     }
-    next.key = ahead.start;
-    next.key_end = ahead.end;
-    next.head_kv = ahead_head;
-    next.run_begin = ahead.run_begin;
-    tile = ahead.number;
-    const u32 steps = ahead.blocks * params.group;
-    run = next.run_end = ahead.run_end;
+    const Tile* item = find_item(params, ticket);
+    const int4 words = __ldg(reinterpret_cast<const int4*>(item));
+    const u32 blocks = __ldg(&item->blocks);
+    if (kDeterministic) tile = __ldg(&item->number);
+    next.key = words.x;
+    next.key_end = words.y;
+    next.run_begin = u32(words.z);
+    run = next.run_end = u32(words.w);
     if (run == next.run_begin) {
       next.flags = kFirst | kLast | kEmpty;
-      look_ahead(params);
       return;
     }
     ++items;
-    open_first_run(params, steps);
+    open_first_run(params, blocks * params.group);
     open_stretch(params);
     open_block(params);
     next.flags |= kFirst;
@@ -336,7 +320,7 @@ struct Walk {
 };
 
 struct Storage {
-  u8 k[kKeyBuffers][kKeyBytes];
+  u8 k[kKeyBytes];
   u8 v[kKeyBytes];
   u8 q[kStages][kRowBytes];
   u8 dout[kStages][kRowBytes];
@@ -347,7 +331,7 @@ struct Storage {
   Step steps[kSteps];
   AddedItem added[2];
   Walk walk;
-  u64 full_k[kKeyBuffers], empty_k[kKeyBuffers], full_v;
+  u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];

@@ -1,6 +1,6 @@
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferId, BufferSpec, Op, Program};
+use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
@@ -114,7 +114,17 @@ impl<'a> Prepare<'a> {
     }
 
     pub(super) fn sm_margin(&self) -> u32 {
-        self.program.policy.sm_margin().try_into().unwrap_or(u32::MAX)
+        let workers = match self.program.policy.workers {
+            // Those of communication are not there for this one's blocks.
+            WorkerShare::Margin(workers) | WorkerShare::Partition(workers) => workers,
+            WorkerShare::Common => 0,
+        };
+        workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// Whether the Program's operations follow each other.
+    pub(super) fn has_one_stream(&self) -> bool {
+        self.program.streams.len() == 1
     }
 
     /// Has the end of every run ask whether a turn was missed.

@@ -45,11 +45,11 @@ impl Points {
 }
 
 impl CudaBarrier {
-    pub(super) fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         Self(Points::new(device))
     }
 
-    pub(super) fn begin_run(&self) {
+    pub(crate) fn begin_run(&self) {
         lock(&self.0).values.clear();
     }
 
@@ -68,7 +68,7 @@ impl CudaBarrier {
     }
 
     /// `stream` goes on once the first `arrivals` operations have arrived: any so many would do, and these were enqueued.
-    pub(super) fn wait(&self, stream: &Stream, arrivals: u64) -> Result<(), CudaError> {
+    pub(crate) fn wait(&self, stream: &Stream, arrivals: u64) -> Result<(), CudaError> {
         let points = lock(&self.0);
         let arrived = points.events.iter().zip(&points.values);
         arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, WorkerSharing};
 
 use super::clock::Clock;
 use super::{CudaBackend, exec_error};
@@ -88,6 +88,12 @@ impl CudaMachine {
             (kind, Ok(())) => kind,
         };
         Ok(self)
+    }
+
+    /// How the work of a rank that has one of these GPUs to itself gets in its own way.
+    pub fn worker_sharing(&self) -> WorkerSharing {
+        let workers = self.devices.iter().map(|device| device.sm_count()).min().unwrap_or(1) as usize;
+        WorkerSharing { workers, communication: self.num_sms as usize, ..WorkerSharing::H200 }
     }
 
     /// The same, whose transport's kernels take at most `num_sms` multiprocessors.

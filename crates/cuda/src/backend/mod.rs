@@ -7,6 +7,7 @@ mod clock;
 mod compute;
 mod cost;
 mod counters;
+mod exchange_marks;
 mod graph_run;
 mod linear;
 mod machine;
@@ -38,8 +39,10 @@ pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
+pub(crate) use exchange_marks::ExchangeMarks;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// One rank of the CUDA backend.
@@ -63,18 +66,10 @@ struct Rank {
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
-}
-
-/// Around an exchange on the device that ends when other ranks have come.
-pub(crate) struct ExchangeMarks {
-    /// What it is of.
-    pub(crate) label: String,
-    /// Passed when it has begun.
-    pub(crate) begun: Event,
-    /// Passed when it has ended.
-    pub(crate) ended: Event,
-    /// The ranks that it needs.
-    pub(crate) peers: Vec<usize>,
+    /// Multiprocessors of communication and of computation, where the policy parts them.
+    partition: Mutex<Option<Arc<Partition>>>,
+    /// What faults strike: the Program that runs, and how many runs there were.
+    program: Mutex<(String, u64)>,
 }
 
 impl CudaBackend {
@@ -99,6 +94,8 @@ impl CudaBackend {
             missed_turns: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            partition: Mutex::default(),
+            program: Mutex::default(),
         })))
     }
 
@@ -131,6 +128,18 @@ impl CudaBackend {
         exec_error(self.0.rank, &place.to_string(), error)
     }
 
+    /// Lets injected faults strike an operation that is about to be enqueued on `stream`.
+    pub(crate) fn strike(&self, stream: &CudaStream, place: &OpPlace) -> Result<(), ExecError> {
+        let Rank { world, rank, program, .. } = &*self.0;
+        if world.config().faults.is_empty() {
+            return Ok(());
+        }
+        let (name, runs) = lock(program).clone();
+        // Those who wait for this rank meanwhile ask what it does.
+        stream.status().begin(place);
+        world.strike(*rank, &name, place, runs)
+    }
+
     /// Enqueues an operation; a failed world takes none.
     fn enqueue(
         &self,
@@ -139,6 +148,7 @@ impl CudaBackend {
         kind: SpanKind,
         work: impl FnOnce(&Stream) -> Result<(), CudaError>,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
         self.0.device.bind().map_err(|error| self.error(place, error))?;
@@ -158,19 +168,8 @@ impl CudaBackend {
             world.check()?;
             let waited = began.elapsed();
             if waited > limit {
-                let stall = match self.stuck_exchange() {
-                    Some(exchange) => {
-                        let suspect = world.suspect(&exchange.peers).unwrap_or(*rank);
-                        let awaited = Awaited {
-                            name: format!("rank {suspect}"),
-                            evidence: format!(
-                                "its exchange with ranks {:?} has begun and not ended",
-                                exchange.peers
-                            ),
-                            blocker: Some(Blocker::Rank(suspect)),
-                        };
-                        world.stalled(*rank, exchange.label.clone(), began, awaited)
-                    }
+                let stall = match self.exchange_under_way() {
+                    Some(exchange) => exchange.stalled(self, began),
                     None => {
                         let awaited = Awaited {
                             name: format!("stream {} of {:?}", stream.status().name, self.0.device),
@@ -200,14 +199,6 @@ impl CudaBackend {
     /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
     pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
         lock(&self.0.exchanges).push(exchange);
-    }
-
-    /// The exchange that has begun on the device and not ended, if there is one.
-    fn stuck_exchange(&self) -> Option<Arc<ExchangeMarks>> {
-        let is_stuck = |marks: &&Arc<ExchangeMarks>| {
-            matches!((marks.begun.is_done(), marks.ended.is_done()), (Ok(true), Ok(false)))
-        };
-        lock(&self.0.exchanges).iter().find(is_stuck).cloned()
     }
 
     /// Whether all ranks that kernels waited for have come.
@@ -256,9 +247,6 @@ impl CudaBackend {
 /// the launchers' business; `connections` is what the driver was told.
 fn policy_check(policy: &OverlapPolicy, connections: Option<&str>) -> Result<(), &'static str> {
     match policy {
-        OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
-            Err("this backend does not partition a GPU; use sm-margin=N")
-        }
         OverlapPolicy { mover: Mover::CopyEngine, .. } => {
             Err("this transport moves rows by kernels; leave copy-engine out")
         }
@@ -301,9 +289,21 @@ impl Backend for CudaBackend {
     }
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        policy_check(policy, crate::environment::max_connections().as_deref()).map_err(|reason| {
-            ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason: reason.to_owned() }
-        })
+        let refused = |reason| ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason };
+        policy_check(policy, crate::environment::max_connections().as_deref())
+            .map_err(|reason| refused(reason.to_owned()))?;
+        *lock(&self.0.partition) = match policy.workers {
+            WorkerShare::Common | WorkerShare::Margin(_) => None,
+            WorkerShare::Partition(workers) => {
+                let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
+                let hint = "use sm-margin=N";
+                Some(Arc::new(
+                    partition
+                        .map_err(|error| refused(format!("this GPU cannot be parted ({error}); {hint}")))?,
+                ))
+            }
+        };
+        Ok(())
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -317,15 +317,9 @@ impl Backend for CudaBackend {
             .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
     }
 
-    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CudaBuffer>, ExecError> {
-        let names = || specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>().join(", ");
-        let longest = specs.iter().map(|spec| spec.bytes()).max().unwrap_or(0);
-        let memory = DeviceBuffer::new(&self.0.device, longest as usize);
-        let buffers = memory.and_then(|memory| {
-            let buffer = |spec: &&BufferSpec| CudaBuffer::new(memory.clone(), &spec.shape, spec.dtype);
-            specs.iter().map(buffer).collect::<Result<Vec<_>, _>>()
-        });
-        buffers.map_err(|error| self.error(&format_args!("the allocation of {}", names()), error))
+    fn view(&self, memory: &CudaBuffer, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
+        CudaBuffer::new(memory.memory().clone(), &spec.shape, spec.dtype)
+            .map_err(|error| self.error(&format_args!("the memory of {}", spec.name), error))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CudaBuffer, ExecError> {
@@ -358,12 +352,15 @@ impl Backend for CudaBackend {
     }
 
     fn create_stream(&self, spec: &StreamSpec) -> Result<CudaStream, ExecError> {
-        let priority = match spec.kind {
-            StreamKind::Compute => StreamPriority::Low,
-            StreamKind::Communication => StreamPriority::High,
+        let (part, priority) = match spec.kind {
+            StreamKind::Compute => (Part::Computation, StreamPriority::Low),
+            StreamKind::Communication => (Part::Communication, StreamPriority::High),
         };
-        let stream = Stream::new(&self.0.device, priority)
-            .map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
+        let stream = match &*lock(&self.0.partition) {
+            Some(partition) => Stream::on(partition, &self.0.device, part),
+            None => Stream::new(&self.0.device, priority),
+        };
+        let stream = stream.map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
         let status = self.0.world.register_stream(self.0.rank, &spec.name, spec.kind);
         Ok(CudaStream::new(stream, status))
     }
@@ -386,13 +383,17 @@ impl Backend for CudaBackend {
 
     fn begin_run(
         &self,
-        _program: &str,
+        program: &str,
         origin: Instant,
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
         barriers.iter().for_each(CudaBarrier::begin_run);
         signals.iter().for_each(CudaSignal::begin_run);
+        {
+            let mut current = lock(&self.0.program);
+            *current = (program.to_owned(), current.1 + 1);
+        }
         if self.timed() {
             let clock = self.0.clock.of_run(origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
@@ -420,6 +421,7 @@ impl Backend for CudaBackend {
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         event.record(stream.queue()).map_err(|error| self.error(place, error))
     }
@@ -445,6 +447,7 @@ impl Backend for CudaBackend {
         signal: &CudaSignal,
         value: u64,
     ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
         self.0.world.check()?;
         signal.raise(stream.queue(), value).map_err(|error| self.error(place, error))
     }
@@ -485,16 +488,13 @@ mod tests {
     #[test]
     fn policies_that_cannot_be_followed_are_refused() {
         let check = |policy: &str, connections| policy_check(&policy.parse().unwrap(), connections);
-        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8"] {
+        for policy in ["sequential", "concurrent+priority", "kernel-barrier+sm-margin=8", "partition=8"] {
             assert_eq!(check(policy, None), Ok(()));
         }
         assert_eq!(check("single-connection", Some("1")), Ok(()));
-        for (policy, connections) in [
-            ("single-connection", None),
-            ("single-connection", Some("8")),
-            ("partition=8", None),
-            ("copy-engine", None),
-        ] {
+        for (policy, connections) in
+            [("single-connection", None), ("single-connection", Some("8")), ("copy-engine", None)]
+        {
             assert!(check(policy, connections).is_err(), "{policy}");
         }
     }

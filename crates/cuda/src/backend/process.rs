@@ -34,6 +34,8 @@ pub struct CudaProcess {
     nccl_host: Option<String>,
     /// Connections made so far, the same number on every rank.
     connections: AtomicU64,
+    /// Bytes that this rank has sent through NCCL.
+    sent: Arc<AtomicU64>,
 }
 
 /// What a rank tells of its GPU.
@@ -126,6 +128,7 @@ impl CudaProcess {
             meets,
             nccl_host,
             connections: AtomicU64::new(0),
+            sent: Arc::default(),
         })
     }
 
@@ -150,6 +153,11 @@ impl CudaProcess {
     pub fn cost(&self, measured: Option<&CostModel>) -> CostModel {
         let one = measured.copied().unwrap_or_else(|| cost::estimate(self.device.sm_count()));
         cost::shared(one, self.sharing)
+    }
+
+    /// Bytes of rows that this rank has sent to other nodes so far; `None` where its transport does not tell them from others.
+    pub fn sent_between_nodes(&self) -> Option<u64> {
+        (self.transport == TransportKind::Hierarchical).then(|| self.sent.load(Ordering::Relaxed))
     }
 
     /// What moves this rank's rows, and to whom.
@@ -178,14 +186,13 @@ impl CudaProcess {
     fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
         let (rank, key) = (self.rendezvous.rank(), format!("nccl {number}"));
         let host = self.nccl_host.as_deref();
-        if rank == 0 {
-            let meeting = NcclRank::meeting(host).map_err(|error| self.unconnected(error))?;
-            self.rendezvous.set(&key, &meeting)?;
-        }
-        let meeting = self.rendezvous.get(&key)?;
+        let own = match rank {
+            0 => NcclRank::meeting(host).map_err(|error| self.unconnected(error))?,
+            _ => Vec::new(),
+        };
         // Here a rank that never comes has a name.
-        self.rendezvous.barrier(&key)?;
-        let joined = NcclRank::join(&self.device, rank, &meeting, host, world);
+        let meeting = self.rendezvous.all_gather(&key, &own)?.swap_remove(0);
+        let joined = NcclRank::join(&self.device, rank, &meeting, host, world, &self.sent);
         joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
     }
 

@@ -3,6 +3,9 @@
 mod kernels;
 mod links;
 mod policies;
+mod starts;
+
+pub use starts::{StartCount, count_starts};
 
 use counterpoint_exec::ExecError;
 use counterpoint_plan::{CostModel, MachineProfile, PROFILE_VERSION};

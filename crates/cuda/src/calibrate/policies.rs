@@ -56,7 +56,10 @@ pub(super) fn measure(
         let config = RunConfig { policy, poison: false, warmups: 2, samples: 7, ..RunConfig::default() };
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {
             Ok(run) => run,
-            Err(ExecError::Policy { .. }) => continue,
+            Err(ExecError::Policy { reason, .. }) => {
+                told(&format!("overlap policy {policy}: {reason}"));
+                continue;
+            }
             Err(error) => return Err(error),
         };
         let overlaps =

@@ -30,6 +30,7 @@ mod row_merge;
 mod row_reduce;
 mod scalar;
 mod specialisation;
+mod start_litmus;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::{AttentionBackward, MissedTurn};
@@ -46,8 +47,8 @@ pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
-    GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape, GemmSignals,
-    GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape,
+    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
@@ -67,6 +68,7 @@ pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use start_litmus::StartLitmus;
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

@@ -1,7 +1,7 @@
 use super::{
     attention_backward, attention_delta, attention_forward, attention_merge, cast, column_sum, gemm,
     head_resize, link_copy, link_litmus, link_reduce, portable_backward, portable_backward_query,
-    portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce,
+    portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce, start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -52,8 +52,12 @@ pub fn specialisations() -> Vec<Specialisation> {
         portable_backward::specialisations(),
         portable_backward_query::specialisations(),
     ];
-    let links =
-        [link_copy::specialisations(), link_reduce::specialisations(), link_litmus::specialisations()];
+    let links = [
+        link_copy::specialisations(),
+        link_reduce::specialisations(),
+        link_litmus::specialisations(),
+        start_litmus::specialisations(),
+    ];
     helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()
 }
 

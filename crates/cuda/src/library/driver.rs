@@ -4,10 +4,11 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
-    CUDA_MEMCPY2D, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction,
-    CUfunction_attribute, CUgraph, CUgraphExec, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule,
-    CUpointer_attribute, CUstream, CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType,
-    CUtensorMapFloatOOBfill, CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
+    CUDA_MEMCPY2D, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice,
+    CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
+    CUgreenCtx, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule, CUpointer_attribute, CUstream,
+    CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
+    CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 use libloading::Library;
 
@@ -90,9 +91,26 @@ function_table! {
     }
 }
 
+function_table! {
+    /// Functions of the driver API by which multiprocessors are dealt out. Not every driver has them.
+    GreenFunctions {
+        cuDeviceGetDevResource(device: CUdevice, resource: *mut CUdevResource, kind: CUdevResourceType);
+        cuDevSmResourceSplitByCount(
+            groups: *mut CUdevResource, count: *mut c_uint, all: *const CUdevResource, rest: *mut CUdevResource,
+            flags: c_uint, least: c_uint,
+        );
+        cuDevResourceGenerateDesc(desc: *mut CUdevResourceDesc, resources: *mut CUdevResource, count: c_uint);
+        cuGreenCtxCreate(context: *mut CUgreenCtx, desc: CUdevResourceDesc, device: CUdevice, flags: c_uint);
+        cuGreenCtxDestroy(context: CUgreenCtx);
+        cuGreenCtxStreamCreate(stream: *mut CUstream, context: CUgreenCtx, flags: c_uint, priority: c_int);
+    }
+}
+
 /// The driver: opened and initialised once a process, on first use.
 pub(crate) struct Driver {
     functions: DriverFunctions,
+    /// Or the name of one that is missing.
+    green: Result<GreenFunctions, &'static str>,
     // Never closed: handles of its own live in statics and other threads.
     _library: Library,
 }
@@ -135,7 +153,8 @@ impl Driver {
             symbol,
             remedy: "install a driver for CUDA 12.4 (550) or newer",
         })?;
-        let driver = Self { functions, _library: library };
+        let green = GreenFunctions::resolve(&library);
+        let driver = Self { functions, green, _library: library };
         // SAFETY: cuInit may be called any number of times, from any thread.
         match unsafe { (driver.cuInit)(0) } {
             SUCCESS => Ok(driver),
@@ -146,6 +165,15 @@ impl Driver {
                 Err(CudaError::NoDevice { reason })
             }
         }
+    }
+
+    /// The functions by which multiprocessors are dealt out.
+    pub(crate) fn green(&self) -> Result<&GreenFunctions, CudaError> {
+        self.green.as_ref().map_err(|&symbol| CudaError::MissingSymbol {
+            path: PathBuf::from("libcuda.so.1"),
+            symbol,
+            remedy: "install a driver for CUDA 12.5 (555) or newer",
+        })
     }
 
     /// The newest CUDA version that the driver supports, such as (13, 0).

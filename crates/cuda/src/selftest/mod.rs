@@ -1,8 +1,9 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
-//! crate has, matrix products, graphs, meetings of kernels on several GPUs, the cache of compiled kernels, and the guard bytes that
+//! crate has, matrix products, graphs, meetings of kernels on several GPUs, ranks that fail, the cache of compiled kernels, and the guard bytes that
 //! the other checks rely on.
 
 mod cache;
+mod faults;
 mod fused;
 mod gemm;
 mod graph;
@@ -12,6 +13,7 @@ mod long;
 mod subject;
 
 pub use cache::selftest_cache;
+pub use faults::{selftest_faults, selftest_isolation};
 pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;
 pub use graph::selftest_graphs;

@@ -32,6 +32,14 @@ impl CudaSubject {
         Ok((machine.devices().len() > 1).then_some(Self { machine }))
     }
 
+    /// The same GPU for all ranks, with this transport between them.
+    ///
+    /// # Errors
+    /// When ranks that share a GPU cannot use it.
+    pub fn over_this_gpu(&self, transport: TransportKind) -> Result<Self, CudaError> {
+        Ok(Self { machine: self.machine.clone().with_transport(transport)? })
+    }
+
     /// The same GPU with the portable kernels; `None` where those are what it has anyway.
     ///
     /// # Errors

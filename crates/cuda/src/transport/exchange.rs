@@ -14,7 +14,7 @@ use super::{Call, CallError, CudaMeeting, CudaTransport, Means, addresses};
 use crate::backend::ExchangeMarks;
 use crate::kernel::{RowCopy, RowMove};
 use crate::nccl::NcclMessage;
-use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// One rank's part.
 pub(super) struct ExchangeWork {
@@ -100,7 +100,9 @@ impl CudaTransport {
             backend.watch_exchange(work.met.get_or_init(|| marks).clone());
         }
         let queue = stream.queue();
+        // A graph is captured, not run.
         let marks = work.met.get().filter(|_| !backend.is_capturing());
+        let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { sent, received, pack, place, .. } = work;
         let targets: Vec<u64> =
@@ -109,7 +111,7 @@ impl CudaTransport {
         // orders their uses.
         unsafe {
             pack.launch(queue, |_, tensor| inputs[tensor], &targets)?;
-            marks.map_or(Ok(()), |marks| marks.begun.record(queue))?;
+            marks.as_ref().map_or(Ok(()), |marks| marks.begun.record(queue))?;
             nccl.exchange(queue, &sent.messages, &received.messages)?;
         }
         marks.map_or(Ok(()), |marks| marks.ended.record(queue))?;
@@ -125,7 +127,6 @@ impl CudaTransport {
         peers.sort_unstable();
         peers.dedup();
         peers.retain(|peer| *peer != self.rank);
-        let (begun, ended) = (Event::new(&self.device)?, Event::new(&self.device)?);
-        Ok(ExchangeMarks { label: call.place.to_string(), begun, ended, peers })
+        ExchangeMarks::new(&self.device, call.place.to_string(), peers)
     }
 }

@@ -283,6 +283,7 @@ impl Transport<CudaBackend> for CudaTransport {
     }
 
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
+        call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
         self.report(call, self.begin_meeting(call))
     }

@@ -16,6 +16,8 @@ use crate::world::World;
 
 /// How long rank 0 keeps the store for ranks that have not left yet.
 const FAREWELL: Duration = Duration::from_secs(5);
+/// Likewise once the job has failed.
+const HEARD: Duration = Duration::from_secs(1);
 
 /// One rank's place among ranks that are processes. Dropping it is the farewell.
 pub struct Rendezvous {
@@ -214,7 +216,8 @@ impl Drop for Rendezvous {
         self.connection.say(&Request::Leave, &[]).ok();
         if let Some(server) = &self.server {
             self.connection.close(Shutdown::Write);
-            server.drain(FAREWELL);
+            // Of a job that has failed, those who still listen have heard.
+            server.drain(if self.connection.check().is_ok() { FAREWELL } else { HEARD });
         }
         self.connection.close(Shutdown::Both);
     }

@@ -54,7 +54,8 @@ impl HtmlReport<'_> {
     }
 }
 
-fn pass(name: &str, pair: &TimelinePair<'_>) -> Value {
+/// A pass of the timeline.
+pub(super) fn pass(name: &str, pair: &TimelinePair<'_>) -> Value {
     let ranks = selected_ranks(pair);
     let sources: BTreeMap<&str, Value> =
         pair.sources().map(|(source, timeline)| (source.name(), spans(timeline, &ranks))).collect();

@@ -5,6 +5,7 @@ use counterpoint_schedule::Timeline;
 
 use super::{HtmlReport, escape};
 use crate::{
+    TimelinePair,
     quantity::{
         format_bytes, format_count, format_counted, format_flops, format_ratio, format_seconds, three_digits,
     },
@@ -167,77 +168,6 @@ impl HtmlReport<'_> {
         out.push_str("</section>\n");
     }
 
-    pub(super) fn timeline_section(&self, out: &mut String) {
-        let passes: Vec<_> = self.passes().collect();
-        if passes.is_empty() {
-            return;
-        }
-        out.push_str("<section class=\"panel\" id=\"timeline\"><h2>Timeline</h2>\n<div class=\"tools\">");
-        let group = |out: &mut String, label: &str, key: &str, names: &[&str]| {
-            let _ = write!(out, "<div role=\"group\" aria-label=\"{label}\">");
-            for (index, name) in names.iter().enumerate() {
-                let _ = write!(
-                    out,
-                    "<button type=\"button\" data-{key}=\"{name}\" aria-pressed=\"{}\">{name}</button>",
-                    index == 0
-                );
-            }
-            out.push_str("</div>");
-        };
-        group(out, "Pass", "pass", &passes.iter().map(|(name, _)| *name).collect::<Vec<_>>());
-        if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
-            group(out, "Source", "source", &["both", "measured", "predicted"]);
-        }
-        group(out, "Order of ranks", "order", &["by rank", "slowest first"]);
-        out.push_str(
-            "<div role=\"group\" aria-label=\"Ranks shown\" id=\"timeline-pages\">\
-             <button type=\"button\" data-page=\"-1\" aria-label=\"Ranks before\">‹</button><output></output>\
-             <button type=\"button\" data-page=\"1\" aria-label=\"Ranks after\">›</button></div>\
-             <div role=\"group\" aria-label=\"Zoom\"><button type=\"button\" data-zoom=\"out\" aria-label=\"Zoom out\">−</button>\
-             <button type=\"button\" data-zoom=\"in\" aria-label=\"Zoom in\">+</button>\
-             <button type=\"button\" data-zoom=\"all\">all</button></div></div>\n\
-             <ul class=\"legend\"><li><i class=\"compute\"></i>computation</li>\
-             <li><i class=\"communication\"></i>communication</li><li><i class=\"wait\"></i>waiting</li>",
-        );
-        if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
-            out.push_str("<li><i class=\"compute predicted\"></i>predicted (outlined)</li>");
-        }
-        out.push_str(
-            "<li class=\"hint\">Drag to move; Ctrl and wheel to zoom; with the keyboard: arrows, +, −, 0.</li></ul>\n\
-",
-        );
-        let _ = writeln!(out, "{}</div>", super::chart("timeline-chart", "Timeline"));
-        self.pass_table(out);
-        out.push_str("</section>\n");
-    }
-
-    fn pass_table(&self, out: &mut String) {
-        out.push_str(
-            "<div class=\"scroll\"><table class=\"figures\"><thead><tr><th scope=\"col\">pass</th><th scope=\"col\">total</th>\
-             <th scope=\"col\">computation</th><th scope=\"col\">communication</th><th scope=\"col\">exposed</th>\
-             <th scope=\"col\">overlap efficiency</th></tr></thead><tbody>",
-        );
-        for (name, pair) in self.passes() {
-            for (source, timeline) in pair.sources() {
-                let overlap = timeline.overlap();
-                let _ = write!(
-                    out,
-                    "<tr><th scope=\"row\">{name}, {}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
-                    source.name(),
-                    format_seconds(timeline.makespan()),
-                    format_seconds(overlap.compute_seconds),
-                    format_seconds(overlap.communication_seconds),
-                    format_seconds(overlap.exposed_seconds),
-                    overlap.efficiency.map_or_else(|| "–".to_owned(), |e| format!("{e:.3}")),
-                );
-            }
-        }
-        out.push_str(
-            "</tbody></table></div>\n<p class=\"note\">Total: until the last rank is done. The rest: seconds of a rank, mean of \
-             all ranks. Exposed: communication with no computation beside it.</p>\n",
-        );
-    }
-
     pub(super) fn check_section(&self, out: &mut String) {
         let Some(check) = self.check else { return };
         out.push_str(
@@ -260,4 +190,74 @@ impl HtmlReport<'_> {
         }
         out.push_str("</tbody></table></div></section>\n");
     }
+}
+
+pub(super) fn timeline_section(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
+    if passes.is_empty() {
+        return;
+    }
+    out.push_str("<section class=\"panel\" id=\"timeline\"><h2>Timeline</h2>\n<div class=\"tools\">");
+    let group = |out: &mut String, label: &str, key: &str, names: &[&str]| {
+        let _ = write!(out, "<div role=\"group\" aria-label=\"{label}\">");
+        for (index, name) in names.iter().enumerate() {
+            let _ = write!(
+                out,
+                "<button type=\"button\" data-{key}=\"{name}\" aria-pressed=\"{}\">{name}</button>",
+                index == 0
+            );
+        }
+        out.push_str("</div>");
+    };
+    group(out, "Pass", "pass", &passes.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
+        group(out, "Source", "source", &["both", "measured", "predicted"]);
+    }
+    group(out, "Order of ranks", "order", &["by rank", "slowest first"]);
+    out.push_str(
+            "<div role=\"group\" aria-label=\"Ranks shown\" id=\"timeline-pages\">\
+             <button type=\"button\" data-page=\"-1\" aria-label=\"Ranks before\">‹</button><output></output>\
+             <button type=\"button\" data-page=\"1\" aria-label=\"Ranks after\">›</button></div>\
+             <div role=\"group\" aria-label=\"Zoom\"><button type=\"button\" data-zoom=\"out\" aria-label=\"Zoom out\">−</button>\
+             <button type=\"button\" data-zoom=\"in\" aria-label=\"Zoom in\">+</button>\
+             <button type=\"button\" data-zoom=\"all\">all</button></div></div>\n\
+             <ul class=\"legend\"><li><i class=\"compute\"></i>computation</li>\
+             <li><i class=\"communication\"></i>communication</li><li><i class=\"wait\"></i>waiting</li>",
+        );
+    if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
+        out.push_str("<li><i class=\"compute predicted\"></i>predicted (outlined)</li>");
+    }
+    out.push_str(
+            "<li class=\"hint\">Drag to move; Ctrl and wheel to zoom; with the keyboard: arrows, +, −, 0.</li></ul>\n\
+",
+        );
+    let _ = writeln!(out, "{}</div>", super::chart("timeline-chart", "Timeline"));
+    pass_table(out, passes);
+    out.push_str("</section>\n");
+}
+
+fn pass_table(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
+    out.push_str(
+            "<div class=\"scroll\"><table class=\"figures\"><thead><tr><th scope=\"col\">pass</th><th scope=\"col\">total</th>\
+             <th scope=\"col\">computation</th><th scope=\"col\">communication</th><th scope=\"col\">exposed</th>\
+             <th scope=\"col\">overlap efficiency</th></tr></thead><tbody>",
+        );
+    for (name, pair) in passes {
+        for (source, timeline) in pair.sources() {
+            let overlap = timeline.overlap();
+            let _ = write!(
+                out,
+                "<tr><th scope=\"row\">{name}, {}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                source.name(),
+                format_seconds(timeline.makespan()),
+                format_seconds(overlap.compute_seconds),
+                format_seconds(overlap.communication_seconds),
+                format_seconds(overlap.exposed_seconds),
+                overlap.efficiency.map_or_else(|| "–".to_owned(), |e| format!("{e:.3}")),
+            );
+        }
+    }
+    out.push_str(
+            "</tbody></table></div>\n<p class=\"note\">Total: until the last rank is done. The rest: seconds of a rank, mean of \
+             all ranks. Exposed: communication with no computation beside it.</p>\n",
+        );
 }

@@ -3,6 +3,7 @@ use std::sync::Arc;
 use counterpoint_mask::Range;
 use counterpoint_plan::{Activations, LinearPlan};
 
+use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
@@ -73,7 +74,7 @@ impl GatheredTokens {
                 wire_dtype: plan.spec.dtype,
                 arrive: barrier,
             };
-            p.push(stream, Some(group + 1), "all-gather", Op::GroupCast(op));
+            p.push(stream, Some(group + 1), GATHER, Op::GroupCast(op));
             (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
         });
         Self { own, groups: groups.collect(), barrier }
@@ -245,12 +246,12 @@ impl ReducedTokens {
         p.push(compute, here, label, Op::Gemm(gemm));
         let ready = p.mark(compute, here, "shares done");
         p.after(self.reduce, here, "wait for shares", ready);
-        p.push(self.reduce, here, "reduce-scatter", Op::GroupReduce(reduce));
+        p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
         self.started += 1;
         let mut end = p.mark(self.reduce, here, "sums done");
         if let (Some(gather), Some(cast)) = (self.gather, spread) {
             p.after(gather, here, "wait for sums", end);
-            p.push(gather, here, "all-gather", Op::GroupCast(cast));
+            p.push(gather, here, GATHER, Op::GroupCast(cast));
             end = p.mark(gather, here, "sums everywhere");
         }
         self.done.push((result, end));

@@ -6,14 +6,18 @@
 //! sum over ranks is formed in one reduction in their order, so that results have the same bits for any number of groups.
 
 mod backward;
+mod clock;
 mod exchange;
 mod forward;
+mod parts;
 
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};
 
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
+pub use clock::{ClockError, SimulatedClock, travel_seconds};
 pub use forward::lower_linear_forward;
+pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
 
 /// What becomes of the gradient of the weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

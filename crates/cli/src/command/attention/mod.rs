@@ -59,12 +59,14 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
         .map_err(|source| CliError::Run { source })?;
     let Some(run) = run else { return Ok(()) };
     let has_unused_dout = tensors.has_unused_dout();
-    let ended = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+    let ended = Ended { crossed: None, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
     ended.conclude(&outputs, progress, || Ok(inputs))
 }
 
 /// A run that is over.
 struct Ended<'a> {
+    /// Bytes that were sent between nodes, where they were counted.
+    crossed: Option<u64>,
     arguments: &'a AttentionArguments,
     mask: &'a Mask,
     spec: AttentionSpec,
@@ -82,7 +84,7 @@ impl Ended<'_> {
         progress: Progress,
         inputs: impl FnOnce() -> Result<AttentionInputs, CliError>,
     ) -> Result<(), CliError> {
-        let Self { arguments, mask, spec, config, solution, run, has_unused_dout } = self;
+        let Self { crossed, arguments, mask, spec, config, solution, run, has_unused_dout } = self;
         let reduction = match arguments.run.deterministic {
             true => GradientReduction::Deterministic,
             false => GradientReduction::PerStage,
@@ -96,7 +98,7 @@ impl Ended<'_> {
             check = Some(check_attention(mask, &spec, &inputs()?, &run.outputs));
         }
         progress.step("writing");
-        let result = AttentionResult { arguments, mask, spec, solution, prediction, run, check };
+        let result = AttentionResult { crossed, arguments, mask, spec, solution, prediction, run, check };
         outputs.write(|flag| result.contents(flag))?;
         drop(progress);
         if has_unused_dout {

@@ -19,7 +19,7 @@ use super::{
     refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::{AttentionArguments, Device};
-use crate::command::launched::{as_rank, ended, refuse_other_sizes};
+use crate::command::launched::{as_rank, ended, gather, refuse_other_sizes};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -76,11 +76,13 @@ impl Rank<'_> {
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
-        let run =
-            self.run_ranks(machine, &problem, inputs, link).map_err(|error| ended(rendezvous.fail(error)))?;
+        let run = self
+            .run_ranks(&machine, &problem, inputs, link)
+            .map_err(|error| ended(rendezvous.fail(error)))?;
+        let crossed = self.crossed_bytes(&machine)?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
-        let over = Ended { arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+        let over = Ended { crossed, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
         over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
     }
 
@@ -100,7 +102,7 @@ impl Rank<'_> {
     /// On CPUs through MPI where that was built in and started us, else through TCP.
     fn run_ranks(
         &self,
-        machine: ProcessMachine,
+        machine: &ProcessMachine,
         problem: &RankProblem<'_>,
         inputs: AttentionInputs,
         link: Option<SlowLink>,
@@ -109,7 +111,7 @@ impl Rank<'_> {
         let margin = arguments.run.overlap.policy().sm_margin();
         let config = run_config(arguments, link);
         if let ProcessMachine::Cuda(machine) = machine {
-            return run_attention_ranks(&machine, problem, &config, vec![inputs]);
+            return run_attention_ranks(machine, problem, &config, vec![inputs]);
         }
         match launch.launcher {
             #[cfg(feature = "mpi")]
@@ -122,6 +124,15 @@ impl Rank<'_> {
                 run_attention_ranks(&machine, problem, &config, vec![inputs])
             }
         }
+    }
+
+    /// Bytes that all ranks have sent between nodes in one run, where they are counted.
+    fn crossed_bytes(&self, machine: &ProcessMachine) -> Result<Option<u64>, CliError> {
+        let ProcessMachine::Cuda(machine) = machine else { return Ok(None) };
+        let Some(own) = machine.sent_between_nodes() else { return Ok(None) };
+        let config = run_config(self.arguments, None);
+        let all: Vec<u64> = gather(self.rendezvous, "bytes between nodes", &own)?;
+        Ok(Some(all.into_iter().sum::<u64>() / (config.warmups + config.samples) as u64))
     }
 
     fn is_first(&self) -> bool {

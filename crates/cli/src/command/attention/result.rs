@@ -21,6 +21,8 @@ use crate::output::{Outputs, outputs_as_safetensors};
 
 /// A run with all that is to be told of it.
 pub(super) struct AttentionResult<'a> {
+    /// Bytes that all ranks have sent between nodes, where they were counted.
+    pub(super) crossed: Option<u64>,
     pub(super) arguments: &'a AttentionArguments,
     pub(super) mask: &'a Mask,
     pub(super) spec: AttentionSpec,
@@ -62,6 +64,8 @@ struct Document<'a> {
 struct CrossingBytes {
     forward: u64,
     backward: Option<u64>,
+    /// What was sent indeed, forward and backward, where the transport counts it.
+    counted: Option<u64>,
 }
 
 /// Seconds until the last rank was done.
@@ -107,6 +111,7 @@ impl AttentionResult<'_> {
             crossing_bytes: CrossingBytes {
                 forward: self.prediction.forward_crossing_bytes,
                 backward: self.prediction.backward_crossing_bytes,
+                counted: self.crossed,
             },
             plan: self.solution.summary(self.mask, &self.spec),
             seconds: Seconds {
@@ -213,6 +218,10 @@ impl AttentionResult<'_> {
         let text = match backward_crossing_bytes {
             Some(bytes) => format!("{forward}, {} in the backward", format_bytes(bytes)),
             None => forward,
+        };
+        let text = match self.crossed {
+            Some(bytes) => format!("{text}; {} counted", format_bytes(bytes)),
+            None => text,
         };
         (self.arguments.nodes > 1).then_some(text)
     }

@@ -1,6 +1,7 @@
 //! `counterpoint doctor`.
 
 mod calibrate;
+mod overlap;
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -80,6 +81,9 @@ struct Missing {
 
 /// `counterpoint doctor`.
 pub(crate) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
+    if arguments.overlap {
+        return overlap::run(arguments);
+    }
     if arguments.calibrate {
         return calibrate::run(arguments);
     }

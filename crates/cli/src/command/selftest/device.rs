@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_fused, selftest_gemm, selftest_graphs, selftest_guard,
-    selftest_links, selftest_long,
+    CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
+    selftest_guard, selftest_isolation, selftest_links, selftest_long,
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
@@ -121,7 +121,29 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         let checks = processes::examine(gpus, extent);
         ledger.add(checks.map_err(failed)?)?;
     }
+    for (section, transport) in [
+        ("faults by nvlink", TransportKind::Nvlink),
+        ("faults by copy-engine", TransportKind::CopyEngine),
+        ("faults by nccl", TransportKind::Nccl),
+    ] {
+        // On a single GPU ranks share it, which NCCL does not do.
+        let shared = || subject.over_this_gpu(transport).map_err(failed);
+        let subject = match (over(transport)?, transport) {
+            (None, TransportKind::Nccl) => continue,
+            (None, _) => shared()?,
+            (Some(subject), _) => subject,
+        };
+        if ledger.section(section) {
+            let heard = |check: &SelfCheck, cases: usize| ledger.hear(check, cases);
+            let checks = selftest_faults(subject.machine(), extent, heard);
+            ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+        }
+    }
     let Some(nvlink) = nvlink else { return Ok(()) };
+    if ledger.section("faults: isolated GPUs") {
+        let checks = selftest_isolation(nvlink.machine());
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
     if ledger.section("attention on several GPUs") {
         let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;

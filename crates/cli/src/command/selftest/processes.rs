@@ -17,7 +17,7 @@ const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,50
 const COLLECTIVES: &str = "bench group-cast -b 4k -e 64M -f 2 -n 500 -c 20 -w 2 --limit 3";
 /// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed.
 const LIMIT: Duration = Duration::from_secs(3);
-const GRACE: Duration = Duration::from_secs(9);
+const GRACE: Duration = Duration::from_secs(6);
 /// Of a job that nothing happens to.
 const LONG: Duration = Duration::from_secs(60);
 /// Bytes of a GPU's memory that may be less after all jobs: what the driver itself keeps.
@@ -86,18 +86,18 @@ impl Bench<'_> {
                 ]);
             }
         }
-        let mut references: Vec<((usize, usize), Result<PathBuf, String>)> = Vec::new();
-        let check = |(ranks, nodes, transport, gpus): (usize, usize, &str, Gpus)| {
-            let key = (ranks, nodes);
-            if !references.iter().any(|(known, _)| *known == key) {
-                references.push((key, self.run("threads", ranks, nodes, 1, "auto", Gpus::All)));
-            }
-            let known = references.iter().find(|(known, _)| *known == key);
-            let threads = known.map_or_else(|| Err("no run of threads".to_owned()), |(_, run)| run.clone());
+        let mut sizes: Vec<(usize, usize)> = cases.iter().map(|case| (case.0, case.1)).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let threads =
+            side_by_side(&sizes, |(ranks, nodes)| self.run("threads", *ranks, *nodes, 1, "auto", Gpus::All));
+        let checks = side_by_side(&cases, |&(ranks, nodes, transport, gpus)| {
             let hidden = if gpus == Gpus::OwnOnly { ", each seeing its own GPU only" } else { "" };
             let name = format!(
                 "{ranks} processes on {nodes} nodes by {transport}{hidden}: bytes unlike those of threads"
             );
+            let known = sizes.iter().position(|size| *size == (ranks, nodes));
+            let threads = known.and_then(|at| threads[at].clone()).unwrap_or_else(lost_thread);
             let differing = threads.and_then(|threads| {
                 let processes = self.run(transport, ranks, nodes, ranks, transport, gpus)?;
                 differing_bytes(&threads, &processes).map_err(|error| error.to_string())
@@ -106,8 +106,8 @@ impl Bench<'_> {
                 Ok(count) => SelfCheck::of(name, 11, count as f64, 0.0),
                 Err(reason) => SelfCheck::failed(name, 11, reason),
             }
-        };
-        cases.into_iter().map(check).collect()
+        });
+        checks.into_iter().map(|check| check.unwrap_or_else(lost_check)).collect()
     }
 
     /// Attention on `ranks` ranks in so many processes; its results.
@@ -160,15 +160,8 @@ impl Bench<'_> {
 
     /// What happens to rank 1 under each transport, all at the same time.
     fn faults(&self, fault: Fault, delay: Duration) -> Vec<SelfCheck> {
-        thread::scope(|scope| {
-            let run = |transport: &'static str| scope.spawn(move || self.fault(transport, fault, delay));
-            let runs: Vec<_> = self.transports().iter().map(|transport| run(transport)).collect();
-            let ended = runs.into_iter().map(|run| {
-                let lost = || SelfCheck::failed("a fault".to_owned(), 0, "its thread panicked".to_owned());
-                run.join().unwrap_or_else(|_| lost())
-            });
-            ended.collect()
-        })
+        let checks = side_by_side(self.transports(), |transport| self.fault(transport, fault, delay));
+        checks.into_iter().map(|check| check.unwrap_or_else(lost_check)).collect()
     }
 
     fn fault(&self, transport: &str, fault: Fault, delay: Duration) -> SelfCheck {
@@ -229,6 +222,23 @@ impl Bench<'_> {
             Err(error) => SelfCheck::failed(name, 0, error.to_string()),
         }])
     }
+}
+
+/// `run` of each of `cases`, all at the same time; `None` where it panicked.
+fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> Vec<Option<R>> {
+    let run = &run;
+    thread::scope(|scope| {
+        let threads: Vec<_> = cases.iter().map(|case| scope.spawn(move || run(case))).collect();
+        threads.into_iter().map(|thread| thread.join().ok()).collect()
+    })
+}
+
+fn lost_check() -> SelfCheck {
+    SelfCheck::failed("a job".to_owned(), 0, "the thread that watched it panicked".to_owned())
+}
+
+fn lost_thread<T>() -> Result<T, String> {
+    Err("there is no run of threads".to_owned())
 }
 
 /// How many bytes of two files differ, those that only one has among them.

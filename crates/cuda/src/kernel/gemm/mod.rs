@@ -23,7 +23,7 @@ pub use shape::{GemmShape, TilePair};
 pub(super) use source::specialisations;
 use source::{GemmChoice, GemmEnds};
 pub use spec::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
+    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
 };
 
 use super::Scalar;
@@ -37,7 +37,8 @@ use crate::{
 /// own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
-/// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals or the margin.
+/// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
+/// margin.
 /// Where k is not split they do not even depend on m.
 #[derive(Clone, Debug)]
 pub struct Gemm {
@@ -165,7 +166,11 @@ impl Gemm {
         };
         let clusters = (device.sm_count().saturating_sub(spec.sm_margin) / 2).max(1);
         let items = unit_list.len() as u32 * shape.splits;
-        let ctas = 2 * items.min(clusters);
+        let clusters = match spec.grid {
+            GemmGrid::Persistent => items.min(clusters),
+            GemmGrid::PerUnit => items,
+        };
+        let ctas = 2 * clusters;
         let launch = Launch::linear(ctas, GemmShape::THREADS)
             .cluster([2, 1, 1])
             .shared_bytes(GemmShape::shared_bytes(shape.columns));

@@ -1,0 +1,204 @@
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+use counterpoint_plan::{Activations, DType, LinearKind, TransformerSpec, WaveGroups};
+use counterpoint_schedule::OverlapPolicy;
+
+use super::{PlanningArguments, ShapeArguments, value};
+
+/// What to predict.
+#[derive(Debug, Subcommand)]
+pub(crate) enum SimulateCommand {
+    Attention(SimulateAttentionArguments),
+    Linear(SimulateLinearArguments),
+    Model(SimulateModelArguments),
+}
+
+/// What every prediction is made with.
+#[derive(Debug, Args)]
+pub(crate) struct SimulationArguments {
+    /// Ranks of one NVLink domain; beyond it is the network
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::ranks, allow_hyphen_values = true)]
+    pub(crate) ranks_per_node: usize,
+
+    /// How communication is brought to run under computation; may be several
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_delimiter = ',',
+        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine",
+        value_parser = value::named_overlap
+    )]
+    pub(crate) overlap: Vec<OverlapPolicy>,
+
+    /// Write the timelines for Perfetto or chrome://tracing
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Write a report to open in a browser
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Print one JSON document and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Predict distributed attention
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  counterpoint simulate attention --mask causal:64k --cp-size 16 --heads-q 64 --heads-kv 8 --dtype bf16
+  counterpoint simulate attention --mask varlen-causal:lengths=@documents.txt --cp-size 64 --json")]
+pub(crate) struct SimulateAttentionArguments {
+    /// A JSON file or a builder expression; see `counterpoint mask --help`
+    #[arg(long, value_name = "MASK")]
+    pub(crate) mask: String,
+
+    /// Ranks that share the sequence
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) cp_size: usize,
+
+    #[command(flatten)]
+    pub(crate) planning: PlanningArguments,
+
+    #[command(flatten)]
+    pub(crate) shape: ShapeArguments,
+
+    #[command(flatten)]
+    pub(crate) simulation: SimulationArguments,
+}
+
+/// Predict a tensor-parallel linear layer, forward and backward
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Groups are the parts in which a pass is multiplied and travels: auto, a number of
+equal ones, or the rows of each in the tokens of one rank, such as 256+512+256.
+
+Examples:
+  counterpoint simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k --tp-size 8
+  counterpoint simulate linear --kind column --tokens 8k --in-features 8k --out-features 57344 \\
+      --tp-size 16 --groups 4 --overlap sequential,copy-engine --trace trace.json")]
+pub(crate) struct SimulateLinearArguments {
+    /// The axis of the weight that is split: column shares output features, row input features
+    #[arg(long, value_enum)]
+    pub(crate) kind: LinearKindArgument,
+
+    /// What ranks have of the activations that are not split by features
+    #[arg(long, value_enum, default_value_t = ActivationsArgument::SequenceParallel)]
+    pub(crate) activations: ActivationsArgument,
+
+    /// Tokens, of all ranks
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) tokens: usize,
+
+    /// Columns of the input, of all ranks
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) in_features: usize,
+
+    /// Columns of the output, of all ranks
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) out_features: usize,
+
+    /// Ranks that share the layer
+    #[arg(long, value_name = "N", value_parser = value::ranks, allow_hyphen_values = true)]
+    pub(crate) tp_size: usize,
+
+    /// Groups of tokens
+    #[arg(long, value_name = "auto|N|ROWS+ROWS", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
+    pub(crate) groups: WaveGroups,
+
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = value::dtype())]
+    pub(crate) dtype: DType,
+
+    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) simulation: SimulationArguments,
+}
+
+/// Predict a training step of a transformer, and how it scales
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Ranks are tensor-parallel groups, then context-parallel ones, then replicas, whose
+gradients are reduce-scattered under the backward and whose weights are gathered
+under the forward. Embeddings, the head, the optimizer and recomputation are left
+out. Every replica takes its own sequences, so more ranks do more work.
+
+Examples:
+  counterpoint simulate model --model llama3-70b
+  counterpoint simulate model --model gpt3-175b --ranks 8,512,4096 --tokens 2k --microbatches 8
+  counterpoint simulate model --model llama3-70b --ranks 64 --cp-size 4 --tokens 128k --report step.html")]
+pub(crate) struct SimulateModelArguments {
+    /// Sizes of the layers
+    #[arg(long, value_name = "NAME", default_value = "llama3-70b", value_parser = value::model())]
+    pub(crate) model: TransformerSpec,
+
+    /// All ranks; may be several
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8,64,512,4096", value_parser = value::ranks, allow_hyphen_values = true)]
+    pub(crate) ranks: Vec<usize>,
+
+    /// Ranks that share every linear layer
+    #[arg(long, value_name = "N", default_value = "8", value_parser = value::ranks, allow_hyphen_values = true)]
+    pub(crate) tp_size: usize,
+
+    /// Ranks that share a sequence
+    #[arg(long, value_name = "N", default_value = "1", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) cp_size: usize,
+
+    /// Tokens of a sequence, causal
+    #[arg(long, value_name = "N", default_value = "8k", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) tokens: usize,
+
+    /// Sequences of a replica between two updates
+    #[arg(long, value_name = "N", default_value = "4", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) microbatches: usize,
+
+    /// The machine: a profile that `counterpoint doctor --calibrate` wrote [default: an H200 on NVLink, built in]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Option<PathBuf>,
+
+    /// Groups of every linear layer: auto, or a number of equal ones
+    #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
+    pub(crate) groups: WaveGroups,
+
+    #[command(flatten)]
+    pub(crate) simulation: SimulationArguments,
+}
+
+/// The axis of a weight that is split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LinearKindArgument {
+    Column,
+    Row,
+}
+
+impl From<LinearKindArgument> for LinearKind {
+    fn from(kind: LinearKindArgument) -> Self {
+        match kind {
+            LinearKindArgument::Column => LinearKind::Column,
+            LinearKindArgument::Row => LinearKind::Row,
+        }
+    }
+}
+
+/// How activations lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ActivationsArgument {
+    /// All tokens on every rank; sums are all-reduced
+    Replicated,
+    /// Each rank its own tokens; inputs are all-gathered, sums reduce-scattered
+    SequenceParallel,
+}
+
+impl From<ActivationsArgument> for Activations {
+    fn from(activations: ActivationsArgument) -> Self {
+        match activations {
+            ActivationsArgument::Replicated => Activations::Replicated,
+            ActivationsArgument::SequenceParallel => Activations::SequenceParallel,
+        }
+    }
+}

@@ -1,0 +1,58 @@
+use counterpoint_plan::{PlanConfig, Topology};
+use counterpoint_schedule::GradientReduction;
+
+use super::{Predicted, Setting, pass_columns, pass_row};
+use crate::arguments::{SimulateAttentionArguments, dispatch_name, dtype_name};
+use crate::command::plan::attention_spec;
+use crate::command::prediction::Prediction;
+use crate::command::solution::Solution;
+use crate::error::CliError;
+use crate::mask_argument;
+use crate::progress::Progress;
+
+pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
+    let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
+    let spec = attention_spec(&arguments.shape)?;
+    let mask = mask_argument::load(&arguments.mask)?;
+    let cp_size = arguments.cp_size;
+    let ranks_per_node = arguments.simulation.ranks_per_node.min(cp_size);
+    let topology = Topology { world_size: cp_size, ranks_per_node };
+    let config = PlanConfig {
+        chunk_size: arguments.planning.chunk_size,
+        dispatch: arguments.planning.dispatch,
+        stages: arguments.planning.stages,
+        topology,
+        cost: setting.profile.cost,
+    };
+    let progress = Progress::new();
+    progress.step("planning");
+    let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
+    let mut predicted = Predicted::new("Predicted attention", &setting.profile, pass_columns());
+    predicted.set("mask", &arguments.mask);
+    predicted.set("heads", format!("{}:{} of {}", spec.heads_q, spec.heads_kv, spec.head_dim));
+    predicted.set("dtype", dtype_name(spec.dtype));
+    predicted.set("ranks", cp_size);
+    predicted.set("nodes", topology.nodes());
+    predicted.set("dispatch", dispatch_name(arguments.planning.dispatch));
+    let rank = &solution.plan.ranks[0];
+    predicted.set("stages", format!("{} and {}", rank.forward.len() - 1, rank.backward.len() - 1));
+    let mut first = [0.0; 2];
+    for (index, &policy) in arguments.simulation.overlap.iter().enumerate() {
+        progress.step(format!("simulating {policy}"));
+        let reduction = Some(GradientReduction::default());
+        let Prediction { forward, backward, .. } =
+            Prediction::of(&solution.plan, &spec, policy, reduction, &config)?;
+        let passes = [Some(("forward", forward)), backward.map(|backward| ("backward", backward))];
+        for (pass, (name, timeline)) in passes.into_iter().flatten().enumerate() {
+            if index == 0 {
+                first[pass] = timeline.makespan();
+            }
+            let (row, json) = pass_row(name, &policy.to_string(), &timeline, first[pass]);
+            predicted.rows.push(row);
+            predicted.json.push(json);
+            predicted.timelines.push((format!("{name}, {policy}"), timeline));
+        }
+    }
+    drop(progress);
+    predicted.tell(&arguments.simulation, &setting)
+}

@@ -1,0 +1,168 @@
+//! `counterpoint simulate`.
+
+mod attention;
+mod linear;
+mod model;
+
+use std::path::Path;
+
+use counterpoint_plan::MachineProfile;
+use counterpoint_report::{
+    Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, format_seconds, table,
+};
+use counterpoint_schedule::Timeline;
+use serde_json::{Value, json};
+
+use crate::arguments::{SimulateCommand, SimulationArguments};
+use crate::error::CliError;
+use crate::output::Outputs;
+use crate::{console, profile};
+
+/// `counterpoint simulate`.
+pub(crate) fn run(command: &SimulateCommand) -> Result<(), CliError> {
+    match command {
+        SimulateCommand::Attention(arguments) => attention::run(arguments),
+        SimulateCommand::Linear(arguments) => linear::run(arguments),
+        SimulateCommand::Model(arguments) => model::run(arguments),
+    }
+}
+
+/// The machine, and where results go: looked at before anything is computed.
+struct Setting {
+    profile: MachineProfile,
+    outputs: Outputs,
+}
+
+impl Setting {
+    /// Of the machine in a file, or the H200 that is built in.
+    fn of(arguments: &SimulationArguments, profile: Option<&Path>) -> Result<Self, CliError> {
+        let outputs = Outputs::check(
+            &[("--trace", arguments.trace.as_deref()), ("--report", arguments.report.as_deref())],
+            &[("--profile", profile)],
+        )?;
+        let profile = match profile {
+            Some(path) => profile::read(path)?,
+            None => MachineProfile::h200(),
+        };
+        Ok(Self { profile, outputs })
+    }
+}
+
+/// What came out, in the ways in which it is told.
+struct Predicted {
+    /// Such as `Predicted linear layer`.
+    title: String,
+    /// What was simulated, as (name, value).
+    setup: Vec<(String, String)>,
+    columns: Vec<Column>,
+    rows: Vec<Vec<String>>,
+    /// The same with full precision.
+    json: Vec<Value>,
+    timelines: Vec<(String, Timeline)>,
+}
+
+impl Predicted {
+    fn new(title: &str, profile: &MachineProfile, columns: Vec<Column>) -> Self {
+        let shared = match profile.cost.sharing {
+            Some(sharing) => format!("{}, {} of them to communicate", sharing.workers, sharing.communication),
+            None => "not shared".to_owned(),
+        };
+        let setup = vec![("machine".to_owned(), profile.machine.clone()), ("workers".to_owned(), shared)];
+        Self {
+            title: title.to_owned(),
+            setup,
+            columns,
+            rows: Vec::new(),
+            json: Vec::new(),
+            timelines: Vec::new(),
+        }
+    }
+
+    fn set(&mut self, name: &str, value: impl ToString) {
+        self.setup.push((name.to_owned(), value.to_string()));
+    }
+
+    fn tell(self, arguments: &SimulationArguments, setting: &Setting) -> Result<(), CliError> {
+        setting.outputs.write(|flag| {
+            let text = if flag == "--trace" { self.trace() } else { self.report() };
+            Ok(text.into_bytes())
+        })?;
+        if arguments.json {
+            let setup: serde_json::Map<String, Value> =
+                self.setup.iter().map(|(name, value)| (name.replace(' ', "_"), json!(value))).collect();
+            return console::print_json(&json!({"setup": setup, "rows": self.json}));
+        }
+        let setup: Vec<String> = self.setup.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        let mut text = format!("{}: {}\n\n", self.title, setup.join(", "));
+        text.push_str(&table(&self.columns, self.rows.iter().cloned(), &console::style()));
+        for (flag, path) in setting.outputs.files() {
+            text.push_str(&format!("{} is in {}\n", flag.trim_start_matches('-'), path.display()));
+        }
+        console::print(&text)
+    }
+
+    fn trace(&self) -> String {
+        let section = |(name, timeline): &'_ (String, Timeline)| (name.clone(), timeline.clone());
+        let named: Vec<(String, Timeline)> = self.timelines.iter().map(section).collect();
+        let sections: Vec<TraceSection<'_>> = named
+            .iter()
+            .map(|(name, timeline)| TraceSection {
+                name,
+                timelines: TimelinePair { predicted: Some(timeline), measured: None },
+            })
+            .collect();
+        chrome_trace(&sections)
+    }
+
+    fn report(&self) -> String {
+        SimulationReport {
+            title: &self.title,
+            setup: self.setup.clone(),
+            columns: self.columns.iter().map(Column::header).collect(),
+            rows: self.rows.clone(),
+            timelines: self.timelines.iter().map(|(name, timeline)| (name.clone(), timeline)).collect(),
+        }
+        .render()
+    }
+}
+
+/// Columns of a table of passes.
+fn pass_columns() -> Vec<Column> {
+    vec![
+        Column::text("pass", 0),
+        Column::text("policy", 0),
+        Column::number("seconds", 0),
+        Column::number("computation", 3),
+        Column::number("communication", 2),
+        Column::number("exposed", 1),
+        Column::number("efficiency", 1),
+        Column::number("vs first", 2),
+    ]
+}
+
+/// One pass under one policy, beside the same pass under the first.
+fn pass_row(pass: &str, policy: &str, timeline: &Timeline, first: f64) -> (Vec<String>, Value) {
+    let overlap = timeline.overlap();
+    let seconds = timeline.makespan();
+    let row = vec![
+        pass.to_owned(),
+        policy.to_owned(),
+        format_seconds(seconds),
+        format_seconds(overlap.compute_seconds),
+        format_seconds(overlap.communication_seconds),
+        format_seconds(overlap.exposed_seconds),
+        overlap.efficiency.map_or_else(|| "–".to_owned(), |efficiency| format!("{efficiency:.2}")),
+        format!("{:.2}x", first / seconds),
+    ];
+    let json = json!({
+        "pass": pass,
+        "policy": policy,
+        "seconds": seconds,
+        "compute_seconds": overlap.compute_seconds,
+        "communication_seconds": overlap.communication_seconds,
+        "exposed_seconds": overlap.exposed_seconds,
+        "overlap_efficiency": overlap.efficiency,
+        "ratio": first / seconds,
+    });
+    (row, json)
+}

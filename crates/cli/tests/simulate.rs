@@ -1,0 +1,106 @@
+//! `counterpoint simulate`: what it tells, where it writes, and what it refuses.
+
+mod support;
+
+use serde_json::Value;
+use support::Folder;
+
+const LINEAR: &str = "simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k";
+
+fn rows(document: &Value) -> &Vec<Value> {
+    document["rows"].as_array().unwrap()
+}
+
+#[test]
+fn a_linear_layer_under_every_policy() {
+    let folder = Folder::new();
+    let line = format!("{LINEAR} --tp-size 8 --json --trace trace.json --report page.html");
+    let document = folder.run(&line).ok().json();
+    let seconds = |pass: &str, policy: &str| {
+        let row = rows(&document).iter().find(|row| row["pass"] == pass && row["policy"] == policy);
+        row.unwrap()["seconds"].as_f64().unwrap()
+    };
+    // A product holds all multiprocessors; copy engines take none.
+    let sequential = seconds("forward", "sequential");
+    assert!(seconds("forward", "concurrent") > seconds("forward", "kernel-barrier"));
+    assert!(seconds("forward", "kernel-barrier") < sequential);
+    assert!(seconds("forward", "concurrent+copy-engine") < 0.85 * sequential);
+    let trace: Value = serde_json::from_slice(&folder.read("trace.json")).unwrap();
+    assert!(trace["traceEvents"].as_array().unwrap().len() > 50);
+    let page = String::from_utf8(folder.read("page.html")).unwrap();
+    assert!(page.contains("kernel-barrier") && page.contains("id=\"timeline\"") && !page.contains("https:"));
+    // Groups are told, and may be given.
+    let given = folder.run(&format!("{LINEAR} --tp-size 8 --json --groups 512+256+256")).ok().json();
+    assert_eq!(given["setup"]["groups"], "512+256+256");
+}
+
+/// Thousands of ranks in no time, and communication that grows with the nodes.
+#[test]
+fn a_step_of_a_model_on_thousands_of_ranks() {
+    let folder = Folder::new();
+    let line = "simulate model --model llama3-70b --ranks 8,4096 --overlap sequential,copy-engine --json";
+    let document = folder.run(line).ok().json();
+    let step = |ranks: u64, policy: &str, field: &str| {
+        let row = rows(&document).iter().find(|row| row["ranks"] == ranks && row["policy"] == policy);
+        row.unwrap()["step"][field].as_f64().unwrap()
+    };
+    assert_eq!(step(8, "sequential", "replica_seconds"), 0.0);
+    assert!(step(4096, "sequential", "replica_exposed_seconds") > 0.1);
+    for ranks in [8, 4096] {
+        let exposed = |policy| step(ranks, policy, "exposed_seconds");
+        assert!(exposed("concurrent+copy-engine") < 0.4 * exposed("sequential"));
+        let rate = step(ranks, "concurrent+copy-engine", "tflops_per_rank");
+        assert!(rate > 300.0 && rate < 700.0, "{rate}");
+    }
+    let parts = rows(&document)[0]["layer"]["parts"].as_array().unwrap();
+    let names: Vec<&str> = parts.iter().map(|part| part["part"].as_str().unwrap()).collect();
+    assert_eq!(names, ["norm", "qkv", "attention", "attention output", "norm", "up", "down"]);
+    folder.run("simulate model --model gpt3-175b --tokens 2k --ranks 512").ok();
+}
+
+#[test]
+fn attention_on_two_levels() {
+    let folder = Folder::new();
+    let line =
+        "simulate attention --mask causal:32k --cp-size 16 --heads-q 16 --heads-kv 4 --dtype bf16 --json";
+    let near = folder.run(&format!("{line} --ranks-per-node 16")).ok().json();
+    let far = folder.run(&format!("{line} --ranks-per-node 2")).ok().json();
+    let communication = |document: &Value| rows(document)[0]["communication_seconds"].as_f64().unwrap();
+    assert!(communication(&far) > communication(&near));
+    assert_eq!(rows(&near).len(), 10);
+}
+
+#[test]
+fn a_profile_decides_and_a_wrong_one_is_refused() {
+    let folder = Folder::new();
+    let cost = r#"{"forward_flops_per_second": 1e14, "backward_flops_per_second": 1e14, "matmul_flops_per_second": 1e14,
+        "memory_bytes_per_second": 1e12, "launch_seconds": 1e-6,
+        "link": {"alpha_seconds": 1e-6, "bytes_per_second": 1e11}, "network": {"alpha_seconds": 1e-6, "bytes_per_second": 1e10}}"#;
+    folder
+        .write("slow.json", format!(r#"{{"version": 1, "machine": "Slow", "devices": 2, "cost": {cost}}}"#));
+    let document = folder.run(&format!("{LINEAR} --tp-size 8 --profile slow.json --json")).ok().json();
+    assert_eq!(document["setup"]["machine"], "Slow");
+    // 2 x 8192 x 28672 x 8192 / 8 operations at 1e14 a second.
+    let compute = rows(&document)[0]["compute_seconds"].as_f64().unwrap();
+    assert!(compute > 4.8e-3 && compute < 5.2e-3, "{compute}");
+
+    let line = format!("{LINEAR} --tp-size 8 --profile");
+    folder.refuses(&format!("{line} none.json"), &["none.json", "machine profile"]);
+    folder.write("other.json", r#"{"version": 9}"#).write("torn.json", r#"{"version": 1, "mach"#);
+    folder.refuses(&format!("{line} other.json"), &["other.json", "version 9", "doctor --calibrate"]);
+    folder.refuses(&format!("{line} torn.json"), &["torn.json", "doctor --calibrate"]);
+}
+
+#[test]
+fn what_does_not_divide_is_refused() {
+    let folder = Folder::new();
+    folder.refuses(&format!("{LINEAR} --tp-size 9"), &["in_features", "28672", "9"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 0"), &["--tp-size", "4096"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 3+x"), &["--groups", "3+x"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 512+256"), &["768", "1024"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 8 --overlap fast"), &["fast", "kernel-barrier"]);
+    folder.refuses("simulate model --ranks 12", &["12", "tp_size 8"]);
+    folder.refuses("simulate model --ranks 24 --tp-size 24", &["24", "64 query heads"]);
+    folder.refuses("simulate model --model gpt5", &["gpt5", "llama3-70b"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 8 --trace same --report same"), &["--trace", "--report"]);
+}

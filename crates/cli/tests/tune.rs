@@ -1,0 +1,108 @@
+//! `counterpoint tune gemm` and `counterpoint bench bandwidth` on CPU ranks.
+
+mod support;
+
+use serde_json::Value;
+use support::Folder;
+
+const SHAPE: &str =
+    "tune gemm --m 64 --n 32 --k 32 --tp-size 2 --iterations 1 --warmups 0 --plans plans.json --json";
+
+/// Every search and collective; what is found is kept, one plan for a shape.
+#[test]
+fn what_is_found_is_kept() {
+    let folder = Folder::new();
+    for (collective, search, waves) in
+        [("all-gather", "predictive", 8), ("reduce-scatter", "exhaustive", 3), ("all-reduce", "both", 3)]
+    {
+        let line = format!("{SHAPE} --collective {collective} --search {search} --waves {waves}");
+        let document = folder.run(&line).ok().json();
+        let searches = document["searches"].as_array().unwrap();
+        assert_eq!(searches.len(), if search == "both" { 2 } else { 1 });
+        for found in searches {
+            let rows: u64 =
+                found["groups"].as_array().unwrap().iter().map(|size| size.as_u64().unwrap()).sum();
+            assert_eq!(rows, 32, "{found}");
+            assert!(found["measured_seconds"].as_f64().unwrap() > 0.0);
+        }
+        assert_eq!(document["kept"]["collective"], collective);
+        assert!(document["kept"]["seconds"].as_f64() <= document["sequential_seconds"].as_f64());
+        folder.run(&line).ok();
+    }
+    let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
+    assert_eq!(file["version"], 1);
+    assert_eq!(file["plans"].as_array().unwrap().len(), 3);
+    assert_eq!(folder.names(), ["plans.json"]);
+}
+
+/// Over an imitated link as slow as the product, groups that overlap are found, and are faster than none.
+#[test]
+fn an_imitated_link_is_hidden() {
+    let folder = Folder::new();
+    let line = "tune gemm --m 1k --n 512 --k 1k --tp-size 2 --collective reduce-scatter --slow-link 500,0.08 \
+                --iterations 3 --warmups 1 --plans plans.json --json --waves 8";
+    let document = folder.run(line).ok().json();
+    let found = &document["searches"][0];
+    assert!(found["groups"].as_array().unwrap().len() > 1, "{found}");
+    assert!(found["ratio"].as_f64().unwrap() > 1.02, "{document}");
+}
+
+#[test]
+fn plans_that_cannot_be_trusted_are_left_alone() {
+    let folder = Folder::new();
+    let line = format!("{SHAPE} --collective all-gather");
+    folder.write("plans.json", "{");
+    folder.refuses(&line, &["plans.json", "tune again"]);
+    folder.write("plans.json", r#"{"version": 7, "plans": []}"#);
+    folder.refuses(&line, &["plans.json", "version 7", "tune again"]);
+    let plan = r#"{"device": "X", "ranks": 2, "m": 64, "n": 8, "k": 8, "dtype": "f32", "collective": "all-gather",
+        "groups": [16], "seconds": 1.0, "sequential_seconds": 2.0, "search": "predictive"}"#;
+    folder.write("plans.json", format!(r#"{{"version": 1, "plans": [{plan}]}}"#));
+    folder.refuses(&line, &["plans.json", "plan 0", "16", "32"]);
+    // Another machine's plans stay beside this one's.
+    folder
+        .write("plans.json", format!(r#"{{"version": 1, "plans": [{}]}}"#, plan.replace("[16]", "[16, 16]")));
+    folder.run(&line).ok();
+    let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
+    assert_eq!(file["plans"].as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn bad_requests_are_refused() {
+    let folder = Folder::new();
+    folder.refuses(&format!("{SHAPE} --collective all-gather --n 33"), &["out_features", "33", "2 ranks"]);
+    folder.refuses(&format!("{SHAPE} --collective all-to-all"), &["all-to-all", "reduce-scatter"]);
+    folder.refuses(
+        "tune gemm --m 8 --n 8 --k 8 --collective all-reduce --tp-size 1",
+        &["--tp-size", "at least 2"],
+    );
+    let many = format!("{SHAPE} --collective all-gather --search exhaustive --waves 20");
+    folder.refuses(&many, &["--waves", "at most 12"]);
+    folder.refuses("bench bandwidth -b 4M -e 1M", &["--min-bytes", "--max-bytes"]);
+    folder.refuses("bench bandwidth --collectives all", &["all-gather"]);
+    folder.refuses("bench bandwidth --transport nccl", &["--transport", "--device cuda"]);
+    assert!(folder.names().is_empty());
+}
+
+#[test]
+fn bandwidth_over_sizes() {
+    let folder = Folder::new();
+    let ran =
+        folder.run("bench bandwidth -b 16K -e 1M -f 8 --tp-size 4 --iterations 2 --warmups 0 --json").ok();
+    let rows: Vec<Value> = ran.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(rows.len(), 9);
+    for row in &rows {
+        let (alg, bus) = (row["algbw"].as_f64().unwrap(), row["busbw"].as_f64().unwrap());
+        let factor = if row["name"] == "all-reduce" { 1.5 } else { 0.75 };
+        assert!(alg > 0.0 && (bus / alg - factor).abs() < 1e-9, "{row}");
+    }
+    // An imitated link of 0.1 GB/s carries no more.
+    let ran =
+        folder.run("bench bandwidth -b 1M -e 1M --tp-size 2 --slow-link 0,0.1 --iterations 2 --json").ok();
+    for line in ran.stdout.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let bus = row["busbw"].as_f64().unwrap();
+        assert!(bus <= 0.101 && bus > 0.02, "{row}");
+    }
+    assert!(folder.run("bench bandwidth -b 64K -e 64K").ok().stdout.contains("busbw"));
+}

@@ -1,0 +1,96 @@
+use std::sync::Mutex;
+use std::time::Instant;
+
+use counterpoint_exec::{Awaited, Blocker, ExecError};
+
+use super::{CLOSE_WATCH, CudaBackend, PAUSE};
+use crate::backend::lock;
+use crate::{CudaError, Device, Event};
+
+/// Calls of one exchange that the host may be ahead of the device. It must not come so far ahead that the device's queue is
+/// full: then the driver holds the host up, which could tell nobody for whom it waits.
+const AHEAD: usize = 8;
+
+/// Where the last calls of an exchange by means that have no limit on the device have begun and ended.
+pub(crate) struct ExchangeMarks {
+    label: String,
+    /// The ranks that it needs.
+    peers: Vec<usize>,
+    calls: Mutex<Calls>,
+}
+
+struct Calls {
+    marks: Vec<CallMarks>,
+    next: usize,
+}
+
+/// Of one call.
+#[derive(Clone)]
+pub(crate) struct CallMarks {
+    /// Passed when it has begun.
+    pub(crate) begun: Event,
+    /// Passed when it has ended.
+    pub(crate) ended: Event,
+}
+
+impl ExchangeMarks {
+    /// Of the exchange of this name with these ranks.
+    pub(crate) fn new(device: &Device, label: String, peers: Vec<usize>) -> Result<Self, CudaError> {
+        let marks = || Ok(CallMarks { begun: Event::new(device)?, ended: Event::new(device)? });
+        let marks = (0..AHEAD).map(|_| marks()).collect::<Result<_, CudaError>>()?;
+        Ok(Self { label, peers, calls: Mutex::new(Calls { marks, next: 0 }) })
+    }
+
+    /// Of the next call; those of an earlier one, which may not have ended yet.
+    fn next(&self) -> CallMarks {
+        let mut calls = lock(&self.calls);
+        let at = calls.next;
+        calls.next = (at + 1) % AHEAD;
+        calls.marks[at].clone()
+    }
+
+    /// Whether a call has begun and not ended.
+    fn is_under_way(&self) -> bool {
+        let under_way =
+            |call: &CallMarks| matches!((call.begun.is_done(), call.ended.is_done()), (Ok(true), Ok(false)));
+        lock(&self.calls).marks.iter().any(under_way)
+    }
+
+    /// The error of a rank that has waited for this since `began`.
+    pub(super) fn stalled(&self, backend: &CudaBackend, began: Instant) -> ExecError {
+        let (world, rank) = (backend.world(), backend.0.rank);
+        let suspect = world.suspect(&self.peers).unwrap_or(rank);
+        let peers: Vec<String> = self.peers.iter().map(ToString::to_string).collect();
+        let awaited = Awaited {
+            name: format!("rank {suspect}"),
+            evidence: format!("its exchange with rank {} has begun and not ended", peers.join(", ")),
+            blocker: Some(Blocker::Rank(suspect)),
+        };
+        world.stalled(rank, self.label.clone(), began, awaited)
+    }
+}
+
+impl CudaBackend {
+    /// The marks of the next call of `exchange`, once the host is not too far ahead of the device.
+    ///
+    /// # Errors
+    /// The world's; when an earlier call does not end within the limit.
+    pub(crate) fn marks_of_next(&self, exchange: &ExchangeMarks) -> Result<CallMarks, ExecError> {
+        let marks = exchange.next();
+        let (world, began) = (self.world(), Instant::now());
+        while !marks.ended.is_done().map_err(|error| self.error(&exchange.label, error))? {
+            world.check()?;
+            let waited = began.elapsed();
+            if waited > world.config().limit {
+                return Err(world.fail(exchange.stalled(self, began)));
+            }
+            if waited < CLOSE_WATCH { std::hint::spin_loop() } else { std::thread::sleep(PAUSE) }
+        }
+        Ok(marks)
+    }
+
+    /// The exchange that has begun on the device and not ended, if there is one.
+    pub(super) fn exchange_under_way(&self) -> Option<std::sync::Arc<ExchangeMarks>> {
+        lock(&self.0.exchanges).iter().find(|marks| marks.is_under_way()).cloned()
+    }
+}

@@ -1,0 +1,207 @@
+use std::thread;
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::{
+    AttentionInputs, Backend, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
+    Prepared, World, WorldConfig, random_inputs,
+};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
+
+use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport, Device, Timing, TransportKind};
+
+const ROWS: usize = 2048;
+/// Limit of every wait. Connecting the ranks of NCCL has it too.
+const LIMIT: Duration = Duration::from_millis(1500);
+/// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// A rank dies, or stalls for longer than the limit, before operations of a run picked by the seed, each rank enqueued by a
+/// thread of its own: every rank must end within the limit with an error that names that rank, and the run after it must give
+/// the bits of the run before. `checked` hears of every check, with how many there are.
+///
+/// # Errors
+/// When the undisturbed run fails.
+pub fn selftest_faults(
+    machine: &CudaMachine,
+    extent: Extent,
+    mut checked: impl FnMut(&SelfCheck, usize),
+) -> Result<Vec<SelfCheck>, ExecError> {
+    let problem = Problem::new(machine.devices().len().max(2))?;
+    let expected = problem.run(machine, Vec::new()).map_err(|mut errors| errors.swap_remove(0))?;
+    let (deaths, stalls) = match extent {
+        Extent::Full => (6, 2),
+        Extent::Quick => (2, 1),
+    };
+    let kinds = std::iter::repeat_n(FaultKind::Panic, deaths)
+        .chain(std::iter::repeat_n(FaultKind::Stall(LIMIT + GRACE / 2), stalls));
+    let count = deaths + stalls;
+    let mut checks = Vec::new();
+    for (seed, kind) in kinds.enumerate() {
+        let check = problem.strike(machine, seed, kind, &expected);
+        checked(&check, count);
+        checks.push(check);
+    }
+    Ok(checks)
+}
+
+/// GPUs that do not reach each other's memory: transports that need it must be refused with their names, and the one that is chosen
+/// instead must give the bits of those that reach it. Nothing to check on a single GPU.
+///
+/// # Errors
+/// When the run of GPUs that reach each other fails.
+pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    if machine.devices().len() < 2 {
+        return Ok(Vec::new());
+    }
+    let problem = Problem::new(machine.devices().len())?;
+    let expected = problem.run(machine, Vec::new()).map_err(|mut errors| errors.swap_remove(0))?;
+    let name = "GPUs that do not reach each other's memory are named, and take NCCL".to_owned();
+    let isolated = machine.devices().iter().map(Device::isolated).collect();
+    let check = || -> Result<SelfCheck, String> {
+        let isolated = CudaMachine::new(isolated, Timing::Off).map_err(|error| error.to_string())?;
+        for transport in [TransportKind::Nvlink, TransportKind::CopyEngine] {
+            match isolated.clone().with_transport(transport) {
+                Err(CudaError::NoPeerAccess { from: 0, to: 1, .. }) => {}
+                Err(error) => return Err(format!("{transport}: {error}")),
+                Ok(_) => return Err(format!("{transport} was not refused")),
+            }
+        }
+        let results = problem.run(&isolated, Vec::new()).map_err(|errors| errors[0].to_string())?;
+        let unlike = expected.iter().zip(&results).filter(|(a, b)| a != b).count();
+        let others = usize::from(isolated.transport() != TransportKind::Nccl);
+        Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
+    };
+    Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
+}
+
+struct Problem {
+    programs: Vec<Program>,
+    inputs: Vec<AttentionInputs>,
+}
+
+impl Problem {
+    fn new(ranks: usize) -> Result<Self, ExecError> {
+        let spec = AttentionSpec {
+            heads_q: 4,
+            heads_kv: 2,
+            head_dim: 64,
+            head_dim_v: 64,
+            dtype: DType::Bf16,
+            scale: 0.125,
+            softcap: 0.0,
+            seqlen_sink: 0,
+        };
+        let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
+        let mask = Mask::causal(ROWS).map_err(|error| refuse(error.to_string()))?;
+        let config =
+            PlanConfig { chunk_size: Some(128), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
+        let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
+        let inputs = random_inputs(&mask, &spec, 5, false);
+        let programs = (0..ranks)
+            .map(|rank| lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default()))
+            .collect();
+        let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
+        Ok(Self { programs, inputs })
+    }
+
+    /// The results of all ranks, or the errors of those that have one.
+    fn run(
+        &self,
+        machine: &CudaMachine,
+        faults: Vec<FaultInjection>,
+    ) -> Result<Vec<HostTensor>, Vec<ExecError>> {
+        let config = WorldConfig { limit: LIMIT, faults, ..WorldConfig::default() };
+        let world = World::new(self.programs.len(), config);
+        let ends = machine.connect(&world).map_err(|error| vec![error])?;
+        let ended: Vec<Result<HostTensor, ExecError>> = thread::scope(|scope| {
+            let run = |(rank, (backend, transport)): (usize, (CudaBackend, CudaTransport))| {
+                scope.spawn(move || self.run_rank(rank, backend, transport))
+            };
+            let threads: Vec<_> = ends.into_iter().enumerate().map(run).collect();
+            let join = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, _>)| {
+                thread.join().unwrap_or_else(|_| {
+                    let (place, message) = ("a selftest".to_owned(), "see above".to_owned());
+                    Err(ExecError::RankPanicked { rank, place, message })
+                })
+            };
+            threads.into_iter().enumerate().map(join).collect()
+        });
+        let (results, errors): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_ok);
+        match errors.is_empty() {
+            true => Ok(results.into_iter().flatten().collect()),
+            false => Err(errors.into_iter().filter_map(Result::err).collect()),
+        }
+    }
+
+    fn run_rank(
+        &self,
+        rank: usize,
+        backend: CudaBackend,
+        transport: CudaTransport,
+    ) -> Result<HostTensor, ExecError> {
+        let AttentionInputs { q, k, v, .. } = &self.inputs[rank];
+        let mut inputs = Vec::new();
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            inputs.push((name, backend.upload(name, tensor.clone())?));
+        }
+        let told = backend.clone();
+        let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;
+        let ran = prepared.run(&inputs).and_then(|_| match prepared.buffer("out") {
+            Some(out) => told.download(out),
+            None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is no output".to_owned() }),
+        });
+        ran.map_err(|error| told.fail(error))
+    }
+
+    fn strike(
+        &self,
+        machine: &CudaMachine,
+        seed: usize,
+        kind: FaultKind,
+        expected: &[HostTensor],
+    ) -> SelfCheck {
+        let victim = seed % self.programs.len();
+        let ops = &self.programs[victim].ops;
+        // Nobody waits for what a rank does once it has exchanged all rows.
+        let awaited = match kind {
+            FaultKind::Panic => ops.len(),
+            _ => ops.iter().position(|op| matches!(op.op, Op::GroupCast(_))).map_or(1, |first| first + 1),
+        };
+        // Spread over them; 7919 is a prime.
+        let op = seed * 7919 % awaited;
+        let fault = FaultInjection { rank: victim, program: None, at: FaultPoint::Op(op), kind };
+        let what = match kind {
+            FaultKind::Panic => "dies",
+            _ => "stalls",
+        };
+        let label = &self.programs[victim].ops[op].label;
+        let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
+        let began = Instant::now();
+        let errors = match self.run(machine, vec![fault]) {
+            Err(errors) => errors,
+            Ok(_) => return SelfCheck::failed(name, seed as u64, "nobody noticed".to_owned()),
+        };
+        let took = began.elapsed();
+        if errors.len() < self.programs.len() {
+            let reason = format!("only {} of {} ranks have an error", errors.len(), self.programs.len());
+            return SelfCheck::failed(name, seed as u64, reason);
+        }
+        if let Some(error) =
+            errors.iter().find(|error| !error.to_string().contains(&format!("rank {victim}")))
+        {
+            return SelfCheck::failed(name, seed as u64, format!("a rank said: {error}"));
+        }
+        match self.run(machine, Vec::new()) {
+            Ok(results) if results == expected => {
+                SelfCheck::of(name, seed as u64, took.as_secs_f64(), (2 * LIMIT + GRACE).as_secs_f64())
+            }
+            Ok(_) => SelfCheck::failed(name, seed as u64, "the run after it has other bits".to_owned()),
+            Err(errors) => {
+                SelfCheck::failed(name, seed as u64, format!("the run after it failed: {}", errors[0]))
+            }
+        }
+    }
+}

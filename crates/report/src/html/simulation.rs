@@ -1,0 +1,50 @@
+use std::fmt::Write;
+
+use counterpoint_schedule::Timeline;
+use serde_json::json;
+
+use super::{close_page, data, escape, figures, open_page};
+use crate::TimelinePair;
+
+/// A report of what was predicted without a mask or a plan to show: a table and timelines, in a single HTML file.
+#[derive(Clone, Debug)]
+pub struct SimulationReport<'a> {
+    /// Heading and window title.
+    pub title: &'a str,
+    /// What was simulated, as (name, value).
+    pub setup: Vec<(String, String)>,
+    /// Names of the table's columns; the first names the row.
+    pub columns: Vec<&'a str>,
+    /// Its rows, each with a cell for every column.
+    pub rows: Vec<Vec<String>>,
+    /// Timelines by name.
+    pub timelines: Vec<(String, &'a Timeline)>,
+}
+
+impl SimulationReport<'_> {
+    /// The page.
+    pub fn render(&self) -> String {
+        let mut out = open_page(self.title, &self.setup);
+        out.push_str("<section class=\"panel\"><h2>Predicted</h2>\n<div class=\"scroll\"><table class=\"figures\"><thead><tr>");
+        self.columns.iter().for_each(|name| {
+            let _ = write!(out, "<th scope=\"col\">{}</th>", escape(name));
+        });
+        out.push_str("</tr></thead><tbody>");
+        for row in &self.rows {
+            out.push_str("<tr>");
+            for (index, cell) in row.iter().enumerate() {
+                let tag = if index == 0 { "th" } else { "td" };
+                let _ = write!(out, "<{tag}>{}</{tag}>", escape(cell));
+            }
+            out.push_str("</tr>");
+        }
+        out.push_str("</tbody></table></div></section>\n");
+        let pair = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
+        let names = self.timelines.iter().map(|(name, timeline)| (name.as_str(), pair(*timeline)));
+        let passes: Vec<_> = names.collect();
+        figures::timeline_section(&mut out, &passes);
+        let drawn: Vec<_> = passes.iter().map(|(name, pair)| data::pass(name, pair)).collect();
+        close_page(&mut out, &json!({"passes": drawn}), &[include_str!("timeline.js")]);
+        out
+    }
+}

@@ -1,0 +1,78 @@
+use counterpoint_plan::{CostModel, GemmCollective, LinearPlan, LinearSpec, PassClock, PlanError, Topology};
+use thiserror::Error;
+
+use super::{GATHER, lower_collective, lower_join, lower_linear_forward, lower_product};
+use crate::{OverlapPolicy, Program, SimulateError, Timeline, simulate};
+
+/// Simulated times of a layer's forward and its parts, on a modelled machine. All ranks do the same, so one is simulated.
+#[derive(Clone, Copy, Debug)]
+pub struct SimulatedClock<'a> {
+    /// The layer.
+    pub spec: LinearSpec,
+    /// Ranks and nodes; all of them share the layer.
+    pub topology: Topology,
+    /// The machine.
+    pub cost: &'a CostModel,
+    /// How communication is brought to run under computation.
+    pub policy: OverlapPolicy,
+}
+
+/// Why a simulated time cannot be had.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum ClockError {
+    /// A layer that cannot be split.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Programs that do not fit each other.
+    #[error(transparent)]
+    Simulate(#[from] SimulateError),
+}
+
+impl SimulatedClock<'_> {
+    fn play(&self, program: Program) -> Result<Timeline, ClockError> {
+        Ok(simulate(&[program], &self.topology, self.cost)?)
+    }
+}
+
+impl PassClock for SimulatedClock<'_> {
+    type Error = ClockError;
+
+    fn product(&mut self, rows: usize) -> Result<f64, ClockError> {
+        let ranks = self.topology.world_size;
+        let size = self.spec.product_size(rows, ranks);
+        Ok(self.play(lower_product([0, ranks], size, self.spec.dtype, self.policy))?.makespan())
+    }
+
+    fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {
+        let Some(collective) = GemmCollective::of(&self.spec) else { return Ok([0.0; 2]) };
+        let ranks = self.topology.world_size;
+        let columns = self.spec.travelling_columns();
+        let timeline =
+            self.play(lower_collective(collective, [0, ranks], [rows, columns], self.spec.dtype))?;
+        Ok(travel_seconds(collective, &timeline))
+    }
+
+    fn join(&mut self) -> Result<f64, ClockError> {
+        let ranks = self.topology.world_size;
+        let shape = [self.spec.tokens.div_ceil(ranks), self.spec.travelling_columns()];
+        Ok(self.play(lower_join([0, ranks], shape, self.spec.dtype))?.makespan())
+    }
+
+    fn pass(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {
+        Ok(self.play(lower_linear_forward(plan, 0, self.policy))?.makespan())
+    }
+}
+
+/// Seconds of a collective that ran alone: of the gather or the reduction, and of an all-reduce's way back. A mean over the
+/// ranks of the timeline.
+pub fn travel_seconds(collective: GemmCollective, timeline: &Timeline) -> [f64; 2] {
+    let of = |gathers: bool| -> f64 {
+        let spans = timeline.spans.iter().filter(|span| (span.label == GATHER) == gathers);
+        spans.map(|span| span.end - span.start).sum::<f64>() / timeline.world_size.max(1) as f64
+    };
+    match collective {
+        GemmCollective::AllGather => [of(true), 0.0],
+        GemmCollective::ReduceScatter | GemmCollective::AllReduce => [of(false), of(true)],
+    }
+}

@@ -1,0 +1,93 @@
+use std::sync::Arc;
+
+use counterpoint_plan::{DType, GemmCollective, GroupPart};
+
+use counterpoint_mask::Range;
+
+use crate::builder::ProgramBuilder;
+use crate::{
+    Accumulate, BufferRole, Gemm, GemmLayout, GroupCast, GroupReduce, Op, OverlapPolicy, Program, ReduceOp,
+    RowBlock, StreamKind,
+};
+
+/// One rank's part of a collective of tokens and nothing else, to be measured: `rows` rows of each of `ranks` ranks, `columns`
+/// wide. Input `from` and output `to`; of an all-gather the rank's rows and all ranks', of a reduce-scatter shares of all
+/// ranks' rows and the sums of its own, of an all-reduce shares and sums of all.
+pub fn lower_collective(
+    collective: GemmCollective,
+    [rank, ranks]: [usize; 2],
+    [rows, columns]: [usize; 2],
+    dtype: DType,
+) -> Program {
+    let mut p = ProgramBuilder::new(collective.name(), rank, ranks, OverlapPolicy::default());
+    let stream = p.stream("communication", StreamKind::Communication);
+    let part = Arc::new(GroupPart::all_gather_v(rank, &vec![rows; ranks]));
+    let [own, all] = [[rows, columns], [rows * ranks, columns]];
+    let is_gather = collective == GemmCollective::AllGather;
+    let from = p.buffer("from", dtype, if is_gather { &own } else { &all }, BufferRole::Input);
+    let is_scatter = collective == GemmCollective::ReduceScatter;
+    let to = p.buffer("to", dtype, if is_scatter { &own } else { &all }, BufferRole::Output);
+    let sums = match collective {
+        GemmCollective::AllGather => from,
+        GemmCollective::ReduceScatter => to,
+        GemmCollective::AllReduce => p.buffer("sums", dtype, &own, BufferRole::Scratch),
+    };
+    if !is_gather {
+        let op = GroupReduce {
+            part: part.clone(),
+            tensors: vec![(from, sums)],
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            wire_dtype: dtype,
+            reduce_dtype: dtype.accumulator(),
+            arrive: None,
+        };
+        p.push(stream, None, REDUCE, Op::GroupReduce(op));
+    }
+    if !is_scatter {
+        let op = GroupCast { part, tensors: vec![(sums, to)], wire_dtype: dtype, arrive: None };
+        p.push(stream, None, GATHER, Op::GroupCast(op));
+    }
+    p.finish()
+}
+
+/// Label of reductions of tokens.
+pub const REDUCE: &str = "reduce-scatter";
+/// Label of gathers of tokens.
+pub const GATHER: &str = "all-gather";
+
+/// One rank's product of `m x n x k` and nothing else, to be measured under the policy's share of workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.
+pub fn lower_product(
+    [rank, ranks]: [usize; 2],
+    [m, n, k]: [usize; 3],
+    dtype: DType,
+    policy: OverlapPolicy,
+) -> Program {
+    let mut p = ProgramBuilder::new("product", rank, ranks, policy);
+    let stream = p.stream("compute", StreamKind::Compute);
+    let a = p.buffer("a", dtype, &[m, k], BufferRole::Input);
+    let b = p.buffer("b", dtype, &[n, k], BufferRole::Input);
+    let out = p.buffer("to", dtype, &[m, n], BufferRole::Output);
+    let rows = |buffer, rows: usize| vec![RowBlock { buffer, rows: Range::new(0, rows) }];
+    let op = Gemm {
+        layout: GemmLayout::Nt,
+        a: rows(a, m),
+        b: rows(b, n),
+        out,
+        out_rows: vec![Range::new(0, m)],
+        bias: None,
+        accumulate: Accumulate::Start,
+    };
+    p.push(stream, None, "product", Op::Gemm(op));
+    p.finish()
+}
+
+/// One rank's putting together of sums and nothing else, to be measured: `from` copied to `to`, `[rows, columns]`.
+pub fn lower_join([rank, ranks]: [usize; 2], shape: [usize; 2], dtype: DType) -> Program {
+    let mut p = ProgramBuilder::new("join", rank, ranks, OverlapPolicy::default());
+    let stream = p.stream("compute", StreamKind::Compute);
+    let from = p.buffer("from", dtype, &shape, BufferRole::Input);
+    let dst = p.buffer("to", dtype, &shape, BufferRole::Output);
+    p.push(stream, None, "put sums together", Op::Concat { srcs: vec![from], dst });
+    p.finish()
+}
