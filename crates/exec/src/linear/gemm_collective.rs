@@ -5,6 +5,9 @@ use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forwa
 
 use crate::{Backend, ExecError, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
 
+/// A Program made ready on a rank of a machine.
+pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
 /// A matrix product and the collective that belongs to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GemmCollective {
@@ -83,7 +86,7 @@ impl GemmCollectiveSpec {
         machine: &M,
         policy: OverlapPolicy,
         config: WorldConfig,
-    ) -> Result<Vec<Prepared<M::Backend, M::Transport>>, ExecError> {
+    ) -> Result<Vec<PreparedOn<M>>, ExecError> {
         let groups = match (policy.mover, policy.start) {
             (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
             _ => WaveGroups::Auto,
