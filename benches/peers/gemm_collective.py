@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import sys
+import warnings
 
 try:
     import torch
@@ -112,6 +113,22 @@ def seconds(run, iterations, cycles):
     return statistics.median(samples)
 
 
+def enable_async_tp(rank):
+    """Whether this PyTorch has the fused operators; importing them registers them."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        with warnings.catch_warnings():
+            # Newer ones need no such call, and say so.
+            warnings.simplefilter("ignore")
+            symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    except (ImportError, AttributeError) as error:
+        if rank == 0:
+            print(f"async-tp: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def main():
     given = arguments()
     if not torch.cuda.is_available() or torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
@@ -124,6 +141,8 @@ def main():
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     names = PEERS if given.peers == "all" else tuple(given.peers.split(","))
+    if "async-tp" in names and not enable_async_tp(rank):
+        names = tuple(name for name in names if name != "async-tp")
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
     bound = 1e-2 if given.dtype == "bf16" else 2e-3
     wrong = []

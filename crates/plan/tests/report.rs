@@ -262,7 +262,7 @@ fn fingerprints_see_every_input() {
     changed_config(|config| config.chunk_size = Some(64));
     changed_config(|config| config.dispatch = DispatchAlgorithm::Zigzag);
     changed_config(|config| config.stages = StageCount::Fixed(1));
-    changed_config(|config| config.query_exchange = QueryExchange::Never);
+    changed_config(|config| config.query_exchange = QueryExchange::Auto);
     changed_config(|config| config.topology.ranks_per_node = 2);
     changed_config(|config| config.topology = Topology::flat(3));
     changed_config(|config| config.cost.launch_seconds += 1e-9);

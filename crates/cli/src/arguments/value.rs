@@ -358,7 +358,8 @@ mod tests {
         }
         assert_eq!(stages("auto"), Ok(StageCount::Auto));
         assert_eq!(stages("3"), Ok(StageCount::Fixed(3)));
-        for text in ["0", "-1", "many", "1025"] {
+        assert_eq!(stages("0"), Ok(StageCount::Fixed(0)), "all work at once");
+        for text in ["-1", "many", "1025"] {
             assert!(stages(text).is_err(), "{text}");
         }
     }

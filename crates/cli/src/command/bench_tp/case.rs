@@ -215,6 +215,7 @@ impl Case<'_> {
             sequential_seconds: sequential.median,
             ideal_seconds: ideal,
             efficiency: (measured.policy.start != StartOrder::Sequential
+                && overlap.communication_seconds > 0.0
                 && hideable > LEAST_HIDEABLE * ideal)
                 .then(|| (sequential.median - statistics.median) / hideable),
             product_seconds: own.product,
