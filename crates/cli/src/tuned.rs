@@ -10,6 +10,12 @@ use counterpoint_report::write_atomically;
 use crate::error::CliError;
 use crate::{interrupt, profile};
 
+/// What was tuned on this machine, and maybe on others whose plans lie beside it: what linear layers take their groups from.
+pub(crate) fn kept() -> Result<TunedPlans, CliError> {
+    // Without a folder nothing was kept.
+    if profile::folder().is_none() { Ok(TunedPlans::default()) } else { Ok(TunedFile::open(None)?.plans) }
+}
+
 /// The file of tuned plans.
 #[derive(Debug)]
 pub(crate) struct TunedFile {

@@ -4,7 +4,7 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 12] = [
+const LEVELS: [&str; 19] = [
     "",
     "attention",
     "plan",
@@ -13,8 +13,15 @@ const LEVELS: [&str; 12] = [
     "bench plan",
     "bench attention",
     "bench cp",
+    "bench bandwidth",
+    "bench tp",
     "bench group-cast",
     "bench group-reduce",
+    "simulate",
+    "simulate attention",
+    "simulate linear",
+    "simulate model",
+    "tune gemm",
     "selftest",
     "doctor",
 ];
@@ -41,7 +48,7 @@ fn examples_work() {
         "mask.json",
         r#"{"seqlen_q": 64, "seqlen_k": 64, "slices": [{"q": [0, 64], "k": [0, 64], "type": "causal"}]}"#,
     );
-    for level in ["mask", "plan"] {
+    for level in ["mask", "plan", "simulate"] {
         let help = folder.run(&format!("{level} --help")).ok().stdout;
         let (_, examples) = help.split_once("Examples:").unwrap();
         let mut count = 0;

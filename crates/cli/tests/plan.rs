@@ -32,7 +32,7 @@ fn json_has_the_keys_of_the_interface_and_adds_up() {
         );
         assert_eq!(
             keys(&plan["comm"]),
-            ["all_gather_tokens", "lower_bound_tokens", "recv_tokens", "ring_tokens"]
+            ["all_gather_tokens", "lower_bound_tokens", "query_tokens", "recv_tokens", "ring_tokens"]
         );
         let triangle = |n: u64| n * (n + 1) / 2;
         let area = [700, 40, 300, 1000, 8].map(triangle).iter().sum::<u64>();
@@ -60,7 +60,19 @@ fn json_has_the_keys_of_the_interface_and_adds_up() {
         for (at, rank) in all.iter().enumerate() {
             assert_eq!(
                 keys(rank),
-                ["area", "chunks", "rank", "recv_ranges", "recv_tokens", "send_tokens", "stages", "tokens"]
+                [
+                    "area",
+                    "chunks",
+                    "hosted_area",
+                    "query_recv_tokens",
+                    "query_send_tokens",
+                    "rank",
+                    "recv_ranges",
+                    "recv_tokens",
+                    "send_tokens",
+                    "stages",
+                    "tokens"
+                ]
             );
             assert_eq!(rank["rank"], at);
             let ranges: Vec<Vec<u64>> = rank["recv_ranges"].as_array().unwrap().iter().map(numbers).collect();

@@ -36,10 +36,13 @@ struct LinkState {
 struct LinkFault {
   u64 set;
   u64 awaited;  // a rank
-  u64 passing;  // whether it was to pass; else it was to announce
+  u64 step;     // LinkStep: what it was to do
   u64 seen;
   u64 wanted;
 };
+
+// What ranks wait for in each other: to begin a call, to be through with it, to send a piece of its rows.
+enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2 };
 
 // One call of one rank.
 struct LinkCall {
@@ -61,8 +64,11 @@ struct LinkCall {
 static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 16, "layouts shared with the host");
 
 // Waits until a word of another rank's has come to `wanted`; false when it gave up.
-__device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, bool passing) {
-  constexpr u32 kLooks = 64;  // between looks at the clock and, over PCIe, at the host's word
+__device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
+  constexpr u32 kLooks = 64;  // between looks at the clock
+  // Between looks at the host's word: some milliseconds. Reads of one word over PCIe follow each other, and hundreds of threads
+  // may wait.
+  constexpr u32 kHostLooks = 4096;
   u64 seen = load_acquire_system(word);
   const u64 began = global_nanoseconds();
   for (u32 look = 1; seen < wanted; ++look) {
@@ -70,14 +76,14 @@ __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word,
       const bool late = global_nanoseconds() - began > call.limit;
       if (late && atomicAdd(&call.state->faults, 1u) == 0) {
         store_relaxed_system(&call.fault->awaited, rank);
-        store_relaxed_system(&call.fault->passing, passing);
+        store_relaxed_system(&call.fault->step, step);
         store_relaxed_system(&call.fault->seen, seen);
         store_relaxed_system(&call.fault->wanted, wanted);
         store_release_system(&call.fault->set, 1);
       }
-      // Once a wait has given up, launches behind it must not each wait as long again.
+      // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
       const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
-      if (given_up || load_relaxed_system(call.abort) != 0) return false;
+      if (given_up || (look % kHostLooks == 0 && load_relaxed_system(call.abort) != 0)) return false;
     }
     seen = load_acquire_system(word);
   }
@@ -100,7 +106,7 @@ __device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
   bool came = true;
   if ((call.work_on >> lane & 1) != 0) {
     const LinkSlot* slot = call.mailbox + lane;
-    came = link_wait(call, &slot->announced, number, lane, false);
+    came = link_wait(call, &slot->announced, number, lane, kLinkBegin);
     for (u32 t = 0; t < call.tensors; ++t) {
       tensors[lane * kLinkTensors + t] = load_relaxed_system(&slot->tensors[t]);
     }
@@ -124,7 +130,7 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   if ((call.work_on >> lane & 1) != 0) store_release_system(&call.slots[lane]->passed, number);
   bool passed = true;
   if ((call.announce_to >> lane & 1) != 0) {
-    passed = link_wait(call, &call.mailbox[lane].passed, number, lane, true);
+    passed = link_wait(call, &call.mailbox[lane].passed, number, lane, kLinkPass);
   }
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {

@@ -1,6 +1,7 @@
 //! Timing on one GPU: attention by prepared Programs, inputs in place, by the device's clock or the host's; and matrix products.
 
 mod gemm;
+mod gemm_collective;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, Devi
 
 pub(crate) use gemm::element_bound;
 pub use gemm::{GemmBench, GemmError, GemmRunner};
+pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,7 +14,14 @@ use crate::memory::Guards;
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
 /// picked for it. Cheap to clone.
 #[derive(Clone)]
-pub struct Device(Arc<Primary>, Arch);
+pub struct Device(Arc<Primary>, Arch, PeerAccess);
+
+/// Whether it and other GPUs reach each other's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PeerAccess {
+    AsTheyDo,
+    Refused,
+}
 
 struct Primary {
     driver: &'static Driver,
@@ -108,7 +115,7 @@ impl Device {
         let same = open.iter().filter_map(Weak::upgrade).find(|primary| primary.ordinal == ordinal);
         if let Some(primary) = same {
             let arch = Arch::of(primary.properties.capability);
-            return Ok(Self(primary, arch));
+            return Ok(Self(primary, arch, PeerAccess::AsTheyDo));
         }
         let device = Self::retain(ordinal)?;
         open.push(Arc::downgrade(&device.0));
@@ -133,7 +140,7 @@ impl Device {
             release_error: Mutex::new(None),
         };
         let arch = Arch::of(primary.properties.capability);
-        Ok(Self(Arc::new(primary), arch))
+        Ok(Self(Arc::new(primary), arch, PeerAccess::AsTheyDo))
     }
 
     /// The number that it was opened with.
@@ -160,7 +167,13 @@ impl Device {
     /// the one against the other.
     #[must_use]
     pub fn portable(&self) -> Self {
-        Self(self.0.clone(), Arch::portable(self.capability()))
+        Self(self.0.clone(), Arch::portable(self.capability()), self.2)
+    }
+
+    /// The same GPU, whose memory no other reaches and which reaches no other's: to test what becomes of transports.
+    #[must_use]
+    pub fn isolated(&self) -> Self {
+        Self(self.0.clone(), self.1, PeerAccess::Refused)
     }
 
     /// Streaming multiprocessors.
@@ -210,6 +223,10 @@ impl Device {
     pub fn enable_access(&self, peer: &Self) -> Result<(), CudaError> {
         const ALREADY_ENABLED: u32 = 704;
         let driver = self.bind()?;
+        if self.2 == PeerAccess::Refused || peer.2 == PeerAccess::Refused {
+            let (from, to, reason) = (self.ordinal(), peer.ordinal(), "it is isolated".to_owned());
+            return Err(CudaError::NoPeerAccess { from, to, reason });
+        }
         // SAFETY: the peer's context lives as long as `peer`.
         match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.0.context, 0)) } {
             Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),

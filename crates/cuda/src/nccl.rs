@@ -1,6 +1,6 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -10,6 +10,7 @@ use std::time::Instant;
 use counterpoint_exec::World;
 
 use crate::backend::lock;
+use crate::kernel::ElementType;
 use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -75,6 +76,17 @@ pub(crate) struct NcclMessage {
     pub(crate) peer: usize,
     pub(crate) address: u64,
     pub(crate) bytes: u64,
+}
+
+/// A collective of NCCL's own, with the elements that it counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NcclCollective {
+    /// Of each rank what it sends.
+    AllGather,
+    /// Of each rank what it receives.
+    ReduceScatter,
+    /// All.
+    AllReduce,
 }
 
 impl NcclRank {
@@ -242,6 +254,51 @@ impl NcclRank {
             nccl.check("ncclRecv", code)?;
         }
         Ok(())
+    }
+
+    /// Enqueues one of NCCL's own collectives on elements of a type: what others measure themselves against. All ranks call it,
+    /// each from a thread of its own.
+    ///
+    /// # Safety
+    /// `from` and `to` are addresses of what the collective reads and writes in memory of this rank's device, which lives until
+    /// it has ended and which nobody else touches meanwhile.
+    ///
+    /// # Errors
+    /// NCCL's own.
+    pub(crate) unsafe fn collective(
+        &self,
+        stream: &Stream,
+        collective: NcclCollective,
+        element: ElementType,
+        from: u64,
+        to: u64,
+        count: usize,
+    ) -> Result<(), CudaError> {
+        /// `ncclSum`.
+        const SUM: c_int = 0;
+        let nccl = self.nccl;
+        // `ncclFloat16` and `ncclBfloat16`.
+        let kind = if element == ElementType::F16 { 6 } else { 9 };
+        self.device.bind()?;
+        let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
+        // SAFETY: the caller's promise.
+        let called = |handle: NcclHandle| unsafe {
+            match collective {
+                NcclCollective::AllGather => {
+                    ("ncclAllGather", (nccl.ncclAllGather)(from, to, count, kind, handle, queue))
+                }
+                NcclCollective::ReduceScatter => {
+                    ("ncclReduceScatter", (nccl.ncclReduceScatter)(from, to, count, kind, SUM, handle, queue))
+                }
+                NcclCollective::AllReduce => {
+                    ("ncclAllReduce", (nccl.ncclAllReduce)(from, to, count, kind, SUM, handle, queue))
+                }
+            }
+        };
+        self.end.with(|handle| {
+            let (name, code) = called(handle);
+            nccl.check(name, code).map(|_| ())
+        })
     }
 
     /// Waits on the host until NCCL has done what it was asked.

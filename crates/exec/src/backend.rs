@@ -45,12 +45,12 @@ pub trait Backend: Clone + Send {
     /// [`ExecError::OutOfMemory`] when it cannot fit.
     fn allocate(&self, spec: &BufferSpec) -> Result<Self::Buffer, ExecError>;
 
-    /// New tensors that take turns in one piece of memory, which is as long as the longest; contents arbitrary. A write of one
-    /// ends what the others held.
+    /// A tensor in the memory of another one, from its first byte on, which has at least as many bytes. A write of one ends what
+    /// the others held.
     ///
     /// # Errors
-    /// [`ExecError::OutOfMemory`] when it cannot fit.
-    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<Self::Buffer>, ExecError>;
+    /// When the memory is too short.
+    fn view(&self, memory: &Self::Buffer, spec: &BufferSpec) -> Result<Self::Buffer, ExecError>;
 
     /// A buffer with a tensor's contents, named `name` in errors.
     ///

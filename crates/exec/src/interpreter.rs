@@ -1,8 +1,8 @@
 use std::time::Instant;
 
-use counterpoint_schedule::{BufferRole, Op, Program, Timeline};
+use counterpoint_schedule::{BufferRole, BufferSpec, GroupCast, GroupReduce, Op, Program, Timeline};
 
-use crate::{Backend, CollectiveCall, ExecError, OpPlace, Transport};
+use crate::{Backend, CollectiveCall, ExecError, GlobalBuffer, OpPlace, Transport};
 
 /// A [`Program`] made ready to run many times on one rank: buffers allocated, streams started, every operation resolved.
 ///
@@ -17,7 +17,15 @@ pub struct Prepared<B: Backend, T: Transport<B>> {
     signals: Vec<B::Signal>,
     /// Inputs are `None` until they are bound.
     buffers: Vec<Option<B::Buffer>>,
-    steps: Vec<(OpPlace, Step<B, T>)>,
+    /// In the order in which they are enqueued; most operations are one.
+    steps: Vec<PlacedStep<B, T>>,
+}
+
+/// A step, its place and its stream.
+struct PlacedStep<B: Backend, T: Transport<B>> {
+    place: OpPlace,
+    stream: usize,
+    step: Step<B, T>,
 }
 
 /// An operation made ready.
@@ -40,10 +48,35 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
     pub fn new(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
         let told = backend.clone();
-        Self::prepare(program, backend, transport).map_err(|error| told.fail(error))
+        let allocate = |spec: &BufferSpec| told.allocate(spec);
+        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
     }
 
-    fn prepare(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
+    /// The same, whose scratch buffers are views of `memory`, which other Programs of the rank may use when this one does not
+    /// run.
+    ///
+    /// # Errors
+    /// As [`Prepared::new`].
+    pub fn with_scratch(
+        program: Program,
+        backend: B,
+        transport: T,
+        memory: &mut GlobalBuffer<B>,
+    ) -> Result<Self, ExecError> {
+        let told = backend.clone();
+        let allocate = |spec: &BufferSpec| match spec.role {
+            BufferRole::Scratch => memory.view(&told, spec),
+            _ => told.allocate(spec),
+        };
+        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
+    }
+
+    fn prepare(
+        program: Program,
+        backend: B,
+        transport: T,
+        mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
+    ) -> Result<Self, ExecError> {
         let error =
             |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
         for (who, rank, world_size) in [
@@ -68,15 +101,43 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let mut steps = Vec::with_capacity(program.ops.len());
         for (index, op) in program.ops.iter().enumerate() {
             let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
+            let cast = |cast: &GroupCast| -> Result<_, ExecError> {
+                let collective = transport.prepare_cast(&place, cast, &program.buffers)?;
+                Ok(Step::Collective { collective, arrive: cast.arrive.map(|barrier| barrier.0) })
+            };
+            let reduce = |reduce: &GroupReduce| -> Result<_, ExecError> {
+                let collective = transport.prepare_reduce(&place, reduce, &program.buffers)?;
+                Ok(Step::Collective { collective, arrive: reduce.arrive.map(|barrier| barrier.0) })
+            };
+            let stream = op.stream.0;
+            let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream, step });
             let step = match &op.op {
-                Op::GroupCast(cast) => Step::Collective {
-                    collective: transport.prepare_cast(&place, cast, &program.buffers)?,
-                    arrive: cast.arrive.map(|barrier| barrier.0),
-                },
-                Op::GroupReduce(reduce) => Step::Collective {
-                    collective: transport.prepare_reduce(&place, reduce, &program.buffers)?,
-                    arrive: reduce.arrive.map(|barrier| barrier.0),
-                },
+                Op::GroupCast(op) => cast(op)?,
+                Op::GroupReduce(op) => reduce(op)?,
+                Op::CastGemm(op) => {
+                    let arrive = op.cast.arrive.map(|barrier| barrier.0);
+                    match transport.prepare_cast_gemm(&backend, &place, op, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive },
+                        None => {
+                            push(cast(&op.cast)?);
+                            Step::Compute(backend.prepare(&program, index)?)
+                        }
+                    }
+                }
+                Op::GemmReduce(op) => {
+                    let arrive = op.reduce.arrive.map(|barrier| barrier.0);
+                    match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive },
+                        None => {
+                            push(Step::Compute(backend.prepare(&program, index)?));
+                            push(reduce(&op.reduce)?);
+                            match &op.spread {
+                                Some(spread) => cast(spread)?,
+                                None => continue,
+                            }
+                        }
+                    }
+                }
                 Op::Record(event) => Step::Record(event.0),
                 Op::Wait(event) => Step::Wait(event.0),
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
@@ -84,18 +145,20 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
                 _ => Step::Compute(backend.prepare(&program, index)?),
             };
-            steps.push((place, step));
+            push(step);
         }
         let mut buffers: Vec<Option<B::Buffer>> = vec![None; program.buffers.len()];
         for slot in &program.slots {
-            let specs: Vec<_> = slot.iter().map(|id| &program.buffers[id.0]).collect();
-            for (id, buffer) in slot.iter().zip(backend.allocate_in_turns(&specs)?) {
-                buffers[id.0] = Some(buffer);
+            let specs = slot.iter().map(|id| &program.buffers[id.0]);
+            let Some(longest) = specs.max_by_key(|spec| spec.bytes()) else { continue };
+            let memory = backend.allocate(longest)?;
+            for id in slot {
+                buffers[id.0] = Some(backend.view(&memory, &program.buffers[id.0])?);
             }
         }
         for (spec, buffer) in program.buffers.iter().zip(&mut buffers) {
             if !given(spec.role) && buffer.is_none() {
-                *buffer = Some(backend.allocate(spec)?);
+                *buffer = Some(allocate(spec)?);
             }
         }
         Ok(Self {
@@ -138,8 +201,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Tensor`] when the Program has no such input or output, or shape or element type differ.
     pub fn bind(&mut self, name: &str, buffer: B::Buffer) -> Result<(), ExecError> {
         let error = |reason| ExecError::Tensor { name: name.to_owned(), reason };
-        let bound =
-            |spec: &counterpoint_schedule::BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
+        let bound = |spec: &BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
         let Some(index) = self.program.buffers.iter().position(bound) else {
             let program = &self.program.name;
             return Err(error(format!("program `{program}` has no input or output of this name")));
@@ -263,7 +325,7 @@ struct Enqueue<'a, B: Backend, T: Transport<B>> {
     rank: &'a Prepared<B, T>,
     /// Every buffer of the Program.
     table: Vec<B::Buffer>,
-    /// Index of the first operation that is not yet enqueued whole.
+    /// Index of the first step that is not yet enqueued whole.
     next: usize,
 }
 
@@ -281,11 +343,10 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
 
     /// Enqueues operations up to the next collective and begins that one; `None` when there is none left.
     fn advance(&mut self) -> Result<Option<Meeting<'a, B, T>>, ExecError> {
-        let Prepared { program, backend, transport, streams, events, barriers, signals, steps, .. } =
-            self.rank;
+        let Prepared { backend, transport, streams, events, barriers, signals, steps, .. } = self.rank;
         let mut enqueue = || {
-            while let Some((place, step)) = steps.get(self.next) {
-                let stream = &streams[program.ops[self.next].stream.0];
+            while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
+                let stream = &streams[*stream];
                 self.next += 1;
                 match step {
                     Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table)?,

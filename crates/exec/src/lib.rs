@@ -23,6 +23,7 @@ mod environment;
 mod error;
 mod fault;
 mod frame;
+mod global_buffer;
 mod host_element;
 mod interpreter;
 pub mod kernel;
@@ -62,12 +63,16 @@ pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
+pub use global_buffer::GlobalBuffer;
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    CollectiveShape, LinearConfig, LinearInputs, LinearOutputs, LinearRun, MeasureError, MeasuredClock,
-    Repeats, random_linear_inputs, run_linear, run_linear_on,
+    CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, LayerGradient, LayerPass,
+    LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearRun, LinearSample,
+    LinearScratch, LinearTensor, MeasureError, MeasuredClock, PreparedOn, RankBuffers, Repeats,
+    RowParallelLinear, all_gather_gemm, check_linear, gemm_all_reduce, gemm_reduce_scatter,
+    random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
@@ -76,7 +81,7 @@ pub use mpi::MpiMachine;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::random_inputs;
+pub use random::{random_inputs, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };

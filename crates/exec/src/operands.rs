@@ -8,7 +8,7 @@ use counterpoint_schedule::{
 
 use crate::ExecError;
 
-/// Checks that the tensors of compute operation `index` of `program` fit it and each other, which every backend asks for
+/// Checks that the tensors of compute operation `index` (of one that also communicates: of its computation) of `program` fit it and each other, which every backend asks for
 /// when it prepares the operation. Whether it has a kernel for their types is the backend's own business.
 ///
 /// # Errors
@@ -36,7 +36,11 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             match op.end {
                 ForwardEnd::State(to) => state(&to)?,
                 ForwardEnd::Result { sink, out, lse } => {
-                    check.tensor(out, q.dtype, &out_shape)?;
+                    let out_dtype = check.result_type(out, q.dtype);
+                    if out_dtype != q.dtype && (op.begin != ForwardBegin::Start || sink.is_some()) {
+                        return Err(check.error("a share is of one stage and has no sink".to_owned()));
+                    }
+                    check.tensor(out, out_dtype, &out_shape)?;
                     check.tensor(lse, acc, &rows)?;
                     if let Some(sink) = sink {
                         check.tensor(sink, acc, &[check.spec(sink).rows(), heads.q])?;
@@ -44,6 +48,17 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
                 }
             }
             check.bands(&op.bands, q.rows(), k.rows())
+        }
+        Op::AttentionFinish(op) => {
+            let (out, merged) = (check.three_axes(op.out)?, check.three_axes(op.merged_out)?);
+            let (acc, heads) = (out.dtype.accumulator(), out.shape[1]);
+            check.tensor(op.merged_out, acc, &[merged.rows(), heads, out.shape[2]])?;
+            check.tensor(op.merged_lse, acc, &[merged.rows(), heads])?;
+            check.tensor(op.lse, acc, &out.shape[..2])?;
+            if let Some(sink) = op.sink {
+                check.tensor(sink, acc, &[check.spec(sink).rows(), heads])?;
+            }
+            check.places(&op.rows, merged.rows(), out.rows())
         }
         Op::AttentionDelta(op) => {
             let out = check.three_axes(op.out)?;
@@ -73,6 +88,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Gemm(op) => check.gemm(op),
+        Op::GemmReduce(op) => check.gemm(&op.gemm),
+        Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])
@@ -90,6 +107,13 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
                 shape[0] = check.spec(*src).rows();
                 check.tensor(*src, target.dtype, &shape)
             })
+        }
+        Op::PlaceRows { src, dst, rows } => {
+            let (from, to) = (check.spec(*src), check.spec(*dst));
+            let mut shape = to.shape.clone();
+            shape[0] = from.rows();
+            check.tensor(*src, from.dtype, &shape)?;
+            check.places(rows, from.rows(), to.rows())
         }
         Op::CopyRows { src, dst, rows } => {
             let source = check.spec(*src);
@@ -210,18 +234,23 @@ impl<'a> Check<'a> {
         if let Some(bias) = op.bias {
             self.tensor(bias, a.dtype, &[n])?;
         }
+        self.places(&op.out_rows, m, out.rows())
+    }
+
+    /// Whether `rows` are places for `given` rows in a tensor of `held`.
+    fn places(&self, rows: &[Range], given: usize, held: usize) -> Result<(), ExecError> {
         let mut end = 0;
-        for rows in &op.out_rows {
-            if rows.start < end || rows.is_empty() || rows.end > out.rows() {
+        for rows in rows {
+            if rows.start < end || rows.is_empty() || rows.end > held {
                 return Err(
                     self.error(format!("{rows:?} do not follow row {end} of the result, or leave it"))
                 );
             }
             end = rows.end;
         }
-        let given: usize = op.out_rows.iter().map(Range::len).sum();
-        if given != m {
-            return Err(self.error(format!("the product has {m} rows and places for {given}")));
+        let places: usize = rows.iter().map(Range::len).sum();
+        if places != given {
+            return Err(self.error(format!("there are {given} rows and places for {places}")));
         }
         Ok(())
     }

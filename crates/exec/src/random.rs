@@ -24,6 +24,12 @@ pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: boo
     }
 }
 
+/// A standard-normal tensor, whose numbers depend on nothing but the seed and its size. Narrow types hold the same numbers,
+/// rounded.
+pub fn random_tensor(shape: Vec<usize>, dtype: DType, seed: u64) -> HostTensor {
+    normal(seed, 0, shape, dtype)
+}
+
 /// Standard-normal numbers of one stream of the generator.
 pub(crate) fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
     with_host_element!(dtype, T => {

@@ -1,4 +1,4 @@
-use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce};
+use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program};
 
 use crate::{Backend, ExecError, OpPlace};
 
@@ -41,6 +41,35 @@ pub trait Transport<B: Backend>: Send {
         op: &GroupReduce,
         specs: &[BufferSpec],
     ) -> Result<Self::Collective, ExecError>;
+
+    /// Makes a product that is reduced over ranks ready as one operation, or gives `None` where there is none that does both:
+    /// its parts are then enqueued one after the other. All ranks find the same.
+    ///
+    /// # Errors
+    /// As [`Transport::prepare_cast`]; when the device has too little of something.
+    fn prepare_gemm_reduce(
+        &self,
+        _backend: &B,
+        _place: &OpPlace,
+        _op: &GemmReduce,
+        _program: &Program,
+    ) -> Result<Option<Self::Collective>, ExecError> {
+        Ok(None)
+    }
+
+    /// Likewise a product whose operand's rows come from other ranks.
+    ///
+    /// # Errors
+    /// As [`Transport::prepare_gemm_reduce`].
+    fn prepare_cast_gemm(
+        &self,
+        _backend: &B,
+        _place: &OpPlace,
+        _op: &CastGemm,
+        _program: &Program,
+    ) -> Result<Option<Self::Collective>, ExecError> {
+        Ok(None)
+    }
 
     /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it
     /// waits for any peer.

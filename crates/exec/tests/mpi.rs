@@ -9,9 +9,7 @@ use counterpoint_exec::{
     RunConfig, random_inputs, run_attention, run_attention_ranks,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 
 /// Runs one of the tests below in `ranks` processes; gives whether all passed, and what they said.
 fn under_mpirun(ranks: usize, test: &str) -> (bool, String) {
@@ -79,13 +77,7 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
         softcap: 0.0,
         seqlen_sink: 0,
     };
-    let config = PlanConfig {
-        chunk_size: Some(32),
-        dispatch: DispatchAlgorithm::Affinity,
-        stages: StageCount::Fixed(2),
-        topology: Topology::flat(ranks),
-        cost: CostModel::H200,
-    };
+    let config = PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2), ..PlanConfig::new(ranks) };
     let plan = Plan::new(&mask, &spec, &config).unwrap();
     (mask, spec, plan)
 }

@@ -8,9 +8,7 @@ use counterpoint_exec::{
     run_attention, run_attention_on,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, GroupPart, Plan, PlanConfig, StageCount, Topology,
-};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::SpanKind;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -39,13 +37,8 @@ impl Problem {
             softcap: 0.0,
             seqlen_sink: 2,
         };
-        let config = PlanConfig {
-            chunk_size: Some(16),
-            dispatch: DispatchAlgorithm::Affinity,
-            stages: StageCount::Fixed(3),
-            topology: Topology::flat(ranks),
-            cost: CostModel::H200,
-        };
+        let config =
+            PlanConfig { chunk_size: Some(16), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
         let plan = Plan::new(&mask, &spec, &config).unwrap();
         let inputs = random_inputs(&mask, &spec, 11, true);
         Self { spec, plan, inputs }

@@ -84,8 +84,8 @@ pub struct TileCost {
 const IN_STEP: u32 = 32;
 
 impl TileCosts {
-    /// The Hopper kernels on an H200, fitted to one run of seven masks of 8k to 32k rows at 16:16 and 64:8 heads
-    /// (`benches/runs/2026-11-22-h200-x2-whole`); each of its figures is within 10 %.
+    /// The Hopper kernels on an H200, fitted to kept runs of seven masks of 8k to 32k rows at 16:16 and 64:8 heads
+    /// (`benches/runs/2026-11-22-h200-x2-whole`, `-scaling`); each of their figures is within 10 %.
     pub const H200: TileCosts = TileCosts {
         workers: 132,
         forward: TileCost {
@@ -107,11 +107,11 @@ impl TileCosts {
             staged_block: 64,
             pack: 1,
             block_columns: 9.0,
-            bounded_columns: 58.6,
+            bounded_columns: 57.0,
             tile_columns: 194.0,
-            staggered_columns: 19.2,
+            staggered_columns: 12.0,
             start_seconds: 10e-6,
-            slowdown: 0.11,
+            slowdown: 0.12,
             slowdown_seconds: 6.1e-3,
         },
     };

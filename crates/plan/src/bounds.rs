@@ -9,7 +9,7 @@ pub struct TrafficBounds {
     /// By this plan.
     pub recv_tokens: u64,
     /// At least, by every dispatch of these chunks that is as balanced as this one: its heaviest rank no heavier, no rank
-    /// with more chunks or more key rows.
+    /// with more chunks or more key rows, no queries travelling.
     pub lower_bound_tokens: u64,
     /// Ring attention: every key row visits every rank, whatever the mask.
     pub ring_tokens: u64,

@@ -15,6 +15,20 @@ pub enum StageCount {
     Fixed(usize),
 }
 
+/// Whether the work of query rows that see many keys of others may be done where these keys are: queries travel there, partial
+/// results back, and the keys stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum QueryExchange {
+    /// Where it is predicted to end a forward and a backward sooner, and neither of them later. The prediction is that of
+    /// [`StageCount::Auto`] whatever the stages, so that these decide nothing about who computes what.
+    Auto,
+    /// Where it moves fewer bytes in a forward and a backward together, whatever time that takes.
+    FewestBytes,
+    /// Keys and values travel, and nothing else.
+    Never,
+}
+
 /// What a person chose.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlanConfig {
@@ -24,6 +38,8 @@ pub struct PlanConfig {
     pub dispatch: DispatchAlgorithm,
     /// Number of stages.
     pub stages: StageCount,
+    /// Whether queries may travel.
+    pub query_exchange: QueryExchange,
     /// Ranks and nodes. `world_size` is the context-parallel size.
     pub topology: Topology,
     /// What work costs.
@@ -48,12 +64,14 @@ const PICKED_CHUNKS_A_RANK: usize = 64;
 pub const MAX_STAGES: usize = 64;
 
 impl PlanConfig {
-    /// Everything automatic on `world_size` ranks of one node.
+    /// Everything automatic on `world_size` ranks of one node, and queries stay: what their travel brings is predicted too well
+    /// on GPUs (ARCHITECTURE.md, "Known limits"), so it is asked for.
     pub const fn new(world_size: usize) -> Self {
         Self {
             chunk_size: None,
             dispatch: DispatchAlgorithm::Affinity,
             stages: StageCount::Auto,
+            query_exchange: QueryExchange::Never,
             topology: Topology::flat(world_size),
             cost: CostModel::H200,
         }

@@ -1,4 +1,4 @@
-use crate::{AttentionSpec, CostModel, StagePrediction, TileCost};
+use crate::{AttentionSpec, CostModel, HostedWork, StagePrediction, TileCost};
 
 /// The half of a training step that is planned: their stages are cut apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,6 +117,29 @@ pub(crate) struct StageWork {
     pub(crate) remote: bool,
 }
 
+impl Direction {
+    /// Seconds of one rank's hosted work, which has `rows` query rows in the busier direction of its links. Results travel
+    /// back as queries have come.
+    pub(crate) fn predict_hosted(
+        self,
+        work: &HostedWork,
+        rows: LinkRows,
+        spec: &AttentionSpec,
+        cost: &CostModel,
+    ) -> StagePrediction {
+        let bytes = match self {
+            Direction::Forward => spec.hosted_forward_bytes(),
+            Direction::Backward => spec.hosted_backward_bytes(),
+        };
+        let stage = StageWork { area: work.area, q_rows: work.q_rows, own_rows: 0, remote: false };
+        StagePrediction {
+            cast_seconds: rows.seconds(bytes.tensors, cost) + rows.seconds(bytes.statistics, cost),
+            reduce_seconds: rows.seconds(bytes.results, cost),
+            ..self.predict(stage, LinkRows::default(), spec, cost)
+        }
+    }
+}
+
 /// Key rows that one rank sends or receives in one collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LinkRows {
@@ -139,7 +162,7 @@ impl LinkRows {
     }
 }
 
-/// From the start of the first stage to the end of the last. Casts follow each other; a stage's computation waits for
+/// From the start of the first stage to the end of the last; hosted work is a stage after the first. Casts follow each other; a stage's computation waits for
 /// its cast and for the stage before; reduces follow each other, each after its stage's computation.
 pub(crate) fn makespan(stages: impl IntoIterator<Item = StagePrediction>) -> f64 {
     let (mut cast_end, mut compute_end, mut reduce_end) = (0.0_f64, 0.0_f64, 0.0_f64);

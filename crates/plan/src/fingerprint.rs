@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GroupPart, Link, OwnedSplit, Plan,
-    PlanConfig, RankPlan, RemoteSplit, StageCount, StagePlan, TileCost, Topology, TwoLevelExchange,
-    TwoLevelPart,
+    AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GroupPart, HostedWork, Link, OwnedSplit,
+    Plan, PlanConfig, QueryExchange, RankPlan, RemoteSplit, StageCount, StagePlan, TileCost, Topology,
+    TwoLevelExchange, TwoLevelPart,
 };
 
 /// A SHA-256 of everything that a plan depends on, or of a plan itself ([`Plan::fingerprint`]): content, never object
@@ -39,7 +39,7 @@ impl Fingerprint {
 
     fn of_inputs(task: Task<'_>, mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let mut words = Words::default();
-        let PlanConfig { chunk_size, dispatch, stages, topology, cost } = *config;
+        let PlanConfig { chunk_size, dispatch, stages, query_exchange, topology, cost } = *config;
         match task {
             Task::SelfAttention | Task::CrossAttention => {
                 words.word(if matches!(task, Task::SelfAttention) { 0 } else { 1 });
@@ -56,6 +56,7 @@ impl Fingerprint {
         words.mask(mask);
         words.spec(spec);
         words.stage_count(stages);
+        words.query_exchange(query_exchange);
         words.topology(&topology);
         words.cost(&cost);
         words.finish()
@@ -184,6 +185,14 @@ impl Words {
         });
     }
 
+    fn query_exchange(&mut self, query_exchange: QueryExchange) {
+        self.word(match query_exchange {
+            QueryExchange::Auto => 0,
+            QueryExchange::FewestBytes => 1,
+            QueryExchange::Never => 2,
+        });
+    }
+
     fn topology(&mut self, topology: &Topology) {
         let Topology { world_size, ranks_per_node } = *topology;
         self.size(world_size);
@@ -258,7 +267,7 @@ impl Words {
     }
 
     fn rank(&mut self, plan: &RankPlan) {
-        let RankPlan { rank, q_ranges, k_ranges, q_rows, k_rows, area, forward, backward } = plan;
+        let RankPlan { rank, q_ranges, k_ranges, q_rows, k_rows, area, forward, backward, hosted } = plan;
         self.size(*rank);
         self.ranges(q_ranges);
         self.ranges(k_ranges);
@@ -269,6 +278,14 @@ impl Words {
             self.size(stages.len());
             stages.iter().for_each(|stage| self.stage(stage));
         }
+        self.size(usize::from(hosted.is_some()));
+        if let Some(HostedWork { part, q_ranges, q_rows, bands, area }) = hosted {
+            self.part(part);
+            self.ranges(q_ranges);
+            self.size(*q_rows);
+            self.bands(bands);
+            self.word(*area);
+        }
     }
 
     fn stage(&mut self, stage: &StagePlan) {
@@ -277,14 +294,18 @@ impl Words {
         self.ranges(recv_ranges);
         self.size(*own_rows);
         self.size(*key_rows);
+        self.bands(bands);
+        self.word(*area);
+    }
+
+    fn bands(&mut self, bands: &[Band]) {
         self.size(bands.len());
-        for Band { q_range, k_range, diag_min, diag_max } in bands.iter() {
+        for Band { q_range, k_range, diag_min, diag_max } in bands {
             self.range(q_range);
             self.range(k_range);
             self.word(*diag_min as u64);
             self.word(*diag_max as u64);
         }
-        self.word(*area);
     }
 
     fn two_level(&mut self, stages: &[TwoLevelPart]) {

@@ -252,6 +252,17 @@ mod tests {
     }
 
     #[test]
+    fn what_is_shared_with_some_ranks_is_the_rest_of_what_is_shared_with_the_others() {
+        let whole =
+            part(&[(0, 4, &[0, 1, 2]), (4, 6, &[3]), (6, 9, &[])], &[(0, 4, 0), (4, 5, 3), (5, 7, 1)]);
+        let near = whole.shared_with(|rank| rank < 2);
+        assert_eq!(near, part(&[(0, 4, &[0, 1]), (4, 6, &[]), (6, 9, &[])], &[(0, 4, 0), (5, 7, 1)]));
+        let far = whole.shared_with(|rank| rank >= 2);
+        assert_eq!(far, part(&[(0, 4, &[2]), (4, 6, &[3]), (6, 9, &[])], &[(4, 5, 3)]));
+        assert_eq!(whole.shared_with(|_| true), whole);
+    }
+
+    #[test]
     fn splits_follow_each_other() {
         let built = GroupPart::from_splits([(2, &[2u32, 1][..]), (0, &[]), (3, &[])], [(4, 2), (1, 1)]);
         assert_eq!(built, part(&[(0, 2, &[1, 2]), (2, 2, &[]), (2, 5, &[])], &[(0, 4, 2), (4, 5, 1)]));

@@ -12,12 +12,14 @@ mod config;
 mod cost;
 mod direction;
 mod dispatch;
+mod division;
 mod error;
 mod exchange;
 mod fingerprint;
 mod group_part;
 mod group_search;
 mod hierarchy;
+mod hosting;
 mod layout;
 mod linear;
 mod machine_profile;
@@ -40,7 +42,7 @@ mod worker_sharing;
 pub use attention_cost::{AttentionWork, TileCost, TileCosts};
 pub use bounds::TrafficBounds;
 pub use cache::PlanCache;
-pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, StageCount};
+pub use config::{MAX_CHUNKS, MAX_CP_SIZE, MAX_STAGES, PlanConfig, QueryExchange, StageCount};
 pub use cost::{CostModel, Link};
 pub use dispatch::{
     ChunkWork, Dispatch, DispatchAlgorithm, chunk_work, dispatch, dispatch_keys, dispatch_queries,
@@ -52,13 +54,14 @@ pub use fingerprint::Fingerprint;
 pub use group_part::GroupPartError;
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
+pub use hosting::HostedWork;
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
-pub use spec::{AttentionSpec, DType};
+pub use spec::{AttentionSpec, DType, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
     DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,

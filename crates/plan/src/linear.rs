@@ -72,6 +72,8 @@ impl LinearSpec {
 const MOST_GROUPS: usize = 16;
 /// The steps in which sizes of groups are looked at.
 const STEPS: usize = 32;
+/// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
+const TILE_ROWS: usize = 128;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,10 +119,7 @@ impl LinearPlan {
         let rows = plan.tokens_of(0).len();
         plan.groups = match groups {
             WaveGroups::Fixed(0) => return error("groups", 0, "at least 1".to_owned()),
-            WaveGroups::Fixed(groups) => {
-                let groups = groups.min(rows);
-                (0..groups).map(|group| even(rows, groups, group).len()).collect()
-            }
+            WaveGroups::Fixed(groups) => even_tiles(rows, groups.min(rows)),
             WaveGroups::Sizes(sizes) => {
                 let sum = sizes.iter().fold(0usize, |sum, size| sum.saturating_add(*size));
                 if sum != rows || sizes.contains(&0) {
@@ -164,6 +163,7 @@ impl LinearPlan {
         };
         let rows = self.tokens_of(0).len();
         let step = rows.div_ceil(STEPS);
+        let step = if rows < TILE_ROWS { step } else { step.next_multiple_of(TILE_ROWS) };
         match self.pass_costs(step, &curves) {
             Some(costs) => self.rows_of_waves(step, &costs.fastest(MOST_GROUPS)),
             None => vec![rows],
@@ -277,6 +277,14 @@ impl LinearPlan {
         GroupPart::all_gather_v(rank, &lengths)
     }
 
+    /// The same, in which each rank's rows go to the others only.
+    pub fn other_tokens_part(&self, rank: usize) -> GroupPart {
+        let mut part = self.all_tokens_part(rank);
+        part.remote.retain(|split| split.rank as usize != rank);
+        part.owned.iter_mut().for_each(|split| split.ranks.retain(|&to| to as usize != rank));
+        part
+    }
+
     fn part(&self, rank: usize, group: usize, owned: impl Fn(&Self, usize) -> Range) -> GroupPart {
         let everyone: Vec<u32> = (0..self.tp_size as u32).collect();
         let mut end = 0;
@@ -293,6 +301,20 @@ impl LinearPlan {
                 .collect(),
         }
     }
+}
+
+/// Sizes of so many groups of rows that are as even as whole tiles allow, where there is a tile for each.
+fn even_tiles(rows: usize, groups: usize) -> Vec<usize> {
+    let tiles = rows / TILE_ROWS;
+    if tiles < groups {
+        return (0..groups).map(|group| even(rows, groups, group).len()).collect();
+    }
+    let mut sizes: Vec<usize> =
+        (0..groups).map(|group| even(tiles, groups, group).len() * TILE_ROWS).collect();
+    if let Some(last) = sizes.last_mut() {
+        *last += rows % TILE_ROWS;
+    }
+    sizes
 }
 
 /// Part `index` of `length` things in `parts` stretches.
@@ -320,7 +342,7 @@ mod tests {
 
     #[test]
     fn groups_have_every_token_once_and_parts_fit() {
-        for tokens in [1usize, 2, 7, 64, 65] {
+        for tokens in [1usize, 2, 7, 64, 65, 1500] {
             for tp_size in [1, 2, 3, 4] {
                 let rows = tokens.div_ceil(tp_size);
                 let fixed = [1, 2, 5, 100].map(WaveGroups::Fixed);
@@ -344,6 +366,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn groups_are_whole_tiles_where_there_are_enough() {
+        let plan = LinearPlan::new(spec(4096 + 7), 4, WaveGroups::Fixed(3), &CostModel::H200).unwrap();
+        let rows = |rank| (0..3).map(|group| plan.group_rows(rank, group).len()).collect::<Vec<_>>();
+        assert_eq!(rows(0), [384, 384, 258]);
+        assert_eq!(rows(3), [384, 384, 257]);
     }
 
     #[test]

@@ -1,13 +1,15 @@
 use counterpoint_mask::{Band, Mask, Range};
 
+use crate::dispatch::chunk_work_with_away;
+use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
 use crate::receive_order::ReceiveOrder;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
-use crate::work::{RowList, needed_rows, rank_work, without};
+use crate::work::{RowList, needed_rows, without};
 use crate::{
-    AttentionSpec, Dispatch, GroupPart, Plan, PlanConfig, PlanError, RankPlan, StagePlan, chunk_work,
-    dispatch, dispatch_keys, dispatch_queries,
+    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
+    chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -16,10 +18,12 @@ pub(crate) struct RankOutline {
     pub(crate) own: Vec<Range>,
     /// Query rows that it owns.
     pub(crate) q_rows: usize,
-    /// Local query rows, global key columns.
+    /// Local query rows, global key columns; without rows that are away.
     pub(crate) work: Vec<Band>,
     /// Global key rows that it needs and does not own, in the order in which it receives them.
     pub(crate) remote: RowList,
+    /// What it computes for rows that are away; on every rank or on none.
+    pub(crate) hosted: Option<HostedWork>,
 }
 
 impl RankOutline {
@@ -46,9 +50,14 @@ impl Outline {
         if mask.seqlen_q() != mask.seqlen_k() {
             return Self::cross_attention(mask, spec, config);
         }
-        let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
-        let dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
-        Ok(Self::build(mask, spec, config, dispatch.clone(), dispatch))
+        let chunk_size = config.chunk_size_for(mask.seqlen_q());
+        let dispatch_with = |away: &[Range]| {
+            let work = chunk_work_with_away(mask, chunk_size, away);
+            let dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
+            Owners::new(dispatch.clone(), dispatch)
+        };
+        let division = Division::choose(mask, spec, config, dispatch_with(&[]), dispatch_with);
+        Ok(Self::of(division, spec, config))
     }
 
     pub(crate) fn cross_attention(
@@ -60,7 +69,9 @@ impl Outline {
         let work = chunk_work(mask, config.chunk_size_for(mask.seqlen_q()));
         let q_dispatch = dispatch_queries(&work, config.topology.world_size, config.dispatch);
         let k_dispatch = dispatch_keys(&work, &q_dispatch, config.chunk_size_for(mask.seqlen_k()));
-        Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
+        let owners = Owners::new(q_dispatch, k_dispatch);
+        let division = Division::choose(mask, spec, config, owners.clone(), |_| owners.clone());
+        Ok(Self::of(division, spec, config))
     }
 
     pub(crate) fn on(
@@ -84,30 +95,25 @@ impl Outline {
                 plan: q_dispatch.cp_size(),
             });
         }
-        Ok(Self::build(mask, spec, config, q_dispatch, k_dispatch))
+        let owners = Owners::new(q_dispatch, k_dispatch);
+        let division = Division::choose(mask, spec, config, owners.clone(), |_| owners.clone());
+        Ok(Self::of(division, spec, config))
     }
 
-    fn build(
-        mask: &Mask,
-        spec: &AttentionSpec,
-        config: &PlanConfig,
-        q_dispatch: Dispatch,
-        k_dispatch: Dispatch,
-    ) -> Self {
-        let k_runs = Runs::new(&k_dispatch);
-        let work = match q_dispatch == k_dispatch {
-            true => rank_work(mask, &k_runs, q_dispatch.cp_size()),
-            false => rank_work(mask, &Runs::new(&q_dispatch), q_dispatch.cp_size()),
-        };
+    /// Of a division of the work.
+    pub(crate) fn of(division: Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+        let Division { owners, work, hosted } = division;
+        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
         let order = ReceiveOrder::new(&k_runs, &k_rows, &config.topology);
+        let mut hosted = hosted.into_iter();
         let ranks: Vec<RankOutline> = work
             .into_iter()
             .enumerate()
             .map(|(rank, work)| {
                 let own = k_dispatch.ranges(rank);
                 let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote }
+                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote, hosted: hosted.next() }
             })
             .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
@@ -151,15 +157,18 @@ impl Outline {
 
     fn rank_plan(&self, rank: usize, forward: Vec<GroupPart>, backward: Vec<GroupPart>) -> RankPlan {
         let forward = self.stage_plans(rank, &self.forward, forward);
+        let hosted = self.ranks[rank].hosted.clone();
         RankPlan {
             rank,
             q_ranges: self.q_dispatch.ranges(rank),
             k_ranges: self.ranks[rank].own.clone(),
             q_rows: self.q_dispatch.tokens(rank),
             k_rows: self.k_dispatch.tokens(rank),
-            area: forward.iter().map(|stage| stage.area).sum(),
+            area: forward.iter().map(|stage| stage.area).sum::<u64>()
+                + hosted.as_ref().map_or(0, |work| work.area),
             forward,
             backward: self.stage_plans(rank, &self.backward, backward),
+            hosted,
         }
     }
 

@@ -4,7 +4,9 @@ use counterpoint_mask::{Band, Mask, Range};
 use serde::{Deserialize, Serialize};
 
 use crate::outline::Outline;
-use crate::{AttentionSpec, Dispatch, GroupPart, PlanConfig, PlanError, Topology, TwoLevelExchange};
+use crate::{
+    AttentionSpec, Dispatch, GroupPart, HostedWork, PlanConfig, PlanError, Topology, TwoLevelExchange,
+};
 
 /// One stage of one rank. Stage 0 is the local work: its key buffer is the rank's own key rows and nothing moves.
 /// Stage `s > 0` has a key buffer of its own, filled by one group-cast.
@@ -40,12 +42,14 @@ pub struct RankPlan {
     pub q_rows: usize,
     /// Number of local key rows.
     pub k_rows: usize,
-    /// Unmasked pairs of its query rows.
+    /// Unmasked pairs that it computes, those of hosted rows included.
     pub area: u64,
     /// Stages of the forward; every rank has the same number.
     pub forward: Vec<StagePlan>,
     /// Stages of the backward, cut on their own.
     pub backward: Vec<StagePlan>,
+    /// What it computes for rows that are away, beside the stages; on every rank or on none.
+    pub hosted: Option<HostedWork>,
 }
 
 impl RankPlan {
@@ -57,6 +61,16 @@ impl RankPlan {
     /// Key rows that it sends in a forward, each counted once per destination, over all stages.
     pub fn send_rows(&self) -> u64 {
         self.forward.iter().map(|stage| stage.part.send_rows()).sum()
+    }
+
+    /// Query rows of others that it hosts.
+    pub fn query_recv_rows(&self) -> u64 {
+        self.hosted.as_ref().map_or(0, |hosted| hosted.recv_rows(self.rank))
+    }
+
+    /// Query rows that it sends to hosts, each counted once per host.
+    pub fn query_send_rows(&self) -> u64 {
+        self.hosted.as_ref().map_or(0, |hosted| hosted.send_rows(self.rank))
     }
 
     /// Global key rows that it receives over all stages, merged and ascending.

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::direction::{Direction, LinkRows, StageWork, makespan};
-use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, StagePlan, Topology};
+use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, RankPlan, StagePlan, Topology};
 
 /// Predicted seconds of one stage of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -19,6 +19,8 @@ pub struct StagePrediction {
 pub struct RankPrediction {
     /// By stage.
     pub stages: Vec<StagePrediction>,
+    /// Hosted work, after stage 0: the cast is that of queries, the reduce that of partial results.
+    pub hosted: Option<StagePrediction>,
     /// From the start to the end of the last stage, what overlaps counted once.
     pub seconds: f64,
 }
@@ -38,8 +40,8 @@ impl Prediction {
     /// Predicts `plan` with the machine of `config`. Every stage is charged what it really sends and receives; the number
     /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
-        let predict = |direction: Direction, rank: usize, stages: &[StagePlan]| {
-            let q_rows = plan.ranks[rank].q_rows;
+        let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {
+            let (rank, q_rows) = (plan.rank, plan.q_rows);
             let stages: Vec<StagePrediction> = stages
                 .iter()
                 .enumerate()
@@ -50,15 +52,18 @@ impl Prediction {
                     direction.predict(work, rows, spec, &config.cost)
                 })
                 .collect();
-            RankPrediction { seconds: makespan(stages.iter().copied()), stages }
+            let hosted = plan.hosted.as_ref().map(|hosted| {
+                let rows = busier_rows(&hosted.part, rank, &config.topology);
+                direction.predict_hosted(hosted, rows, spec, &config.cost)
+            });
+            let (local, remote) = stages.split_at(1);
+            let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());
+            RankPrediction { seconds, stages, hosted }
         };
         let ranks = plan.ranks.iter();
         Self {
-            forward: ranks
-                .clone()
-                .map(|rank| predict(Direction::Forward, rank.rank, &rank.forward))
-                .collect(),
-            backward: ranks.map(|rank| predict(Direction::Backward, rank.rank, &rank.backward)).collect(),
+            forward: ranks.clone().map(|rank| predict(Direction::Forward, rank, &rank.forward)).collect(),
+            backward: ranks.map(|rank| predict(Direction::Backward, rank, &rank.backward)).collect(),
         }
     }
 
@@ -74,9 +79,12 @@ impl Prediction {
 }
 
 /// Rows of the busier direction of a rank's links in one collective.
-fn busier_rows(part: &GroupPart, rank: usize, topology: &Topology) -> LinkRows {
+pub(crate) fn busier_rows(part: &GroupPart, rank: usize, topology: &Topology) -> LinkRows {
     let node = topology.node(rank);
     let count = |rows: &mut LinkRows, other: u32, length: usize| {
+        if other as usize == rank {
+            return;
+        }
         let side = if topology.node(other as usize) == node { &mut rows.near } else { &mut rows.far };
         *side += length as u64;
     };

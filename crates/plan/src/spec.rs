@@ -66,6 +66,34 @@ impl AttentionSpec {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.accumulator().size()
     }
 
+    /// Bytes that travel in a forward and a backward for one key row that a rank receives.
+    pub fn exchanged_key_bytes(&self) -> u64 {
+        (2 * self.kv_row_bytes() + self.kv_gradient_row_bytes()) as u64
+    }
+
+    /// Likewise for one query row that a host receives.
+    pub fn exchanged_query_bytes(&self) -> u64 {
+        (self.hosted_forward_bytes().total() + self.hosted_backward_bytes().total()) as u64
+    }
+
+    /// Bytes that travel in a forward for one hosted query row and one host; see [`HostedWork`](crate::HostedWork).
+    pub fn hosted_forward_bytes(&self) -> HostedRowBytes {
+        HostedRowBytes {
+            tensors: self.heads_q * self.head_dim * self.dtype.size(),
+            statistics: 0,
+            results: self.heads_q * (self.head_dim_v + 1) * self.dtype.accumulator().size(),
+        }
+    }
+
+    /// Likewise in a backward.
+    pub fn hosted_backward_bytes(&self) -> HostedRowBytes {
+        HostedRowBytes {
+            tensors: self.heads_q * (self.head_dim + self.head_dim_v) * self.dtype.size(),
+            statistics: 2 * self.heads_q * self.dtype.accumulator().size(),
+            results: self.heads_q * self.head_dim * self.dtype.accumulator().size(),
+        }
+    }
+
     /// Floating-point operations of the forward over `area` unmasked pairs: `2 (head_dim + head_dim_v)` a pair and
     /// query head, which is `4 area heads_q head_dim` when the two agree.
     pub fn flops_forward(&self, area: u64) -> f64 {
@@ -75,5 +103,23 @@ impl AttentionSpec {
     /// Floating-point operations of the backward: 2.5 times the forward's (five matrix products against two).
     pub fn flops_backward(&self, area: u64) -> f64 {
         2.5 * self.flops_forward(area)
+    }
+}
+
+/// Bytes of what travels of one hosted query row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostedRowBytes {
+    /// To the host, in the tensors' type: q, in the backward dout as well.
+    pub tensors: usize,
+    /// To the host, in the accumulator's type: lse and delta in the backward.
+    pub statistics: usize,
+    /// Back from the host, in the accumulator's type: partial out and lse, in the backward partial dq.
+    pub results: usize,
+}
+
+impl HostedRowBytes {
+    /// All of it.
+    pub fn total(&self) -> usize {
+        self.tensors + self.statistics + self.results
     }
 }

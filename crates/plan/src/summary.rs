@@ -33,12 +33,18 @@ pub struct RankSummary {
     pub chunks: Vec<u32>,
     /// Query rows that it owns.
     pub tokens: usize,
-    /// Unmasked pairs of its query rows.
+    /// Unmasked pairs that it computes, those of hosted rows included.
     pub area: u64,
     /// Key rows that it receives.
     pub recv_tokens: u64,
     /// Key rows that it sends, each once per destination.
     pub send_tokens: u64,
+    /// Query rows of others that it hosts.
+    pub query_recv_tokens: u64,
+    /// Query rows that it sends to hosts, each once per host.
+    pub query_send_tokens: u64,
+    /// Unmasked pairs of the rows that it hosts, its own included.
+    pub hosted_area: u64,
     /// Global key rows that it receives, merged and sorted, as `[start, end]`.
     pub recv_ranges: Vec<[usize; 2]>,
     /// By stage.
@@ -54,12 +60,14 @@ pub struct StageSummary {
     pub recv_tokens: u64,
 }
 
-/// Key rows received by all ranks together; see [`TrafficBounds`].
+/// Rows received by all ranks together; see [`TrafficBounds`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommSummary {
-    /// By this plan.
+    /// Key rows, by this plan.
     pub recv_tokens: u64,
-    /// At least, by any dispatch as balanced as this one.
+    /// Query rows, by this plan: partial results of as many rows travel back.
+    pub query_tokens: u64,
+    /// Key rows at least, by any dispatch as balanced as this one where no queries travel.
     pub lower_bound_tokens: u64,
     /// By ring attention.
     pub ring_tokens: u64,
@@ -86,6 +94,7 @@ impl PlanSummary {
                 .collect(),
             comm: CommSummary {
                 recv_tokens: bounds.recv_tokens,
+                query_tokens: plan.ranks.iter().map(RankPlan::query_recv_rows).sum(),
                 lower_bound_tokens: bounds.lower_bound_tokens,
                 ring_tokens: bounds.ring_tokens,
                 all_gather_tokens: bounds.all_gather_tokens,
@@ -103,6 +112,9 @@ impl RankSummary {
             area: rank.area,
             recv_tokens: rank.recv_rows(),
             send_tokens: rank.send_rows(),
+            query_recv_tokens: rank.query_recv_rows(),
+            query_send_tokens: rank.query_send_rows(),
+            hosted_area: rank.hosted.as_ref().map_or(0, |hosted| hosted.area),
             recv_ranges: rank.recv_ranges().iter().map(|range| [range.start, range.end]).collect(),
             stages: rank
                 .forward

@@ -9,7 +9,7 @@ pub(crate) fn is_rectangle(band: &Band) -> bool {
 
 /// Appends a trimmed `band`, fused with the last one where the two are one band. Cutting makes neighbours follow each
 /// other, so looking at the last one finds them.
-fn push_fused(bands: &mut Vec<Band>, band: Band) {
+pub(crate) fn push_fused(bands: &mut Vec<Band>, band: Band) {
     if let Some(last) = bands.last_mut()
         && let Some(union) = fuse(last, &band)
     {

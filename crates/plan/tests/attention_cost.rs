@@ -7,8 +7,8 @@ use counterpoint_plan::{AttentionWork, CostModel};
 
 type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
 
-/// Of one H200, `benches/runs/2026-11-22-h200-x2-whole`, as `bench attention` and (16k and 32k rows of 64:8 heads, without
-/// windows) `bench cp` on one rank had them: rows, query and key heads, then microseconds of the forward and of the backward
+/// Of one H200, as `bench attention` (`benches/runs/2026-11-22-h200-x2-whole`) and, 16k and 32k rows of 64:8 heads, `bench cp` on one
+/// rank had them (that run's forward, the backward of `2026-11-22-h200-x2-scaling`, whose kernel is later): rows, query and key heads, then microseconds of the forward and of the backward
 /// with its delta, of the masks full, causal, block_causal, sw_causal, varlen_full, varlen_causal, varlen_block_causal.
 /// 0 where it was not measured.
 const MEASURED: [Measured; 6] = [
@@ -45,14 +45,14 @@ const MEASURED: [Measured; 6] = [
         64,
         8,
         [11900.0, 5880.0, 0.0, 0.0, 1530.0, 851.0, 1350.0],
-        [36900.0, 20700.0, 0.0, 0.0, 4790.0, 3860.0, 4200.0],
+        [37700.0, 19600.0, 0.0, 0.0, 4780.0, 3310.0, 0.0],
     ),
     (
         32768,
         64,
         8,
         [54300.0, 26900.0, 0.0, 0.0, 6950.0, 3450.0, 4620.0],
-        [149000.0, 79200.0, 0.0, 0.0, 21200.0, 14500.0, 15300.0],
+        [152000.0, 77300.0, 0.0, 0.0, 21400.0, 12600.0, 0.0],
     ),
 ];
 

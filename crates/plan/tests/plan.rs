@@ -47,7 +47,23 @@ fn check_pairs(mask: &Mask, plan: &Plan) {
                 }
                 assert_eq!(area, stage.area);
             }
-            assert_eq!(rank.area, directions(rank)[direction].iter().map(|stage| stage.area).sum::<u64>());
+            let mut area = directions(rank)[direction].iter().map(|stage| stage.area).sum::<u64>();
+            if let Some(hosted) = &rank.hosted {
+                let (q_rows, k_rows) = (rows(&hosted.q_ranges), rows(&rank.k_ranges));
+                assert_eq!(q_rows.len(), hosted.q_rows);
+                let mut hosted_area = 0;
+                for band in hosted.bands.iter() {
+                    for row in rows(&[band.q_range]) {
+                        for col in rows(&[band.columns(row)]) {
+                            painted[q_rows[row] * seqlen_k + k_rows[col]] += 1;
+                            hosted_area += 1;
+                        }
+                    }
+                }
+                assert_eq!(hosted_area, hosted.area);
+                area += hosted_area;
+            }
+            assert_eq!(rank.area, area);
         }
         assert_eq!(painted, wanted, "direction {direction}");
     }
@@ -62,7 +78,6 @@ fn group_cast(parts: &[&GroupPart], own_rows: &[usize], inputs: &[Vec<usize>]) -
             assert!(!split.rows.is_empty() && !split.ranks.is_empty());
             assert!(split.ranks.windows(2).all(|pair| pair[0] < pair[1]));
             for &rank in &split.ranks {
-                assert_ne!(rank as usize, source);
                 let message = inputs[source][split.rows.start..split.rows.end].to_vec();
                 wires[source * parts.len() + rank as usize].push_back(message);
             }
@@ -106,6 +121,7 @@ fn check_exchange(mask: &Mask, plan: &Plan) {
                 if stage == 0 {
                     assert!(stage_plan.part.is_empty());
                 }
+                assert!(stage_plan.part.owned.iter().all(|split| !split.ranks.contains(&(rank as u32))));
                 for pair in stage_plan.part.owned.windows(2) {
                     assert!(pair[0].rows.end <= pair[1].rows.start);
                 }
@@ -123,7 +139,11 @@ fn check_exchange(mask: &Mask, plan: &Plan) {
             assert_eq!(directions(rank)[direction].len(), stages, "every rank has the same number of stages");
             let own: BTreeSet<usize> = rows(&rank.k_ranges).into_iter().collect();
             let mut needed = BTreeSet::new();
-            for row in rows(&rank.q_ranges) {
+            let away = rank.hosted.as_ref().map_or_else(Vec::new, |hosted| rows(&hosted.away()));
+            for (local, row) in rows(&rank.q_ranges).into_iter().enumerate() {
+                if away.contains(&local) {
+                    continue;
+                }
                 for slice in mask.slices().iter().filter(|slice| slice.q_range.contains(row)) {
                     needed.extend(rows(&[slice.band().columns(row)]));
                 }
@@ -136,6 +156,49 @@ fn check_exchange(mask: &Mask, plan: &Plan) {
             assert_eq!(rows(&rank.recv_ranges()), received);
         }
     }
+}
+
+/// Hosts receive the rows that are away and see some of their keys, and no others; what they send back meets its rows.
+fn check_hosting(mask: &Mask, plan: &Plan) {
+    let hosting = plan.ranks.iter().filter(|rank| rank.hosted.is_some()).count();
+    assert!(hosting == 0 || hosting == plan.cp_size());
+    let Some(works) = plan.ranks.iter().map(|rank| rank.hosted.as_ref()).collect::<Option<Vec<_>>>() else {
+        return;
+    };
+    let inputs: Vec<Vec<usize>> = plan.ranks.iter().map(|rank| rows(&rank.q_ranges)).collect();
+    let parts: Vec<&GroupPart> = works.iter().map(|work| &work.part).collect();
+    let none = vec![0; plan.cp_size()];
+    let buffers = group_cast(&parts, &none, &inputs);
+    let away = |rank: usize| rows(&works[rank].away()).into_iter().map(|local| inputs[rank][local]).collect();
+    let away: Vec<Vec<usize>> = (0..plan.cp_size()).map(away).collect();
+    assert!(away.iter().any(|rows| !rows.is_empty()), "hosting of nothing");
+    let home: Vec<GroupPart> = works.iter().map(|work| work.home_part()).collect();
+    assert_eq!(group_cast(&home.iter().collect::<Vec<_>>(), &none, &away), buffers);
+    for ((rank, work), buffer) in plan.ranks.iter().zip(&works).zip(&buffers) {
+        assert_eq!(*buffer, rows(&work.q_ranges));
+        assert_eq!(work.away_rows(), away[rank.rank].len());
+        let wanted: Vec<usize> = away
+            .iter()
+            .flatten()
+            .copied()
+            .filter(|&row| {
+                rank.k_ranges.iter().any(|keys| {
+                    mask.slices().iter().filter(|slice| slice.q_range.contains(row)).any(|slice| {
+                        let columns = slice.band().columns(row);
+                        !columns.is_empty() && columns.overlaps(keys)
+                    })
+                })
+            })
+            .collect::<BTreeSet<usize>>()
+            .into_iter()
+            .collect();
+        assert_eq!(*buffer, wanted);
+        let own = buffer.iter().filter(|row| inputs[rank.rank].contains(row)).count() as u64;
+        assert_eq!(rank.query_recv_rows(), buffer.len() as u64 - own);
+        work.part.check(rank.rank, plan.cp_size(), rank.q_rows, work.q_rows).unwrap();
+    }
+    let sent = plan.ranks.iter().map(RankPlan::query_send_rows).sum::<u64>();
+    assert_eq!(sent, plan.ranks.iter().map(RankPlan::query_recv_rows).sum::<u64>());
 }
 
 fn check_dispatch(plan: &Plan) {
@@ -158,6 +221,7 @@ proptest! {
         check_dispatch(&plan);
         check_pairs(&mask, &plan);
         check_exchange(&mask, &plan);
+        check_hosting(&mask, &plan);
     }
 
     #[test]
@@ -166,6 +230,7 @@ proptest! {
         check_dispatch(&plan);
         check_pairs(&mask, &plan);
         check_exchange(&mask, &plan);
+        check_hosting(&mask, &plan);
     }
 
     #[test]
@@ -225,6 +290,7 @@ fn rows_received_in_layers() {
             let plan = Plan::new(&mask, &spec(), &config).unwrap();
             check_pairs(&mask, &plan);
             check_exchange(&mask, &plan);
+            check_hosting(&mask, &plan);
             let layered = |rank: &RankPlan| {
                 let firsts: Vec<usize> = rank
                     .forward
@@ -318,6 +384,7 @@ proptest! {
         let plan = Plan::new(&mask, &spec(), &config).unwrap();
         check_pairs(&mask, &plan);
         check_exchange(&mask, &plan);
+        check_hosting(&mask, &plan);
         if let StageCount::Fixed(stages) = config.stages {
             let remote = plan.ranks.iter().any(|rank| rank.recv_rows() > 0);
             prop_assert_eq!(plan.rank(0).forward.len(), if remote { stages.max(1) + 1 } else { 1 });

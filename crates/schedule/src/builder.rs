@@ -29,6 +29,10 @@ impl ProgramBuilder {
         Self { program }
     }
 
+    pub(crate) fn policy(&self) -> &OverlapPolicy {
+        &self.program.policy
+    }
+
     /// A stream of its own; under `Sequential` everything shares the first one.
     pub(crate) fn stream(&mut self, name: &str, kind: StreamKind) -> StreamId {
         if self.program.policy.start == StartOrder::Sequential && !self.program.streams.is_empty() {
@@ -41,6 +45,11 @@ impl ProgramBuilder {
     pub(crate) fn buffer(&mut self, name: &str, dtype: DType, shape: &[usize], role: BufferRole) -> BufferId {
         self.program.buffers.push(BufferSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), role });
         BufferId(self.program.buffers.len() - 1)
+    }
+
+    /// Rows of a buffer.
+    pub(crate) fn rows(&self, buffer: BufferId) -> usize {
+        self.program.buffers[buffer.0].rows()
     }
 
     /// Has `buffer` take its turn in a slot: the first one opens it.

@@ -1,6 +1,6 @@
 use counterpoint_plan::{GroupPart, Topology};
 
-use crate::{BufferId, Op, Program};
+use crate::{BufferId, GroupCast, GroupReduce, Op, Program};
 
 impl Program {
     /// Bytes that this rank sends to ranks of other nodes in one run.
@@ -19,9 +19,13 @@ impl Program {
         let row = |tensors: &[(BufferId, BufferId)]| -> usize {
             tensors.iter().map(|(input, _)| self.buffers[input.0].row_elements()).sum()
         };
+        let cast = |op: &GroupCast| owned(&op.part) * row(&op.tensors) * op.wire_dtype.size();
+        let reduce = |op: &GroupReduce| remote(&op.part) * row(&op.tensors) * op.wire_dtype.size();
         let bytes = self.ops.iter().map(|op| match &op.op {
-            Op::GroupCast(op) => owned(&op.part) * row(&op.tensors) * op.wire_dtype.size(),
-            Op::GroupReduce(op) => remote(&op.part) * row(&op.tensors) * op.wire_dtype.size(),
+            Op::GroupCast(op) => cast(op),
+            Op::GroupReduce(op) => reduce(op),
+            Op::GemmReduce(op) => reduce(&op.reduce) + op.spread.as_ref().map_or(0, cast),
+            Op::CastGemm(op) => cast(&op.cast),
             _ => 0,
         });
         bytes.map(|bytes| bytes as u64).sum()

@@ -76,6 +76,8 @@ pub enum Mover {
     Transport,
     /// Copy engines, which take no worker.
     CopyEngine,
+    /// The kernels that make the rows, as they make them, where the transport has such kernels.
+    Fused,
 }
 
 /// How the machine is brought to run a Program's communication under its computation. Never changes results.
@@ -132,10 +134,11 @@ impl fmt::Display for OverlapPolicy {
         if self.queues == HardwareQueues::Single {
             f.write_str("+single-connection")?;
         }
-        if self.mover == Mover::CopyEngine {
-            f.write_str("+copy-engine")?;
+        match self.mover {
+            Mover::Transport => Ok(()),
+            Mover::CopyEngine => f.write_str("+copy-engine"),
+            Mover::Fused => f.write_str("+fused"),
         }
-        Ok(())
     }
 }
 
@@ -146,7 +149,7 @@ pub enum PolicyError {
     /// A word is unknown.
     #[error(
         "unknown overlap policy `{0}`; use sequential, concurrent, kernel-barrier, single-connection, priority, copy-engine, \
-         sm-margin=N or partition=N, joined by +"
+         fused, sm-margin=N or partition=N, joined by +"
     )]
     Word(String),
     /// A number of workers is none.
@@ -175,7 +178,7 @@ impl FromStr for OverlapPolicy {
         }
         let mut policy = OverlapPolicy::default();
         // What each aspect was set by.
-        let (mut order, mut share, mut last) = (None, None, None);
+        let (mut order, mut share, mut mover, mut last) = (None, None, None, None);
         for word in text.split('+') {
             let start = StartOrder::ALL.into_iter().find(|order| order.name() == word);
             let exclusive = match (start, word) {
@@ -193,7 +196,11 @@ impl FromStr for OverlapPolicy {
                 }
                 (None, "copy-engine") => {
                     policy.mover = Mover::CopyEngine;
-                    None
+                    mover.replace(word)
+                }
+                (None, "fused") => {
+                    policy.mover = Mover::Fused;
+                    mover.replace(word)
                 }
                 (None, _) => {
                     policy.workers = worker_share(word)?;
@@ -238,6 +245,7 @@ mod tests {
             "kernel-barrier+sm-margin=3",
             "concurrent+partition=16+priority",
             "kernel-barrier+sm-margin=8+priority+single-connection+copy-engine",
+            "concurrent+fused",
         ];
         for text in canonical {
             assert_eq!(text.parse::<OverlapPolicy>().unwrap().to_string(), text);
@@ -260,7 +268,7 @@ mod tests {
         for text in ["concurrent+sm-margin=x", "partition=0", "sm-margin=-1"] {
             assert!(matches!(refused(text), PolicyError::Workers(..)), "{text}");
         }
-        for text in ["sm-margin=2+partition=2", "concurrent+kernel-barrier"] {
+        for text in ["sm-margin=2+partition=2", "concurrent+kernel-barrier", "fused+copy-engine"] {
             assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
         }
         for text in ["sequential+sm-margin=1", "priority+sequential"] {

@@ -165,7 +165,8 @@ pub enum ForwardEnd {
     Result {
         /// `[seqlen_sink, heads_q]`, accumulator type.
         sink: Option<BufferId>,
-        /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+        /// `[q_rows, heads_q, head_dim_v]`: in the tensors' type, or in the accumulator type where it is a share that is
+        /// merged with others.
         out: BufferId,
         /// `[q_rows, heads_q]`, accumulator type, natural logarithm.
         lse: BufferId,
@@ -191,6 +192,24 @@ pub struct AttentionForward {
     pub scale: f64,
     /// 0 for none.
     pub softcap: f64,
+}
+
+/// The results of rows whose shares are merged: brings in the sink, which enters once a row, and rounds. Rows that it does not
+/// name stay as they are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttentionFinish {
+    /// `[rows, heads_q, head_dim_v]`, accumulator type: the merged shares, of keys alone.
+    pub merged_out: BufferId,
+    /// `[rows, heads_q]`, accumulator type, natural logarithm.
+    pub merged_lse: BufferId,
+    /// `[seqlen_sink, heads_q]`, accumulator type.
+    pub sink: Option<BufferId>,
+    /// Which rows of `out` and `lse` they are: ascending, disjoint.
+    pub rows: Arc<[Range]>,
+    /// `[q_rows, heads_q, head_dim_v]`, the tensors' type.
+    pub out: BufferId,
+    /// `[q_rows, heads_q]`, accumulator type.
+    pub lse: BufferId,
 }
 
 /// `delta = rowsum(dout * out)`, and this rank's share of `dsink_t = -sum_rows exp(sink_t - lse) delta`.
@@ -321,6 +340,31 @@ pub struct Gemm {
     pub accumulate: Accumulate,
 }
 
+/// A product whose rows are reduced where they belong while it is computed: `gemm`, then `reduce` of its result and, where all
+/// ranks want the sums, `spread` of those. A transport with a kernel for it has rows leave as they are finished; the product's
+/// result is not looked at by anyone else, and need not be written. In any case the results have the bits of the three operations
+/// one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GemmReduce {
+    /// The product.
+    pub gemm: Gemm,
+    /// What becomes of its result.
+    pub reduce: GroupReduce,
+    /// Sums to all ranks that want them.
+    pub spread: Option<GroupCast>,
+}
+
+/// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
+/// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
+/// bits of the two operations one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CastGemm {
+    /// What brings the rows.
+    pub cast: GroupCast,
+    /// The product.
+    pub gemm: Gemm,
+}
+
 /// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ColumnSum {
@@ -339,6 +383,8 @@ pub struct ColumnSum {
 pub enum Op {
     /// A stage of the attention forward.
     AttentionForward(AttentionForward),
+    /// The results of rows whose shares are merged.
+    AttentionFinish(AttentionFinish),
     /// The row statistic of the backward.
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
@@ -347,6 +393,10 @@ pub enum Op {
     Gemm(Gemm),
     /// Sums of columns.
     ColumnSum(ColumnSum),
+    /// A matrix product that is reduced over ranks while it is computed.
+    GemmReduce(Box<GemmReduce>),
+    /// A matrix product whose operand's rows come from other ranks while it is computed.
+    CastGemm(Box<CastGemm>),
     /// Rows to the ranks that need them.
     GroupCast(GroupCast),
     /// Partial results back to their owners.
@@ -364,6 +414,15 @@ pub enum Op {
         srcs: Vec<BufferId>,
         /// Destination, with the rows of all of them.
         dst: BufferId,
+    },
+    /// Copies the rows of `src`, one after the other, to some rows of `dst`, converting the element type.
+    PlaceRows {
+        /// Source.
+        src: BufferId,
+        /// Destination, of the same row shape; rows that are not named stay as they are.
+        dst: BufferId,
+        /// The destination's rows, as many as `src` has: ascending, disjoint.
+        rows: Arc<[Range]>,
     },
     /// Copies the first `rows` rows of `src` to the first rows of `dst`, whose other rows stay as they are.
     CopyRows {

@@ -4,11 +4,11 @@ mod clockwork;
 mod rank;
 
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionWork, CostModel, GroupPart, Topology};
+use counterpoint_plan::{AttentionWork, CostModel, DType, GroupPart, Topology};
 use thiserror::Error;
 
 use crate::{
-    Accumulate, AttentionState, BufferId, ForwardBegin, ForwardEnd, GemmLayout, Op, Program, ProgramOp,
+    Accumulate, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op, Program, ProgramOp,
     RowBlock, Span, Timeline,
 };
 
@@ -49,6 +49,8 @@ pub enum SimulateError {
 /// takes that rank's link `alpha + bytes / beta`, with the
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
 /// way; the slower of the two counts.
+///
+/// A product whose rows travel while it is computed takes the longer of both, and the link's start.
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
@@ -108,6 +110,8 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
     match op {
         Op::GroupCast(op) => Some(&op.part),
         Op::GroupReduce(op) => Some(&op.part),
+        Op::GemmReduce(op) => Some(&op.reduce.part),
+        Op::CastGemm(op) => Some(&op.cast.part),
         _ => None,
     }
 }
@@ -116,6 +120,8 @@ fn arrives_at(op: &Op) -> Option<usize> {
     match op {
         Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
         Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
+        Op::GemmReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
+        Op::CastGemm(op) => op.cast.arrive.map(|barrier| barrier.0),
         _ => None,
     }
 }
@@ -129,11 +135,37 @@ struct Transfer {
 }
 
 fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
-    let (part, tensors, wire) = match &op.op {
-        Op::GroupCast(op) => (&op.part, &op.tensors, op.wire_dtype),
-        Op::GroupReduce(op) => (&op.part, &op.tensors, op.wire_dtype),
-        _ => return Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
-    };
+    match &op.op {
+        Op::GroupCast(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
+        Op::GroupReduce(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
+        Op::GemmReduce(op) => {
+            let reduce = &op.reduce;
+            let mut moved =
+                rows_moved(program, (&reduce.part, &reduce.tensors, reduce.wire_dtype), topology, cost);
+            if let Some(cast) = &op.spread {
+                let spread =
+                    rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost);
+                (0..2).for_each(|port| moved.moving[port] += spread.moving[port]);
+            }
+            moved
+        }
+        Op::CastGemm(op) => {
+            let cast = &op.cast;
+            rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost)
+        }
+        _ => Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
+    }
+}
+
+/// Part, tensors and type on the wire of what travels.
+type Moved<'a> = (&'a GroupPart, &'a [(BufferId, BufferId)], DType);
+
+fn rows_moved(
+    program: &Program,
+    (part, tensors, wire): Moved<'_>,
+    topology: &Topology,
+    cost: &CostModel,
+) -> Transfer {
     let elements: usize = tensors.iter().map(|(input, _)| program.buffers[input.0].row_elements()).sum();
     let row_bytes = (elements * wire.size()) as u64;
     let me = program.rank;
@@ -166,7 +198,6 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
 }
 
 fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
-    let shape = |id: BufferId| &program.buffers[id.0].shape;
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
         Op::AttentionForward(a) => {
@@ -188,26 +219,42 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
             return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
         }
-        Op::Gemm(gemm) => {
-            let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
-            let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
-            let (m, k) = match gemm.layout {
-                GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
-                GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
-            };
-            cost.matmul_seconds([m, shape(gemm.out)[1], k])
-        }
+        Op::Gemm(gemm) => product_seconds(program, gemm, cost),
+        Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
+        Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
         Op::CopyRows { src, rows, .. } => {
             let src = &program.buffers[src.0];
             // Read and written.
             2.0 * (rows * src.row_elements() * src.dtype.size()) as f64 / cost.memory_bytes_per_second
         }
+        Op::AttentionFinish(op) => {
+            placed_bytes(program, op.merged_out, op.out) / cost.memory_bytes_per_second
+        }
+        Op::PlaceRows { src, dst, .. } => placed_bytes(program, *src, *dst) / cost.memory_bytes_per_second,
         other => {
             let touched = other.reads().into_iter().chain(other.writes());
             touched.map(bytes).sum::<u64>() as f64 / cost.memory_bytes_per_second
         }
     };
     cost.launch_seconds + work
+}
+
+/// Bytes read and written where all rows of `src` become rows of `dst`.
+fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
+    let (src, dst) = (&program.buffers[src.0], &program.buffers[dst.0]);
+    let elements = src.rows() * src.row_elements();
+    (elements * (src.dtype.size() + dst.dtype.size())) as f64
+}
+
+fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
+    let shape = |id: BufferId| &program.buffers[id.0].shape;
+    let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
+    let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
+    let (m, k) = match gemm.layout {
+        GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
+        GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
+    };
+    cost.matmul_seconds([m, shape(gemm.out)[1], k])
 }
 
 /// A whole attention on `[q, k, v]`.

@@ -2,7 +2,9 @@
 
 use thiserror::Error;
 
-use crate::{BufferId, BufferRole, ForwardBegin, ForwardEnd, Op, Program, SignalId};
+use crate::{
+    Accumulate, BufferId, BufferRole, ForwardBegin, ForwardEnd, Gemm, GroupReduce, Op, Program, SignalId,
+};
 
 /// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -70,6 +72,21 @@ pub enum ProgramError {
         /// Name of the buffer that the slot holds.
         other: String,
     },
+    /// A product whose rows travel while it is computed may run beside another collective.
+    #[error(
+        "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \
+         holds all workers meanwhile; order them by an event"
+    )]
+    UnorderedFused {
+        /// Index of the operation queued first.
+        first: usize,
+        /// Its label.
+        first_label: String,
+        /// Index of the other.
+        second: usize,
+        /// Its label.
+        second_label: String,
+    },
     /// Two operations use one buffer (or one slot), at least one writes it, and nothing orders them.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) race on buffer `{buffer}`; order them by an event"
@@ -91,7 +108,6 @@ pub enum ProgramError {
 impl Op {
     /// Buffers that the operation reads. One that it reads and writes is in both lists.
     pub fn reads(&self) -> Vec<BufferId> {
-        use crate::Accumulate::Continue;
         match self {
             Op::AttentionForward(op) => {
                 let mut out = vec![op.q, op.k, op.v];
@@ -103,6 +119,12 @@ impl Op {
                 }
                 out
             }
+            Op::AttentionFinish(op) => {
+                // Rows that it does not name stay as they are, so what was there counts.
+                let mut out = vec![op.merged_out, op.merged_lse, op.out, op.lse];
+                out.extend(op.sink);
+                out
+            }
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.out, op.dout, op.lse];
                 if let Some((sink, _)) = op.sink {
@@ -112,35 +134,35 @@ impl Op {
             }
             Op::AttentionBackward(op) => {
                 let mut out = vec![op.q, op.k, op.v, op.dout, op.lse, op.delta];
-                if op.accumulate_dq == Continue {
+                if op.accumulate_dq == Accumulate::Continue {
                     out.push(op.dq);
                 }
                 out
             }
-            Op::Gemm(op) => {
-                let mut out: Vec<_> = op.a.iter().chain(&op.b).map(|block| block.buffer).collect();
-                out.extend(op.bias);
-                // Rows that it does not name stay as they are, so what was there counts in any case.
-                out.push(op.out);
-                out
-            }
+            Op::Gemm(op) => op.reads(),
             Op::ColumnSum(op) => {
                 let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
-                if op.accumulate == Continue {
+                if op.accumulate == Accumulate::Continue {
                     out.push(op.dst);
                 }
                 out
             }
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
-            Op::GroupReduce(op) => {
-                let mut out: Vec<_> = op.tensors.iter().map(|&(input, _)| input).collect();
-                if op.accumulate == Continue {
-                    out.extend(op.tensors.iter().map(|&(_, output)| output));
-                }
+            Op::GroupReduce(op) => op.reads(),
+            Op::GemmReduce(op) => {
+                let mut out = op.gemm.reads();
+                out.extend(op.reduce.reads());
+                out.extend(op.spread.iter().flat_map(|cast| &cast.tensors).map(|&(input, _)| input));
+                out
+            }
+            Op::CastGemm(op) => {
+                let mut out = op.gemm.reads();
+                out.extend(op.cast.tensors.iter().map(|&(input, _)| input));
                 out
             }
             Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
             Op::Concat { srcs, .. } => srcs.clone(),
+            Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -154,6 +176,7 @@ impl Op {
                 ForwardEnd::State(state) => state.buffers().to_vec(),
                 ForwardEnd::Result { out, lse, .. } => vec![out, lse],
             },
+            Op::AttentionFinish(op) => vec![op.out, op.lse],
             Op::AttentionDelta(op) => {
                 let mut out = vec![op.delta];
                 out.extend(op.sink.map(|(_, dsink)| dsink));
@@ -168,7 +191,20 @@ impl Op {
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
-            Op::Cast { dst, .. } | Op::Concat { dst, .. } | Op::CopyRows { dst, .. } => vec![*dst],
+            Op::GemmReduce(op) => {
+                let casts = op.spread.iter().flat_map(|cast| &cast.tensors);
+                let outputs = op.reduce.tensors.iter().chain(casts).map(|&(_, output)| output);
+                [op.gemm.out].into_iter().chain(outputs).collect()
+            }
+            Op::CastGemm(op) => {
+                let mut out = vec![op.gemm.out];
+                out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
+                out
+            }
+            Op::Cast { dst, .. }
+            | Op::Concat { dst, .. }
+            | Op::CopyRows { dst, .. }
+            | Op::PlaceRows { dst, .. } => vec![*dst],
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
@@ -176,10 +212,31 @@ impl Op {
     }
 }
 
+impl Gemm {
+    fn reads(&self) -> Vec<BufferId> {
+        let mut out: Vec<_> = self.a.iter().chain(&self.b).map(|block| block.buffer).collect();
+        out.extend(self.bias);
+        // Rows that it does not name stay as they are, so what was there counts in any case.
+        out.push(self.out);
+        out
+    }
+}
+
+impl GroupReduce {
+    fn reads(&self) -> Vec<BufferId> {
+        let mut out: Vec<_> = self.tensors.iter().map(|&(input, _)| input).collect();
+        if self.accumulate == Accumulate::Continue {
+            out.extend(self.tensors.iter().map(|&(_, output)| output));
+        }
+        out
+    }
+}
+
 impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
     /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
-    /// that count as one, are read before the next one has its turn.
+    /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
+    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks.
     ///
     /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
     ///
@@ -188,6 +245,7 @@ impl Program {
     pub fn validate(&self) -> Result<(), ProgramError> {
         let clocks = self.clocks()?;
         let memory = self.memory()?;
+        self.check_fused(&clocks)?;
         // By piece of memory: who uses it, whether to write, and as which buffer.
         let mut users: Vec<Vec<(usize, bool, usize)>> =
             vec![Vec::new(); self.buffers.len() + self.slots.len()];
@@ -222,6 +280,29 @@ impl Program {
                 }
             }
             self.check_turns(users)?;
+        }
+        Ok(())
+    }
+
+    fn check_fused(&self, clocks: &[Clock]) -> Result<(), ProgramError> {
+        let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
+            Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
+            Op::GroupCast(_) | Op::GroupReduce(_) => Some((index, false)),
+            _ => None,
+        });
+        let collectives: Vec<(usize, bool)> = collectives.collect();
+        for (place, &(first, first_fused)) in collectives.iter().enumerate() {
+            for &(second, second_fused) in &collectives[place + 1..] {
+                let ordered = clocks[second].follows(self.ops[first].stream.0, first);
+                if (first_fused || second_fused) && !ordered {
+                    return Err(ProgramError::UnorderedFused {
+                        first,
+                        first_label: self.ops[first].label.clone(),
+                        second,
+                        second_label: self.ops[second].label.clone(),
+                    });
+                }
+            }
         }
         Ok(())
     }
@@ -321,6 +402,12 @@ impl Program {
                 }
                 Op::GroupCast(cast) => self.arrive(index, cast.arrive, &mut arrivals)?,
                 Op::GroupReduce(reduce) => self.arrive(index, reduce.arrive, &mut arrivals)?,
+                Op::GemmReduce(both) => {
+                    self.arrive(index, both.reduce.arrive, &mut arrivals)?;
+                    let spread = both.spread.as_ref().and_then(|cast| cast.arrive);
+                    self.arrive(index, spread, &mut arrivals)?;
+                }
+                Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
             }
             out.push(clock.clone());

@@ -35,14 +35,19 @@ fn cost() -> CostModel {
     }
 }
 
-fn plan(mask: &Mask, cp_size: usize, chunk_size: usize, stages: usize) -> Plan {
-    let config = PlanConfig {
+fn config(cp_size: usize, chunk_size: usize, stages: usize) -> PlanConfig {
+    PlanConfig {
         chunk_size: Some(chunk_size),
         dispatch: DispatchAlgorithm::MinHeap,
         stages: StageCount::Fixed(stages),
+        query_exchange: QueryExchange::Never,
         topology: Topology::flat(cp_size),
         cost: cost(),
-    };
+    }
+}
+
+fn plan(mask: &Mask, cp_size: usize, chunk_size: usize, stages: usize) -> Plan {
+    let config = config(cp_size, chunk_size, stages);
     Plan::new(mask, &spec(DType::Bf16, 0), &config).unwrap()
 }
 
@@ -87,6 +92,36 @@ fn work(program: &Program) -> Vec<String> {
     program.ops.iter().filter(moves).map(text).collect()
 }
 
+/// Under every policy valid, free of races, with the same operations, every buffer written that is no input.
+fn check(plan: &Plan, spec: &AttentionSpec) -> Result<(), TestCaseError> {
+    let reference = programs(plan, spec, POLICIES[0]).map(|ranks| ranks.iter().map(work).collect::<Vec<_>>());
+    for policy in POLICIES {
+        for (ranks, reference) in programs(plan, spec, policy).iter().zip(&reference) {
+            for (program, reference) in ranks.iter().zip(reference) {
+                prop_assert_eq!(program.validate(), Ok(()), "{} {}", policy, program.name);
+                prop_assert_eq!(&work(program), reference);
+                let written: BTreeMap<_, _> =
+                    program.ops.iter().flat_map(|op| op.op.writes()).map(|id| (id.0, ())).collect();
+                for (id, buffer) in program.buffers.iter().enumerate() {
+                    let is_written = written.contains_key(&id);
+                    prop_assert_eq!(is_written, buffer.role != BufferRole::Input, "{}", buffer.name);
+                }
+            }
+            let timeline = simulate(ranks, &Topology::flat(plan.cp_size()), &cost()).unwrap();
+            prop_assert!(timeline.makespan() > 0.0);
+        }
+    }
+    Ok(())
+}
+
+/// The mask with `rows` more rows and keys, the rows seeing everything.
+fn last_global(mask: &Mask, rows: usize) -> Mask {
+    let seqlen = mask.seqlen_q() + rows;
+    let mut slices = mask.slices().to_vec();
+    slices.push(AttnSlice::new(Range::new(mask.seqlen_q(), seqlen), Range::new(0, seqlen), MaskType::Full));
+    Mask::new(seqlen, seqlen, slices).unwrap()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -95,25 +130,41 @@ proptest! {
         lengths in prop::collection::vec(1usize..300, 1..8),
         cp_size in 1usize..6, chunk_size in 16usize..100, stages in 1usize..5, sink in 0usize..2,
     ) {
-        let mask = mask(&lengths);
-        let plan = plan(&mask, cp_size, chunk_size, stages);
+        let plan = plan(&mask(&lengths), cp_size, chunk_size, stages);
+        check(&plan, &spec(DType::Bf16, sink))?;
+    }
+
+    /// Likewise where a last block sees everything and is computed where the keys are.
+    #[test]
+    fn hosted_work_is_valid_too(
+        lengths in prop::collection::vec(100usize..300, 4..8),
+        cp_size in 2usize..6, chunk_size in 16usize..100, stages in 0usize..5, sink in 0usize..2,
+    ) {
+        let mask = last_global(&mask(&lengths), 4);
+        // Neighbours stay together, so that the block's owner fetches most of what it sees for the block alone.
+        let (dispatch, query_exchange) = (DispatchAlgorithm::Sequential, QueryExchange::FewestBytes);
+        let config = PlanConfig { dispatch, query_exchange, ..config(cp_size, chunk_size, stages) };
+        let plan = Plan::new(&mask, &spec(DType::Bf16, sink), &config).unwrap();
+        prop_assert!(plan.ranks.iter().all(|rank| rank.hosted.is_some()));
+        check(&plan, &spec(DType::Bf16, sink))?;
+    }
+
+    /// Likewise where hosts do all there is to do.
+    #[test]
+    fn hosts_alone_are_valid_too(
+        keys in 500usize..900, cp_size in 2usize..6, chunk_size in 16usize..100, sink in 0usize..2,
+    ) {
+        let query_exchange = QueryExchange::FewestBytes;
+        let mask = Mask::cross_full(cp_size, keys).unwrap();
+        let config = PlanConfig { query_exchange, ..config(cp_size, chunk_size, 1) };
+        let config = PlanConfig { chunk_size: None, ..config };
         let spec = spec(DType::Bf16, sink);
-        let reference = programs(&plan, &spec, POLICIES[0]).map(|ranks| ranks.iter().map(work).collect::<Vec<_>>());
-        for policy in POLICIES {
-            for (ranks, reference) in programs(&plan, &spec, policy).iter().zip(&reference) {
-                for (program, reference) in ranks.iter().zip(reference) {
-                    prop_assert_eq!(program.validate(), Ok(()), "{} {}", policy, program.name);
-                    prop_assert_eq!(&work(program), reference);
-                    let written: BTreeMap<_, _> =
-                        program.ops.iter().flat_map(|op| op.op.writes()).map(|id| (id.0, ())).collect();
-                    for (id, buffer) in program.buffers.iter().enumerate() {
-                        let is_written = written.contains_key(&id);
-                        prop_assert_eq!(is_written, buffer.role != BufferRole::Input, "{}", buffer.name);
-                    }
-                }
-                let timeline = simulate(ranks, &Topology::flat(cp_size), &cost()).unwrap();
-                prop_assert!(timeline.makespan() > 0.0);
-            }
+        let plan = Plan::new(&mask, &spec, &config).unwrap();
+        let [forward, backward, _] = programs(&plan, &spec, "concurrent");
+        for program in forward.iter().chain(&backward) {
+            prop_assert_eq!(program.validate(), Ok(()), "{}", program.name);
+            let local = |op: &&ProgramOp| op.stage.is_some() && !matches!(op.op, Op::Record(_) | Op::Wait(_));
+            prop_assert_eq!(program.ops.iter().filter(local).count(), 0, "{}", program.name);
         }
     }
 

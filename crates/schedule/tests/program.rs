@@ -205,6 +205,32 @@ fn validation() {
     check(vec![(7, copy(0, 1))], Err("op 0 (op0) names a stream that the Program does not have"));
 }
 
+/// A product whose rows travel while it is computed may hold all workers, so nothing else may wait for other ranks beside it.
+#[test]
+fn fused_products_are_alone() {
+    let block = |buffer, rows| vec![RowBlock { buffer: BufferId(buffer), rows: Range::new(0, rows) }];
+    let fused = |rank: usize| {
+        let Op::GroupCast(cast) = swap(rank, 0, 1, None) else { unreachable!() };
+        let gemm = Gemm {
+            layout: GemmLayout::Nt,
+            a: block(1, ROWS),
+            b: block(0, ROWS),
+            out: BufferId(2),
+            out_rows: vec![Range::new(0, ROWS)],
+            bias: None,
+            accumulate: Accumulate::Start,
+        };
+        Op::CastGemm(Box::new(CastGemm { cast, gemm }))
+    };
+    let apart = vec![(0, fused(0)), (1, swap(0, 0, 3, None))];
+    let error = program(0, 2, 4, apart).validate().unwrap_err();
+    assert!(matches!(error, ProgramError::UnorderedFused { first: 0, second: 1, .. }), "{error}");
+    assert!(error.to_string().contains("order them by an event"), "{error}");
+    let (record, wait) = (Op::Record(EventId(0)), Op::Wait(EventId(0)));
+    let ordered = vec![(0, fused(0)), (0, record), (1, wait), (1, swap(0, 0, 3, None))];
+    assert_eq!(program(0, 2, 4, ordered).validate(), Ok(()));
+}
+
 /// Buffers of a slot are one piece of memory: unordered uses race, and nobody reads what the next one has overwritten.
 #[test]
 fn turns_in_a_slot_are_checked() {

@@ -179,6 +179,32 @@ fn collectives_follow_each_other_on_a_link() {
     assert!(seconds(8, &CostModel { sharing: None, ..cost }) < 0.8 * moving);
 }
 
+/// A product whose rows travel while it is computed takes the longer of the two; one after the other takes the sum.
+#[test]
+fn fused_products_take_the_longer_of_two() {
+    let cost = sharing_h200();
+    for (kind, activations) in [
+        (LinearKind::Row, Activations::SequenceParallel),
+        (LinearKind::Row, Activations::Replicated),
+        (LinearKind::Column, Activations::SequenceParallel),
+    ] {
+        let plan = LinearPlan::new(spec(kind, activations, 8192), 4, WaveGroups::Fixed(1), &cost).unwrap();
+        let run = |policy: &str| {
+            let lower = |rank| lower_linear_forward(&plan, rank, policy.parse().unwrap());
+            let ranks: Vec<Program> = (0..4).map(lower).collect();
+            ranks.iter().for_each(|rank| rank.validate().unwrap());
+            simulate(&ranks, &Topology::flat(4), &cost).unwrap()
+        };
+        let (apart, fused) = (run("sequential"), run("fused"));
+        let overlap = apart.overlap();
+        let longer = overlap.communication_seconds.max(overlap.compute_seconds);
+        let seconds = fused.makespan();
+        assert!(seconds >= 0.99 * longer - 2e-5 && seconds < longer + 2e-5, "{kind:?}: {seconds} {longer}");
+        assert!(seconds < 0.9 * apart.makespan());
+        assert_eq!(fused.overlap().communication_seconds, 0.0, "nothing is exposed");
+    }
+}
+
 /// One rank stands for all that do the same, on one node and on several.
 #[test]
 fn one_rank_stands_for_all() {

@@ -1,7 +1,8 @@
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{
-    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments, Device, value,
+    BenchBandwidthArguments, BenchCollectiveArguments, BenchCpArguments, BenchGemmArguments,
+    BenchGemmCollectiveArguments, BenchTpArguments, Device, value,
 };
 
 /// What to measure.
@@ -10,7 +11,9 @@ pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
     Gemm(BenchGemmArguments),
+    GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
+    Tp(BenchTpArguments),
     Bandwidth(BenchBandwidthArguments),
     GroupCast(BenchCollectiveArguments),
     GroupReduce(BenchCollectiveArguments),

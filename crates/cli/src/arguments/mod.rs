@@ -8,6 +8,8 @@ mod bench;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
+mod bench_gemm_collective;
+mod bench_tp;
 mod doctor;
 mod mask;
 mod plan;
@@ -28,6 +30,8 @@ pub(crate) use bench::{
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;
 pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
+pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
+pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
@@ -91,6 +95,7 @@ Examples:
   counterpoint bench plan
   counterpoint bench attention --quick
   counterpoint bench gemm --device cuda
+  counterpoint bench gemm-collective --device cuda
   counterpoint bench cp
   counterpoint bench group-cast -b 1M -e 1G -f 4
   counterpoint bench plan --json > rows.jsonl"
@@ -108,7 +113,7 @@ nothing; policies differ in what lets communication start, and in what it takes.
 
 Examples:
   counterpoint simulate model --model gpt3-175b --ranks 8,64,512,4096
-  counterpoint simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k --tp-size 8
+  counterpoint simulate linear --kind row --tokens 8k --in-features 8k --out-features 8k --tp-size 8
   counterpoint simulate attention --mask causal:64k --cp-size 16 --dtype bf16"
     )]
     #[command(subcommand)]
@@ -120,7 +125,7 @@ Examples:
         after_help = "\
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
-  counterpoint tune gemm --m 8k --n 8k --k 28672 --collective all-reduce --device cuda --search both"
+  counterpoint tune gemm --m 8k --n 8k --k 8k --collective all-reduce --device cuda --search both"
     )]
     #[command(subcommand)]
     Tune(TuneCommand),

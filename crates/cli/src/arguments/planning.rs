@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, DispatchAlgorithm, StageCount};
+use counterpoint_plan::{DType, DispatchAlgorithm, QueryExchange, StageCount};
 
 use super::value;
 
@@ -22,9 +22,24 @@ pub(crate) struct PlanningArguments {
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
 
+    /// Whether queries that see many keys of other ranks may travel to these keys instead; with --deterministic `auto` is `never`
+    #[arg(long, value_name = "WHEN", default_value = "never", value_parser = value::query_exchange())]
+    pub(crate) query_exchange: QueryExchange,
+
     /// What the machine does, as `doctor --calibrate` writes it; left out, what was measured here and kept, if anything
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Option<PathBuf>,
+}
+
+impl PlanningArguments {
+    /// When queries may travel. Where bits must be the same every time, only because it was asked for: what is predicted
+    /// follows from what the machine was just measured to do.
+    pub(crate) fn query_exchange_of(&self, deterministic: bool) -> QueryExchange {
+        match (self.query_exchange, deterministic) {
+            (QueryExchange::Auto, true) => QueryExchange::Never,
+            (asked, _) => asked,
+        }
+    }
 }
 
 /// Shapes of tensors that do not come from a file.

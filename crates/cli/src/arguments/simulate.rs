@@ -48,8 +48,8 @@ pub(crate) struct SimulationArguments {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  counterpoint simulate attention --mask causal:64k --cp-size 16 --heads-q 64 --heads-kv 8 --dtype bf16
-  counterpoint simulate attention --mask varlen-causal:lengths=@documents.txt --cp-size 64 --json")]
+  counterpoint simulate attention --mask causal:64k --cp-size 16 --heads-q 64 --heads-kv 8
+  counterpoint simulate attention --mask varlen-causal:lengths=@documents.txt --cp-size 64")]
 pub(crate) struct SimulateAttentionArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]
@@ -76,7 +76,7 @@ Groups are the parts in which a pass is multiplied and travels: auto, a number o
 equal ones, or the rows of each in the tokens of one rank, such as 256+512+256.
 
 Examples:
-  counterpoint simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k --tp-size 8
+  counterpoint simulate linear --kind row --tokens 8k --in-features 8k --out-features 8k --tp-size 8
   counterpoint simulate linear --kind column --tokens 8k --in-features 8k --out-features 57344 \\
       --tp-size 16 --groups 4 --overlap sequential,copy-engine --trace trace.json")]
 pub(crate) struct SimulateLinearArguments {
@@ -131,7 +131,7 @@ out. Every replica takes its own sequences, so more ranks do more work.
 Examples:
   counterpoint simulate model --model llama3-70b
   counterpoint simulate model --model gpt3-175b --ranks 8,512,4096 --tokens 2k --microbatches 8
-  counterpoint simulate model --model llama3-70b --ranks 64 --cp-size 4 --tokens 128k --report step.html")]
+  counterpoint simulate model --ranks 64 --cp-size 4 --tokens 128k --report step.html")]
 pub(crate) struct SimulateModelArguments {
     /// Sizes of the layers
     #[arg(long, value_name = "NAME", default_value = "llama3-70b", value_parser = value::model())]

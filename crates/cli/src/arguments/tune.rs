@@ -71,7 +71,7 @@ very shape on that very device use them from then on.
 
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
-  counterpoint tune gemm --m 8k --n 8k --k 28672 --collective all-reduce --device cuda --search both
+  counterpoint tune gemm --m 8k --n 8k --k 8k --collective all-reduce --device cuda --search both
   counterpoint tune gemm --m 1k --n 1k --k 1k --collective all-gather --slow-link 200,0.2 --json")]
 pub(crate) struct TuneGemmArguments {
     /// Rows of the product
@@ -102,7 +102,8 @@ pub(crate) struct TuneGemmArguments {
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..=64), allow_hyphen_values = true)]
     pub(crate) most_groups: u32,
 
-    /// How communication is brought to run under computation [default: concurrent on CPUs, copy-engine on GPUs]
+    /// How communication is brought to run under computation [default: concurrent on CPUs and with copy engines, else
+    /// kernel-barrier and a margin as large as the transport's kernels]
     #[arg(long, value_name = "POLICY", value_parser = value::named_overlap)]
     pub(crate) overlap: Option<OverlapPolicy>,
 

@@ -6,8 +6,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{
-    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, StageCount, TransformerSpec,
-    WaveGroups,
+    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, QueryExchange, StageCount,
+    TransformerSpec, WaveGroups,
 };
 use counterpoint_schedule::OverlapPolicy;
 
@@ -255,6 +255,18 @@ pub(crate) fn dispatch() -> impl TypedValueParser<Value = DispatchAlgorithm> {
     named(DISPATCHES)
 }
 
+/// When queries travel.
+const QUERY_EXCHANGES: [(&str, QueryExchange); 3] = [
+    ("auto", QueryExchange::Auto),
+    ("fewest-bytes", QueryExchange::FewestBytes),
+    ("never", QueryExchange::Never),
+];
+
+/// When queries travel.
+pub(crate) fn query_exchange() -> impl TypedValueParser<Value = QueryExchange> {
+    named(QUERY_EXCHANGES)
+}
+
 /// The element types as the command line names them.
 const DTYPES: [(&str, DType); 4] =
     [("f64", DType::F64), ("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
@@ -346,7 +358,8 @@ mod tests {
         }
         assert_eq!(stages("auto"), Ok(StageCount::Auto));
         assert_eq!(stages("3"), Ok(StageCount::Fixed(3)));
-        for text in ["0", "-1", "many", "1025"] {
+        assert_eq!(stages("0"), Ok(StageCount::Fixed(0)), "all work at once");
+        for text in ["-1", "many", "1025"] {
             assert!(stages(text).is_err(), "{text}");
         }
     }

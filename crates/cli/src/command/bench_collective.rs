@@ -6,13 +6,13 @@ use std::sync::Arc;
 use counterpoint_cuda::collective_bench::{
     BenchCollective, CollectiveCase, CollectiveTimes, bench_collective,
 };
-use counterpoint_cuda::{CudaMachine, CudaProcess, Device, Timing, TransportKind};
+use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::{Facet, Rendezvous};
 use counterpoint_plan::{DType, Topology};
 use counterpoint_report::Statistics;
 use serde::Serialize;
 
-use super::launched::{as_rank, ended, gather, launch, refuse_other_sizes};
+use super::launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_sizes};
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType, dtype_name};
 use crate::console;
 use crate::error::CliError;
@@ -119,8 +119,8 @@ impl Ranks {
             }
             Self::Process { rendezvous, local_rank } => {
                 let topology = Topology::flat(case.ranks);
-                let machine = CudaProcess::new(rendezvous, *local_rank, Timing::Off, transport, topology);
-                let machine = machine.map_err(ended)?.with_num_sms(num_sms);
+                let machine = gpu_of_rank(rendezvous, *local_rank, Timing::Off, transport, topology)?;
+                let machine = machine.with_num_sms(num_sms);
                 let own = bench_collective(&machine, case).map_err(ended)?;
                 let all: Vec<(Vec<f64>, u64)> =
                     gather(rendezvous, "times", &(own.seconds.clone(), own.wrong))?;

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use counterpoint_cuda::{CudaError, CudaProcess, Device, Timing, TransportKind, compiler_version};
 use counterpoint_exec::{ExecError, Launch, Rendezvous, RendezvousError};
+use counterpoint_plan::Topology;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -49,6 +51,19 @@ pub(crate) fn refuse_other_sizes(launch: &Launch, flag: &'static str, ranks: usi
 /// An error of a run.
 pub(crate) fn ended(source: ExecError) -> CliError {
     CliError::Run { source }
+}
+
+/// The GPU of this process's rank. Where it fails all are told; a machine that has none says what it lacks.
+pub(crate) fn gpu_of_rank(
+    rendezvous: &Arc<Rendezvous>,
+    local_rank: Option<usize>,
+    timing: Timing,
+    transport: TransportKind,
+    topology: Topology,
+) -> Result<CudaProcess, CliError> {
+    let lacks = || compiler_version().and_then(|_| Device::count()).err().filter(CudaError::is_missing);
+    CudaProcess::new(rendezvous, local_rank, timing, transport, topology)
+        .map_err(|error| lacks().map_or_else(|| ended(error), |source| CliError::Cuda { source }))
 }
 
 /// Every rank's value, in the order of ranks.

@@ -6,8 +6,10 @@ mod bench_bandwidth;
 mod bench_collective;
 mod bench_cp;
 mod bench_gemm;
+mod bench_gemm_collective;
 mod bench_mask;
 mod bench_plan;
+mod bench_tp;
 mod comparison;
 mod doctor;
 mod launched;
@@ -36,7 +38,9 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
         Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
+        Command::Bench(BenchCommand::GemmCollective(arguments)) => bench_gemm_collective::run(&arguments),
         Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
+        Command::Bench(BenchCommand::Tp(arguments)) => bench_tp::run(&arguments),
         Command::Bench(BenchCommand::GroupCast(arguments)) => {
             bench_collective::run(BenchCollective::GroupCast, &arguments)
         }

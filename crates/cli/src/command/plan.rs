@@ -33,6 +33,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
         stages: arguments.planning.stages,
+        query_exchange: arguments.planning.query_exchange,
         topology,
         cost: profile.cost,
     };

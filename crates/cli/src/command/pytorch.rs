@@ -1,7 +1,9 @@
 //! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
 
-use std::io::Write;
-use std::process::{Child, Command, Stdio};
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,13 +17,34 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// Runs a script in all `commands` at once, which are `python3 - …`: it is handed over as text, so that nothing is written to
 /// disk. Whichever fails ends the others. `lacks` says what a machine has not on which the script ends with status 3.
 pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> Result<(), CliError> {
+    run_all(script, commands, lacks, None)
+}
+
+/// The same, where `heard` is given every line that the first of them prints.
+pub(super) fn run_script_heard(
+    script: &str,
+    mut commands: Vec<Command>,
+    lacks: &str,
+    mut heard: impl FnMut(&str) -> Result<(), CliError>,
+) -> Result<(), CliError> {
+    if let Some(first) = commands.first_mut() {
+        first.stdout(Stdio::piped());
+    }
+    run_all(script, commands, lacks, Some(&mut heard))
+}
+
+type Heard<'a> = Option<&'a mut dyn FnMut(&str) -> Result<(), CliError>>;
+
+fn run_all(script: &str, commands: Vec<Command>, lacks: &str, mut heard: Heard<'_>) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
     let mut processes = Processes(Vec::new());
+    let mut lines = Vec::new();
     for mut command in commands {
         let started = command.stdin(Stdio::piped()).spawn();
         let mut child = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
-        let stdin = child.stdin.take();
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         processes.0.push(child);
+        lines.extend(stdout.map(read_lines));
         if let Some(mut stdin) = stdin {
             // A python3 that ends early has its own words for why.
             let _ = stdin.write_all(script.as_bytes());
@@ -29,6 +52,7 @@ pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> R
     }
     let began = Instant::now();
     loop {
+        hear(&lines, &mut heard)?;
         let mut running = 0;
         for child in &mut processes.0 {
             let ended = child.try_wait();
@@ -43,7 +67,8 @@ pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> R
             }
         }
         if running == 0 {
-            return Ok(());
+            // What they printed last; the reader ends with them.
+            return lines.iter().flat_map(Receiver::iter).try_for_each(|line| tell(&line, &mut heard));
         }
         if began.elapsed() > LIMIT {
             let minutes = LIMIT.as_secs() / 60;
@@ -54,6 +79,57 @@ pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> R
         }
         thread::sleep(PAUSE);
     }
+}
+
+/// Lines as they are printed, by a thread that ends with the process.
+fn read_lines(stdout: ChildStdout) -> Receiver<String> {
+    let (sender, receiver) = channel();
+    thread::spawn(move || {
+        // Nobody listens any more once another process has failed.
+        BufReader::new(stdout)
+            .lines()
+            .map_while(Result::ok)
+            .try_for_each(|line| sender.send(line).map_err(drop))
+    });
+    receiver
+}
+
+fn hear(lines: &[Receiver<String>], heard: &mut Heard<'_>) -> Result<(), CliError> {
+    lines.iter().flat_map(Receiver::try_iter).try_for_each(|line| tell(&line, heard))
+}
+
+fn tell(line: &str, heard: &mut Heard<'_>) -> Result<(), CliError> {
+    heard.as_mut().map_or(Ok(()), |heard| heard(line))
+}
+
+/// A process for each of `ranks` GPUs, which find each other as PyTorch's `env://` wants it; `command` makes one of them.
+pub(super) fn on_gpus(ranks: usize, command: impl Fn() -> Command) -> Result<Vec<Command>, CliError> {
+    // One that was free a moment ago.
+    let free_port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
+    let no_port = |error: std::io::Error| CliError::NoPeers { reason: format!("no free port ({error})") };
+    let port = free_port().map_err(no_port)?;
+    let process = |rank: usize| {
+        let mut command = command();
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        command.env("WORLD_SIZE", ranks.to_string());
+        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+        command
+    };
+    Ok((0..ranks).map(process).collect())
+}
+
+/// As [`run_script`], in a process for each of `ranks` GPUs.
+pub(super) fn run_script_on_gpus(
+    script: &str,
+    ranks: usize,
+    command: impl Fn() -> Command,
+) -> Result<(), CliError> {
+    run_script(script, on_gpus(ranks, command)?, &lacks_gpus(ranks))
+}
+
+/// What a machine lacks that has fewer GPUs.
+pub(super) fn lacks_gpus(ranks: usize) -> String {
+    format!("python3 has no PyTorch that sees {ranks} GPUs")
 }
 
 /// Processes that end with their owner.
@@ -88,6 +164,18 @@ mod tests {
         let error = run_script("", vec![shell("exit 3"), shell("sleep 60")], "no such GPU").unwrap_err();
         assert!(error.to_string().contains("no such GPU"), "{error}");
         assert!(began.elapsed() < Duration::from_secs(20));
+    }
+
+    #[test]
+    fn lines_of_the_first_are_heard() {
+        let mut lines = Vec::new();
+        let heard = |line: &str| {
+            lines.push(line.to_owned());
+            Ok(())
+        };
+        let commands = vec![shell("echo one; sleep 0.2; echo two"), shell("sleep 0.1")];
+        run_script_heard("", commands, "", heard).unwrap();
+        assert_eq!(lines, ["one", "two"]);
     }
 
     #[test]

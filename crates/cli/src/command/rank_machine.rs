@@ -8,6 +8,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
 
+use super::launched::gpu_of_rank;
 use crate::arguments::Device;
 use crate::error::CliError;
 use crate::{device, profile};
@@ -59,8 +60,7 @@ impl RankMachine {
         topology: Topology,
     ) -> Result<Self, CliError> {
         let timing = Timing::Spans;
-        let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
-        let machine = machine.map_err(|source| CliError::Run { source })?;
+        let machine = gpu_of_rank(rendezvous, launch.local_rank, timing, transport, topology)?;
         let alone = CudaMachine::new(vec![machine.device().clone()], timing);
         let alone = alone.map_err(|source| CliError::Cuda { source })?;
         Ok(Self::Process(Box::new(RankProcess { rendezvous: rendezvous.clone(), machine, alone })))

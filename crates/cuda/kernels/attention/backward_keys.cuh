@@ -25,40 +25,48 @@ __device__ __forceinline__ i32 own_key() {
   return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
-// Which of a thread's rows are unmasked for its key `offset`: bit 8 (j % 4) + e of word j / 4 is column 8 j + 2 (lane %
-// 4) + e.
+// Which of a thread's rows are unmasked for its keys from `offset` on, each 8 further than the last: bit 8 (j % 4) + e of a
+// key's word j / 4 is column 8 j + 2 (lane % 4) + e. Both keys at once take half the loads, where there are registers for it.
+template <u32 kOfKeys>
 __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& params, const Step& step, i32 offset,
-                                         u32 (&words)[kRows / 32]) {
+                                         u32 (&words)[kOfKeys][kRows / 32]) {
   const i32 key = uniform_load(&step.key) + own_key() + offset;
   const i32 key_end = uniform_load(&step.key_end);
   const i32 row = uniform_load(&step.row);
   const i32 limit = uniform_load(&step.row_end) - row;
   const u32 bound_begin = uniform_load(&step.bound_begin);
   const u32 bound_end = uniform_load(&step.bound_end);
+  const bool whole = bound_begin == bound_end;
 #pragma unroll
-  for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0;
-  if (key >= key_end) return;
-  if (bound_begin == bound_end) {
+  for (u32 i = 0; i < kOfKeys; ++i) {
 #pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) words[w] = 0xffffffffu;
-    return;
+    for (u32 w = 0; w < kRows / 32; ++w) words[i][w] = whole && key + i32(8 * i) < key_end ? 0xffffffffu : 0;
   }
+  if (whole) return;
   for (u32 b = bound_begin; b < bound_end; ++b) {
     const int4* bound = reinterpret_cast<const int4*>(params.bounds + b);
     const int4 box = __ldg(bound);
     const int2 diagonals = __ldg(reinterpret_cast<const int2*>(bound + 1));
-    const bool seen = key >= box.z && key < box.w;
-    const i32 low = max(box.x, key - diagonals.y) - row;
-    const i32 high = seen ? min(min(box.y, key - diagonals.x + 1) - row, limit) : 0;
 #pragma unroll
-    for (u32 w = 0; w < kRows / 32; ++w) {
-      const i32 first = min(max(low - i32(32 * w), 0), 32);
-      const i32 end = min(max(high - i32(32 * w), 0), 32);
-      words[w] |= bit_mask(u32(first), u32(max(end - first, 0)));
+    for (u32 i = 0; i < kOfKeys; ++i) {
+      // A bound has no keys beyond the tile's end.
+      const i32 own = key + i32(8 * i);
+      const bool seen = own >= box.z && own < box.w;
+      const i32 low = max(box.x, own - diagonals.y) - row;
+      const i32 high = seen ? min(min(box.y, own - diagonals.x + 1) - row, limit) : 0;
+#pragma unroll
+      for (u32 w = 0; w < kRows / 32; ++w) {
+        const i32 first = min(max(low - i32(32 * w), 0), 32);
+        const i32 end = min(max(high - i32(32 * w), 0), 32);
+        words[i][w] |= bit_mask(u32(first), u32(max(end - first, 0)));
+      }
     }
   }
 #pragma unroll
-  for (u32 w = 0; w < kRows / 32; ++w) words[w] >>= 2 * (threadIdx.x % 4);
+  for (u32 i = 0; i < kOfKeys; ++i) {
+#pragma unroll
+    for (u32 w = 0; w < kRows / 32; ++w) words[i][w] >>= 2 * (threadIdx.x % 4);
+  }
 }
 
 // Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
@@ -265,20 +273,9 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         wgmma_commit();
         const bool bounded = flags & kBounded;
         u32 rows[2][kRows / 32];
-        if (bounded) {
-#pragma unroll
-          for (u32 i = 0; i < 2; ++i) {
-            key_rows(params, shared.steps[count % kSteps], i32(8 * i), rows[i]);
-          }
-        }
+        if (bounded) key_rows(params, shared.steps[count % kSteps], 0, rows);
         __syncwarp();
-        // dK of the block before is done: its rows may go.
-        wgmma_wait<1>();
-        if (flags & kFirst) {
-          mbarrier_wait(&shared.full_v, item_parity_of(flags));
-        } else if (elect_one()) {
-          mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
-        }
+        if (flags & kFirst) mbarrier_wait(&shared.full_v, item_parity_of(flags));
         wgmma_wait<0>();
         pin(s);
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
@@ -329,12 +326,12 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       // Asked for again, which saves a register.
       const bool last = step_flags(shared, count) & kLast;
       ++count;
-      if (last) break;
+      // The rows of the block may go.
       wgmma_wait<0>();
+      if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
+      if (last) break;
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
     }
-    wgmma_wait<0>();
-    if (elect_one()) mbarrier_arrive(&shared.empty[slot_of(count - 1)]);
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];

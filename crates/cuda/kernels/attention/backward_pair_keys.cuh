@@ -84,7 +84,9 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
         u32 rows[2][kRows / 32];
         if (bounded) {
 #pragma unroll
-          for (u32 i = 0; i < 2; ++i) key_rows(params, shared.steps[count % kSteps], i32(8 * i), rows[i]);
+          for (u32 i = 0; i < 2; ++i) {
+            key_rows(params, shared.steps[count % kSteps], i32(8 * i), reinterpret_cast<u32 (&)[1][kRows / 32]>(rows[i]));
+          }
         }
         __syncwarp();
         // dV of the block before is done.

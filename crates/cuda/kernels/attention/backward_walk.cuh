@@ -155,9 +155,9 @@ __device__ __forceinline__ void find_turn(const AttentionBackwardArguments& para
 //
 // Tiles come in classes of similar work, the heaviest first. Within a class the queue goes head by head, so that CTAs
 // that run together read the same rows; and class by class, so that the last items are short ones and CTAs finish
-// together. Where additions take turns, the queue goes tile by tile, all heads of each: the longer before a tile the one
-// that it follows has started, the less it waits. An item is asked for only when it is to be opened: a CTA that held one while
-// it is busy would have others wait, for their turns or for it to finish last.
+// together. Where additions take turns, the queue goes tile by tile, some heads of each: the longer before a tile the one that it
+// follows has started, the less it waits. An item is asked for only when it is to be opened: a CTA that held one while it is
+// busy would have others wait, for their turns or for it to finish last.
 //
 // Blocks are walked from the last to the first: under causal masks all tiles of a sequence see its last rows, so tiles
 // that start together read the same rows at the same time, from the second level cache. For the same reason the query

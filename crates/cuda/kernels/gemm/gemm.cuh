@@ -14,11 +14,36 @@ namespace counterpoint {
 // Barriers that name their users: 0 is __syncthreads, 1 and 2 are the warpgroups' own.
 constexpr u32 kGemmGroupBarrier = 1;
 
-// One consumer warpgroup.
+// What becomes of tiles that need no other rank: they are stored where the maps say.
 template <typename C>
+struct GemmToMemory {
+  // Of a thread that loads or stores, and of one that multiplies.
+  static constexpr u32 kProducerRegisters = 40;
+  static constexpr u32 kConsumerRegisters = 232;
+  const GemmArguments& arguments;
+
+  __device__ __forceinline__ void begin(GemmShared<C>&) const {}
+  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
+  __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
+    gemm_store<C>(arguments, shared, group);
+  }
+  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
+                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
+    if (arguments.wide) {
+      staging.template tile<true>(acc, of, column, walk.unit.group);
+    } else {
+      staging.template tile<false>(acc, of, column, walk.unit.group);
+    }
+  }
+  __device__ __forceinline__ void end() const {}
+};
+
+// One consumer warpgroup.
+template <typename C, typename Ends>
 struct GemmConsumer {
   const GemmArguments& arguments;
   GemmShared<C>& shared;
+  const Ends& ends;
   const u32 group = uniform(threadIdx.x / 128) - 1;
   const u32 thread = threadIdx.x % 128;
   const u32 warp = thread / 32;
@@ -140,18 +165,15 @@ struct GemmConsumer {
       if (tile.rows == 0 || column >= arguments.n) continue;
       if (arguments.splits > 1 && !merge_parts(walk)) continue;
       if (arguments.bias != nullptr) add_bias(column);
-      if (arguments.wide) {
-        staging.template tile<true>(acc, tile, column, walk.unit.group);
-      } else {
-        staging.template tile<false>(acc, tile, column, walk.unit.group);
-      }
+      ends.tile(staging, acc, tile, column, walk);
     }
     staging.finish();
   }
 };
 
-template <typename C>
-__device__ __forceinline__ void gemm(const GemmArguments& arguments) {
+// `ends` is what becomes of tiles: who stores them, and what is done before the first and after the last.
+template <typename C, typename Ends>
+__device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends& ends) {
   extern __shared__ u8 dynamic[];
   // Swizzled rows must begin at multiples of 1024 bytes. Both CTAs have the same skew.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
@@ -162,6 +184,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments) {
       mbarrier_init(&shared.empty[i], 2 * 4 * kGemmConsumers);
     }
     for (u32 g = 0; g < kGemmConsumers; ++g) {
+      shared.heralds[g].stored = shared.heralds[g].told = 0;
       for (u32 i = 0; i < 2; ++i) {
         mbarrier_init(&shared.chunk_full[g][i], 4);
         mbarrier_init(&shared.chunk_empty[g][i], 1);
@@ -171,17 +194,19 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments) {
   }
   cluster_sync();
   if (uniform(threadIdx.x / 128) == 0) {
-    registers_decrease<C::kProducerRegisters>();
-    if (threadIdx.x == 0) gemm_load<C>(arguments, shared);
-    if (threadIdx.x == 32) gemm_store<C>(arguments, shared, 0);
-    if (threadIdx.x == 64) gemm_store<C>(arguments, shared, 1);
+    registers_decrease<Ends::kProducerRegisters>();
+    if (threadIdx.x == 0) gemm_load<C>(arguments, shared, ends);
+    if (threadIdx.x == 32) ends.store(shared, 0);
+    if (threadIdx.x == 64) ends.store(shared, 1);
+    if (uniform(threadIdx.x / 32) == 3) ends.begin(shared);
   } else {
-    registers_increase<C::kConsumerRegisters>();
-    GemmConsumer<C> consumer{arguments, shared};
+    registers_increase<Ends::kConsumerRegisters>();
+    GemmConsumer<C, Ends> consumer{arguments, shared, ends};
     consumer.run();
   }
   // A CTA's barriers outlive the other's last arrival at them.
   cluster_sync();
+  if (threadIdx.x == 0) ends.end();
 }
 
 }  // namespace counterpoint

@@ -35,8 +35,6 @@ struct GemmConfig {
   static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
   // Columns of a chunk of elements: they must divide a tile.
   static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : 32;
-  static constexpr u32 kProducerRegisters = 40;
-  static constexpr u32 kConsumerRegisters = 232;
   static_assert(kTileN % 32 == 0 && kTileN <= 256, "whole chunks, one instruction");
 };
 
@@ -99,6 +97,17 @@ struct GemmChunk {
 };
 constexpr u8 kChunkLast = 1;  // of this warpgroup's part of a tile
 constexpr u8 kChunkNone = 2;  // there is no more work
+constexpr u8 kChunkPart = 4;  // of another rank's tile: `row` is its place among its owner's (gemm_reduce.cuh)
+
+// Parts of other ranks' tiles that one thread has stored, for the one that tells their owners (gemm_reduce.cuh).
+constexpr u32 kHeraldParts = 16;
+struct GemmHerald {
+  u32 parts[kHeraldParts];  // the owner's rank in the highest bits
+  u32 stored;               // so many, over all; kHeraldEnd beside it: there is nothing more to store
+  u32 told;
+};
+constexpr u32 kHeraldEnd = 0x80000000u;
+constexpr u32 kHeraldOwner = 28;  // bits of a part below its owner's rank
 
 template <typename C>
 struct alignas(1024) GemmShared {
@@ -111,6 +120,7 @@ struct alignas(1024) GemmShared {
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
   u32 arrived[kGemmConsumers];
+  GemmHerald heralds[kGemmConsumers];
 };
 
 // The items of this CTA: every warp walks the same list. A unit's parts of k follow each other.
@@ -172,15 +182,16 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
   }
 }
 
-// The one thread that loads.
-template <typename C>
-__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared) {
+// The one thread that loads. `ends` knows whether rows of A have come.
+template <typename C, typename Ends>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
   tma_prefetch_map(&arguments.a_maps[0]);
   tma_prefetch_map(&arguments.b_map);
   u32 stage = 0, round = 0;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
     const GemmRowTile tile = walk.row_tile();
+    ends.await_rows(tile);
     const u32 column = walk.template column<C::kTileN>();
     const u32 end = walk.k_end();
     const TensorMap* a_map = &arguments.a_maps[tile.source];

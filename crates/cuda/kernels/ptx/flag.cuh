@@ -40,6 +40,10 @@ __device__ __forceinline__ void add_release_system(u32* word, u32 value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void add_release_system(u64* word, u64 value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // Makes relaxed accesses after it release what this thread wrote before it, and those before it acquire what it reads after.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
@@ -70,6 +74,22 @@ __device__ __forceinline__ void store_relaxed_system(u64* word, u64 value) {
 
 // What this thread wrote or has seen written comes before what it releases, for all GPUs.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Words in shared memory, among the threads of a CTA.
+__device__ __forceinline__ u32 load_acquire_shared(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(u32(__cvta_generic_to_shared(word))) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release_shared(u32* word, u32 value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(u32(__cvta_generic_to_shared(word))), "r"(value) : "memory");
+}
+
+// Leaves the multiprocessor to other warps for about so long.
+template <u32 kNanoseconds>
+__device__ __forceinline__ void pause_nanoseconds() {
+  asm volatile("nanosleep.u32 %0;" ::"n"(kNanoseconds));
+}
 
 // Nanoseconds since some time in the past, the same clock for all of a GPU.
 __device__ __forceinline__ u64 global_nanoseconds() {

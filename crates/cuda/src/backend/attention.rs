@@ -11,10 +11,10 @@ use super::CudaBuffer;
 use super::compute::Prepare;
 use super::padding::{Padding, padded_dim};
 use crate::kernel::{
-    AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
-    ResultTensors, StateTensors,
+    AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd,
+    ForwardTarget, ForwardTensors, ResultTensors, Scalar, StateTensors,
 };
-use crate::{CudaError, Stream};
+use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A buffer of the Program as a kernel sees it.
 pub(super) struct Operand {
@@ -66,6 +66,45 @@ impl State {
     }
 }
 
+/// Results in f32, to be merged with others: the state is made where they go.
+struct Share {
+    kernel: AttentionFinish,
+    out: Operand,
+    lse: BufferId,
+    row_sum: DeviceBuffer,
+    rows: usize,
+}
+
+impl Share {
+    fn new(prepare: &Prepare<'_>, out: BufferId, lse: BufferId) -> Result<Self, ExecError> {
+        let (spec, device) = (prepare.spec(out), prepare.setup().device());
+        let (rows, heads, dim) = (spec.rows(), spec.shape[1], padded_dim(spec.shape[2]));
+        let kernel = AttentionFinish::new(device, Scalar::F32, heads, dim);
+        // A buffer has at least one byte.
+        let row_sum = DeviceBuffer::new(device, (rows * heads * size_of::<f32>()).max(1));
+        Ok(Self {
+            kernel: kernel.map_err(|error| prepare.device_error(error))?,
+            out: Operand::new(prepare, out)?,
+            lse,
+            row_sum: row_sum.map_err(|error| prepare.device_error(error))?,
+            rows,
+        })
+    }
+
+    fn state(&self, buffers: &[CudaBuffer]) -> StateTensors {
+        let (acc, row_max) = (self.out.address(buffers), buffers[self.lse.0].address());
+        StateTensors { acc, row_max, row_sum: self.row_sum.address() }
+    }
+
+    fn finish(&self, stream: &Stream, buffers: &[CudaBuffer], max_scale: f32) -> Result<(), CudaError> {
+        let state = self.state(buffers);
+        let share = ResultTensors { sink: 0, out: state.acc, lse: state.row_max };
+        // SAFETY: `check_operands` has compared the shapes; the kernel before it on the stream has written the state.
+        unsafe { self.kernel.share(stream, self.rows, &state, max_scale, &share) }?;
+        self.out.leave(stream, buffers)
+    }
+}
+
 /// A stage of the forward.
 pub(super) struct Forward {
     kernel: ForwardKernel,
@@ -80,6 +119,7 @@ pub(super) struct Forward {
 enum End {
     /// `None` where it continues a state, which it leaves in the same buffers.
     State(Option<State>),
+    Share(Share),
     Result {
         sink: Option<BufferId>,
         out: Operand,
@@ -91,10 +131,13 @@ impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
         let problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
+        let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let mode = ForwardMode {
             continues: matches!(op.begin, ForwardBegin::Continue(_)),
             end: match op.end {
                 ForwardEnd::State(_) => ForwardModeEnd::State,
+                // Kernels write results in the elements' type only; a share is made of the state.
+                ForwardEnd::Result { out, .. } if is_share(out) => ForwardModeEnd::State,
                 ForwardEnd::Result { sink, .. } => ForwardModeEnd::Result { seqlen_sink: seqlen_sink(sink) },
             },
         };
@@ -111,6 +154,9 @@ impl Forward {
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
+                ForwardEnd::Result { out, lse, .. } if is_share(*out) => {
+                    End::Share(Share::new(prepare, *out, *lse)?)
+                }
                 ForwardEnd::Result { sink, out, lse } => {
                     End::Result { sink: *sink, out: Operand::new(prepare, *out)?, lse: *lse }
                 }
@@ -134,6 +180,7 @@ impl Forward {
                     state.map_or(StateTensors { acc: 0, row_max: 0, row_sum: 0 }, |s| s.tensors(buffers));
                 (ForwardTarget::State(tensors), state.map(|state| &state.acc))
             }
+            End::Share(share) => (ForwardTarget::State(share.state(buffers)), None),
             End::Result { sink, out, lse } => {
                 let (sink, lse) = (sink.map_or(0, address), address(*lse));
                 (ForwardTarget::Result(ResultTensors { sink, out: out.address(buffers), lse }), Some(out))
@@ -149,6 +196,9 @@ impl Forward {
         // SAFETY: `check_operands` has compared all shapes and types; buffers and copies live as long as what is enqueued; the
         // Program orders who else uses them.
         unsafe { self.kernel.launch(stream, &tensors) }?;
+        if let End::Share(share) = &self.end {
+            return share.finish(stream, buffers, self.kernel.max_scale());
+        }
         written.map_or(Ok(()), |operand| operand.leave(stream, buffers))
     }
 }

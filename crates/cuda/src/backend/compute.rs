@@ -4,6 +4,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
+use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
@@ -14,6 +15,8 @@ pub struct CudaKernel(Work);
 
 enum Work {
     Forward(Box<Forward>),
+    Finish(Box<Finish>),
+    Placing(Box<Placing>),
     Delta(Box<Delta>),
     Backward(Box<Backward>),
     Product(Box<Product>),
@@ -42,9 +45,16 @@ impl CudaKernel {
         let prepare = Prepare { backend, program, index };
         let work = match &program.ops[index].op {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
+            Op::AttentionFinish(op) => Work::Finish(Box::new(Finish::new(&prepare, op)?)),
+            Op::PlaceRows { src, dst, rows } => {
+                Work::Placing(Box::new(Placing::new(&prepare, *src, *dst, rows)?))
+            }
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            // Where the transport has no kernel that communicates too.
+            Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
+            Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
@@ -65,6 +75,8 @@ impl CudaKernel {
     pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
         match &self.0 {
             Work::Forward(work) => work.launch(stream, buffers),
+            Work::Finish(work) => work.launch(stream, buffers),
+            Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Product(work) => work.launch(stream, buffers),
@@ -117,6 +129,11 @@ impl<'a> Prepare<'a> {
             WorkerShare::Common => 0,
         };
         workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// Whether the Program's operations follow each other.
+    pub(super) fn has_one_stream(&self) -> bool {
+        self.program.streams.len() == 1
     }
 
     /// Has the end of every run ask whether a turn was missed.

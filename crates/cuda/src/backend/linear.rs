@@ -8,8 +8,8 @@ use super::CudaBuffer;
 use super::compute::Prepare;
 use super::matrix_rows::{ResultRows, SourceRows};
 use crate::kernel::{
-    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmLayout, GemmRows, GemmSpec,
-    GemmTensors,
+    ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows,
+    GemmSpec, GemmTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -60,8 +60,9 @@ impl Product {
                 return Err(prepare.error("no CUDA kernel adds a bias to what it accumulates".to_owned()));
             }
         };
-        let most = if terms { GEMM_DESTINATIONS } else { usize::MAX };
-        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, most)?;
+        let out = ResultRows::new(prepare, op.out, &op.out_rows, op.accumulate, |rows| {
+            !terms || columns_fit(rows)
+        })?;
         let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
             output: out.scalar(),
             strides: [a.stride(), b.stride(), out.stride()],
@@ -69,6 +70,7 @@ impl Product {
             sources,
             shares,
             sm_margin: prepare.sm_margin(),
+            grid: prepare.grid(),
             ..GemmSpec::new(m, n, k, layout, element)
         };
         let mut parts = Vec::new();
@@ -117,6 +119,14 @@ impl Product {
         }
         self.out.leave(stream, buffers)
     }
+}
+
+/// Whether one launch stores these rows, which are columns of A.
+fn columns_fit(rows: &[Range]) -> bool {
+    /// Elements of 16 bytes, at whose multiples the copy engine reads.
+    const ELEMENTS: usize = 8;
+    let Some((_, before)) = rows.split_last() else { return true };
+    rows.len() <= GEMM_DESTINATIONS && before.iter().all(|rows| rows.len().is_multiple_of(ELEMENTS))
 }
 
 /// Rows of A and of the result side by side, cut wherever one of them is.
@@ -171,6 +181,11 @@ impl BiasGradient {
 }
 
 impl Prepare<'_> {
+    /// Where something may run beside a product, and no multiprocessors are left to it, it must find some between two units.
+    fn grid(&self) -> GemmGrid {
+        if self.has_one_stream() || self.sm_margin() > 0 { GemmGrid::Persistent } else { GemmGrid::PerUnit }
+    }
+
     /// A product whose bits do not depend on which rows of the result are computed together: its k is in one part, unless all
     /// of a gradient of a weight is one product anyway.
     fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {

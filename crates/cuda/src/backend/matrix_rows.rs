@@ -141,18 +141,18 @@ pub(super) struct ResultRows {
 }
 
 impl ResultRows {
-    /// `rows` of `buffer`, for a kernel that writes at most so many stretches.
+    /// `rows` of `buffer`, which are copied unless a kernel writes them where they belong.
     pub(super) fn new(
         prepare: &Prepare<'_>,
         buffer: BufferId,
         rows: &[Range],
         accumulate: Accumulate,
-        most: usize,
+        fit: impl FnOnce(&[Range]) -> bool,
     ) -> Result<Self, ExecError> {
         let spec = prepare.spec(buffer);
         let (columns, bytes) = (spec.row_elements(), spec.dtype.size());
         let (scalar, stride) = (prepare.scalar(buffer)?, padded(columns, bytes));
-        if stride == columns && rows.len() <= most {
+        if stride == columns && fit(rows) {
             return Ok(Self { buffer, scalar, columns, stride, rows: rows.to_vec(), copy: None });
         }
         let count = rows.iter().map(Range::len).sum();

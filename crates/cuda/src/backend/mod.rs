@@ -2,6 +2,7 @@
 
 mod attention;
 mod attention_backward;
+mod attention_finish;
 mod buffer;
 mod clock;
 mod compute;
@@ -210,6 +211,7 @@ impl CudaBackend {
             let what = match step {
                 LinkStep::Begin => "begun",
                 LinkStep::Pass => "read or written this rank's rows in",
+                LinkStep::Send => "sent all of its rows in",
             };
             let awaited = Awaited {
                 name: format!("rank {awaited}"),
@@ -316,15 +318,9 @@ impl Backend for CudaBackend {
             .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
     }
 
-    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CudaBuffer>, ExecError> {
-        let names = || specs.iter().map(|spec| spec.name.as_str()).collect::<Vec<_>>().join(", ");
-        let longest = specs.iter().map(|spec| spec.bytes()).max().unwrap_or(0);
-        let memory = DeviceBuffer::new(&self.0.device, longest as usize);
-        let buffers = memory.and_then(|memory| {
-            let buffer = |spec: &&BufferSpec| CudaBuffer::new(memory.clone(), &spec.shape, spec.dtype);
-            specs.iter().map(buffer).collect::<Result<Vec<_>, _>>()
-        });
-        buffers.map_err(|error| self.error(&format_args!("the allocation of {}", names()), error))
+    fn view(&self, memory: &CudaBuffer, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
+        CudaBuffer::new(memory.memory().clone(), &spec.shape, spec.dtype)
+            .map_err(|error| self.error(&format_args!("the memory of {}", spec.name), error))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CudaBuffer, ExecError> {

@@ -319,3 +319,32 @@ fn gather<T: Serialize + DeserializeOwned>(
     let all = rendezvous.all_gather(place, &own)?;
     all.iter().map(|one| serde_json::from_slice(one).map_err(broken)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_work_is_refused_with_what_does() {
+        let (flat, nodes) = (Topology::flat(4), Topology { world_size: 4, ranks_per_node: 2 });
+        let far = || Some("ranks 0 and 2 are on different hosts".to_owned());
+        let chosen =
+            |wanted, unreached, topology, sharing| choose(wanted, unreached, topology, sharing).unwrap();
+        assert_eq!(chosen(TransportKind::Auto, None, flat, 1), TransportKind::Nvlink);
+        assert_eq!(chosen(TransportKind::Auto, None, flat, 2), TransportKind::Nvlink);
+        assert_eq!(chosen(TransportKind::Auto, far(), flat, 1), TransportKind::Nccl);
+        assert_eq!(chosen(TransportKind::Auto, None, nodes, 2), TransportKind::Hierarchical);
+        assert_eq!(chosen(TransportKind::Nccl, far(), nodes, 1), TransportKind::Nccl);
+        assert_eq!(chosen(TransportKind::CopyEngine, None, nodes, 2), TransportKind::CopyEngine);
+        for (wanted, unreached, sharing, word) in [
+            (TransportKind::Nvlink, far(), 1, "use --transport nccl"),
+            (TransportKind::CopyEngine, far(), 1, "different hosts"),
+            (TransportKind::Hierarchical, far(), 1, "different hosts"),
+            (TransportKind::Nccl, None, 2, "2 ranks share a GPU"),
+            (TransportKind::Auto, far(), 2, "2 ranks share a GPU"),
+        ] {
+            let error = choose(wanted, unreached, flat, sharing).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+    }
+}

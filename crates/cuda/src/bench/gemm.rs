@@ -159,7 +159,7 @@ impl GemmBench {
 }
 
 /// Places spread over `size`, the first and the last among them.
-fn sample(size: usize, count: usize) -> Vec<usize> {
+pub(super) fn sample(size: usize, count: usize) -> Vec<usize> {
     let count = count.min(size);
     let steps = count.max(2) - 1;
     // Not all at multiples of a tile.

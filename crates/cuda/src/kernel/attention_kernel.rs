@@ -28,6 +28,14 @@ impl ForwardKernel {
         }
     }
 
+    /// What `row_max` of a state that it leaves is multiplied by to be that of base 2.
+    pub fn max_scale(&self) -> f32 {
+        match self {
+            Self::Hopper(kernel) => kernel.max_scale(),
+            Self::Portable(_) => 1.0,
+        }
+    }
+
     /// Enqueues the forward.
     ///
     /// # Safety

@@ -87,6 +87,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     let kernels = [
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),
+        super::attention_finish::layouts(),
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
         super::column_sum::layouts(),

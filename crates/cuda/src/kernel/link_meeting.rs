@@ -34,7 +34,7 @@ struct LinkState {
 struct LinkFault {
     set: u64,
     awaited: u64,
-    passing: u64,
+    step: u64,
     seen: u64,
     wanted: u64,
 }
@@ -59,6 +59,8 @@ pub enum LinkStep {
     Begin,
     /// To be through with the tensors of the one that waits.
     Pass,
+    /// To send a piece of its rows.
+    Send,
 }
 
 /// `LinkCall` of the kernels: one call of one rank.
@@ -144,8 +146,12 @@ impl LinkEnd {
     pub fn missed(&self) -> Result<Option<MissedRank>, CudaError> {
         let mut found = [LinkFault::zeroed()];
         self.fault.read(0, &mut found)?;
-        let [LinkFault { set, awaited, passing, seen, wanted }] = found;
-        let step = if passing == 0 { LinkStep::Begin } else { LinkStep::Pass };
+        let [LinkFault { set, awaited, step, seen, wanted }] = found;
+        let step = match step {
+            0 => LinkStep::Begin,
+            1 => LinkStep::Pass,
+            _ => LinkStep::Send,
+        };
         Ok((set != 0).then_some(MissedRank { rank: awaited as usize, step, seen, wanted }))
     }
 
@@ -229,7 +235,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, tensors }),
         shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults }),
-        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, passing, seen, wanted }),
+        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, step, seen, wanted }),
         shared_layout!(
             "link_meeting.cuh",
             LinkCall {

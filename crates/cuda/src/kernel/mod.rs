@@ -3,6 +3,7 @@
 mod attention;
 mod attention_backward;
 mod attention_delta;
+mod attention_finish;
 mod attention_forward;
 mod attention_kernel;
 mod attention_merge;
@@ -35,6 +36,7 @@ mod start_litmus;
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::{AttentionBackward, MissedTurn};
 pub use attention_delta::AttentionDelta;
+pub use attention_finish::AttentionFinish;
 pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
@@ -46,8 +48,9 @@ pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmLayout, GemmLibrary, GemmRows, GemmShape,
-    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, TileOrder, TilePair, TileUnit,
+    GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
+    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape,
+    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

@@ -1,7 +1,8 @@
 use super::{
-    attention_backward, attention_delta, attention_forward, attention_merge, cast, column_sum, gemm,
-    head_resize, link_copy, link_litmus, link_reduce, portable_backward, portable_backward_query,
-    portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce, start_litmus,
+    attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, cast,
+    column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
+    portable_backward_query, portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce,
+    start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -33,6 +34,7 @@ pub fn specialisations() -> Vec<Specialisation> {
     let helpers = [Arch::SM_80, Arch::SM_90A].into_iter().flat_map(|arch| {
         [
             attention_delta::specialisations(arch),
+            attention_finish::specialisations(arch),
             attention_merge::specialisations(arch),
             cast::specialisations(arch),
             column_sum::specialisations(arch),

@@ -92,6 +92,17 @@ function_table! {
         ncclGroupEnd();
         ncclSend(from: *const c_void, count: usize, kind: c_int, peer: c_int, handle: NcclHandle, stream: CUstream);
         ncclRecv(to: *mut c_void, count: usize, kind: c_int, peer: c_int, handle: NcclHandle, stream: CUstream);
+        ncclAllGather(
+            from: *const c_void, to: *mut c_void, count: usize, kind: c_int, handle: NcclHandle, stream: CUstream,
+        );
+        ncclReduceScatter(
+            from: *const c_void, to: *mut c_void, count: usize, kind: c_int, op: c_int, handle: NcclHandle,
+            stream: CUstream,
+        );
+        ncclAllReduce(
+            from: *const c_void, to: *mut c_void, count: usize, kind: c_int, op: c_int, handle: NcclHandle,
+            stream: CUstream,
+        );
     }
 }
 

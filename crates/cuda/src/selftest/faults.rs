@@ -10,7 +10,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
 
-use crate::{CudaBackend, CudaMachine, CudaTransport};
+use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport, Device, Timing, TransportKind};
 
 const ROWS: usize = 2048;
 /// Limit of every wait. Connecting the ranks of NCCL has it too.
@@ -45,6 +45,36 @@ pub fn selftest_faults(
         checks.push(check);
     }
     Ok(checks)
+}
+
+/// GPUs that do not reach each other's memory: transports that need it must be refused with their names, and the one that is chosen
+/// instead must give the bits of those that reach it. Nothing to check on a single GPU.
+///
+/// # Errors
+/// When the run of GPUs that reach each other fails.
+pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    if machine.devices().len() < 2 {
+        return Ok(Vec::new());
+    }
+    let problem = Problem::new(machine.devices().len())?;
+    let expected = problem.run(machine, Vec::new()).map_err(|mut errors| errors.swap_remove(0))?;
+    let name = "GPUs that do not reach each other's memory are named, and take NCCL".to_owned();
+    let isolated = machine.devices().iter().map(Device::isolated).collect();
+    let check = || -> Result<SelfCheck, String> {
+        let isolated = CudaMachine::new(isolated, Timing::Off).map_err(|error| error.to_string())?;
+        for transport in [TransportKind::Nvlink, TransportKind::CopyEngine] {
+            match isolated.clone().with_transport(transport) {
+                Err(CudaError::NoPeerAccess { from: 0, to: 1, .. }) => {}
+                Err(error) => return Err(format!("{transport}: {error}")),
+                Ok(_) => return Err(format!("{transport} was not refused")),
+            }
+        }
+        let results = problem.run(&isolated, Vec::new()).map_err(|errors| errors[0].to_string())?;
+        let unlike = expected.iter().zip(&results).filter(|(a, b)| a != b).count();
+        let others = usize::from(isolated.transport() != TransportKind::Nccl);
+        Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
+    };
+    Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
 }
 
 struct Problem {

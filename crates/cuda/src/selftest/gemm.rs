@@ -6,8 +6,8 @@ use half::{bf16, f16};
 use super::subject::clean;
 use crate::bench::element_bound;
 use crate::kernel::{
-    ElementType, Gemm, GemmEpilogue, GemmLayout, GemmRows, GemmShape, GemmSignals, GemmSpec, GemmTensors,
-    RandomFill, Scalar, TileOrder,
+    ElementType, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows, GemmShape, GemmSignals, GemmSpec,
+    GemmTensors, RandomFill, Scalar, TileOrder,
 };
 use crate::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, StreamPriority};
 
@@ -92,7 +92,9 @@ impl Case {
                 spec.shares = vec![spec.m / shares; shares];
                 spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
             } else {
-                spec.shares = cut(&mut dice, spec.m, shares, 1);
+                // Where A lies along m, its rows begin at multiples of 16 bytes.
+                let unit = if layout == GemmLayout::Tn { 8 } else { 1 };
+                spec.shares = cut(&mut dice, spec.m, shares, unit);
             }
         }
         let rows = layout.a_dims(spec.m, k)[0];
@@ -118,6 +120,7 @@ impl Case {
         let columns = [layout.a_dims(spec.m, k)[1], layout.b_dims(n, k)[1], n];
         spec.strides = columns.map(|columns| columns.next_multiple_of(8) + 8 * dice.below(3));
         spec.sm_margin = dice.of(&[0, 0, 5, 100]) as u32;
+        spec.grid = dice.of(&[GemmGrid::Persistent, GemmGrid::PerUnit]);
         let shape = dice.of(&Gemm::shapes(stream.device(), &spec)?);
         let units = Gemm::with_shape(stream, &spec, shape)?.units().len();
         if spec.order == TileOrder::Grouped && dice.below(3) == 0 {
@@ -134,7 +137,7 @@ impl Case {
     }
 
     fn describe(&self) -> String {
-        let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, .. } =
+        let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
         let GemmShape { columns, pair, splits } = self.shape;
         let order = match &self.spec.order {
@@ -148,7 +151,7 @@ impl Case {
         };
         format!(
             "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts, {order}, \
-             {} pieces, {} shares, {signals} groups, margin {sm_margin}",
+             {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),
             output.name(),
@@ -172,6 +175,7 @@ impl Case {
             shares: vec![self.spec.m],
             signals: GemmSignals::None,
             sm_margin: 0,
+            grid: GemmGrid::Persistent,
             ..self.spec.clone()
         };
         let (plain, _) = self.launch(stream, &plain, &tensors).map_err(failed)?;

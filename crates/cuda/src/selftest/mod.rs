@@ -4,6 +4,7 @@
 
 mod cache;
 mod faults;
+mod fused;
 mod gemm;
 mod graph;
 mod guard;
@@ -12,7 +13,8 @@ mod long;
 mod subject;
 
 pub use cache::selftest_cache;
-pub use faults::selftest_faults;
+pub use faults::{selftest_faults, selftest_isolation};
+pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;
 pub use graph::selftest_graphs;
 pub use guard::selftest_guard;

@@ -143,3 +143,27 @@ impl Transport<CudaBackend> for LevelledTransport {
         levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Else a pair of ranks would wait for each other on different levels, or on two, or on none.
+    #[test]
+    fn every_pair_of_ranks_is_on_one_level_and_both_see_the_same() {
+        let levels = |rank: usize| {
+            let node = rank / 3 * 3..rank / 3 * 3 + 3;
+            [Level::Node(node.clone()), Level::OtherNodes(node)]
+        };
+        let level_of = |rank: usize, peer: usize| {
+            let has: Vec<usize> = (0..2).filter(|at| levels(rank)[*at].has(peer)).collect();
+            assert_eq!(has.len(), 1, "{rank} and {peer}");
+            has[0]
+        };
+        for (rank, peer) in (0..9).flat_map(|rank| (0..9).map(move |peer| (rank, peer))) {
+            assert_eq!(level_of(rank, peer), level_of(peer, rank));
+            assert!(Level::World.has(peer));
+        }
+        assert_eq!((level_of(4, 4), level_of(4, 3), level_of(4, 6)), (0, 0, 1));
+    }
+}

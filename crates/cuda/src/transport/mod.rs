@@ -10,8 +10,11 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod cast_gemm;
 mod copies;
 mod exchange;
+mod fused;
+mod gemm_reduce;
 mod kind;
 mod levels;
 mod link;
@@ -27,7 +30,7 @@ use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
-use counterpoint_schedule::{BufferSpec, GroupCast, GroupReduce, SpanKind};
+use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
@@ -114,6 +117,8 @@ pub struct CudaCollective {
 enum Work {
     Pull(Mutex<Option<pull::PullWork>>),
     Link(LinkWork),
+    GemmReduce(Box<gemm_reduce::GemmReduceWork>),
+    CastGemm(Box<cast_gemm::CastGemmWork>),
     Push(push::PushWork),
     Exchange(exchange::ExchangeWork),
 }
@@ -123,6 +128,8 @@ impl CudaCollective {
     fn has_met(&self) -> bool {
         match &self.work {
             Work::Link(link) => link.has_met(),
+            Work::GemmReduce(work) => work.has_met(),
+            Work::CastGemm(work) => work.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),
             Work::Pull(_) | Work::Push(_) => false,
         }
@@ -176,17 +183,21 @@ impl CudaTransport {
             let work = self
                 .work(&collective, &outputs)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
-            Ok(CudaCollective {
-                number: self.prepared.fetch_add(1, Ordering::Relaxed),
-                collective: Arc::new(collective),
-                outputs,
-                ready: Mutex::new(None),
-                done: Mutex::new(None),
-                work,
-            })
+            Ok(self.collective(collective, outputs, work))
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
+    }
+
+    fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
+        CudaCollective {
+            number: self.prepared.fetch_add(1, Ordering::Relaxed),
+            collective: Arc::new(collective),
+            outputs,
+            ready: Mutex::new(None),
+            done: Mutex::new(None),
+            work,
+        }
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
@@ -246,6 +257,31 @@ impl Transport<CudaBackend> for CudaTransport {
         self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
     }
 
+    fn prepare_gemm_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &GemmReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.gemm_reduce_work(backend, place, op, program);
+        // As for every collective: the others are told instead of being let wait.
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
+    fn prepare_cast_gemm(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &CastGemm,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.cast_gemm_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
@@ -256,6 +292,8 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
+            Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
             Work::Exchange(work) => self.exchange(call, meeting, work),
         };
@@ -322,6 +360,18 @@ impl CudaTransport {
                 part.mailbox = Some(link.mailbox());
                 &[][..]
             }
+            Work::GemmReduce(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.exchange());
+                part.outputs = work.written_by_others(buffers);
+                &[][..]
+            }
+            Work::CastGemm(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.arrivals());
+                part.outputs = vec![work.written_by_others(buffers)];
+                &[][..]
+            }
             Work::Exchange(_) => &[][..],
         };
         part.ready.record(queue)?;
@@ -343,10 +393,14 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) | Work::Exchange(_) => {}
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
-        stream.end_span(place, SpanKind::Communication, meeting.started)?;
+        let kind = match &collective.work {
+            Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
+            _ => SpanKind::Communication,
+        };
+        stream.end_span(place, kind, meeting.started)?;
         stream.status().end();
         Ok(())
     }

@@ -1,14 +1,16 @@
+use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    AttentionBackward, AttentionDelta, AttentionForward, AttentionState, BufferId, ColumnSum, ForwardBegin,
-    ForwardEnd, Gemm, Op, Program, RowBlock,
+    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState, BufferId,
+    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
-    BackwardArgs, DeltaArgs, Element, ForwardArgs, ForwardMode, GemmArgs, HeadShape, ResultArgs, SinkArgs,
-    StateArgs, StateMutArgs, attention_backward, attention_delta, attention_forward, cast, column_sum, gemm,
+    BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
+    ResultArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta, attention_finish,
+    attention_forward, attention_share, cast, column_sum, gemm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -39,6 +41,9 @@ impl CpuKernel {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
             }
+            Op::AttentionFinish(op) => {
+                with_host_element!(dtype(op.out), T => finish::<T>(op, &access, workers))
+            }
             Op::AttentionDelta(op) => {
                 with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
             }
@@ -51,11 +56,10 @@ impl CpuKernel {
                     backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
             }
-            Op::Gemm(op) => with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
-                product::<T, T>(op, &access, workers)
-            } else {
-                product::<T, <T as HostElement>::Accumulator>(op, &access, workers)
-            }),
+            Op::Gemm(op) => multiply(op, &access, workers),
+            // Its collectives are operations of their own here.
+            Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
+            Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)
@@ -71,6 +75,7 @@ impl CpuKernel {
                 Ok(())
             }
             Op::Concat { srcs, dst } => concat(srcs, *dst, &access),
+            Op::PlaceRows { src, dst, rows } => place_rows(*src, *dst, rows, &access, workers),
             Op::CopyRows { src, dst, rows } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);
                 let count = rows * src.shape()[1..].iter().product::<usize>();
@@ -83,6 +88,15 @@ impl CpuKernel {
             _ => Ok(()),
         }
     }
+}
+
+fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError> {
+    let dtype = |id: BufferId| access.buffers[id.0].dtype();
+    with_host_element!(dtype(op.a[0].buffer), T => if dtype(op.out) == T::DTYPE {
+        product::<T, T>(op, access, workers)
+    } else {
+        product::<T, <T as HostElement>::Accumulator>(op, access, workers)
+    })
 }
 
 fn forward<T>(op: &AttentionForward, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
@@ -122,6 +136,19 @@ where
     };
     let sink = sink.map(|sink| access.read(sink)).transpose()?;
     let (mut out, mut lse) = (access.write(out)?, access.write(lse)?);
+    if out.dtype() != T::DTYPE {
+        // A share: the state is made where its results go.
+        let mut row_sum = vec![T::Accumulator::ZERO; lse.len()];
+        let state = StateMutArgs {
+            acc: elements_mut(&mut out),
+            row_max: elements_mut(&mut lse),
+            row_sum: &mut row_sum,
+        };
+        run(ForwardMode::First(state));
+        let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut(&mut lse));
+        attention_share(out, lse, &row_sum, v.shape()[2], workers);
+        return Ok(());
+    }
     let result = ResultArgs {
         sink: sink.as_ref().map(|sink| elements(sink)),
         out: elements_mut(&mut out),
@@ -136,6 +163,27 @@ where
             run(ForwardMode::Last(state, result));
         }
     }
+    Ok(())
+}
+
+fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
+where
+    T: Element,
+{
+    let (merged_out, merged_lse) = (access.read(op.merged_out)?, access.read(op.merged_lse)?);
+    let sink = op.sink.map(|sink| access.read(sink)).transpose()?;
+    let (mut out, mut lse) = (access.write(op.out)?, access.write(op.lse)?);
+    let args = FinishArgs::<T> {
+        heads_q: merged_out.shape()[1],
+        head_dim_v: merged_out.shape()[2],
+        merged_out: elements(&merged_out),
+        merged_lse: elements(&merged_lse),
+        sink: sink.as_ref().map_or(&[], |sink| elements(sink)),
+        rows: &op.rows,
+        out: elements_mut(&mut out),
+        lse: elements_mut(&mut lse),
+    };
+    attention_finish(args, workers);
     Ok(())
 }
 
@@ -252,6 +300,26 @@ fn concat(srcs: &[BufferId], dst: BufferId, access: &Access<'_>) -> Result<(), E
         });
         offset += src.len();
     }
+    Ok(())
+}
+
+fn place_rows(
+    src: BufferId,
+    dst: BufferId,
+    rows: &[Range],
+    access: &Access<'_>,
+    workers: &ThreadPool,
+) -> Result<(), ExecError> {
+    let (src, mut dst) = (access.read(src)?, access.write(dst)?);
+    let width: usize = src.shape()[1..].iter().product();
+    with_host_element!(src.dtype(), S => with_host_element!(dst.dtype(), D => {
+        let (mut from, to) = (elements::<S>(&src), elements_mut::<D>(&mut dst));
+        for rows in rows {
+            let (here, rest) = from.split_at(rows.len() * width);
+            cast(here, &mut to[rows.start * width..rows.end * width], workers);
+            from = rest;
+        }
+    }));
     Ok(())
 }
 

@@ -140,10 +140,8 @@ impl Backend for CpuBackend {
         Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
     }
 
-    fn allocate_in_turns(&self, specs: &[&BufferSpec]) -> Result<Vec<CpuBuffer>, ExecError> {
-        let Some(longest) = specs.iter().max_by_key(|spec| spec.bytes()) else { return Ok(Vec::new()) };
-        let memory = self.allocate(longest)?;
-        Ok(specs.iter().map(|spec| memory.in_turn(spec)).collect())
+    fn view(&self, memory: &CpuBuffer, spec: &BufferSpec) -> Result<CpuBuffer, ExecError> {
+        Ok(memory.in_turn(spec))
     }
 
     fn upload(&self, name: &str, tensor: HostTensor) -> Result<CpuBuffer, ExecError> {

@@ -2,6 +2,7 @@
 
 mod attention_backward;
 mod attention_delta;
+mod attention_finish;
 mod attention_forward;
 mod cast;
 mod element;
@@ -19,6 +20,7 @@ mod turns;
 
 pub use attention_backward::{BackwardArgs, attention_backward};
 pub use attention_delta::{DeltaArgs, SinkArgs, attention_delta};
+pub(crate) use attention_finish::{FinishArgs, attention_finish, attention_share};
 pub use attention_forward::{
     ForwardArgs, ForwardMode, ResultArgs, StateArgs, StateMutArgs, attention_forward,
 };

@@ -1,6 +1,11 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
 mod clock;
+mod deferred;
+mod gemm_collective;
+mod layer;
+mod parallel;
+mod reference;
 mod run;
 mod shard;
 
@@ -11,6 +16,12 @@ use crate::HostTensor;
 use crate::random::normal;
 
 pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
+pub use gemm_collective::{
+    GemmCollective, GemmCollectiveSpec, PreparedOn, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,
+};
+pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
+pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
+pub use reference::{LinearSample, check_linear};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.

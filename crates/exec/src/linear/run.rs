@@ -1,14 +1,9 @@
-use std::sync::Arc;
-
 use counterpoint_plan::{DType, LinearPlan};
-use counterpoint_schedule::{
-    BufferRole, BufferSpec, OverlapPolicy, Program, WeightGradient, lower_linear_backward,
-    lower_linear_forward, lower_linear_weight_gradient,
-};
+use counterpoint_schedule::WeightGradient;
 
-use super::shard::Shard;
+use super::layer::{LayerGradient, LinearLayer, LinearScratch, LinearTensor, RankBuffers, check_present};
 use super::{LinearInputs, LinearOutputs, LinearRun};
-use crate::{Backend, CpuMachine, ExecError, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+use crate::{CpuMachine, ExecError, HostTensor, Machine, RunConfig};
 
 /// How to run a layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,163 +40,64 @@ pub fn run_linear_on<M: Machine>(
     config: &LinearConfig,
 ) -> Result<LinearRun, ExecError> {
     check_inputs(plan, inputs, config)?;
-    let run = Run { machine, plan, policy: config.run.policy, world: world(plan, &config.run) };
-    let x = (Shard::of_input(plan), &inputs.x);
-    let weight = (Shard::of_weight(plan), &inputs.weight);
-    let bias = inputs.bias.as_ref().map(|bias| (Shard::of_bias(plan), bias));
-
-    let mut given = vec![("x", x), ("weight", weight)];
-    given.extend(bias.map(|bias| ("bias", bias)));
-    let mut forward = run.prepare(|rank| lower_linear_forward(plan, rank, run.policy))?;
-    run.bind(&mut forward, &given)?;
-    let forward_timeline = Prepared::run_ranks(&mut forward)?;
+    let main_grad = inputs.main_grad.as_ref();
+    let gradient = match config.weight_gradient {
+        WeightGradient::Frozen => LayerGradient::Frozen,
+        WeightGradient::Written => LayerGradient::Written,
+        WeightGradient::Accumulated(dtype) => LayerGradient::Accumulated(dtype),
+        WeightGradient::Deferred => {
+            LayerGradient::Deferred { into: main_grad.map(|(weight, _)| weight.dtype()), limit: 1 }
+        }
+    };
+    let scratch = &mut LinearScratch::new();
+    let mut layer = match inputs.dy {
+        Some(_) => LinearLayer::new(machine, plan.clone(), gradient, &config.run, scratch)?,
+        None => LinearLayer::forward_only(machine, plan.clone(), &config.run, scratch)?,
+    };
+    let weight = layer.scatter(LinearTensor::Weight, &inputs.weight)?;
+    let bias = scatter(&layer, LinearTensor::Bias, inputs.bias.as_ref())?;
+    layer.bind_weight(&weight, bias.as_ref())?;
+    let x = layer.scatter(LinearTensor::Input, &inputs.x)?;
+    let forward = layer.forward(&x)?;
     let mut result = LinearRun {
         outputs: LinearOutputs {
-            y: run.join(&forward, "y", Shard::of_output(plan))?,
+            y: layer.gather(LinearTensor::Output, &forward.result)?,
             dx: None,
             dweight: None,
             dbias: None,
         },
-        forward: forward_timeline,
+        forward: forward.timeline,
         backward: None,
         weight_gradient: None,
     };
-    drop(forward);
     let Some(dy) = &inputs.dy else { return Ok(result) };
 
-    let given = [("x", x), ("weight", weight), ("dy", (Shard::of_output(plan), dy))];
-    let main_grad = run.main_grad(inputs)?;
-    let gradient = config.weight_gradient;
-    let mut backward = run.prepare(|rank| lower_linear_backward(plan, rank, gradient, run.policy))?;
-    run.bind(&mut backward, &given)?;
-    main_grad.bind::<M>(&mut backward)?;
-    result.backward = Some(Prepared::run_ranks(&mut backward)?);
-    result.outputs.dx = Some(run.join(&backward, "dx", Shard::of_input(plan))?);
-    let mut last = backward;
-    if gradient == WeightGradient::Deferred {
-        let dtype = inputs.main_grad.as_ref().map(|(weight, _)| weight.dtype());
-        let mut deferred = run.prepare(|rank| lower_linear_weight_gradient(plan, rank, dtype, run.policy))?;
-        run.bind(&mut deferred, &given)?;
-        main_grad.bind::<M>(&mut deferred)?;
-        hand_over(&last, &mut deferred)?;
-        result.weight_gradient = Some(Prepared::run_ranks(&mut deferred)?);
-        last = deferred;
+    let sums = main_grad.map(|(weight, bias)| {
+        let weight = layer.scatter(LinearTensor::Weight, weight)?;
+        Ok::<_, ExecError>((weight, scatter(&layer, LinearTensor::Bias, bias.as_ref())?))
+    });
+    let sums = sums.transpose()?;
+    if let Some((weight, bias)) = &sums {
+        layer.bind_main_grad(weight, bias.as_ref())?;
     }
-    for (names, shard, to) in [
-        (["dweight", "main_grad"], Shard::of_weight(plan), &mut result.outputs.dweight),
-        (["dbias", "main_grad_bias"], Shard::of_bias(plan), &mut result.outputs.dbias),
-    ] {
-        for name in names {
-            if last.iter().all(|rank| rank.buffer(name).is_some()) {
-                *to = Some(run.join(&last, name, shard)?);
-            }
-        }
+    let dy = layer.scatter(LinearTensor::Output, dy)?;
+    let backward = layer.backward(&x, &dy)?;
+    result.outputs.dx = Some(layer.gather(LinearTensor::Input, &backward.result)?);
+    result.backward = Some(backward.timeline);
+    result.weight_gradient = layer.flush()?.pop();
+    if let Some((weight, bias)) = sums.or_else(|| layer.weight_gradient()) {
+        result.outputs.dweight = Some(layer.gather(LinearTensor::Weight, &weight)?);
+        result.outputs.dbias = bias.map(|bias| layer.gather(LinearTensor::Bias, &bias)).transpose()?;
     }
     Ok(result)
 }
 
-type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
-type Buffer<M> = <<M as Machine>::Backend as Backend>::Buffer;
-
-fn world(plan: &LinearPlan, run: &RunConfig) -> Arc<World> {
-    let config = WorldConfig { limit: run.limit, poison: run.poison, faults: run.faults.clone() };
-    World::new(plan.tp_size, config)
-}
-
-/// What every Program of a run shares.
-struct Run<'a, M> {
-    machine: &'a M,
-    plan: &'a LinearPlan,
-    policy: OverlapPolicy,
-    world: Arc<World>,
-}
-
-impl<M: Machine> Run<'_, M> {
-    fn prepare(&self, lower: impl Fn(usize) -> Program) -> Result<Vec<Rank<M>>, ExecError> {
-        let programs: Vec<Program> = (0..self.plan.tp_size).map(lower).collect();
-        let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
-        self.machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
-        let ranks = programs.into_iter().zip(self.machine.connect(&self.world)?);
-        ranks.map(|(program, (backend, transport))| Rank::<M>::new(program, backend, transport)).collect()
-    }
-
-    /// Gives every rank its parts of those tensors that its Program asks for.
-    fn bind(&self, ranks: &mut [Rank<M>], given: &[(&str, (Shard, &HostTensor))]) -> Result<(), ExecError> {
-        for (index, rank) in ranks.iter_mut().enumerate() {
-            for (name, (shard, whole)) in given {
-                if wants(rank.program(), name) {
-                    let part = shard.cut(self.plan, index, whole)?;
-                    let buffer = rank.backend().upload(name, part)?;
-                    rank.bind(name, buffer)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn join(&self, ranks: &[Rank<M>], name: &str, shard: Shard) -> Result<HostTensor, ExecError> {
-        let missing =
-            || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
-        let parts = ranks.iter().map(|rank| {
-            let buffer = rank.buffer(name).ok_or_else(missing)?;
-            rank.backend().download(buffer)
-        });
-        Ok(shard.join(&parts.collect::<Result<Vec<_>, _>>()?))
-    }
-
-    fn main_grad(&self, inputs: &LinearInputs) -> Result<MainGrad, ExecError> {
-        let Some((weight, bias)) = &inputs.main_grad else { return Ok(MainGrad(Vec::new())) };
-        let mut tensors = vec![("main_grad", Shard::of_weight(self.plan), weight)];
-        tensors.extend(bias.as_ref().map(|bias| ("main_grad_bias", Shard::of_bias(self.plan), bias)));
-        let cut = |rank: usize| {
-            tensors
-                .iter()
-                .map(|(name, shard, whole)| Ok((*name, shard.cut(self.plan, rank, whole)?)))
-                .collect()
-        };
-        Ok(MainGrad((0..self.plan.tp_size).map(cut).collect::<Result<_, ExecError>>()?))
-    }
-}
-
-/// Every rank's tensors that gradients are added to.
-struct MainGrad(Vec<Vec<(&'static str, HostTensor)>>);
-
-impl MainGrad {
-    /// Gives them to Programs that update them.
-    fn bind<M: Machine>(&self, ranks: &mut [Rank<M>]) -> Result<(), ExecError> {
-        for (rank, tensors) in ranks.iter_mut().zip(&self.0) {
-            for (name, tensor) in tensors {
-                if wants(rank.program(), name) {
-                    let buffer: Buffer<M> = rank.backend().upload(name, tensor.clone())?;
-                    rank.bind(name, buffer)?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-fn wants(program: &Program, name: &str) -> bool {
-    let given = |spec: &BufferSpec| matches!(spec.role, BufferRole::Input | BufferRole::Updated);
-    program.buffers.iter().any(|spec| given(spec) && spec.name == name)
-}
-
-/// What a backward has kept becomes an input of the gradient that it deferred.
-fn hand_over<B: Backend, T: crate::Transport<B>>(
-    from: &[Prepared<B, T>],
-    to: &mut [Prepared<B, T>],
-) -> Result<(), ExecError> {
-    for (from, to) in from.iter().zip(to) {
-        let kept = from.program().buffers.iter().filter(|spec| spec.role == BufferRole::Output);
-        for spec in kept {
-            if wants(to.program(), &spec.name)
-                && let Some(buffer) = from.buffer(&spec.name).cloned()
-            {
-                to.bind(&spec.name, buffer)?;
-            }
-        }
-    }
-    Ok(())
+fn scatter<M: Machine>(
+    layer: &LinearLayer<M>,
+    tensor: LinearTensor,
+    whole: Option<&HostTensor>,
+) -> Result<Option<RankBuffers<M>>, ExecError> {
+    whole.map(|whole| layer.scatter(tensor, whole)).transpose()
 }
 
 fn check_inputs(plan: &LinearPlan, inputs: &LinearInputs, config: &LinearConfig) -> Result<(), ExecError> {
@@ -244,13 +140,4 @@ fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Resu
     }
     let reason = format!("must be {dtype:?} {shape:?}, not {:?} {:?}", tensor.dtype(), tensor.shape());
     Err(ExecError::Tensor { name: name.to_owned(), reason })
-}
-
-fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {
-    let reason = match (given, wanted) {
-        (true, false) => "is given, and this run has no use for it",
-        (false, true) => "is missing, and this run needs it",
-        _ => return Ok(()),
-    };
-    Err(ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() })
 }

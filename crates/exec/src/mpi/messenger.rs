@@ -14,7 +14,7 @@ use crate::cpu_transport::{Inbox, PeerMessage};
 use crate::frame::{FrameLimits, frame_length, read_frame, write_frame};
 use crate::monitor::lock;
 use crate::world::{World, after};
-use crate::{ExecError, RendezvousError};
+use crate::{ExecError, Recipient, RendezvousError};
 
 /// Between two looks, when there was nothing to do.
 const PAUSE: Duration = Duration::from_micros(50);

@@ -2,7 +2,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, QueryExchange, StageCount};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use super::random_mask;
@@ -52,6 +52,7 @@ impl Case {
         if extent == Extent::Full {
             many_tiles(dtypes, &mut cases);
         }
+        hosted(extent, dtypes, &mut cases);
         let count = match extent {
             Extent::Full => 240,
             Extent::Quick => 6,
@@ -291,6 +292,35 @@ fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     );
     add("window of one", random_mask::window(500, 1), usual);
     add("window past a tile", random_mask::window(700, 130), wide);
+}
+
+/// Rows that see everything, whose queries travel to the keys: all of the sequence or its end, with a sink or without.
+fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
+    let masks = [
+        ("few queries travel", random_mask::single(40, 900, MaskType::Full)),
+        ("a last block travels", random_mask::with_last_block(600, 24, MaskType::Full, &mut Draw::new(8))),
+        ("a last block travels", random_mask::with_last_block(777, 9, MaskType::Causal, &mut Draw::new(9))),
+    ];
+    for (at, &dtype) in dtypes.iter().enumerate() {
+        for (which, (name, mask)) in masks.iter().enumerate() {
+            let (head_dim, seqlen_sink) = [(64, 0), (128, 2), (40, 1)][(at + which) % 3];
+            let spec = AttentionSpec { seqlen_sink, ..spec(4, 2, head_dim, dtype) };
+            let mut case = Case::single_rank(name, 800 + which as u64, mask.clone(), spec);
+            case.plan = PlanConfig {
+                chunk_size: Some(64),
+                stages: StageCount::Fixed(2),
+                query_exchange: QueryExchange::FewestBytes,
+                ..PlanConfig::new(2 + which)
+            };
+            case.run.policy = OverlapPolicy::new(StartOrder::ALL[which % StartOrder::ALL.len()]);
+            cases.push(case.clone());
+            if extent == Extent::Full {
+                case.run.deterministic = true;
+                case.spec = AttentionSpec { softcap: 3.0, ..case.spec };
+                cases.push(case);
+            }
+        }
+    }
 }
 
 /// More tiles than a large GPU has multiprocessors, so that persistent kernels take a second one and a third.

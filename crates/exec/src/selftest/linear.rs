@@ -2,13 +2,14 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::examine::unlike_elements;
-use super::linear_reference::{LinearReference, share_of_bound};
 use super::{Extent, SelfCheck, Subject};
 use crate::draw::Draw;
-use crate::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, random_linear_inputs};
+use crate::{
+    LinearConfig, LinearInputs, LinearOutputs, LinearSample, RunConfig, check_linear, random_linear_inputs,
+};
 
 /// A layer and how it is run.
 struct LinearCase {
@@ -80,7 +81,8 @@ impl LinearCase {
         let start = draw.pick(&StartOrder::ALL);
         let workers =
             if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
-        let policy = OverlapPolicy { workers, ..OverlapPolicy::new(start) };
+        let mover = if draw.chance(40) { Mover::Fused } else { Mover::Transport };
+        let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
         let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
         let plan = plan.expect("what is drawn divides and is not 0");
@@ -115,12 +117,11 @@ impl LinearCase {
             Ok(outputs) => outputs,
             Err(error) => return vec![SelfCheck::failed(name, seed, error.to_string())],
         };
-        let reference = LinearReference::new(&self.plan, &inputs);
-        let check =
-            match share_of_bound(&self.plan, &inputs, self.config.weight_gradient, &reference, &outputs) {
-                Ok(share) => SelfCheck::of(name.clone(), seed, share, 1.0),
-                Err(reason) => SelfCheck::failed(name.clone(), seed, reason),
-            };
+        let gradient = self.config.weight_gradient;
+        let check = match check_linear(&self.plan, &inputs, gradient, &outputs, LinearSample::Whole) {
+            Ok(share) => SelfCheck::of(name, seed, share, 1.0),
+            Err(reason) => SelfCheck::failed(name, seed, reason),
+        };
         vec![check, self.compare_bits(subject, &inputs, &outputs)]
     }
 

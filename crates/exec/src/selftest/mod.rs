@@ -7,7 +7,6 @@ mod case;
 mod collectives;
 mod examine;
 mod linear;
-mod linear_reference;
 mod pattern;
 mod random_mask;
 mod subject;

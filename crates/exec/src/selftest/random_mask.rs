@@ -45,6 +45,13 @@ pub(super) fn window(seqlen: usize, width: usize) -> Mask {
     made(seqlen, seqlen, slices)
 }
 
+/// Packed documents, and `rows` rows at the end that see everything, or everything before them.
+pub(super) fn with_last_block(seqlen: usize, rows: usize, mask_type: MaskType, draw: &mut Draw) -> Mask {
+    let mut slices = documents(seqlen - rows, 8, draw).slices().to_vec();
+    slices.push(AttnSlice::new(Range::new(seqlen - rows, seqlen), Range::new(0, seqlen), mask_type));
+    made(seqlen, seqlen, slices)
+}
+
 /// One slice over everything.
 pub(super) fn single(seqlen_q: usize, seqlen_k: usize, mask_type: MaskType) -> Mask {
     let slice = AttnSlice::new(Range::new(0, seqlen_q), Range::new(0, seqlen_k), mask_type);

@@ -1,4 +1,4 @@
-use counterpoint_mask::{Mask, Range};
+use counterpoint_mask::{Band, Mask, Range};
 
 /// What every chunk of query rows computes and reads, exact to the token: all that a dispatch looks at.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,11 +59,17 @@ impl ChunkWork {
 /// Each band is cut only by the chunks that its rows reach, so time and memory are linear in slices, chunks and pairs of
 /// a slice and a chunk that it touches (apart from sorting the ranges of one chunk).
 pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
+    chunk_work_with_away(mask, chunk_size, &[])
+}
+
+/// As [`chunk_work`] of self-attention in which the work of the query rows `away` (merged, ascending) is done where its keys
+/// are: it is work of the chunks of these keys, which needs no other rows.
+pub(crate) fn chunk_work_with_away(mask: &Mask, chunk_size: usize, away: &[Range]) -> ChunkWork {
     let chunks = mask.seqlen_q().div_ceil(chunk_size);
     let mut areas = vec![0_u64; chunks];
     let mut counts = vec![0_usize; chunks + 1];
     let mut touched: Vec<(u32, Range)> = Vec::with_capacity(chunks + mask.slices().len());
-    for band in mask.bands() {
+    for band in mask.bands().flat_map(|band| stays(&band, away)) {
         let Some(band) = band.trim() else { continue };
         let (first, last) = (band.q_range.start / chunk_size, (band.q_range.end - 1) / chunk_size);
         for chunk in first..=last {
@@ -73,6 +79,17 @@ pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
                 counts[chunk] += 1;
                 touched.push((chunk as u32, piece.k_range));
             }
+        }
+    }
+
+    for band in mask.bands().flat_map(|band| goes(&band, away)) {
+        let Some(band) = band.trim() else { continue };
+        for (chunk, area) in areas.iter_mut().enumerate().skip(band.k_range.start / chunk_size) {
+            let keys = Range::new(chunk * chunk_size, (chunk + 1) * chunk_size);
+            if keys.start >= band.k_range.end {
+                break;
+            }
+            *area += band.clip(&band.q_range, &keys).area();
         }
     }
 
@@ -105,4 +122,24 @@ pub fn chunk_work(mask: &Mask, chunk_size: usize) -> ChunkWork {
         start = end;
     }
     ChunkWork { seqlen_q: mask.seqlen_q(), seqlen_k: mask.seqlen_k(), chunk_size, areas, offsets, ranges }
+}
+
+/// The parts of a band in rows that are not among `away`.
+fn stays(band: &Band, away: &[Range]) -> Vec<Band> {
+    let mut parts = Vec::with_capacity(1);
+    let mut start = band.q_range.start;
+    for gone in goes(band, away) {
+        parts.push(band.clip(&Range::new(start, gone.q_range.start), &band.k_range));
+        start = gone.q_range.end;
+    }
+    parts.push(band.clip(&Range::new(start, band.q_range.end), &band.k_range));
+    parts
+}
+
+/// The parts of a band in rows of `away`.
+fn goes<'a>(band: &Band, away: &'a [Range]) -> impl Iterator<Item = Band> + use<'a> {
+    let band = *band;
+    let first = away.partition_point(|rows| rows.end <= band.q_range.start);
+    let met = away[first..].iter().take_while(move |rows| rows.start < band.q_range.end);
+    met.map(move |rows| band.clip(&rows.intersect(&band.q_range), &band.k_range))
 }

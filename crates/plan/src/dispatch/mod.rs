@@ -10,6 +10,7 @@ mod received_rows;
 mod sequential;
 mod zigzag;
 
+pub(crate) use chunk_work::chunk_work_with_away;
 pub use chunk_work::{ChunkWork, chunk_work};
 pub use keys::dispatch_keys;
 pub use lower_bound::received_rows_lower_bound;

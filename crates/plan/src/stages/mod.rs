@@ -10,6 +10,7 @@ use counterpoint_mask::{Band, Range};
 use crate::direction::{Direction, LinkRows, StageWork, makespan};
 use crate::exchange::PlacedRows;
 use crate::outline::RankOutline;
+use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
 use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
@@ -132,10 +133,16 @@ pub(crate) fn cut(
                 Cuts::solve(profile, &rates, most)
             })
             .collect();
+        let predict_hosted = |(rank, outline): (usize, &RankOutline)| {
+            let hosted = outline.hosted.as_ref()?;
+            let rows = busier_rows(&hosted.part, rank, &config.topology);
+            Some(direction.predict_hosted(hosted, rows, spec, &config.cost))
+        };
+        let hosted: Vec<Option<StagePrediction>> = ranks.iter().enumerate().map(predict_hosted).collect();
         let choice = match config.stages {
             StageCount::Auto => {
                 let (choice, seconds) = Choice::quickest(&solved, most, |choice, limit| {
-                    choice.seconds(&profiles, &traffic, limit, |rank, area, remote, rows| {
+                    choice.seconds(&profiles, &traffic, &hosted, limit, |rank, area, remote, rows| {
                         let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
                         direction.predict(work, rows, spec, &config.cost)
                     })
@@ -152,7 +159,8 @@ pub(crate) fn cut(
                         remote: false,
                     };
                     let rows = LinkRows::busier(sent[rank], traffic.received(rank, profile, 0, last));
-                    makespan([direction.predict(work, rows, spec, &config.cost)])
+                    let all = direction.predict(work, rows, spec, &config.cost);
+                    makespan(hosted[rank].into_iter().chain([all]))
                 };
                 if may_gather && ranks.iter().enumerate().map(gathered).fold(0.0, f64::max) < seconds {
                     return StageCuts::gathered(ranks);
@@ -218,6 +226,7 @@ impl Choice {
         &self,
         profiles: &[Profile],
         traffic: &Traffic,
+        hosted: &[Option<StagePrediction>],
         limit: f64,
         predict: impl Fn(usize, u64, bool, LinkRows) -> StagePrediction,
     ) -> f64 {
@@ -239,7 +248,7 @@ impl Choice {
                 let area = profile.area_before[to] - profile.area_before[from];
                 predict(rank, area, true, LinkRows::busier(sent, received))
             });
-            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(remote)));
+            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(hosted[rank]).chain(remote)));
             if slowest >= limit {
                 break;
             }

@@ -15,6 +15,8 @@ pub(crate) struct Profile {
     pub(crate) area_before: Vec<u64>,
     /// Unmasked pairs in the rank's own columns.
     pub(crate) local_area: u64,
+    /// Unmasked pairs of the hosted work, which follows.
+    pub(crate) hosted_area: u64,
 }
 
 impl Profile {
@@ -41,7 +43,8 @@ impl Profile {
         for place in 1..area_before.len() {
             area_before[place] += area_before[place - 1];
         }
-        Self { places, area_before, local_area }
+        let hosted_area = outline.hosted.as_ref().map_or(0, |hosted| hosted.area);
+        Self { places, area_before, local_area, hosted_area }
     }
 }
 

@@ -149,7 +149,7 @@ impl Cuts {
     /// the end of all casts up to place `j` depends on `s` and `j` alone, so a state is a place and a number of stages.
     pub(crate) fn solve(profile: &Profile, rates: &Rates, stages: usize) -> Self {
         let places = profile.places.len();
-        let local = rates.local(profile.local_area);
+        let local = rates.local(profile.local_area) + rates.local(profile.hosted_area);
         let mut solved = Self { seconds: Vec::with_capacity(stages + 1), cuts: vec![0], places };
         solved.seconds.push(if places == 1 { local } else { f64::INFINITY });
         // State m * places + j: the first m stages end at place j. Without a stage only place 0 can be reached.
@@ -246,7 +246,7 @@ mod tests {
                     places.push(places[places.len() - 1] + blocks * crate::KEY_BLOCK);
                     area_before.push(area_before[area_before.len() - 1] + area);
                 }
-                Profile { places, area_before, local_area }
+                Profile { places, area_before, local_area, hosted_area: 0 }
             },
         )
     }

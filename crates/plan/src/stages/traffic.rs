@@ -178,7 +178,7 @@ mod tests {
                     let need = if need.is_empty() { Vec::new() } else { vec![need] };
                     let own = dispatch.ranges(rank);
                     let remote = RowList::new(without(&need, &own));
-                    RankOutline { own, q_rows: 0, work: Vec::new(), remote }
+                    RankOutline { own, q_rows: 0, work: Vec::new(), remote, hosted: None }
                 })
                 .collect();
             let profiles: Vec<Profile> = outlines.iter().map(|outline| Profile::new(outline, &runs, 4)).collect();

@@ -2,7 +2,8 @@
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, PlanConfig, StageCount, StagePlan, Topology,
+    AttentionSpec, CostModel, DType, DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, StagePlan,
+    Topology,
 };
 use proptest::prelude::*;
 
@@ -80,8 +81,10 @@ pub(crate) fn configs() -> impl Strategy<Value = PlanConfig> {
         Just(DispatchAlgorithm::Zigzag),
     ];
     let stages = prop_oneof![Just(StageCount::Auto), (0..7_usize).prop_map(StageCount::Fixed)];
-    (proptest::option::of(1..60_usize), algorithm, stages, 1..10_usize, 1..10_usize, 0..2_u8).prop_map(
-        |(chunk_size, dispatch, stages, world_size, node, latency)| {
+    let query_exchange =
+        prop_oneof![Just(QueryExchange::Auto), Just(QueryExchange::FewestBytes), Just(QueryExchange::Never)];
+    (proptest::option::of(1..60_usize), algorithm, stages, query_exchange, 1..10_usize, 1..10_usize, 0..2_u8)
+        .prop_map(|(chunk_size, dispatch, stages, query_exchange, world_size, node, latency)| {
             let mut cost = CostModel::H200;
             if latency == 0 {
                 cost.launch_seconds = 0.0;
@@ -89,9 +92,8 @@ pub(crate) fn configs() -> impl Strategy<Value = PlanConfig> {
                 cost.network.alpha_seconds = 0.0;
             }
             let topology = Topology { world_size, ranks_per_node: node.min(world_size) };
-            PlanConfig { chunk_size, dispatch, stages, topology, cost }
-        },
-    )
+            PlanConfig { chunk_size, dispatch, stages, query_exchange, topology, cost }
+        })
 }
 
 /// Every row of `ranges`, in order.

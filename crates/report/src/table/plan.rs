@@ -11,8 +11,8 @@ const RANKS_SHOWN: usize = 32;
 /// Ranks shown of more than that.
 const HEAVIEST_SHOWN: usize = 16;
 
-/// A plan, one row a rank: chunks, query rows, area, key rows received and sent in the forward, and the predicted
-/// seconds of the forward where the caller has them (one a rank). Of more than 32 ranks the 16 with the largest area are
+/// A plan, one row a rank: chunks, query rows, area, key rows received and sent in the forward, query rows of others that it
+/// hosts (where ranks do), and the predicted seconds of the forward where the caller has them (one a rank). Of more than 32 ranks the 16 with the largest area are
 /// shown. Mean and maximum of all ranks end the table.
 pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style) -> String {
     let received: Vec<u64> = plan.ranks.iter().map(RankPlan::recv_rows).collect();
@@ -26,6 +26,14 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
         Column::number("recv rows", 0),
         Column::number("send rows", 3),
     ];
+    let hosted: Option<Vec<u64>> = plan
+        .ranks
+        .iter()
+        .any(|rank| rank.hosted.is_some())
+        .then(|| plan.ranks.iter().map(RankPlan::query_recv_rows).collect());
+    if hosted.is_some() {
+        columns.push(Column::number("hosted rows", 1));
+    }
     if predicted_seconds.is_some() {
         columns.push(Column::number("predicted", 2));
     }
@@ -49,6 +57,7 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
             plain(format_count(received[rank])),
             plain(format_count(sent[rank])),
         ];
+        row.extend(hosted.as_ref().map(|hosted| plain(format_count(hosted[rank]))));
         if let Some(seconds) = predicted_seconds {
             row.push(plain(seconds.get(rank).map_or_else(String::new, |&s| format_seconds(s))));
         }
@@ -70,6 +79,7 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
             count(&received),
             count(&sent),
         ];
+        row.extend(hosted.as_ref().map(|hosted| count(hosted)));
         if let Some(statistics) = predicted_seconds.and_then(Statistics::of) {
             row.push(plain(format_seconds(if name == "mean" { statistics.mean } else { statistics.max })));
         } else if predicted_seconds.is_some() {

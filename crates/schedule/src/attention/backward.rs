@@ -4,6 +4,7 @@ use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit}
 
 use super::gradient::Gradient;
 use super::homeward::{Homeward, Way};
+use super::hosting::{Hosting, hosts_do_all};
 use super::keys::KeyPrefetch;
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
@@ -45,13 +46,21 @@ pub fn lower_attention_backward(
     let dout = p.buffer("dout", spec.dtype, &out_shape, BufferRole::Input);
     let sink = sink_input(&mut p, spec);
     let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
-    let dq = Gradient::summed(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
-    // Only shares of other ranks make a sum of dk and dv: without a remote stage they are results at once.
-    let declare = if stages.len() > 1 { Gradient::summed } else { Gradient::whole };
+    let hosts_do_all = hosts_do_all(plan);
+    let declare = if hosts_do_all { Gradient::whole } else { Gradient::summed };
+    let dq = declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
+    let shared = stages.len() > 1 || (rank_plan.hosted.is_some() && !hosts_do_all);
+    let declare = if shared { Gradient::summed } else { Gradient::whole };
     let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
     let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
     let cast_barrier = p.barrier();
     let reduce_barrier = p.barrier();
+
+    let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
+    let hosting = rank_plan.hosted.as_ref().map(|work| Hosting::new(work, spec, compute, cast, reduce));
+    let mut hosted =
+        hosting.map(|hosting| hosting.backward(&mut p, (local.q, dout), (lse, delta), cast_barrier, arrive));
 
     let dsink = sink.map(|sink| {
         let role = if world_size > 1 { BufferRole::Scratch } else { BufferRole::Output };
@@ -60,6 +69,9 @@ pub fn lower_attention_backward(
     });
     let op = AttentionDelta { out, dout, lse, delta, sink: dsink };
     p.push(compute, None, "delta", Op::AttentionDelta(op));
+    if let Some(hosted) = &mut hosted {
+        hosted.send_statistics(&mut p);
+    }
     if let Some((_, share)) = dsink
         && world_size > 1
     {
@@ -88,9 +100,11 @@ pub fn lower_attention_backward(
     let between_nodes =
         two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier, between_nodes);
+    if hosted.is_some() {
+        keys.after_queries();
+    }
     let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
     let mut share_buffers = Rotation::new(stages.len());
-    let arrive = reduce_barrier.filter(|_| reduction == GradientReduction::PerStage);
     let mut homeward = Homeward::new(spec, reduce, (dk.written, dv.written), arrive);
     if two_level.is_some() {
         let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
@@ -99,14 +113,9 @@ pub fn lower_attention_backward(
     for (s, stage) in stages.iter().enumerate() {
         let here = Some(s);
         let (k, v) = keys.enter(&mut p, s);
-        if s >= 2 && reduction == GradientReduction::PerStage {
-            p.after_start(
-                compute,
-                here,
-                "wait until the last reduce has started",
-                reduce_barrier,
-                s as u64 - 1,
-            );
+        if s >= 1 {
+            let started = s as u64 - 1 + u64::from(hosted.is_some());
+            p.after_start(compute, here, "wait until the last reduce has started", arrive, started);
         }
         let (stage_dk, stage_dv) = if s == 0 {
             (dk.written, dv.written)
@@ -121,10 +130,15 @@ pub fn lower_attention_backward(
         if s > 0 && reduction == GradientReduction::PerStage {
             share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
         }
-        // A stage that does all work leaves none to the local one.
+        // A stage that does all work, and hosts that do, leave none to the local one.
         let gathered = stages.get(s + 1).is_some_and(|next| next.own_rows > 0);
-        if gathered {
+        if gathered || hosts_do_all {
             keys.leave(&mut p, s);
+            if let Some(hosted) = &mut hosted {
+                let keys = keys.enter_hosted(&mut p);
+                let results = hosts_do_all.then_some((dk.written, dv.written));
+                hosted.compute(&mut p, keys, results, reduction);
+            }
             continue;
         }
         let begins = s == 0 || stage.own_rows > 0;
@@ -151,6 +165,15 @@ pub fn lower_attention_backward(
             for (src, dst) in [(stage_dk, dk.written), (stage_dv, dv.written)] {
                 let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
                 p.push(compute, here, "copy own dk dv", copy);
+            }
+        }
+        if let Some(hosted) = &mut hosted {
+            if s == 0 {
+                let keys = keys.enter_hosted(&mut p);
+                hosted.compute(&mut p, keys, None, reduction);
+            }
+            if begins {
+                hosted.add_own(&mut p, rank, (dk.written, dv.written));
             }
         }
         if s > 0 {
@@ -188,6 +211,9 @@ pub fn lower_attention_backward(
     }
     let home = homeward.arrived(&mut p);
     p.after(compute, None, "wait for the last reduce", home);
+    if let Some(hosted) = hosted {
+        hosted.finish(&mut p, dq.rounded.unwrap_or(dq.written));
+    }
     dk.round(&mut p, compute, "round dk");
     dv.round(&mut p, compute, "round dv");
     p.finish()

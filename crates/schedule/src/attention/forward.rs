@@ -1,5 +1,6 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 
+use super::hosting::{Hosting, hosts_do_all};
 use super::keys::KeyPrefetch;
 use super::{LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
@@ -22,13 +23,15 @@ pub fn lower_attention_forward(
     let stages = &rank_plan.forward;
     let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
     let compute = p.stream("compute", StreamKind::Compute);
-    let cast = if stages.len() > 1 { p.stream("group-cast", StreamKind::Communication) } else { compute };
+    let travels = stages.len() > 1 || rank_plan.hosted.is_some();
+    let cast = if travels { p.stream("group-cast", StreamKind::Communication) } else { compute };
 
     let acc_dtype = spec.dtype.accumulator();
     let local = LocalTensors::declare(&mut p, rank_plan, spec);
     let row_shape = [rank_plan.q_rows, spec.heads_q];
     let out_shape = [rank_plan.q_rows, spec.heads_q, spec.head_dim_v];
     let sink = sink_input(&mut p, spec);
+    let hosts_do_all = hosts_do_all(plan);
     // Without any work the first stage writes the results of rows that see nothing.
     let has_work = |s: &usize| !stages[*s].bands.is_empty();
     let first = (0..stages.len()).find(has_work).unwrap_or(0);
@@ -48,24 +51,43 @@ pub fn lower_attention_forward(
         (exchange.forward[rank].as_slice(), network)
     });
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier, between_nodes);
+    let hosting = rank_plan.hosted.as_ref().map(|work| {
+        let reduce = p.stream("group-reduce", StreamKind::Communication);
+        Hosting::new(work, spec, compute, cast, reduce)
+    });
+    let reduce_barrier = hosting.as_ref().and_then(|_| p.barrier());
+    let mut hosted = hosting.map(|hosting| hosting.forward(&mut p, local.q, barrier, reduce_barrier));
+    if hosted.is_some() {
+        keys.after_queries();
+    }
     for (s, stage) in stages.iter().enumerate() {
         let (k, v) = keys.enter(&mut p, s);
-        if s != first && !has_work(&s) {
-            keys.leave(&mut p, s);
-            continue;
+        if s == 1 && hosted.is_some() {
+            p.after_start(compute, Some(s), "wait until the reduce has started", reduce_barrier, 1);
         }
-        let op = AttentionForward {
-            q: local.q,
-            k,
-            v,
-            begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
-            end: state.filter(|_| s < last).map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
-            bands: stage.bands.clone(),
-            scale: spec.scale,
-            softcap: spec.softcap,
-        };
-        p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
+        if (s == first && !hosts_do_all) || has_work(&s) {
+            let op = AttentionForward {
+                q: local.q,
+                k,
+                v,
+                begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
+                end: state
+                    .filter(|_| s < last)
+                    .map_or(ForwardEnd::Result { sink, out, lse }, ForwardEnd::State),
+                bands: stage.bands.clone(),
+                scale: spec.scale,
+                softcap: spec.softcap,
+            };
+            p.push(compute, Some(s), "attention forward", Op::AttentionForward(op));
+        }
         keys.leave(&mut p, s);
+        if let (0, Some(hosted)) = (s, &mut hosted) {
+            let keys = keys.enter_hosted(&mut p);
+            hosted.compute(&mut p, keys);
+        }
+    }
+    if let Some(hosted) = hosted {
+        hosted.finish(&mut p, sink, (out, lse));
     }
     p.finish()
 }

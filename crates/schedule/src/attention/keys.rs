@@ -17,9 +17,14 @@ pub(super) struct KeyPrefetch<'a> {
     barrier: Option<BarrierId>,
     buffers: Rotation,
     between_nodes: Option<BetweenNodes<'a>>,
+    /// Whether hosted work comes between stage 0 and stage 1: it hides the cast that stage 0 hides else, and stage 0 that of
+    /// queries.
+    hosting: bool,
     /// Of the stage to be entered next, and when they are there.
     keys: (BufferId, BufferId),
     arrived: Option<Mark>,
+    /// Arrivals at the barrier of all casts so far.
+    started: u64,
 }
 
 impl<'a> KeyPrefetch<'a> {
@@ -47,32 +52,51 @@ impl<'a> KeyPrefetch<'a> {
             barrier,
             buffers,
             between_nodes,
+            hosting: false,
             keys: local,
             arrived: None,
+            started: 0,
         }
+    }
+
+    /// A cast of queries to their hosts, which arrives at the same barrier, is on its way; hosted work follows stage 0.
+    pub(super) fn after_queries(&mut self) {
+        self.hosting = true;
+        self.started += 1;
+    }
+
+    /// The rank's own keys, for hosted work: sends those of stage 1 on their way, and has the computation wait until they are.
+    pub(super) fn enter_hosted(&mut self, p: &mut ProgramBuilder) -> (BufferId, BufferId) {
+        if self.send(p, 1) {
+            self.await_start(p, None);
+        }
+        self.local
     }
 
     /// Sends the keys of stage `s + 1` on their way, has the computation wait for those of stage `s`, and returns them.
     pub(super) fn enter(&mut self, p: &mut ProgramBuilder, s: usize) -> (BufferId, BufferId) {
         let (keys, arrived) = (self.keys, self.arrived.take());
-        let next = self.stages.get(s + 1);
-        if let Some(next) = next {
-            self.cast(p, s + 1, next);
-        }
+        let hides = if self.hosting && s == 0 { true } else { self.send(p, s + 1) };
         if let Some(mark) = arrived {
             p.after(self.compute, Some(s), "wait for k v", mark);
         }
-        if next.is_some() {
-            p.after_start(
-                self.compute,
-                Some(s),
-                "wait until the next cast has started",
-                self.barrier,
-                // In two steps both the one between nodes and the one of own rows arrive.
-                (s as u64 + 1) * if self.between_nodes.is_some() { 2 } else { 1 },
-            );
+        if hides {
+            self.await_start(p, Some(s));
         }
         keys
+    }
+
+    fn await_start(&self, p: &mut ProgramBuilder, s: Option<usize>) {
+        p.after_start(self.compute, s, "wait until the next cast has started", self.barrier, self.started);
+    }
+
+    /// Sends the keys of stage `s` on their way, if there is such a stage; whether there is.
+    fn send(&mut self, p: &mut ProgramBuilder, s: usize) -> bool {
+        let Some(stage) = self.stages.get(s) else { return false };
+        self.cast(p, s, stage);
+        // In two steps both the one between nodes and the one of own rows arrive.
+        self.started += if self.between_nodes.is_some() { 2 } else { 1 };
+        true
     }
 
     /// Stage `s` has been computed.

@@ -4,12 +4,12 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens};
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens, rows_on_their_way};
 use super::forward::group_rows;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, BufferId, BufferRole, ColumnSum, Gemm, GemmLayout, GroupCast, Op, OverlapPolicy, Program,
-    RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, CastGemm, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op,
+    OverlapPolicy, Program, RowBlock, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `dy` (as the forward's `y`), `weight` and, unless the weight is frozen, `x` (as the
@@ -125,15 +125,19 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         let all = (lowering.whole(dy, tokens), vec![Range::new(0, tokens)]);
         input_gradient(lowering, 0, all, weight, dx);
     } else {
-        let mut sums = ReducedTokens::new(lowering, "dx", features);
+        // A product that is reduced while it is computed has no other collective beside it.
+        let mover = match &x {
+            Some(AllInputs { arrived: Some(_), .. }) => Mover::Transport,
+            _ => lowering.p.policy().mover,
+        };
+        let mut sums = ReducedTokens::new(lowering, "dx", features, mover);
         for group in 0..plan.groups() {
             if group > 0 {
                 sums.after_start(lowering, group);
             }
             let share = sums.share(lowering, group);
-            let rows = group_rows(plan, group, dy);
-            input_gradient(lowering, group, rows, weight, share);
-            sums.send(lowering, group, share);
+            let gemm = input_product(lowering, group_rows(plan, group, dy), weight, share);
+            sums.compute(lowering, group, "dx", gemm);
         }
         sums.after_start(lowering, plan.groups());
         if let Some(x) = x {
@@ -159,10 +163,18 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
     let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
     let mut all_dy = lowering.whole(dy, tokens);
-    if lowering.gathers() {
+    // What a deferred gradient keeps is in groups.
+    let fused = lowering.p.policy().mover == Mover::Fused && gradient != WeightGradient::Deferred;
+    if lowering.gathers() && fused {
+        let (rows, cast) = rows_on_their_way(lowering, dy, plan.spec.out_features, "dy_all");
+        all_dy = rows.clone();
+        let gemm = input_product(lowering, (rows, vec![Range::new(0, tokens)]), weight, dx);
+        let op = Op::CastGemm(Box::new(CastGemm { cast, gemm }));
+        lowering.p.push(lowering.compute, Some(0), "dx", op);
+    } else if lowering.gathers() {
         let columns = plan.spec.out_features;
         let (name, role) = kept_or(gradient, "dy");
-        let gathered = GatheredTokens::start(lowering, dy, columns, name, role);
+        let mut gathered = GatheredTokens::new(lowering, dy, columns, name, role);
         for stage in 0..=plan.groups() {
             let rows = gathered.enter(lowering, stage);
             input_gradient(lowering, stage, rows, weight, dx);
@@ -179,19 +191,28 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
 }
 
 /// `dx[to] = dy[from] W`.
-fn input_gradient(
-    lowering: &mut Lowering<'_>,
-    stage: usize,
+fn input_product(
+    lowering: &Lowering<'_>,
     (a, out_rows): (Vec<RowBlock>, Vec<Range>),
     weight: BufferId,
     out: BufferId,
-) {
-    if a.is_empty() {
-        return;
-    }
+) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
-    let op = Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, bias: None, accumulate: Accumulate::Start };
-    lowering.p.push(lowering.compute, Some(stage), "dx", Op::Gemm(op));
+    Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, bias: None, accumulate: Accumulate::Start }
+}
+
+/// The product of those rows, where there are any.
+fn input_gradient(
+    lowering: &mut Lowering<'_>,
+    stage: usize,
+    rows: (Vec<RowBlock>, Vec<Range>),
+    weight: BufferId,
+    out: BufferId,
+) {
+    if !rows.0.is_empty() {
+        let op = input_product(lowering, rows, weight, out);
+        lowering.p.push(lowering.compute, Some(stage), "dx", Op::Gemm(op));
+    }
 }
 
 /// All tokens' inputs, here or on their way.

@@ -6,8 +6,8 @@ use counterpoint_plan::{Activations, LinearPlan};
 use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
-    Accumulate, BarrierId, BufferId, BufferRole, GroupCast, GroupReduce, Op, ReduceOp, RowBlock, StreamId,
-    StreamKind,
+    Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
+    ReduceOp, RowBlock, StreamId, StreamKind,
 };
 
 /// One rank's Program of a layer in the making.
@@ -46,44 +46,55 @@ impl Lowering<'_> {
 pub(super) struct GatheredTokens {
     /// The rank's own rows.
     own: BufferId,
-    /// Of each group, its rows of all ranks, own ones included.
+    columns: usize,
+    name: String,
+    role: BufferRole,
+    stream: StreamId,
+    /// Of each group that has been sent, its rows of all ranks, own ones included.
     groups: Vec<(BufferId, Mark)>,
     barrier: Option<BarrierId>,
 }
 
 impl GatheredTokens {
-    /// Starts the exchange of `own` (`columns` wide) on a stream of its own. Groups are buffers called `name` and a number, of
-    /// this role.
-    pub(super) fn start(
+    /// The exchange of `own` (`columns` wide) on a stream of its own. Groups are buffers called `name` and a number, of this role.
+    pub(super) fn new(
         lowering: &mut Lowering<'_>,
         own: BufferId,
         columns: usize,
         name: &str,
         role: BufferRole,
     ) -> Self {
-        let (plan, rank) = (lowering.plan, lowering.rank);
         let p = &mut lowering.p;
         let stream = p.stream("all-gather", StreamKind::Communication);
         let barrier = p.barrier();
-        let groups = (0..plan.groups()).map(|group| {
-            let rows = plan.group_tokens(group).iter().map(Range::len).sum();
-            let buffer = p.buffer(&format!("{name}_{group}"), plan.spec.dtype, &[rows, columns], role);
-            let op = GroupCast {
-                part: Arc::new(plan.group_part(rank, group)),
-                tensors: vec![(own, buffer)],
-                wire_dtype: plan.spec.dtype,
-                arrive: barrier,
-            };
-            p.push(stream, Some(group + 1), GATHER, Op::GroupCast(op));
-            (buffer, p.mark(stream, Some(group + 1), "tokens arrived"))
-        });
-        Self { own, groups: groups.collect(), barrier }
+        Self { own, columns, name: name.to_owned(), role, stream, groups: Vec::new(), barrier }
+    }
+
+    /// Sends the next group.
+    fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let (plan, rank) = (lowering.plan, lowering.rank);
+        let (group, p) = (self.groups.len(), &mut lowering.p);
+        let rows = plan.group_tokens(group).iter().map(Range::len).sum();
+        let name = format!("{}_{group}", self.name);
+        let buffer = p.buffer(&name, plan.spec.dtype, &[rows, self.columns], self.role);
+        let op = GroupCast {
+            part: Arc::new(plan.group_part(rank, group)),
+            tensors: vec![(self.own, buffer)],
+            wire_dtype: plan.spec.dtype,
+            arrive: self.barrier,
+        };
+        p.push(self.stream, Some(group + 1), GATHER, Op::GroupCast(op));
+        self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
     }
 
     /// The rows of stage 0, which the rank has itself, and those of stage `group + 1`, which come from the others: for each
-    /// piece where it lies and which tokens it is. Has the computation wait for it.
-    pub(super) fn enter(&self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
+    /// piece where it lies and which tokens it is. Has the computation wait for it. The group that the stage's product hides is sent
+    /// before; those after it are not, for a product should not wait until all of them are enqueued.
+    pub(super) fn enter(&mut self, lowering: &mut Lowering<'_>, stage: usize) -> (Vec<RowBlock>, Vec<Range>) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
+        if stage < plan.groups() {
+            self.send(lowering);
+        }
         let p = &mut lowering.p;
         let here = Some(stage);
         let result = match stage.checked_sub(1) {
@@ -126,6 +137,30 @@ impl GatheredTokens {
     }
 }
 
+/// All tokens in their order for a product of `own`, `[local tokens, columns]`, and of the others' rows, which come while it is
+/// computed, into a buffer of this name; and what brings them.
+pub(super) fn rows_on_their_way(
+    lowering: &mut Lowering<'_>,
+    own: BufferId,
+    columns: usize,
+    name: &str,
+) -> (Vec<RowBlock>, GroupCast) {
+    let (plan, rank) = (lowering.plan, lowering.rank);
+    let (tokens, dtype) = (plan.spec.tokens, plan.spec.dtype);
+    let all = lowering.p.buffer(name, dtype, &[tokens, columns], BufferRole::Scratch);
+    let cast = GroupCast {
+        part: Arc::new(plan.other_tokens_part(rank)),
+        tensors: vec![(own, all)],
+        wire_dtype: dtype,
+        arrive: None,
+    };
+    let rows = plan.tokens_of(rank);
+    let mut blocks = block(all, Range::new(0, rows.start));
+    blocks.extend(block(own, Range::new(0, rows.len())));
+    blocks.extend(block(all, Range::new(rows.end, tokens)));
+    (blocks, cast)
+}
+
 /// All tokens in their order, from one buffer for every group.
 pub(super) fn all_tokens(plan: &LinearPlan, groups: &[BufferId]) -> Vec<RowBlock> {
     let mut blocks = Vec::new();
@@ -152,11 +187,12 @@ pub(super) struct ReducedTokens {
     replicated: Option<BufferId>,
     name: String,
     columns: usize,
+    mover: Mover,
 }
 
 impl ReducedTokens {
-    /// The output `name` is `[local tokens, columns]`.
-    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize) -> Self {
+    /// The output `name` is `[local tokens, columns]`. Under [`Mover::Fused`] no other collective may run beside the products.
+    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize, mover: Mover) -> Self {
         let plan = lowering.plan;
         let p = &mut lowering.p;
         let reduce = p.stream("reduce-scatter", StreamKind::Communication);
@@ -168,7 +204,7 @@ impl ReducedTokens {
             replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
         }
         let name = name.to_owned();
-        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns }
+        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns, mover }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -179,11 +215,13 @@ impl ReducedTokens {
         lowering.p.buffer(&name, plan.spec.dtype, &[rows, self.columns], BufferRole::Scratch)
     }
 
-    /// Sends a group on its way, whose shares the computation has just been given.
-    pub(super) fn send(&mut self, lowering: &mut Lowering<'_>, group: usize, share: BufferId) {
+    /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
+    /// [`ReducedTokens::share`].
+    pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
-        let (here, dtype) = (Some(group), plan.spec.dtype);
+        let (here, dtype, share) = (Some(group), plan.spec.dtype, gemm.out);
+        let fused = self.mover == Mover::Fused;
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
@@ -195,32 +233,39 @@ impl ReducedTokens {
             _ => format!("{}_sum_{group}", self.name),
         };
         let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
-        let ready = p.mark(compute, here, "shares done");
-        p.after(self.reduce, here, "wait for shares", ready);
-        let op = GroupReduce {
+        let reduce = GroupReduce {
             part,
             tensors: vec![(share, sum)],
             op: ReduceOp::Sum,
             accumulate: Accumulate::Start,
             wire_dtype: dtype,
             reduce_dtype: dtype.accumulator(),
-            arrive: self.barrier,
+            // What is computed while it travels needs no barrier to start after it.
+            arrive: self.barrier.filter(|_| !fused),
         };
-        p.push(self.reduce, here, REDUCE, Op::GroupReduce(op));
-        self.started += 1;
-        let mut end = (sum, p.mark(self.reduce, here, "sums done"));
-        if let (Some(gather), Some(all)) = (self.gather, self.replicated) {
-            p.after(gather, here, "wait for sums", end.1);
-            let op = GroupCast {
-                part: Arc::new(back_to_all(plan, rank, group)),
-                tensors: vec![(sum, all)],
-                wire_dtype: dtype,
-                arrive: None,
-            };
-            p.push(gather, here, GATHER, Op::GroupCast(op));
-            end = (all, p.mark(gather, here, "sums everywhere"));
+        let spread = self.replicated.map(|all| GroupCast {
+            part: Arc::new(back_to_all(plan, rank, group)),
+            tensors: vec![(sum, all)],
+            wire_dtype: dtype,
+            arrive: None,
+        });
+        let result = self.replicated.unwrap_or(sum);
+        if fused {
+            p.push(compute, here, label, Op::GemmReduce(Box::new(GemmReduce { gemm, reduce, spread })));
+            return self.done.push((result, p.mark(compute, here, "sums done")));
         }
-        self.done.push(end);
+        p.push(compute, here, label, Op::Gemm(gemm));
+        let ready = p.mark(compute, here, "shares done");
+        p.after(self.reduce, here, "wait for shares", ready);
+        p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
+        self.started += 1;
+        let mut end = p.mark(self.reduce, here, "sums done");
+        if let (Some(gather), Some(cast)) = (self.gather, spread) {
+            p.after(gather, here, "wait for sums", end);
+            p.push(gather, here, GATHER, Op::GroupCast(cast));
+            end = p.mark(gather, here, "sums everywhere");
+        }
+        self.done.push((result, end));
     }
 
     /// What the computation is given from now on starts once all groups so far are on their way.

@@ -1,10 +1,11 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{LinearKind, LinearPlan};
 
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens};
+use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, Gemm, GemmLayout, Op, OverlapPolicy, Program, RowBlock, StreamKind,
+    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
+    RowBlock, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -22,20 +23,30 @@ pub fn lower_linear_forward(plan: &LinearPlan, rank: usize, policy: OverlapPolic
 }
 
 /// `y[to] = x[from] W^T + bias`.
-fn multiply(
-    lowering: &mut Lowering<'_>,
-    stage: usize,
+fn product(
+    lowering: &Lowering<'_>,
     (a, out_rows): (Vec<RowBlock>, Vec<Range>),
     weight: BufferId,
     bias: Option<BufferId>,
     out: BufferId,
-) {
-    if a.is_empty() {
-        return;
-    }
+) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
-    let op = Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, bias, accumulate: Accumulate::Start };
-    lowering.p.push(lowering.compute, Some(stage), "y", Op::Gemm(op));
+    Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, bias, accumulate: Accumulate::Start }
+}
+
+/// The product of those rows, where there are any.
+fn multiply(
+    lowering: &mut Lowering<'_>,
+    stage: usize,
+    rows: (Vec<RowBlock>, Vec<Range>),
+    weight: BufferId,
+    bias: Option<BufferId>,
+    out: BufferId,
+) {
+    if !rows.0.is_empty() {
+        let op = product(lowering, rows, weight, bias, out);
+        lowering.p.push(lowering.compute, Some(stage), "y", Op::Gemm(op));
+    }
 }
 
 fn column(lowering: &mut Lowering<'_>) {
@@ -49,7 +60,13 @@ fn column(lowering: &mut Lowering<'_>) {
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
         return multiply(lowering, 0, all, weight, bias, y);
     }
-    let gathered = GatheredTokens::start(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    if lowering.p.policy().mover == Mover::Fused {
+        let (rows, cast) = rows_on_their_way(lowering, x, plan.spec.in_features, "x_all");
+        let gemm = product(lowering, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
+        lowering.p.push(lowering.compute, Some(0), "y", Op::CastGemm(Box::new(CastGemm { cast, gemm })));
+        return;
+    }
+    let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
     for stage in 0..=plan.groups() {
         let rows = gathered.enter(lowering, stage);
         multiply(lowering, stage, rows, weight, bias, y);
@@ -69,15 +86,14 @@ fn row(lowering: &mut Lowering<'_>) {
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
         return multiply(lowering, 0, all, weight, bias, y);
     }
-    let mut sums = ReducedTokens::new(lowering, "y", features);
+    let mut sums = ReducedTokens::new(lowering, "y", features, lowering.p.policy().mover);
     for group in 0..plan.groups() {
         if group > 0 {
             sums.after_start(lowering, group);
         }
         let share = sums.share(lowering, group);
-        let rows = group_rows(plan, group, x);
-        multiply(lowering, group, rows, weight, bias, share);
-        sums.send(lowering, group, share);
+        let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
+        sums.compute(lowering, group, "y", gemm);
     }
     sums.finish(lowering);
 }

@@ -283,7 +283,13 @@ impl<'a> Clockwork<'a> {
                 state.port_free[port] = *end;
             }
         }
-        let number = self.enter(ends[0].max(ends[1]), rank, stream);
+        let mut end = ends[0].max(ends[1]);
+        let program = self.ranks[rank].program;
+        if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
+            let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
+            end = end.max(multiplied);
+        }
+        let number = self.enter(end, rank, stream);
         self.ranks[rank].heads[stream] = Head::Running(number);
     }
 
@@ -295,7 +301,10 @@ impl<'a> Clockwork<'a> {
         let kind = match collective {
             Some(_) => {
                 state.communicating -= 1;
-                SpanKind::Communication
+                match state.program.ops[op].op {
+                    Op::GemmReduce(_) | Op::CastGemm(_) => SpanKind::Compute,
+                    _ => SpanKind::Communication,
+                }
             }
             None => {
                 state.computing.retain(|computing| computing.stream != stream);

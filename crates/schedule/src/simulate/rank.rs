@@ -140,7 +140,8 @@ impl<'a> Rank<'a> {
 fn taken_by(policy: &OverlapPolicy, sharing: &WorkerSharing, collectives: usize) -> usize {
     match (policy.mover, policy.workers) {
         (Mover::CopyEngine, _) | (_, WorkerShare::Partition(_)) => 0,
-        (Mover::Transport, _) => sharing.communication * collectives,
+        // What no kernel fuses, the transport moves.
+        (Mover::Transport | Mover::Fused, _) => sharing.communication * collectives,
     }
 }
 

@@ -253,6 +253,7 @@ fn plan_config(arguments: &AttentionArguments, topology: Topology, mut cost: Cos
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
         stages: arguments.planning.stages,
+        query_exchange: arguments.planning.query_exchange_of(arguments.run.deterministic),
         topology,
         cost,
     }

@@ -19,7 +19,7 @@ use super::{
     refuse_what_the_device_lacks, run_config, solve,
 };
 use crate::arguments::{AttentionArguments, Device};
-use crate::command::launched::{as_rank, ended, gather, refuse_other_sizes};
+use crate::command::launched::{as_rank, ended, gather, gpu_of_rank, refuse_other_sizes};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -93,8 +93,7 @@ impl Rank<'_> {
             Device::Cpu => ProcessMachine::Cpu,
             Device::Cuda => {
                 let (timing, transport) = (Timing::Spans, arguments.run.transport);
-                let machine = CudaProcess::new(rendezvous, launch.local_rank, timing, transport, topology);
-                ProcessMachine::Cuda(machine.map_err(ended)?)
+                ProcessMachine::Cuda(gpu_of_rank(rendezvous, launch.local_rank, timing, transport, topology)?)
             }
         })
     }

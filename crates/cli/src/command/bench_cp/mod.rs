@@ -208,6 +208,7 @@ impl<'a> Bench<'a> {
             chunk_size: planning.chunk_size,
             dispatch: planning.dispatch,
             stages: planning.stages,
+            query_exchange: planning.query_exchange_of(self.arguments.deterministic),
             topology,
             cost: self.ranks.cost(&self.spec, cp_size, self.profile.as_ref()),
         };

@@ -1,10 +1,9 @@
-use std::net::TcpListener;
 use std::process::Command;
 
 use super::sizes::Sizes;
 use crate::arguments::{BenchCpArguments, BenchMask};
 use crate::command::bench_mask;
-use crate::command::pytorch::run_script;
+use crate::command::pytorch::run_script_on_gpus;
 use crate::error::CliError;
 
 /// Times PyTorch's context parallelisms on the same sizes.
@@ -23,16 +22,7 @@ pub(super) fn run(names: &str, arguments: &BenchCpArguments, sizes: &Sizes) -> R
     if masks.is_empty() {
         return Err(no_peers("the peers have full and causal masks only; ask for one of them".to_owned()));
     }
-    let port = free_port().map_err(|error| no_peers(format!("no free port ({error})")))?;
-    let process = |rank: usize| {
-        let mut command = command(names, &masks, arguments, sizes);
-        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
-        command.env("WORLD_SIZE", sizes.cp_size.to_string());
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        command
-    };
-    let lacks = format!("python3 has no PyTorch that sees {} GPUs", sizes.cp_size);
-    run_script(SCRIPT, (0..sizes.cp_size).map(process).collect(), &lacks)
+    run_script_on_gpus(SCRIPT, sizes.cp_size, || command(names, &masks, arguments, sizes))
 }
 
 fn command(names: &str, masks: &[String], arguments: &BenchCpArguments, sizes: &Sizes) -> Command {
@@ -46,9 +36,4 @@ fn command(names: &str, masks: &[String], arguments: &BenchCpArguments, sizes: &
         command.arg("--json");
     }
     command
-}
-
-/// One that was free a moment ago.
-fn free_port() -> std::io::Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }

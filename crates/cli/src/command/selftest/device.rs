@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_faults, selftest_gemm, selftest_graphs, selftest_guard,
-    selftest_links, selftest_long,
+    CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
+    selftest_guard, selftest_isolation, selftest_links, selftest_long,
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
@@ -140,6 +140,10 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         }
     }
     let Some(nvlink) = nvlink else { return Ok(()) };
+    if ledger.section("faults: isolated GPUs") {
+        let checks = selftest_isolation(nvlink.machine());
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
     if ledger.section("attention on several GPUs") {
         let checks = selftest_attention(&nvlink, Extent::Quick, |check, cases| ledger.hear(check, cases));
         ledger.add(checks)?;
@@ -155,10 +159,13 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
             examine_collectives(&subject, most_ranks, extent, ledger)?;
         }
     }
+    if nvlink.gpu().arch().is_hopper() && ledger.section("products whose rows travel") {
+        let checks = selftest_fused(nvlink.machine(), extent);
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
     for (section, transport, most_ranks) in [
         ("linear layers by nvlink, a GPU each", TransportKind::Nvlink, gpus),
         ("linear layers by copy-engine", TransportKind::CopyEngine, 2 * gpus),
-        ("linear layers by nccl", TransportKind::Nccl, gpus),
     ] {
         let Some(subject) = over(transport)? else { continue };
         if subject.gpu().arch().is_hopper() && ledger.section(section) {

@@ -21,6 +21,7 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
         stages: arguments.planning.stages,
+        query_exchange: arguments.planning.query_exchange,
         topology,
         cost: setting.profile.cost,
     };

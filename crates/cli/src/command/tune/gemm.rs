@@ -1,10 +1,11 @@
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
     DType, GroupSearch, GroupSearcher, LinearPlan, LinearSpec, LinkUse, PassClock, ProductStart, TunedGroups,
     TunedShape, WaveGroups,
 };
 use counterpoint_report::{Column, format_ratio, format_seconds, table};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 use serde_json::{Value, json};
 
 use crate::arguments::{Device, RanksArguments, SearchArgument, TuneGemmArguments, dtype_name};
@@ -25,10 +26,7 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let ranks =
         RankMachine::open(arguments.ranks.device, arguments.ranks.tp_size, arguments.ranks.transport)?;
     let tp_size = tp_size(&arguments.ranks, &ranks)?;
-    let policy = arguments.overlap.unwrap_or(match arguments.ranks.device {
-        Device::Cpu => OverlapPolicy::default(),
-        Device::Cuda => OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() },
-    });
+    let policy = arguments.overlap.unwrap_or_else(|| usual_policy(&ranks, arguments.ranks.transport));
     let spec = arguments.collective.layer([arguments.m, arguments.n, arguments.k], dtype(&arguments.ranks));
     let searcher = searcher(arguments, spec, tp_size, policy, &ranks)?;
     console::note_development_build();
@@ -48,6 +46,17 @@ pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
         file.write()?;
     }
     found.tell(&tuning, ranks.name(), &file)
+}
+
+/// What lets communication run under computation on these ranks.
+fn usual_policy(ranks: &RankMachine, transport: TransportKind) -> OverlapPolicy {
+    let RankMachine::Cuda(machine) = ranks else { return OverlapPolicy::default() };
+    // Copy engines take no multiprocessor, so nothing has to be kept free for them.
+    if transport == TransportKind::CopyEngine {
+        return OverlapPolicy::default();
+    }
+    let workers = WorkerShare::Margin(machine.worker_sharing().communication);
+    OverlapPolicy { workers, ..OverlapPolicy::new(StartOrder::KernelBarrier) }
 }
 
 /// What is timed here are ranks of one process.
@@ -104,7 +113,8 @@ fn searcher(
         return Err(CliError::Flag { flag: "--waves", value: waves.to_string(), reason });
     }
     let mut wave = spec.tokens.div_ceil(tp_size).div_ceil(waves as usize);
-    let takes_workers = policy.mover == Mover::Transport && policy.workers == WorkerShare::Common;
+    let takes_workers =
+        arguments.ranks.transport != TransportKind::CopyEngine && policy.workers == WorkerShare::Common;
     let (mut speed_beside, mut link) = (1.0, LinkUse::Apart);
     if let RankMachine::Cuda(machine) = ranks {
         // Whole tiles of the rows of all ranks together.

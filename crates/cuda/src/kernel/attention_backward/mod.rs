@@ -9,7 +9,7 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, stretch};
+use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, heads_at_a_time, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
@@ -49,6 +49,8 @@ pub struct AttentionBackward {
     class_ends: Vec<u32>,
     /// See [`stretch`].
     stretch: u32,
+    /// See [`heads_at_a_time`].
+    heads_at_a_time: u32,
     launch: Launch,
     rows_launch: Launch,
     /// After the kernel for long heads, which does not round dq itself.
@@ -146,7 +148,10 @@ impl AttentionBackward {
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let ctas = shape.ctas();
-        let groups = items.clamp(1, (workers / ctas).max(1));
+        let clusters = (workers / ctas).max(1);
+        let groups = items.clamp(1, clusters);
+        let heads_at_a_time =
+            heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
         let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
         let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
         let rows_launch =
@@ -170,6 +175,7 @@ impl AttentionBackward {
             turns,
             class_ends,
             stretch,
+            heads_at_a_time,
             launch,
             rows_launch,
             dq_rounding,
@@ -287,7 +293,7 @@ impl AttentionBackward {
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
             ordered_from: if self.mode.continues_dq { 1 } else { 2 },
-            heads_at_a_time: heads_kv as u32,
+            heads_at_a_time: self.heads_at_a_time,
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
             rows_q: rows_q as u32,

@@ -13,6 +13,10 @@ const STRETCH: u32 = 8;
 /// Where tiles have no more blocks, all that their neighbours read of one head is in the cache anyway.
 const WHOLE_STRETCH: u32 = 32;
 
+/// Items that each CTA has of the key heads that it works on at a time, where additions take turns: fewer, and CTAs wait at the
+/// beginning and at the end of each group of heads; more, and what tiles of one head share leaves the second level cache.
+const ITEMS_AT_A_TIME: usize = 7;
+
 /// The work of a tile: its keys in shared memory, blocks of query rows that pass by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BackwardShape {
@@ -122,6 +126,12 @@ pub(super) fn stretch(tiles: &[Tile]) -> u32 {
     if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
 }
 
+/// Key heads whose tiles CTAs take together where additions to dq take turns, out of `heads_kv` of so many `tiles` each.
+pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> usize {
+    let groups = heads_kv * tiles / (ITEMS_AT_A_TIME * workers.max(1));
+    heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
+}
+
 /// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last.
 pub(super) fn class_ends(tiles: &[Tile]) -> Vec<u32> {
     let count = tiles.len();
@@ -167,6 +177,14 @@ mod tests {
         assert_eq!(stretch(&tiles([128; 9])), STRETCH);
         assert_eq!(stretch(&tiles([0])), 1);
         assert_eq!(stretch(&[]), STRETCH);
+    }
+
+    #[test]
+    fn few_heads_of_many_tiles_at_a_time() {
+        let of_tiles = [64, 131, 258, 8192].map(|tiles| heads_at_a_time(tiles, 16, 132));
+        assert_eq!(of_tiles, [16, 8, 4, 1]);
+        assert_eq!(heads_at_a_time(300, 9, 132), 5);
+        assert_eq!(heads_at_a_time(0, 8, 0), 8);
     }
 
     #[test]

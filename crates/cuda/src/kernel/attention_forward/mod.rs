@@ -87,11 +87,7 @@ impl AttentionForward {
         let dims = check(problem).map_err(refused)?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
 
-        let scores = if problem.softcap.is_none() && problem.scale > 0.0 {
-            Scores::Scaled
-        } else {
-            Scores::Transformed
-        };
+        let scores = Scores::of(problem);
         let whole = !mode.continues && matches!(mode.end, ForwardModeEnd::Result { .. });
         let freedom = match scores {
             Scores::Transformed => Freedom::SmallUnpacked,
@@ -118,6 +114,14 @@ impl AttentionForward {
             .shared_bytes(shape.shared_bytes())
             .start(LaunchStart::Overlapping);
         Ok(Self { function, problem: problem.clone(), mode, shape, schedule, groups, queue, merge, launch })
+    }
+
+    /// What `row_max` of a state is multiplied by to be that of base 2.
+    pub fn max_scale(&self) -> f32 {
+        match Scores::of(&self.problem) {
+            Scores::Scaled => self.problem.scale * LOG2_E,
+            Scores::Transformed => 1.0,
+        }
     }
 
     /// Enqueues the forward. Nothing is allocated and nothing waits.

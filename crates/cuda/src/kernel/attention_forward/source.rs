@@ -1,5 +1,5 @@
 use super::shape::{ForwardShape, HEAD_DIMS, PACKS};
-use crate::kernel::{ElementType, MatrixUnit, Specialisation};
+use crate::kernel::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 
 /// What of the kernel is compiled.
@@ -23,6 +23,12 @@ pub(super) enum Span {
 pub(super) enum Scores {
     Scaled,
     Transformed,
+}
+
+impl Scores {
+    pub(super) fn of(problem: &AttentionProblem) -> Self {
+        if problem.softcap.is_none() && problem.scale > 0.0 { Self::Scaled } else { Self::Transformed }
+    }
 }
 
 impl ForwardChoice {

@@ -56,6 +56,9 @@ struct Described<T: Copy> {
     destroy: unsafe extern "C" fn(T) -> u32,
 }
 
+// SAFETY: a description belongs to no thread.
+unsafe impl<T: Copy> Send for Described<T> {}
+
 impl<T: Copy> Drop for Described<T> {
     fn drop(&mut self) {
         // SAFETY: made by the function that belongs to this one.

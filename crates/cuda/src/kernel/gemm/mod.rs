@@ -1,7 +1,9 @@
 //! The launcher of `gemm/gemm.cuh`.
 
+mod gather;
 mod library;
 mod order;
+mod reduce;
 mod rows;
 mod shape;
 mod source;
@@ -9,17 +11,19 @@ mod spec;
 
 use std::ops::Range;
 
+pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use library::{GemmLibrary, LibraryGemm};
 use order::GemmUnit;
 pub use order::TileOrder;
+pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
 use rows::{GemmRowTile, GemmTerm, Stretch};
 use shape::TILE_ROWS;
 pub use shape::{GemmShape, TilePair};
-use source::GemmChoice;
 pub(super) use source::specialisations;
+use source::{GemmChoice, GemmEnds};
 pub use spec::{
-    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
+    GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
 };
 
 use super::Scalar;
@@ -33,7 +37,8 @@ use crate::{
 /// own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
-/// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals or the margin.
+/// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
+/// margin.
 /// Where k is not split they do not even depend on m.
 #[derive(Clone, Debug)]
 pub struct Gemm {
@@ -50,6 +55,7 @@ pub struct Gemm {
     signals: Vec<u32>,
     partials: DeviceBuffer,
     arrivals: DeviceBuffer,
+    ctas: u32,
     launch: Launch,
 }
 
@@ -124,8 +130,7 @@ impl Gemm {
         if !Self::shapes(device, spec)?.contains(&shape) {
             return Err(refused(format!("{shape:?} is no shape of this product")));
         }
-        let (stretches, rows) = (rows::stretches(spec), spec.tiled_rows());
-        let tile_list = rows::row_tiles(&stretches);
+        let rows = spec.tiled_rows();
         let mut unit_list = order::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;
         let signals = match &spec.signals {
             GemmSignals::None => Vec::new(),
@@ -133,7 +138,22 @@ impl Gemm {
                 order::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
             }
         };
-        let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element };
+        Self::with_units(stream, spec, shape, GemmEnds::Memory, unit_list, signals)
+    }
+
+    /// The same with units in their order, whose groups have been given.
+    fn with_units(
+        stream: &Stream,
+        spec: &GemmSpec,
+        shape: GemmShape,
+        ends: GemmEnds,
+        unit_list: Vec<GemmUnit>,
+        signals: Vec<u32>,
+    ) -> Result<Self, CudaError> {
+        let device = stream.device();
+        let (stretches, rows) = (rows::stretches(spec), spec.tiled_rows());
+        let tile_list = rows::row_tiles(&stretches);
+        let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element, ends };
         let function = device.function(&choice.source())?;
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
         let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;
@@ -146,7 +166,12 @@ impl Gemm {
         };
         let clusters = (device.sm_count().saturating_sub(spec.sm_margin) / 2).max(1);
         let items = unit_list.len() as u32 * shape.splits;
-        let launch = Launch::linear(2 * items.min(clusters), GemmShape::THREADS)
+        let clusters = match spec.grid {
+            GemmGrid::Persistent => items.min(clusters),
+            GemmGrid::PerUnit => items,
+        };
+        let ctas = 2 * clusters;
+        let launch = Launch::linear(ctas, GemmShape::THREADS)
             .cluster([2, 1, 1])
             .shared_bytes(GemmShape::shared_bytes(shape.columns));
         Ok(Self {
@@ -162,6 +187,7 @@ impl Gemm {
             signals,
             partials,
             arrivals,
+            ctas,
             launch,
         })
     }
@@ -219,52 +245,23 @@ impl Gemm {
     fn arguments(&self, tensors: &GemmTensors<'_>) -> Result<GemmArguments, CudaError> {
         let Self { spec, shape, .. } = self;
         self.check_tensors(tensors).map_err(refused)?;
-        let [stride_a, stride_b, stride_d] = spec.strides;
-        let element = spec.element.tensor_map_element();
-        let map = |name: &str,
-                   kind: TensorMapElement,
-                   address,
-                   [rows, columns]: [usize; 2],
-                   stride: usize,
-                   box_dims: [u32; 2]| {
-            let swizzle = if box_dims[0] * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
-            TensorMapSpec::new(kind, address, [columns as u64, rows as u64], box_dims)
-                .strides([stride as u64 * u64::from(kind.bytes())])
-                .swizzle(swizzle)
-                .encode(name)
-        };
-        // Along k, a CTA loads all rows of its operand, or half of those that the other reads too.
-        let (rows_a, rows_b) = match shape.pair {
-            TilePair::Rows => (TILE_ROWS as u32, shape.columns / 2),
-            TilePair::Columns => (TILE_ROWS as u32 / 2, shape.columns),
-        };
-        let (box_a, box_b) = match spec.layout {
-            GemmLayout::Nt => ([64, rows_a], [64, rows_b]),
-            GemmLayout::Nn => ([64, rows_a], [64, 64]),
-            GemmLayout::Tn => ([64, 64], [64, 64]),
-        };
         let wide = spec.output == Scalar::F32;
-        let (kind, box_columns) =
-            if wide { (TensorMapElement::F32, 32) } else { (element, shape.chunk_columns()) };
-        let n_whole = spec.n / (16 / kind.bytes() as usize) * (16 / kind.bytes() as usize);
         let mut d_maps = [None; GEMM_DESTINATIONS];
         let mut d = [0; GEMM_DESTINATIONS];
         let mut counters = [0; GEMM_DESTINATIONS];
+        let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
         for (index, stretch) in self.stretches.iter().enumerate() {
             let Stretch { share, share_row, rows, .. } = *stretch;
-            let address = tensors.d[share] + share_row as u64 * stride_d as u64 * u64::from(kind.bytes());
-            // A tensor of the copy engine has at least one column. The kernel stores none of those beyond n_whole by it.
-            let columns = n_whole.max(1);
-            d_maps[index] = Some(map("D", kind, address, [rows, columns], stride_d, [box_columns, 64])?);
+            let address = tensors.d[share] + share_row as u64 * row_bytes;
+            d_maps[index] = Some(self.map_of_d(address, rows)?);
             d[index] = address;
             counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
         }
-        let columns_a = spec.layout.a_dims(spec.m, spec.k)[1];
         let mut a_maps = [None; GEMM_SOURCES];
         for (tensor, &address) in tensors.a.iter().enumerate() {
-            let dims = [rows::tensor_rows(spec, tensor), columns_a];
-            if dims[0] > 0 {
-                a_maps[tensor] = Some(map("A", element, address, dims, stride_a, box_a)?);
+            let rows = rows::tensor_rows(spec, tensor);
+            if rows > 0 {
+                a_maps[tensor] = Some(self.map_of_a(address, rows)?);
             }
         }
         // Nobody looks at those that are not there.
@@ -273,7 +270,7 @@ impl Gemm {
         let some_a = a_maps.iter().flatten().next().copied().ok_or_else(missing)?;
         Ok(GemmArguments {
             a_maps: a_maps.map(|map| map.unwrap_or(some_a)),
-            b_map: map("B", element, tensors.b, spec.layout.b_dims(spec.n, spec.k), stride_b, box_b)?,
+            b_map: self.map_of_b(tensors.b)?,
             d_maps: d_maps.map(|map| map.unwrap_or(some_d)),
             d,
             counters,
@@ -287,13 +284,74 @@ impl Gemm {
             splits: shape.splits,
             k_blocks: spec.k.div_ceil(64) as u32,
             n: spec.n as u32,
-            n_whole: n_whole as u32,
-            d_stride: stride_d as u32,
+            n_whole: self.columns_by_copy_engine() as u32,
+            d_stride: spec.strides[2] as u32,
             pairs_columns: u32::from(shape.pair == TilePair::Columns),
             wide: u32::from(wide),
             adds: u32::from(spec.epilogue == GemmEpilogue::Accumulate),
             counters_of_peers: u32::from(matches!(spec.signals, GemmSignals::System { .. })),
         })
+    }
+
+    /// How the copy engine finds `rows` rows of one of A's tensors: along k, a CTA loads all rows of its operand, or half of those
+    /// that the other reads too.
+    fn map_of_a(&self, address: u64, rows: usize) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let box_rows = match (spec.layout, shape.pair) {
+            (GemmLayout::Tn, _) => 64,
+            (_, TilePair::Rows) => TILE_ROWS as u32,
+            (_, TilePair::Columns) => TILE_ROWS as u32 / 2,
+        };
+        let dims = [rows, spec.layout.a_dims(spec.m, spec.k)[1]];
+        self.map_of_operand("A", address, dims, spec.strides[0], box_rows)
+    }
+
+    /// Likewise B.
+    fn map_of_b(&self, address: u64) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let rows = match (spec.layout, shape.pair) {
+            (GemmLayout::Nn | GemmLayout::Tn, _) => 64,
+            (GemmLayout::Nt, TilePair::Rows) => shape.columns / 2,
+            (GemmLayout::Nt, TilePair::Columns) => shape.columns,
+        };
+        self.map_of_operand("B", address, spec.layout.b_dims(spec.n, spec.k), spec.strides[1], rows)
+    }
+
+    fn map_of_operand(
+        &self,
+        name: &str,
+        address: u64,
+        [rows, columns]: [usize; 2],
+        stride: usize,
+        box_rows: u32,
+    ) -> Result<TensorMap, CudaError> {
+        let element = self.spec.element.tensor_map_element();
+        TensorMapSpec::new(element, address, [columns as u64, rows as u64], [64, box_rows])
+            .strides([stride as u64 * u64::from(element.bytes())])
+            .swizzle(Swizzle::Span128)
+            .encode(name)
+    }
+
+    /// Columns of D up to the last multiple of 16 bytes.
+    fn columns_by_copy_engine(&self) -> usize {
+        let of_16_bytes = 16 / self.spec.output.bytes() as usize;
+        self.spec.n / of_16_bytes * of_16_bytes
+    }
+
+    /// How the copy engine finds one destination's rows of D.
+    fn map_of_d(&self, address: u64, rows: usize) -> Result<TensorMap, CudaError> {
+        let Self { spec, shape, .. } = self;
+        let (kind, box_columns) = match spec.output {
+            Scalar::F32 => (TensorMapElement::F32, 32),
+            _ => (spec.element.tensor_map_element(), shape.chunk_columns()),
+        };
+        // A tensor of the copy engine has at least one column. The kernel stores none by it where there are fewer.
+        let columns = self.columns_by_copy_engine().max(1) as u64;
+        let swizzle = if box_columns * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
+        TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, 64])
+            .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
+            .swizzle(swizzle)
+            .encode("D")
     }
 
     /// Whether there are as many addresses as the spec speaks of.
@@ -323,7 +381,7 @@ fn refused(reason: String) -> CudaError {
 
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
+    let mut all = vec![
         shared_layout!("gemm/gemm_work.cuh", GemmUnit { row_tile, column_tile, group }),
         shared_layout!(
             "gemm/gemm_work.cuh",
@@ -356,5 +414,8 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 counters_of_peers,
             }
         ),
-    ]
+    ];
+    all.extend(gather::layouts());
+    all.extend(reduce::layouts());
+    all
 }

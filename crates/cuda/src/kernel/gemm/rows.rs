@@ -60,15 +60,20 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
     if spec.shares.iter().sum::<usize>() != spec.m || spec.shares.contains(&0) {
         return Err(format!("D has {} rows, its shares have {:?}", spec.m, spec.shares));
     }
-    let stretches = stretches(spec).len();
-    if stretches > GEMM_DESTINATIONS {
-        return Err(format!("{stretches} stretches of rows; it takes {GEMM_DESTINATIONS}"));
+    let stretches = stretches(spec);
+    if stretches.len() > GEMM_DESTINATIONS {
+        return Err(format!("{} stretches of rows; it takes {GEMM_DESTINATIONS}", stretches.len()));
     }
     if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
         return Err(format!(
             "pieces of k in {:?}; all but the end of a tensor have multiples of {BLOCK} rows",
             spec.sources
         ));
+    }
+    // The copy engine's boxes begin at multiples of 16 bytes.
+    let begins = |stretch: &Stretch| (stretch.source_row * spec.element.bytes()).is_multiple_of(16);
+    if spec.layout == GemmLayout::Tn && !stretches.iter().all(begins) {
+        return Err(format!("shares of {:?} rows; A's columns take multiples of 16 bytes", spec.shares));
     }
     Ok(())
 }
@@ -222,5 +227,8 @@ mod tests {
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 100)], &[60, 50])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(16, 0, 100)], &[100])).is_err());
         assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[10; 9])).unwrap_err().contains("9 stretches"));
+        assert!(check(&spec(GemmLayout::Nn, &[(0, 0, 90)], &[35, 55])).is_ok());
+        assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[35, 55])).unwrap_err().contains("16 bytes"));
+        assert!(check(&spec(GemmLayout::Tn, &[(0, 0, 64)], &[40, 50])).is_ok());
     }
 }

@@ -10,12 +10,51 @@ pub(super) struct GemmChoice {
     pub(super) columns: u32,
     pub(super) layout: GemmLayout,
     pub(super) element: ElementType,
+    pub(super) ends: GemmEnds,
+}
+
+/// What becomes of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum GemmEnds {
+    /// They are stored.
+    Memory,
+    /// They are summed over ranks.
+    SumOverRanks,
+    /// They are stored; rows of A come from other ranks.
+    RowsOfRanks,
+}
+
+impl GemmEnds {
+    /// Header, name, type of the parameter, and the call.
+    const fn parts(self) -> [&'static str; 4] {
+        match self {
+            Self::Memory => [
+                "gemm/gemm.cuh",
+                "gemm",
+                "GemmArguments",
+                "gemm<Config>(arguments, GemmToMemory<Config>{arguments})",
+            ],
+            Self::SumOverRanks => [
+                "gemm/gemm_reduce.cuh",
+                "gemm_reduce",
+                "GemmReduceArguments",
+                "gemm_reduce<Config>(arguments)",
+            ],
+            Self::RowsOfRanks => [
+                "gemm/gemm_gather.cuh",
+                "gemm_gather",
+                "GemmGatherArguments",
+                "gemm_gather<Config>(arguments)",
+            ],
+        }
+    }
 }
 
 impl GemmChoice {
     pub(super) fn source(self) -> KernelSource {
-        let Self { columns, layout, element } = self;
-        let name = format!("gemm_{}_{}_128x{columns}", element.name(), layout.name());
+        let Self { columns, layout, element, ends } = self;
+        let [header, stem, parameter, call] = ends.parts();
+        let name = format!("{stem}_{}_{}_128x{columns}", element.name(), layout.name());
         let (a, b) = match layout {
             GemmLayout::Nt => ("kK", "kK"),
             GemmLayout::Nn => ("kK", "kMN"),
@@ -24,7 +63,7 @@ impl GemmChoice {
         let stages = GemmShape::stages(columns);
         KernelSource::new(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
-            .line("#include \"gemm/gemm.cuh\"")
+            .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")
             .line(format_args!("using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}>;"))
             .line(format_args!(
@@ -34,8 +73,8 @@ impl GemmChoice {
                 GemmShape::shared_bytes(columns)
             ))
             .line("extern \"C\" __global__ void __launch_bounds__(kGemmThreads, 1)")
-            .line(format_args!("{name}(const __grid_constant__ GemmArguments arguments) {{"))
-            .line("  gemm<Config>(arguments);")
+            .line(format_args!("{name}(const __grid_constant__ {parameter} arguments) {{"))
+            .line(format_args!("  {call};"))
             .line("}")
     }
 }
@@ -43,13 +82,22 @@ impl GemmChoice {
 /// Every kernel that [`Gemm`](super::Gemm) may ask for.
 pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let mut all = Vec::new();
+    // Those of a launch; consumers then take more from the warps that load and store.
+    let register_limit = 65536 / GemmShape::THREADS / 8 * 8;
     for element in ElementType::ALL {
         for layout in GemmLayout::ALL {
             for columns in COLUMNS {
-                let source = GemmChoice { columns, layout, element }.source();
-                // Those of a launch; consumers then take more from the warps that load and store.
-                let register_limit = 65536 / GemmShape::THREADS / 8 * 8;
-                all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
+                // The gradient of a weight needs no other rank.
+                let ends: &[GemmEnds] = match layout {
+                    GemmLayout::Nt | GemmLayout::Nn => {
+                        &[GemmEnds::Memory, GemmEnds::SumOverRanks, GemmEnds::RowsOfRanks]
+                    }
+                    GemmLayout::Tn => &[GemmEnds::Memory],
+                };
+                all.extend(ends.iter().map(|&ends| {
+                    let source = GemmChoice { columns, layout, element, ends }.source();
+                    Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit }
+                }));
             }
         }
     }

@@ -80,6 +80,18 @@ pub enum GemmSignals {
     },
 }
 
+/// How many CTAs a product has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GemmGrid {
+    /// As many as there are multiprocessors for: each computes one unit of tiles after another, and stores one while it multiplies the
+    /// next. Fastest where it has those multiprocessors to itself; one that comes late has the whole product wait for its units.
+    #[default]
+    Persistent,
+    /// Two for each unit, which the GPU places as multiprocessors become free: for products beside kernels of other streams, which
+    /// take theirs between two units.
+    PerUnit,
+}
+
 /// A matrix product `D[m, n] = A B`, as one launch computes it. Sums are f32.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GemmSpec {
@@ -109,8 +121,10 @@ pub struct GemmSpec {
     pub signals: GemmSignals,
     /// The order of tiles. No bit of a result depends on it.
     pub order: TileOrder,
-    /// Multiprocessors to leave to others. No bit of a result depends on it.
+    /// Multiprocessors to leave to others, by a grid that is persistent. No bit of a result depends on it.
     pub sm_margin: u32,
+    /// How many CTAs compute it. No bit of a result depends on it.
+    pub grid: GemmGrid,
 }
 
 impl GemmSpec {
@@ -132,6 +146,7 @@ impl GemmSpec {
             signals: GemmSignals::None,
             order: TileOrder::Grouped,
             sm_margin: 0,
+            grid: GemmGrid::Persistent,
         }
     }
 

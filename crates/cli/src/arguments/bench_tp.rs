@@ -1,0 +1,143 @@
+use clap::{Args, ValueEnum};
+use counterpoint_cuda::TransportKind;
+use counterpoint_plan::{Activations, LinearKind};
+use counterpoint_schedule::OverlapPolicy;
+use serde::{Deserialize, Serialize};
+
+use super::{Device, value};
+
+/// Time tensor-parallel linear layers: how much of their communication runs under their products
+#[derive(Debug, Args)]
+#[command(after_help = "\
+A shape is tokens, features of the side that is not split, and features that a
+rank has of the side that is: T:HIDDEN:LOCAL is a column-parallel layer from
+HIDDEN to LOCAL features a rank, and a row-parallel one back.
+
+Every case first runs with nothing side by side, in one group: its parts are what
+the others are judged by. The ideal hides all that can be hidden: of a forward
+whichever of products and communication is shorter, of a column-parallel backward
+the sums of dx under the gradient of the weight. Efficiency is how much of the
+way from sequential to ideal a policy comes. Results are compared with f64 on a
+sample of elements; a row out of bounds is not printed, and the exit status is 1.
+
+--peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
+collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32.
+
+Examples:
+  counterpoint bench tp
+  counterpoint bench tp --device cuda --tp-size 2
+  counterpoint bench tp --device cuda --kinds column --passes backward --activations replicated --peers
+  counterpoint bench tp --device cuda --shapes 8k:8k:7k --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
+pub(crate) struct BenchTpArguments {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Ranks [default: 2; with --device cuda as many as there are GPUs, at least 2]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) tp_size: Option<usize>,
+
+    /// Shapes [default: 512:256:256; with --device cuda 2048:12288:12288,8192:8192:7168,16384:8192:7168]
+    #[arg(long, value_name = "T:HIDDEN:LOCAL", value_parser = value::product, value_delimiter = ',')]
+    pub(crate) shapes: Vec<[usize; 3]>,
+
+    /// Kinds of layers
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "column,row")]
+    pub(crate) kinds: Vec<BenchTpKind>,
+
+    /// Passes
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "forward,backward")]
+    pub(crate) passes: Vec<BenchTpPass>,
+
+    /// How activations that are not split by features lie
+    #[arg(
+        long,
+        value_name = "NAMES",
+        value_enum,
+        value_delimiter = ',',
+        default_value = "replicated,sequence-parallel"
+    )]
+    pub(crate) activations: Vec<BenchTpActivations>,
+
+    /// Layers with a bias
+    #[arg(long)]
+    pub(crate) bias: bool,
+
+    /// How communication is brought to run under computation
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_parser = value::named_overlap,
+        value_delimiter = ',',
+        default_value = "concurrent,kernel-barrier,concurrent+sm-margin=2"
+    )]
+    pub(crate) overlap: Vec<OverlapPolicy>,
+
+    /// Groups of tokens of a pass; 0 takes those that `tune gemm` kept for the layer, or has them chosen by what work and
+    /// transport cost
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
+    pub(crate) groups: Vec<u32>,
+
+    /// How rows travel between GPUs
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: Vec<TransportKind>,
+
+    /// Timed runs of each row, at least 3
+    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    pub(crate) iterations: u32,
+
+    /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
+    #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub(crate) peers: Vec<u32>,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which features are split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpKind {
+    /// Those of the output
+    Column,
+    /// Those of the input
+    Row,
+}
+
+impl BenchTpKind {
+    pub(crate) fn kind(self) -> LinearKind {
+        match self {
+            Self::Column => LinearKind::Column,
+            Self::Row => LinearKind::Row,
+        }
+    }
+}
+
+/// Which pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum BenchTpPass {
+    /// y
+    Forward,
+    /// dx, and the gradient of the weight added to f32
+    Backward,
+}
+
+/// Who has which tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpActivations {
+    /// All ranks have all of them
+    Replicated,
+    /// Each rank has its own
+    SequenceParallel,
+}
+
+impl BenchTpActivations {
+    pub(crate) fn activations(self) -> Activations {
+        match self {
+            Self::Replicated => Activations::Replicated,
+            Self::SequenceParallel => Activations::SequenceParallel,
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! `counterpoint bench gemm-collective`.
+
+mod cases;
+mod cpu;
+mod peers;
+mod row;
+
+use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
+use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_exec::GemmCollectiveSpec;
+
+use self::row::Row;
+use crate::arguments::{BenchGemmCollectiveArguments, Device};
+use crate::console;
+use crate::error::CliError;
+use crate::progress::Progress;
+
+/// How long the runs of one sample should take together.
+const SECONDS: f64 = 0.01;
+
+/// `counterpoint bench gemm-collective`.
+pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliError> {
+    let machine = Where::open(arguments)?;
+    console::note_development_build();
+    if !arguments.json {
+        console::print(&format!("products and collectives on {}\n{}", machine.name(), row::HEADER))?;
+    }
+    let (mut last, mut wrong) = (Vec::new(), Vec::new());
+    let cases = cases::chosen(arguments);
+    for spec in &cases {
+        let progress = Progress::new();
+        progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
+        let rows = machine.measure(spec, arguments).map_err(|source| CliError::Run { source })?;
+        drop(progress);
+        for row in &rows {
+            if !row.is_right() {
+                let Row { collective, m, n, k, overlap, of_bound, different, .. } = row;
+                wrong.push(format!(
+                    "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
+                ));
+            } else if arguments.json {
+                console::print_json(row)?;
+            } else {
+                console::print(&row.line())?;
+            }
+        }
+        last.extend(rows.into_iter().next_back());
+    }
+    if !arguments.json {
+        console::print(&row::finding(&last))?;
+    }
+    if let Some(names) = &arguments.peers {
+        // Ours are through with the GPUs' memory.
+        drop(machine);
+        peers::run(names, arguments, &cases)?;
+    }
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// What `--device` names.
+enum Where {
+    Cpu,
+    Cuda(Box<GemmCollectiveBench>),
+}
+
+impl Where {
+    fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
+        if arguments.device == Device::Cpu {
+            return Ok(Self::Cpu);
+        }
+        let failed = |source| CliError::Cuda { source };
+        let ranks = arguments.ranks as usize;
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
+        if machine.devices().len() < ranks {
+            let reason = format!("needs a GPU for each rank, and there are {}", machine.devices().len());
+            return Err(CliError::Flag { flag: "--ranks", value: ranks.to_string(), reason });
+        }
+        let bench = GemmCollectiveBench::new(machine, arguments.limit).map_err(failed)?;
+        Ok(Self::Cuda(Box::new(bench)))
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Cpu => crate::device::cpu_name(),
+            Self::Cuda(bench) => {
+                let devices = bench.machine().devices();
+                format!("{} ({})", console::count(devices.len(), "GPU"), devices[0].properties().name)
+            }
+        }
+    }
+
+    fn measure(
+        &self,
+        spec: &GemmCollectiveSpec,
+        arguments: &BenchGemmCollectiveArguments,
+    ) -> Result<Vec<Row>, counterpoint_exec::ExecError> {
+        let policies = &arguments.overlap;
+        match self {
+            Self::Cpu => cpu::measure(spec, policies, arguments),
+            Self::Cuda(bench) => {
+                // At 600 TFLOP/s, which no shape exceeds by much.
+                let estimate = 2e-5 + spec.flops() / 6e14;
+                let iterations =
+                    ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
+                let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
+                Ok(Row::of(spec, policies, &bench.measure(spec, policies, runs)?))
+            }
+        }
+    }
+}

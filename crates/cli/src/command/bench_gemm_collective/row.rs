@@ -1,0 +1,112 @@
+use counterpoint_cuda::bench::GemmCollectiveTimes;
+use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_report::Statistics;
+use counterpoint_schedule::OverlapPolicy;
+use serde::Serialize;
+
+/// One product with its collective under one policy.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) collective: &'static str,
+    pub(super) ranks: usize,
+    pub(super) m: usize,
+    pub(super) n: usize,
+    pub(super) k: usize,
+    pub(super) overlap: String,
+    pub(super) seconds: f64,
+    /// Of cuBLASLt and NCCL one after the other, and of each alone; none on the CPU.
+    pub(super) library: Option<Library>,
+    /// Relative error against f64, and the largest share of an element's bound.
+    pub(super) error: f64,
+    pub(super) of_bound: f64,
+    /// Elements of the sample whose bits are not those under the first policy.
+    pub(super) different: u64,
+}
+
+/// What a user would do without this program.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Library {
+    pub(super) seconds: f64,
+    pub(super) product_seconds: f64,
+    pub(super) collective_seconds: f64,
+    pub(super) error: f64,
+    /// Its time over ours.
+    pub(super) ratio: f64,
+    /// Our time over the longer of its two parts.
+    pub(super) of_ideal: f64,
+}
+
+pub(super) const HEADER: &str = "collective           m      n      k  overlap              ours us  cuBLASLt+NCCL us  ratio  \
+                                 product us  collective us  of ideal    error  its error  differ\n";
+
+impl Row {
+    /// A row for every policy.
+    pub(super) fn of(
+        spec: &GemmCollectiveSpec,
+        policies: &[OverlapPolicy],
+        times: &GemmCollectiveTimes,
+    ) -> Vec<Self> {
+        let median =
+            |samples: &[f64]| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
+        let [library, product, collective] =
+            [&times.library, &times.product, &times.collective].map(|samples| median(samples));
+        let row = |(index, policy): (usize, &OverlapPolicy)| {
+            let seconds = median(&times.policies[index]);
+            Self {
+                collective: spec.collective.name(),
+                ranks: spec.ranks,
+                m: spec.m,
+                n: spec.n,
+                k: spec.k,
+                overlap: policy.to_string(),
+                seconds,
+                library: Some(Library {
+                    seconds: library,
+                    product_seconds: product,
+                    collective_seconds: collective,
+                    error: times.library_error,
+                    ratio: library / seconds,
+                    of_ideal: seconds / product.max(collective),
+                }),
+                error: times.errors[index],
+                of_bound: times.of_bound[index],
+                different: times.different[index],
+            }
+        };
+        policies.iter().enumerate().map(row).collect()
+    }
+
+    /// Whether its result is what it must be.
+    pub(super) fn is_right(&self) -> bool {
+        self.of_bound <= 1.0 && self.different == 0
+    }
+
+    pub(super) fn line(&self) -> String {
+        let Self { collective, m, n, k, overlap, seconds, error, different, .. } = self;
+        let mut line = format!("{collective:14} {m:6} {n:6} {k:6}  {overlap:18} {:9.1}", 1e6 * seconds);
+        line += &match &self.library {
+            Some(library) => format!(
+                "  {:16.1}  {:5.3}  {:10.1}  {:13.1}  {:8.3}  {error:.1e}    {:.1e}  {different:6}\n",
+                1e6 * library.seconds,
+                library.ratio,
+                1e6 * library.product_seconds,
+                1e6 * library.collective_seconds,
+                library.of_ideal,
+                library.error,
+            ),
+            None => format!(
+                "  {:>16}  {:>5}  {:>10}  {:>13}  {:>8}  {error:.1e}  {:>9}  {different:6}\n",
+                "-", "-", "-", "-", "-", "-"
+            ),
+        };
+        line
+    }
+}
+
+/// What to read from the rows of the last policy of each case.
+pub(super) fn finding(rows: &[Row]) -> String {
+    let ratios: Vec<f64> = rows.iter().filter_map(|row| row.library.map(|library| library.ratio)).collect();
+    let Some(mean) = counterpoint_report::geometric_mean(&ratios) else { return String::new() };
+    let worst = ratios.iter().copied().fold(f64::INFINITY, f64::min);
+    format!("{} products: geometric mean {mean:.3} of cuBLASLt then NCCL, worst {worst:.3}\n", ratios.len())
+}

@@ -1,0 +1,232 @@
+use counterpoint_cuda::TransportKind;
+use counterpoint_exec::{
+    ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample,
+    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear,
+};
+use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
+use counterpoint_report::Statistics;
+use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
+
+use super::parts::Parts;
+use super::row::Row;
+use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::error::CliError;
+
+/// Rows and columns of each result that are compared with f64.
+const SAMPLED: usize = 12;
+const WARM_UPS: usize = 3;
+/// Of the ideal time: where less can be hidden, a share of it says nothing.
+const LEAST_HIDEABLE: f64 = 0.01;
+
+/// One layer on one machine.
+pub(super) struct Case<'a> {
+    pub(super) arguments: &'a BenchTpArguments,
+    pub(super) spec: LinearSpec,
+    /// Tokens, features that are not split, features of a rank.
+    pub(super) shape: [usize; 3],
+    pub(super) tp_size: usize,
+    pub(super) transport: TransportKind,
+    pub(super) cost: CostModel,
+    pub(super) device: &'a str,
+    pub(super) inputs: &'a LinearInputs,
+    /// Groups that were tuned on this machine.
+    pub(super) tuned: &'a TunedPlans,
+}
+
+/// The tensors that all policies use.
+struct Tensors<M: Machine> {
+    x: RankBuffers<M>,
+    dy: RankBuffers<M>,
+    weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
+}
+
+/// What gradients are added to.
+struct Sums<M: Machine> {
+    weight: RankBuffers<M>,
+    bias: Option<RankBuffers<M>>,
+}
+
+/// What is measured of one policy.
+struct Measured {
+    policy: OverlapPolicy,
+    groups: usize,
+    /// Of each pass that was asked for, all runs.
+    passes: Vec<(BenchTpPass, Vec<Timeline>)>,
+    /// The largest share of an element's bound, or what is wrong.
+    checked: Result<f64, String>,
+}
+
+impl Case<'_> {
+    /// Rows of all passes: first those with nothing side by side, then those of the policies.
+    pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
+        let scratch = &mut LinearScratch::new();
+        let mut tensors = None;
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let plain = self.plan(WaveGroups::Fixed(1))?;
+        let mut all = vec![self.measure(machine, sequential, plain, &mut tensors, scratch)?];
+        for policy in &self.arguments.overlap {
+            let mut done = Vec::new();
+            for &groups in &self.arguments.groups {
+                let plan = self.plan(match groups {
+                    0 => self.tuned.groups_for(&self.spec, self.tp_size, self.device),
+                    groups => WaveGroups::Fixed(groups as usize),
+                })?;
+                if !done.contains(&plan) {
+                    done.push(plan.clone());
+                    all.push(self.measure(machine, *policy, plan, &mut tensors, scratch)?);
+                }
+            }
+        }
+        let (plain, _) = all.split_at(1);
+        let rows = self
+            .arguments
+            .passes
+            .iter()
+            .flat_map(|&pass| all.iter().filter_map(move |measured| self.row(pass, measured, &plain[0])));
+        Ok(rows.collect())
+    }
+
+    fn plan(&self, groups: WaveGroups) -> Result<LinearPlan, CliError> {
+        LinearPlan::new(self.spec, self.tp_size, groups, &self.cost).map_err(|error| CliError::Flag {
+            flag: "--shapes",
+            value: self.shape.map(|size| size.to_string()).join(":"),
+            reason: error.to_string(),
+        })
+    }
+
+    fn measure<M: Machine>(
+        &self,
+        machine: &M,
+        policy: OverlapPolicy,
+        plan: LinearPlan,
+        tensors: &mut Option<Tensors<M>>,
+        scratch: &mut LinearScratch<M>,
+    ) -> Result<Measured, CliError> {
+        let failed = |source| CliError::Run { source };
+        let run = RunConfig { policy, poison: false, ..RunConfig::default() };
+        let gradient = LayerGradient::Accumulated(DType::F32);
+        let mut layer = LinearLayer::new(machine, plan.clone(), gradient, &run, scratch).map_err(failed)?;
+        let tensors = match tensors {
+            Some(tensors) => tensors,
+            None => tensors.insert(self.upload(&layer)?),
+        };
+        layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
+        let sums = self.zeros(&layer).map_err(failed)?;
+        layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
+        let checked = self.check(&mut layer, tensors, &sums, &plan)?;
+        let mut passes = Vec::new();
+        for &pass in &self.arguments.passes {
+            let mut timelines = Vec::new();
+            for run in 0..WARM_UPS + self.arguments.iterations as usize {
+                let done = match pass {
+                    BenchTpPass::Forward => layer.forward(&tensors.x),
+                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy),
+                };
+                let timeline = done.map_err(failed)?.timeline;
+                if run >= WARM_UPS {
+                    timelines.push(timeline);
+                }
+            }
+            passes.push((pass, timelines));
+        }
+        Ok(Measured { policy, groups: plan.groups(), passes, checked })
+    }
+
+    fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {
+        let scatter = |tensor, whole: &HostTensor| {
+            layer.scatter(tensor, whole).map_err(|source| CliError::Run { source })
+        };
+        // There is a dy: the inputs are those of a backward.
+        let dy = self.inputs.dy.as_ref().unwrap_or(&self.inputs.x);
+        Ok(Tensors {
+            x: scatter(LinearTensor::Input, &self.inputs.x)?,
+            dy: scatter(LinearTensor::Output, dy)?,
+            weight: scatter(LinearTensor::Weight, &self.inputs.weight)?,
+            bias: self.inputs.bias.as_ref().map(|bias| scatter(LinearTensor::Bias, bias)).transpose()?,
+        })
+    }
+
+    /// So that the gradient of the first backward can be told.
+    fn zeros<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Sums<M>, ExecError> {
+        let LinearSpec { out_features, in_features, has_bias, .. } = self.spec;
+        let zeros = |tensor, shape: Vec<usize>| layer.scatter(tensor, &HostTensor::zeros(shape, DType::F32));
+        Ok(Sums {
+            weight: zeros(LinearTensor::Weight, vec![out_features, in_features])?,
+            bias: has_bias.then(|| zeros(LinearTensor::Bias, vec![out_features])).transpose()?,
+        })
+    }
+
+    /// Runs each pass once and compares a sample of all results with f64.
+    fn check<M: Machine>(
+        &self,
+        layer: &mut LinearLayer<M>,
+        tensors: &Tensors<M>,
+        sums: &Sums<M>,
+        plan: &LinearPlan,
+    ) -> Result<Result<f64, String>, CliError> {
+        let outputs = (|| {
+            let y = layer.forward(&tensors.x)?.result;
+            let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
+            Ok(LinearOutputs {
+                y: layer.gather(LinearTensor::Output, &y)?,
+                dx: Some(layer.gather(LinearTensor::Input, &dx)?),
+                dweight: Some(layer.gather(LinearTensor::Weight, &sums.weight)?),
+                dbias: sums.bias.as_ref().map(|bias| layer.gather(LinearTensor::Bias, bias)).transpose()?,
+            })
+        })();
+        let outputs = outputs.map_err(|source| CliError::Run { source })?;
+        let gradient = WeightGradient::Written;
+        Ok(check_linear(plan, self.inputs, gradient, &outputs, LinearSample::Spread(SAMPLED)))
+    }
+
+    fn row(&self, pass: BenchTpPass, measured: &Measured, plain: &Measured) -> Option<Row> {
+        let of = |measured: &Measured| {
+            measured.passes.iter().find(|(found, _)| *found == pass).map(|(_, timelines)| timelines.clone())
+        };
+        let (timelines, plain) = (of(measured)?, of(plain)?);
+        let seconds = |timelines: &[Timeline]| {
+            Statistics::of(&timelines.iter().map(Timeline::duration).collect::<Vec<_>>())
+        };
+        let (statistics, sequential) = (seconds(&timelines)?, seconds(&plain)?);
+        let parts = |timelines: &[Timeline]| Parts::median(timelines.iter().map(Parts::of).collect());
+        let (own, plain) = (parts(&timelines), parts(&plain));
+        let overlap = timelines.last()?.overlap();
+        let ideal = plain.ideal(self.spec.kind, pass);
+        let hideable = sequential.median - ideal;
+        let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
+        let flops = products
+            * 2.0
+            * (self.spec.tokens * self.spec.in_features) as f64
+            * self.spec.out_features as f64;
+        Some(Row {
+            by: "counterpoint",
+            kind: self.spec.kind,
+            pass,
+            activations: self.spec.activations,
+            shape: self.shape,
+            ranks: self.tp_size,
+            device: self.device.to_owned(),
+            policy: measured.policy.to_string(),
+            transport: self.transport.to_string(),
+            groups: measured.groups,
+            tflops: flops / self.tp_size as f64 / statistics.median / 1e12,
+            seconds: statistics,
+            sequential_seconds: sequential.median,
+            ideal_seconds: ideal,
+            efficiency: (measured.policy.start != StartOrder::Sequential
+                && overlap.communication_seconds > 0.0
+                && hideable > LEAST_HIDEABLE * ideal)
+                .then(|| (sequential.median - statistics.median) / hideable),
+            product_seconds: own.product,
+            weight_gradient_seconds: own.weight_gradient,
+            bias_gradient_seconds: own.bias_gradient,
+            weight_gradient_slowdown: (plain.weight_gradient > 0.0)
+                .then_some(own.weight_gradient / plain.weight_gradient),
+            communication_seconds: overlap.communication_seconds,
+            exposed_seconds: overlap.exposed_seconds,
+            of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
+            wrong: measured.checked.clone().err(),
+        })
+    }
+}

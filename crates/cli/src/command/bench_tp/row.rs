@@ -1,0 +1,81 @@
+use counterpoint_plan::{Activations, LinearKind};
+use counterpoint_report::Statistics;
+use serde::Serialize;
+
+use crate::arguments::BenchTpPass;
+
+/// One pass of one layer under one policy.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) by: &'static str,
+    pub(super) kind: LinearKind,
+    pub(super) pass: BenchTpPass,
+    pub(super) activations: Activations,
+    /// Tokens, features that are not split, features of a rank.
+    pub(super) shape: [usize; 3],
+    pub(super) ranks: usize,
+    pub(super) device: String,
+    pub(super) policy: String,
+    pub(super) transport: String,
+    pub(super) groups: usize,
+    /// From the start of the first operation of any rank to the end of the last.
+    pub(super) seconds: Statistics,
+    /// Of a rank.
+    pub(super) tflops: f64,
+    /// With nothing side by side.
+    pub(super) sequential_seconds: f64,
+    pub(super) ideal_seconds: f64,
+    /// How much of the way from the one to the other.
+    pub(super) efficiency: Option<f64>,
+    pub(super) product_seconds: f64,
+    pub(super) weight_gradient_seconds: f64,
+    /// A pass over dy, where there is a bias.
+    pub(super) bias_gradient_seconds: f64,
+    /// That of the weight over that of the sequential run.
+    pub(super) weight_gradient_slowdown: Option<f64>,
+    pub(super) communication_seconds: f64,
+    pub(super) exposed_seconds: f64,
+    /// The largest share of what an element may err.
+    pub(super) of_bound: f64,
+    #[serde(skip)]
+    pub(super) wrong: Option<String>,
+}
+
+pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                    transport    \
+                                 groups        us  TFLOP/s  sequential     ideal  efficiency  wgrad x  exposed us  of bound";
+
+impl Row {
+    pub(super) fn name(&self) -> String {
+        let [tokens, hidden, local] = self.shape;
+        let words = format!("{:?} {:?} {:?}", self.kind, self.pass, self.activations).to_lowercase();
+        format!("{words} {tokens}:{hidden}:{local} {} {}", self.policy, self.transport)
+    }
+
+    pub(super) fn line(&self) -> String {
+        let [tokens, hidden, local] = self.shape;
+        let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
+        let activations = match self.activations {
+            Activations::Replicated => "replicated",
+            Activations::SequenceParallel => "sequence-parallel",
+        };
+        let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
+        format!(
+            "{:6}  {:8}  {:17}  {:18}  {:24}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
+            word(&self.kind),
+            word(&self.pass),
+            activations,
+            format!("{tokens}:{hidden}:{local}"),
+            self.policy,
+            self.transport,
+            self.groups,
+            1e6 * self.seconds.median,
+            self.tflops,
+            1e6 * self.sequential_seconds,
+            1e6 * self.ideal_seconds,
+            share(self.efficiency),
+            share(self.weight_gradient_slowdown),
+            1e6 * self.exposed_seconds,
+            self.of_bound,
+        )
+    }
+}

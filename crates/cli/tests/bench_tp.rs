@@ -1,0 +1,59 @@
+//! `counterpoint bench tp`.
+
+mod support;
+
+use support::Folder;
+
+#[test]
+fn every_policy_stands_beside_the_sequential_run() {
+    let folder = Folder::new();
+    let ran =
+        folder.run("bench tp --shapes 96:64:32,50:24:16 --iterations 3 --tp-size 3 --groups 1,3 --json").ok();
+    let rows = ran.json_lines();
+    // Two shapes, two kinds, two activations, two passes; sequential, and three policies in one group and in three.
+    assert_eq!(rows.len(), 2 * 2 * 2 * 2 * 7);
+    let figure =
+        |row: &serde_json::Value, key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+    let mut judged = 0;
+    for rows in rows.chunks(7) {
+        let plain = &rows[0];
+        assert_eq!((&plain["policy"], figure(plain, "groups")), (&"sequential".into(), 1.0));
+        for row in rows {
+            for key in ["kind", "pass", "activations", "shape", "sequential_seconds", "ideal_seconds"] {
+                assert_eq!(row[key], plain[key], "{key}");
+            }
+            assert!(figure(row, "of_bound") <= 1.0 && figure(row, "tflops") > 0.0, "{row}");
+            assert_eq!(figure(row, "sequential_seconds"), figure(&plain["seconds"], "median"));
+            if let Some(efficiency) = row["efficiency"].as_f64() {
+                let seconds = figure(&row["seconds"], "median");
+                let hidden = figure(row, "sequential_seconds") - seconds;
+                let hideable = figure(row, "sequential_seconds") - figure(row, "ideal_seconds");
+                assert!((efficiency * hideable - hidden).abs() < 1e-12, "{row}");
+                judged += 1;
+            }
+        }
+    }
+    // All but what needs no communication, a column's forward and a row's backward with all tokens on all ranks, or hardly any.
+    assert!((1..=2 * 6 * 6).contains(&judged), "{judged}");
+}
+
+#[test]
+fn a_table_has_a_line_for_each() {
+    let folder = Folder::new();
+    let ran =
+        folder.run("bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --bias").ok();
+    assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 4, "{}", ran.stdout);
+}
+
+#[test]
+fn bad_requests_are_refused() {
+    let folder = Folder::new();
+    folder.refuses("bench tp --kinds round", &["round", "column"]);
+    folder.refuses("bench tp --shapes 8:8", &["8:8"]);
+    folder.refuses("bench tp --tp-size 0", &["--tp-size"]);
+    folder.refuses("bench tp --peers=0", &["--peers"]);
+    folder.refuses("bench tp --transport nccl", &["--transport", "cuda"]);
+    if !std::path::Path::new("/dev/nvidia0").exists() {
+        folder.run("bench tp --device cuda").is_refusal(3, &["NVIDIA"]);
+    }
+}

@@ -1,0 +1,45 @@
+//! Machine profiles: measured, kept, read, and refused.
+
+mod support;
+
+use serde_json::Value;
+use support::Folder;
+
+const ATTENTION: &str =
+    "attention --mask causal:256 --heads-q 2 --head-dim 16 --cp-size 2 --chunk-size 64 --json";
+
+#[test]
+fn a_measured_profile_is_kept_and_planned_with() {
+    let folder = Folder::new();
+    let kept = ("COUNTERPOINT_PROFILE_DIR", "profiles");
+    let measured = folder.run_with("doctor --calibrate --json", &[kept]).ok().json();
+    assert_eq!(measured["version"], 1);
+    let names: Vec<_> = std::fs::read_dir(folder.path("profiles")).unwrap().collect();
+    assert_eq!(names.len(), 1, "one machine, one file, nothing beside it");
+
+    folder.run("doctor --calibrate --output mine.json").ok();
+    folder.run(&format!("{ATTENTION} --profile mine.json")).ok();
+    folder.run("plan --mask causal:2k --cp-size 2 --profile mine.json --report plan.html").ok();
+    let report = String::from_utf8(folder.read("plan.html")).unwrap();
+    assert!(report.contains(measured["machine"].as_str().unwrap()), "the report says what it is planned for");
+}
+
+#[test]
+fn what_cannot_be_used_is_refused() {
+    let folder = Folder::new();
+    folder.run("doctor --calibrate --output mine.json").ok();
+    let mut profile: Value = serde_json::from_slice(&folder.read("mine.json")).unwrap();
+    profile["machine"] = "another machine".into();
+    folder.write("other.json", profile.to_string());
+    profile["version"] = 9.into();
+    folder.write("later.json", profile.to_string());
+    folder.write("broken.json", "{\"version\": 1,");
+    let with = |name: &str| format!("{ATTENTION} --profile {name}");
+    folder.refuses(&with("other.json"), &["other.json", "another machine", "doctor --calibrate"]);
+    folder.refuses(&with("later.json"), &["later.json", "version 9"]);
+    folder.refuses(&with("broken.json"), &["broken.json", "no machine profile"]);
+    folder.refuses(&with("missing.json"), &["missing.json"]);
+    folder.refuses(&format!("{ATTENTION} --overlap auto"), &["auto", "doctor --calibrate"]);
+    folder.refuses("doctor --output mine.json", &["--calibrate"]);
+    folder.refuses("doctor --calibrate --overlap", &["--overlap"]);
+}

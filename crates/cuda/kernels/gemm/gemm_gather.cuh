@@ -1,0 +1,154 @@
+// A matrix product whose first operand's rows come from other ranks, each rank on a GPU of its own: an all-gather and a product,
+// tile by tile.
+//
+// A warp of every CTA that has nothing to do with the product copies this rank's rows into the other ranks' memory, a block of
+// rows after the other, to one rank at a time: in step s to the one s before it, so that every rank receives from one at a time
+// too. Tiles begin with the rank's own rows and go on with those of the ranks after it, in the order in which they come; who
+// loads a tile waits until the blocks that it needs have been stored by all CTAs of their owner.
+//
+// Ranks meet as link_meeting.cuh says: a rank's memory is written once it has announced the call. When its kernel ends all that
+// it sent has been stored, and all that it was sent has been used.
+#pragma once
+
+#include "gemm/gemm.cuh"
+#include "link_meeting.cuh"
+
+namespace counterpoint {
+
+// One call of one rank, beside its product, of whose sources the first is the copy of A that others write into, and the second
+// this rank's rows of it. Shared with the host.
+struct GemmGathering {
+  LinkCall link;
+  const u8* own;                           // this rank's rows of A
+  u64 gathered[kGemmDestinations];         // where this rank's rows go in the memory of every rank
+  const u64* arrivals;                     // [ranks, blocks]: CTAs of a rank that have stored their piece, over all calls
+  u64 peer_arrivals[kGemmDestinations];    // this rank's place in those of every rank
+  u64 own_bytes;
+  u64 block_bytes;
+  u32 block_rows;
+  u32 blocks;    // of a rank's rows
+  u32 own_rows;  // of every rank
+  u32 rank;
+  u32 ranks;
+};
+
+// The kernel's parameter. Shared with the host.
+struct GemmGatherArguments {
+  GemmArguments gemm;
+  GemmGathering gathering;
+};
+
+template <typename C>
+struct GemmFromRanks {
+  // What is on its way through the registers of the warp that copies is what keeps the links busy.
+  static constexpr u32 kProducerRegisters = 56;
+  static constexpr u32 kConsumerRegisters = 224;
+  const GemmArguments& arguments;
+  const GemmGathering& gathering;
+
+  __device__ __forceinline__ u64 call() const { return gathering.link.state->calls + 1; }
+
+  // Blocks of rows go to groups of CTAs in turn: a fence for the whole system takes its turn among those of all multiprocessors
+  // (about 0.2 us each), and every CTA of a group makes one for each block.
+  static constexpr u32 kGroups = 4;
+  // CTAs that copy a block.
+  __device__ __forceinline__ u32 copying(u32 block) const { return (gridDim.x - block % kGroups + kGroups - 1) / kGroups; }
+
+  // One warp of every CTA.
+  __device__ __forceinline__ void begin(GemmShared<C>&) const {
+    const u32 lane = threadIdx.x % 32;
+    const u64 number = call();
+    const LinkCall& link = gathering.link;
+    if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
+      store_release_system(&link.slots[lane]->announced, number);
+    }
+    for (u32 step = 1; step < gathering.ranks; ++step) {
+      const u32 peer = (gathering.rank + gathering.ranks - step) % gathering.ranks;
+      u32 began = 0;
+      if (lane == 0) began = link_wait(link, &link.mailbox[peer].announced, number, peer, kLinkBegin);
+      __syncwarp();
+      if (uniform(began) == 0) return;
+#pragma unroll 1
+      for (u32 block = blockIdx.x % kGroups; block < gathering.blocks; block += kGroups) {
+        const u64 begin = block * gathering.block_bytes;
+        const u64 end = min(begin + gathering.block_bytes, gathering.own_bytes);
+        copy_piece(gathering.gathered[peer], begin, end, blockIdx.x / kGroups, copying(block), lane);
+        // By every lane, and before the count.
+        fence_system();
+        __syncwarp();
+        if (lane == 0) add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]) + block, u64(1));
+      }
+    }
+  }
+
+  // One of `pieces` of what lies between `begin` and `end`.
+  __device__ __forceinline__ void copy_piece(u64 target, u64 begin, u64 end, u32 piece, u32 pieces, u32 lane) const {
+    constexpr u32 kAhead = 6;
+    constexpr u32 kLine = 32 * 16;  // what the warp copies at once
+    const u32 bytes = u32(end - begin), lines = (bytes + kLine - 1) / kLine;
+    // Of a few megabytes, so that 32 bits hold the products.
+    const u32 first = lines * piece / pieces, last = lines * (piece + 1) / pieces;
+    u32 at = first * kLine + lane * 16;
+    const u8* from = gathering.own + begin + at;
+    u8* to = reinterpret_cast<u8*>(target) + begin + at;
+    u32 left = last - first;
+#pragma unroll 1
+    for (; left > kAhead; left -= kAhead) {
+      uint4 words[kAhead];
+#pragma unroll
+      for (u32 i = 0; i < kAhead; ++i) words[i] = __ldcs(reinterpret_cast<const uint4*>(from + i * kLine));
+#pragma unroll
+      for (u32 i = 0; i < kAhead; ++i) *reinterpret_cast<uint4*>(to + i * kLine) = words[i];
+      from += kAhead * kLine;
+      to += kAhead * kLine;
+      at += kAhead * kLine;
+    }
+    // The last line of a block may be short.
+#pragma unroll 1
+    for (; left > 0; --left) {
+      if (at < bytes) *reinterpret_cast<uint4*>(to) = __ldcs(reinterpret_cast<const uint4*>(from));
+      from += kLine;
+      to += kLine;
+      at += kLine;
+    }
+  }
+
+  // The thread that loads, before a tile: its rows have come.
+  __device__ __forceinline__ void await_rows(const GemmRowTile& of) const {
+    if (of.source != 0) return;
+    const u32 owner = of.source_row / gathering.own_rows;
+    const u32 within = of.source_row - owner * gathering.own_rows;
+    const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
+    for (u32 block = within / gathering.block_rows; block <= last; ++block) {
+      // What comes wrong when the wait gives up, nobody looks at.
+      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(block), owner,
+                kLinkSend);
+    }
+    // What ordinary stores of another GPU wrote is read by the copy engine.
+    fence_async_proxy_all();
+  }
+
+  __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
+    gemm_store<C>(arguments, shared, group);
+  }
+  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
+                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
+    staging.template tile<false>(acc, of, column, walk.unit.group);
+  }
+
+  // One thread of every CTA, when all of its cluster are through.
+  __device__ __forceinline__ void end() const {
+    const LinkCall& link = gathering.link;
+    const u64 number = call();
+    if (add_acquire_release(&link.state->arrived, 1) + 1 != gridDim.x) return;
+    link.state->arrived = 0;
+    link.state->calls = number;
+  }
+};
+
+template <typename C>
+__device__ __forceinline__ void gemm_gather(const GemmGatherArguments& arguments) {
+  gemm<C>(arguments.gemm, GemmFromRanks<C>{arguments.gemm, arguments.gathering});
+}
+
+}  // namespace counterpoint

@@ -1,0 +1,284 @@
+//! The launcher of `gemm/gemm_gather.cuh`.
+
+use super::order::{self, TileOrder};
+use super::shape::{GemmShape, TILE_ROWS};
+use super::source::GemmEnds;
+use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
+use crate::kernel::layout::{SharedLayout, shared_layout};
+use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
+use crate::{CudaError, Device, Stream};
+
+/// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GemmGatherSpec {
+    /// The product of one rank.
+    pub product: GemmSpec,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks; each has as many rows of A as every other, one after the other.
+    pub ranks: usize,
+}
+
+/// [`GemmGatherSpec`] made ready to run many times.
+#[derive(Clone, Debug)]
+pub struct GemmGather {
+    gemm: Gemm,
+    spec: GemmGatherSpec,
+}
+
+/// Addresses of one run.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmGatherTensors<'a> {
+    /// This rank's rows of A, contiguous.
+    pub own: u64,
+    /// Of each rank its copy of A `[m, k]`, contiguous, whose rows of its own nobody writes or reads.
+    pub gathered: &'a [u64],
+    /// Of each rank the words that count what has come: [`GemmGather::arrival_bytes`], zero before the first run.
+    pub arrivals: &'a [u64],
+    /// B.
+    pub b: u64,
+    /// D.
+    pub d: u64,
+    /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
+    pub bias: u64,
+}
+
+/// `GemmGathering` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct GemmGathering {
+    link: LinkCall,
+    own: u64,
+    gathered: [u64; GEMM_DESTINATIONS],
+    arrivals: u64,
+    peer_arrivals: [u64; GEMM_DESTINATIONS],
+    own_bytes: u64,
+    block_bytes: u64,
+    block_rows: u32,
+    blocks: u32,
+    own_rows: u32,
+    rank: u32,
+    ranks: u32,
+}
+
+/// `GemmGatherArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct GemmGatherArguments {
+    gemm: GemmArguments,
+    gathering: GemmGathering,
+}
+
+impl GemmGatherSpec {
+    /// Why no kernel takes it.
+    ///
+    /// # Errors
+    /// With the figures that do not fit.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { product, rank, ranks } = self;
+        product.check()?;
+        if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
+            return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
+        }
+        if !product.m.is_multiple_of(ranks * TILE_ROWS) {
+            return Err(format!(
+                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}",
+                product.m
+            ));
+        }
+        if product.strides[0] != product.k {
+            return Err(format!(
+                "rows of A are {} elements apart, they travel as {}",
+                product.strides[0], product.k
+            ));
+        }
+        if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
+            return Err("its result is written, in the type of the operands".to_owned());
+        }
+        if product.layout == GemmLayout::Tn {
+            return Err("rows of A are terms of it".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Rows of a block, which travels as one: whole tiles, of a few megabytes, because each ends with a fence that waits until
+    /// all of it has been stored.
+    fn block_rows(&self) -> usize {
+        const LEAST_BYTES: usize = 4 << 20;
+        let tile = TILE_ROWS * self.product.k * self.product.element.bytes();
+        (LEAST_BYTES.div_ceil(tile) * TILE_ROWS).min(self.own_rows())
+    }
+
+    /// A's rows: of its copy those of the other ranks, and this rank's own.
+    fn sources(&self) -> Vec<GemmRows> {
+        let own = self.own_rows();
+        let first = self.rank * own;
+        let after = GemmRows { tensor: 0, first: first + own, count: self.product.m - first - own };
+        let sources = [
+            GemmRows { tensor: 0, first: 0, count: first },
+            GemmRows { tensor: 1, first: 0, count: own },
+            after,
+        ];
+        sources.into_iter().filter(|rows| rows.count > 0).collect()
+    }
+
+    fn own_rows(&self) -> usize {
+        self.product.m / self.ranks
+    }
+}
+
+impl GemmGather {
+    /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
+    /// itself that leave k whole and whose units lie within one rank's rows.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when no kernel takes it.
+    pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
+        spec.check().map_err(refused)?;
+        let fits = |shape: &GemmShape| shape.splits == 1 && spec.own_rows().is_multiple_of(shape.unit()[0]);
+        Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
+    }
+
+    /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.
+    ///
+    /// # Errors
+    /// As [`GemmGather::shapes`]; when the kernel cannot be compiled, or memory is short.
+    pub fn with_shape(stream: &Stream, spec: &GemmGatherSpec, shape: GemmShape) -> Result<Self, CudaError> {
+        if !Self::shapes(stream.device(), spec)?.contains(&shape) {
+            return Err(refused(format!("{shape:?} is no shape of this product")));
+        }
+        let mut product = spec.product.clone();
+        product.sources = spec.sources();
+        product.order = TileOrder::Shards { shards: spec.ranks, first: spec.rank };
+        let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
+        Ok(Self { gemm, spec: spec.clone() })
+    }
+
+    /// How it is cut up.
+    pub fn shape(&self) -> GemmShape {
+        self.gemm.shape()
+    }
+
+    /// CTAs of a launch, each of which counts what it has sent: the same on all ranks.
+    pub fn ctas(&self) -> u32 {
+        self.gemm.ctas
+    }
+
+    fn blocks(&self) -> usize {
+        self.spec.own_rows().div_ceil(self.spec.block_rows())
+    }
+
+    /// Bytes of a rank's words that count what has come.
+    pub fn arrival_bytes(&self) -> usize {
+        self.spec.ranks * self.blocks() * size_of::<u64>()
+    }
+
+    /// Enqueues it. Nothing is allocated; the kernel waits for the other ranks' as `link` says, each of which is on a GPU of
+    /// its own.
+    ///
+    /// # Safety
+    /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
+    /// enqueue nothing beside them whose kernels wait for other ranks.
+    ///
+    /// # Errors
+    /// As [`Gemm::launch`].
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        tensors: &GemmGatherTensors<'_>,
+        link: &LinkCall,
+    ) -> Result<(), CudaError> {
+        let GemmGatherSpec { rank, ranks, ref product } = self.spec;
+        let GemmGatherTensors { own, gathered, arrivals, b, d, bias } = *tensors;
+        if gathered.len() != ranks || arrivals.len() != ranks {
+            let reason =
+                format!("{} copies and {} counters of {ranks} ranks", gathered.len(), arrivals.len());
+            return Err(refused(reason));
+        }
+        let gemm = self.gemm.arguments(&GemmTensors {
+            a: &[gathered[rank], own],
+            b,
+            d: &[d],
+            bias,
+            counters: &[],
+        })?;
+        let row_bytes = (product.k * product.element.bytes()) as u64;
+        let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
+        let at = |addresses: &[u64], offset: u64| {
+            std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset))
+        };
+        let gathering = GemmGathering {
+            link: *link,
+            own,
+            gathered: at(gathered, (rank * own_rows) as u64 * row_bytes),
+            arrivals: arrivals[rank],
+            peer_arrivals: at(arrivals, (rank * self.blocks() * size_of::<u64>()) as u64),
+            own_bytes: own_rows as u64 * row_bytes,
+            block_bytes: block_rows as u64 * row_bytes,
+            block_rows: block_rows as u32,
+            blocks: self.blocks() as u32,
+            own_rows: own_rows as u32,
+            rank: rank as u32,
+            ranks: ranks as u32,
+        };
+        let arguments = GemmGatherArguments { gemm, gathering };
+        // SAFETY: the arguments are those of the kernel in `GemmChoice::source`, a test compares their layouts; the rest is the
+        // caller's promise.
+        unsafe { self.gemm.function.launch(stream, &self.gemm.launch, &(arguments,)) }
+    }
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!(
+            "gemm/gemm_gather.cuh",
+            GemmGathering {
+                link,
+                own,
+                gathered,
+                arrivals,
+                peer_arrivals,
+                own_bytes,
+                block_bytes,
+                block_rows,
+                blocks,
+                own_rows,
+                rank,
+                ranks,
+            }
+        ),
+        shared_layout!("gemm/gemm_gather.cuh", GemmGatherArguments { gemm, gathering }),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::ElementType;
+
+    fn spec(m: usize, k: usize, ranks: usize) -> GemmGatherSpec {
+        let product = GemmSpec::new(m, 256, k, GemmLayout::Nt, ElementType::Bf16);
+        GemmGatherSpec { product, rank: 0, ranks }
+    }
+
+    #[test]
+    fn what_no_kernel_takes_is_told_with_figures() {
+        assert_eq!(spec(512, 64, 4).check(), Ok(()));
+        assert!(spec(512, 64, 3).check().unwrap_err().contains("512 rows of 3"));
+        assert!(spec(512, 64, 1).check().unwrap_err().contains("rank 0 of 1"));
+        let mut apart = spec(512, 64, 4);
+        apart.product.strides[0] = 128;
+        assert!(apart.check().unwrap_err().contains("128 elements apart"));
+    }
+
+    #[test]
+    fn blocks_are_whole_tiles_of_a_few_megabytes() {
+        assert_eq!(spec(16384, 8192, 2).block_rows(), 256);
+        assert_eq!(spec(16384, 12288, 2).block_rows(), 256);
+        assert_eq!(spec(16384, 65536, 2).block_rows(), 128);
+        assert_eq!(spec(16384, 1024, 2).block_rows(), 2048);
+        assert_eq!(spec(512, 1024, 2).block_rows(), 256);
+    }
+}

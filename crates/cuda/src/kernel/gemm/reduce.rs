@@ -1,0 +1,297 @@
+//! The launcher of `gemm/gemm_reduce.cuh`.
+
+use super::order::{self, GemmUnit, TileOrder, UnitGrid};
+use super::shape::{GemmShape, TILE_ROWS, TilePair};
+use super::source::GemmEnds;
+use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, refused};
+use crate::kernel::layout::{SharedLayout, shared_layout};
+use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
+use crate::{CudaError, Device, Stream};
+
+/// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GemmReduceSpec {
+    /// The product of one rank.
+    pub product: GemmSpec,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks; each has as many rows as every other, one after the other.
+    pub ranks: usize,
+    /// Whether all ranks get all sums, or each its own.
+    pub spread: SumsGoTo,
+}
+
+/// Who gets sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SumsGoTo {
+    /// The rank that owns the rows: a reduce-scatter.
+    Owner,
+    /// All ranks: an all-reduce.
+    All,
+}
+
+/// [`GemmReduceSpec`] made ready to run many times.
+#[derive(Clone, Debug)]
+pub struct GemmReduce {
+    gemm: Gemm,
+    spec: GemmReduceSpec,
+}
+
+/// Addresses of one run.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmReduceTensors<'a> {
+    /// A.
+    pub a: u64,
+    /// B.
+    pub b: u64,
+    /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
+    pub bias: u64,
+    /// Of each rank the memory that it has for what others send it: [`GemmReduce::exchange_bytes`], zero before the first run.
+    pub exchanges: &'a [u64],
+    /// Of each rank that gets them, this rank's rows of the sums `[m / ranks, n]`; others are not looked at.
+    pub sums: &'a [u64],
+}
+
+/// `GemmReduction` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct GemmReduction {
+    link: LinkCall,
+    parts: u64,
+    stamps: u64,
+    peer_parts: [u64; GEMM_DESTINATIONS],
+    peer_stamps: [u64; GEMM_DESTINATIONS],
+    part_bytes: u64,
+    stamps_of_rank: u32,
+    rank: u32,
+    ranks: u32,
+    spreads: u32,
+}
+
+/// `GemmReduceArguments` of the kernel.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct GemmReduceArguments {
+    gemm: GemmArguments,
+    reduction: GemmReduction,
+}
+
+impl GemmReduceSpec {
+    /// Why no kernel takes it.
+    ///
+    /// # Errors
+    /// With the figures that do not fit.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { product, rank, ranks, .. } = self;
+        product.check()?;
+        let GemmSpec { m, n, .. } = *product;
+        if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
+            return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
+        }
+        if !m.is_multiple_of(ranks * TILE_ROWS) {
+            return Err(format!("{m} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}"));
+        }
+        if !n.is_multiple_of(8) {
+            return Err(format!("{n} columns, which are no multiple of 8"));
+        }
+        if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
+            return Err("sums over ranks are written, in the type of the operands".to_owned());
+        }
+        if product.layout == GemmLayout::Tn {
+            return Err("gradients of weights are summed over no ranks".to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl GemmReduce {
+    /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
+    /// itself that leave k whole, so that bits do not depend on which rows are computed together, and whose units lie within
+    /// one rank's rows.
+    ///
+    /// # Errors
+    /// [`CudaError::Launch`] when no kernel takes it.
+    pub fn shapes(device: &Device, spec: &GemmReduceSpec) -> Result<Vec<GemmShape>, CudaError> {
+        spec.check().map_err(refused)?;
+        let rows = spec.product.m / spec.ranks;
+        let fits = |shape: &GemmShape| shape.splits == 1 && rows.is_multiple_of(shape.unit()[0]);
+        Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
+    }
+
+    /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.
+    ///
+    /// # Errors
+    /// As [`GemmReduce::shapes`]; when the kernel cannot be compiled, or memory is short.
+    pub fn with_shape(stream: &Stream, spec: &GemmReduceSpec, shape: GemmShape) -> Result<Self, CudaError> {
+        if !Self::shapes(stream.device(), spec)?.contains(&shape) {
+            return Err(refused(format!("{shape:?} is no shape of this product")));
+        }
+        let mut product = spec.product.clone();
+        product.shares = vec![product.m / spec.ranks; spec.ranks];
+        product.order = TileOrder::Shards { shards: spec.ranks, first: (spec.rank + 1) % spec.ranks };
+        let mut units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
+        number_in_shards(&mut units, &shape, &product, spec.ranks);
+        let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
+        Ok(Self { gemm, spec: spec.clone() })
+    }
+
+    /// How it is cut up.
+    pub fn shape(&self) -> GemmShape {
+        self.gemm.shape()
+    }
+
+    /// Parts of tiles that one rank sends to one other.
+    fn parts(&self) -> usize {
+        let rows = self.spec.product.m / self.spec.ranks;
+        // Of each of a unit's two tiles, one from each warpgroup.
+        UnitGrid::new(&self.gemm.shape, rows, self.spec.product.n).count() * 4
+    }
+
+    fn part_bytes(&self) -> usize {
+        self.parts() * (TILE_ROWS / 2) * self.gemm.shape.columns as usize * self.spec.product.element.bytes()
+    }
+
+    fn stamp_bytes(&self) -> usize {
+        (self.spec.ranks * self.parts() * size_of::<u64>()).next_multiple_of(256)
+    }
+
+    /// Bytes of a rank's memory for what the others send it.
+    pub fn exchange_bytes(&self) -> usize {
+        self.stamp_bytes() + self.spec.ranks * self.part_bytes()
+    }
+
+    /// Bytes at its beginning that must be zero before the first run.
+    pub fn zeroed_bytes(&self) -> usize {
+        self.stamp_bytes()
+    }
+
+    /// Enqueues it. Nothing is allocated; the kernel waits for the other ranks' as `link` says, each of which is on a GPU of
+    /// its own.
+    ///
+    /// # Safety
+    /// As [`Gemm::launch`], also for the memory of the other ranks. All ranks make the same calls in the same order, and
+    /// enqueue nothing beside them whose kernels wait for other ranks.
+    ///
+    /// # Errors
+    /// As [`Gemm::launch`].
+    pub unsafe fn launch(
+        &self,
+        stream: &Stream,
+        tensors: &GemmReduceTensors<'_>,
+        link: &LinkCall,
+    ) -> Result<(), CudaError> {
+        let GemmReduceSpec { rank, ranks, spread, .. } = self.spec;
+        let GemmReduceTensors { a, b, bias, exchanges, sums } = *tensors;
+        if exchanges.len() != ranks || sums.len() != ranks {
+            let reason = format!("{} exchanges and {} sums of {ranks} ranks", exchanges.len(), sums.len());
+            return Err(refused(reason));
+        }
+        // Nobody stores to ranks that get no sums.
+        let d: Vec<u64> = match spread {
+            SumsGoTo::Owner => vec![sums[rank]; ranks],
+            SumsGoTo::All => sums.to_vec(),
+        };
+        let gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &d, bias, counters: &[] })?;
+        let mut peer_parts = [0; GEMM_DESTINATIONS];
+        let mut peer_stamps = [0; GEMM_DESTINATIONS];
+        for peer in 0..ranks {
+            peer_stamps[peer] = exchanges[peer] + (rank * self.parts() * size_of::<u64>()) as u64;
+            peer_parts[peer] = exchanges[peer] + (self.stamp_bytes() + rank * self.part_bytes()) as u64;
+        }
+        let reduction = GemmReduction {
+            link: *link,
+            parts: exchanges[rank] + self.stamp_bytes() as u64,
+            stamps: exchanges[rank],
+            peer_parts,
+            peer_stamps,
+            part_bytes: self.part_bytes() as u64,
+            stamps_of_rank: self.parts() as u32,
+            rank: rank as u32,
+            ranks: ranks as u32,
+            spreads: u32::from(spread == SumsGoTo::All),
+        };
+        let arguments = GemmReduceArguments { gemm, reduction };
+        // SAFETY: the arguments are those of the kernel in `GemmChoice::source`, a test compares their layouts; the rest is the
+        // caller's promise.
+        unsafe { self.gemm.function.launch(stream, &self.gemm.launch, &(arguments,)) }
+    }
+}
+
+/// Gives every unit its number among those of its shard, in the order in which all ranks count them.
+fn number_in_shards(units: &mut [GemmUnit], shape: &GemmShape, product: &GemmSpec, shards: usize) {
+    let grid = UnitGrid::new(shape, product.m / shards, product.n);
+    let [row_tiles, column_tiles] = match shape.pair {
+        TilePair::Rows => [2, 1],
+        TilePair::Columns => [1, 2],
+    };
+    for unit in units {
+        let row = usize::from(unit.row_tile) / row_tiles % grid.rows;
+        unit.group = (row * grid.columns + usize::from(unit.column_tile) / column_tiles) as u32;
+    }
+}
+
+/// What host and kernel share.
+pub(super) fn layouts() -> Vec<SharedLayout> {
+    vec![
+        shared_layout!(
+            "gemm/gemm_reduce.cuh",
+            GemmReduction {
+                link,
+                parts,
+                stamps,
+                peer_parts,
+                peer_stamps,
+                part_bytes,
+                stamps_of_rank,
+                rank,
+                ranks,
+                spreads,
+            }
+        ),
+        shared_layout!("gemm/gemm_reduce.cuh", GemmReduceArguments { gemm, reduction }),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel::ElementType;
+
+    fn spec(m: usize, n: usize, ranks: usize) -> GemmReduceSpec {
+        let product = GemmSpec::new(m, n, 512, GemmLayout::Nt, ElementType::Bf16);
+        GemmReduceSpec { product, rank: 0, ranks, spread: SumsGoTo::Owner }
+    }
+
+    #[test]
+    fn what_no_kernel_takes_is_told_with_figures() {
+        assert_eq!(spec(512, 264, 4).check(), Ok(()));
+        assert!(spec(512, 264, 3).check().unwrap_err().contains("512 rows of 3"));
+        assert!(spec(512, 260, 2).check().unwrap_err().contains("260"));
+        assert!(spec(512, 256, 9).check().unwrap_err().contains("9"));
+    }
+
+    /// Every rank counts an owner's units alike, whatever its order, and each number is taken once.
+    #[test]
+    fn units_are_numbered_within_their_shard() {
+        let (ranks, m, n) = (4, 2048, 1000);
+        for pair in [TilePair::Rows, TilePair::Columns] {
+            let shape = GemmShape { columns: 160, pair, splits: 1 };
+            let product = &spec(m, n, ranks).product;
+            let numbered = |first: usize| {
+                let order = TileOrder::Shards { shards: ranks, first };
+                let mut units = order::units(&order, &shape, m, n).unwrap();
+                number_in_shards(&mut units, &shape, product, ranks);
+                units.sort_by_key(|unit| (unit.row_tile, unit.column_tile));
+                units
+            };
+            let all = numbered(0);
+            assert_eq!(all, numbered(3));
+            let of_shard = all.len() / ranks;
+            for shard in all.chunks(of_shard) {
+                let mut numbers: Vec<u32> = shard.iter().map(|unit| unit.group).collect();
+                numbers.sort_unstable();
+                assert_eq!(numbers, (0..of_shard as u32).collect::<Vec<_>>());
+            }
+        }
+    }
+}

@@ -1,0 +1,145 @@
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use counterpoint_plan::DType;
+use counterpoint_schedule::{BufferRole, BufferSpec};
+
+use crate::{Backend, ExecError};
+
+/// Memory of one rank for tensors that are needed for a short time again and again, gathered activations say: a name and an element
+/// type stand for one allocation, of which every tensor of that name is a view. It grows at least to twice its length, so that
+/// slowly growing tensors rarely allocate (Megatron-LM's `GlobalMemoryBuffer`).
+///
+/// A view of grown memory is of other memory than the views before, which stay valid. Who writes one of the views ends what the
+/// others of the same memory held.
+///
+/// ```
+/// use std::sync::Arc;
+/// use counterpoint_exec::{Backend, CpuMachine, GlobalBuffer, Machine, World, WorldConfig};
+/// use counterpoint_plan::DType;
+///
+/// # fn main() -> Result<(), counterpoint_exec::ExecError> {
+/// let machine = CpuMachine::new(0, None)?;
+/// let (backend, _) = machine.connect(&World::new(1, WorldConfig::default()))?.remove(0);
+/// let mut memory = GlobalBuffer::new();
+/// let tokens = memory.get(&backend, "gathered", DType::Bf16, &[512, 64])?;
+/// let fewer = memory.get(&backend, "gathered", DType::Bf16, &[100, 64])?;
+/// assert_eq!(backend.layout(&fewer), (vec![100, 64], DType::Bf16));
+/// assert_eq!(memory.bytes(), 512 * 64 * 2);
+/// # drop(tokens);
+/// # Ok(())
+/// # }
+/// ```
+pub struct GlobalBuffer<B: Backend> {
+    allocations: HashMap<(String, DType), Allocation<B>>,
+}
+
+struct Allocation<B: Backend> {
+    elements: usize,
+    memory: B::Buffer,
+}
+
+impl<B: Backend> Allocation<B> {
+    /// Of so many elements, or of as many as are needed where those do not fit.
+    fn new(backend: &B, spec: &BufferSpec, needed: usize, elements: usize) -> Result<Self, ExecError> {
+        let of = |elements: usize| {
+            let memory = backend.allocate(&BufferSpec { shape: vec![elements], ..spec.clone() })?;
+            Ok(Self { elements, memory })
+        };
+        match of(elements) {
+            Err(ExecError::OutOfMemory { .. }) if elements > needed => of(needed),
+            allocation => allocation,
+        }
+    }
+}
+
+impl<B: Backend> Default for GlobalBuffer<B> {
+    fn default() -> Self {
+        Self { allocations: HashMap::new() }
+    }
+}
+
+impl<B: Backend> GlobalBuffer<B> {
+    /// Without any memory.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A tensor of this name, contents arbitrary.
+    ///
+    /// # Errors
+    /// [`ExecError::OutOfMemory`] when it must grow and cannot.
+    pub fn get(
+        &mut self,
+        backend: &B,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<B::Buffer, ExecError> {
+        let role = BufferRole::Scratch;
+        self.view(backend, &BufferSpec { name: name.to_owned(), dtype, shape: shape.to_vec(), role })
+    }
+
+    pub(crate) fn view(&mut self, backend: &B, spec: &BufferSpec) -> Result<B::Buffer, ExecError> {
+        let wanted: usize = spec.shape.iter().product();
+        let allocation = match self.allocations.entry((spec.name.clone(), spec.dtype)) {
+            Entry::Vacant(entry) => entry.insert(Allocation::new(backend, spec, wanted, wanted)?),
+            Entry::Occupied(entry) => {
+                let allocation = entry.into_mut();
+                if allocation.elements < wanted {
+                    *allocation =
+                        Allocation::new(backend, spec, wanted, wanted.max(2 * allocation.elements))?;
+                }
+                allocation
+            }
+        };
+        backend.view(&allocation.memory, spec)
+    }
+
+    /// Bytes of all its memory.
+    pub fn bytes(&self) -> u64 {
+        let bytes = |((_, dtype), allocation): (&(String, DType), &Allocation<B>)| {
+            allocation.elements as u64 * dtype.size() as u64
+        };
+        self.allocations.iter().map(bytes).sum()
+    }
+
+    /// Gives all memory back; views that are still held keep theirs.
+    pub fn clear(&mut self) {
+        self.allocations.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{CpuMachine, HostTensor, Machine, World, WorldConfig};
+
+    #[test]
+    fn names_and_types_have_memory_of_their_own_that_grows_geometrically() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        let (backend, _) = machine.connect(&World::new(1, WorldConfig::default())).unwrap().remove(0);
+        let mut memory = GlobalBuffer::new();
+        let mut get = |name: &str, dtype, rows: usize| {
+            let view = memory.get(&backend, name, dtype, &[rows, 3]).unwrap();
+            (view, memory.bytes())
+        };
+        let (first, bytes) = get("a", DType::F32, 10);
+        assert_eq!(bytes, 120);
+        first.store(HostTensor::from_vec(vec![10, 3], vec![1.0f32; 30])).unwrap();
+        // A shorter view is of the same memory: its write ends what the longer one held.
+        let (second, bytes) = get("a", DType::F32, 4);
+        assert_eq!(bytes, 120);
+        assert_eq!(first.tensor().unwrap().rows(), 10);
+        second.store(HostTensor::from_vec(vec![4, 3], vec![2.0f32; 12])).unwrap();
+        assert!(first.tensor().is_err());
+        assert_eq!(get("a", DType::F32, 11).1, 240);
+        assert_eq!(get("a", DType::F32, 20).1, 240);
+        assert_eq!(get("a", DType::F32, 100).1, 1200);
+        assert_eq!(second.tensor().unwrap(), HostTensor::from_vec(vec![4, 3], vec![2.0f32; 12]));
+        assert_eq!(get("a", DType::Bf16, 1).1, 1206);
+        assert_eq!(get("b", DType::F32, 1).1, 1218);
+        memory.clear();
+        assert_eq!(memory.bytes(), 0);
+    }
+}

@@ -1,0 +1,119 @@
+use std::collections::VecDeque;
+
+use counterpoint_plan::{DType, LinearPlan};
+use counterpoint_schedule::{BufferRole, Timeline, lower_linear_weight_gradient};
+
+use super::layer::{Maker, Rank, RankBuffers, bind, wants};
+use crate::{Backend, ExecError, Machine, Prepared};
+
+/// Gradients of a layer's weight that wait to be computed.
+pub(super) struct Deferred<M: Machine> {
+    ranks: Vec<Rank<M>>,
+    limit: usize,
+    waiting: VecDeque<Kept<M>>,
+    /// Buffers of gradients that have been computed, for the next ones.
+    free: Vec<Vec<(String, RankBuffers<M>)>>,
+    /// Those of the backward that runs.
+    current: Vec<(String, RankBuffers<M>)>,
+}
+
+/// What one gradient is computed from.
+struct Kept<M: Machine> {
+    x: RankBuffers<M>,
+    dy: RankBuffers<M>,
+    /// What the backward has kept, by name.
+    kept: Vec<(String, RankBuffers<M>)>,
+}
+
+impl<M: Machine> Deferred<M> {
+    pub(super) fn new(
+        maker: &mut Maker<'_, M>,
+        plan: &LinearPlan,
+        into: Option<DType>,
+        limit: usize,
+    ) -> Result<Self, ExecError> {
+        let reason = match (into, limit) {
+            (_, 0) => Some("a queue of 0 gradients; it must be at least 1".to_owned()),
+            (None, 2..) => Some(format!(
+                "a queue of {limit} gradients needs a main_grad to add them to; each would replace the last"
+            )),
+            _ => None,
+        };
+        if let Some(reason) = reason {
+            return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
+        }
+        let policy = maker.policy;
+        let ranks = maker.prepare(plan, |rank| lower_linear_weight_gradient(plan, rank, into, policy))?;
+        Ok(Self { ranks, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
+    }
+
+    pub(super) fn ranks(&mut self) -> &mut Vec<Rank<M>> {
+        &mut self.ranks
+    }
+
+    /// Whose outputs the last gradient is in.
+    pub(super) fn written(&self) -> &[Rank<M>] {
+        &self.ranks
+    }
+
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Makes room for one more, and gives a backward memory for what it keeps.
+    pub(super) fn begin(&mut self, backward: &mut [Rank<M>]) -> Result<(), ExecError> {
+        while self.waiting.len() >= self.limit {
+            self.compute_oldest()?;
+        }
+        self.current = match self.free.pop() {
+            Some(kept) => kept,
+            None => self.allocate(backward)?,
+        };
+        self.current.iter().try_for_each(|(name, buffers)| bind(backward, name, buffers))
+    }
+
+    /// What a backward leaves for the gradient: its outputs of which that makes inputs.
+    fn allocate(&self, backward: &[Rank<M>]) -> Result<Vec<(String, RankBuffers<M>)>, ExecError> {
+        let Some((first, gradient)) = backward.first().zip(self.ranks.first()) else { return Ok(Vec::new()) };
+        let kept = first
+            .program()
+            .buffers
+            .iter()
+            .filter(|spec| spec.role == BufferRole::Output && wants(gradient.program(), &spec.name));
+        let of_ranks = |name: &str| {
+            let of_rank = |rank: &Rank<M>| {
+                let spec = rank.program().buffers.iter().find(|spec| spec.name == name);
+                spec.map(|spec| rank.backend().allocate(spec))
+            };
+            backward.iter().filter_map(of_rank).collect::<Result<Vec<_>, _>>()
+        };
+        kept.map(|spec| Ok((spec.name.clone(), of_ranks(&spec.name)?))).collect()
+    }
+
+    /// A backward has run.
+    pub(super) fn push(&mut self, x: &RankBuffers<M>, dy: &RankBuffers<M>) {
+        let kept = std::mem::take(&mut self.current);
+        self.waiting.push_back(Kept { x: x.clone(), dy: dy.clone(), kept });
+    }
+
+    pub(super) fn flush(&mut self) -> Result<Vec<Timeline>, ExecError> {
+        let mut timelines = Vec::with_capacity(self.waiting.len());
+        while let Some(timeline) = self.compute_oldest()? {
+            timelines.push(timeline);
+        }
+        Ok(timelines)
+    }
+
+    fn compute_oldest(&mut self) -> Result<Option<Timeline>, ExecError> {
+        let Some(Kept { x, dy, kept }) = self.waiting.pop_front() else { return Ok(None) };
+        let given = [("x", &x), ("dy", &dy)].into_iter();
+        for (name, buffers) in given.chain(kept.iter().map(|(name, buffers)| (name.as_str(), buffers))) {
+            if self.ranks.iter().all(|rank| wants(rank.program(), name)) {
+                bind(&mut self.ranks, name, buffers)?;
+            }
+        }
+        let timeline = Prepared::run_ranks(&mut self.ranks)?;
+        self.free.push(kept);
+        Ok(Some(timeline))
+    }
+}

@@ -1,0 +1,185 @@
+use counterpoint_plan::{
+    Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, PlanError, WaveGroups,
+};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
+
+use crate::{Backend, ExecError, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+
+/// A Program made ready on a rank of a machine.
+pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
+/// A matrix product and the collective that belongs to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmCollective {
+    /// Every rank has a share of each element of the product; they are summed, each rank's rows on that rank.
+    ReduceScatter,
+    /// They are summed, on all ranks.
+    AllReduce,
+    /// Every rank has some rows of the first operand, which all ranks need.
+    AllGather,
+}
+
+impl GemmCollective {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::ReduceScatter, Self::AllReduce, Self::AllGather];
+
+    /// The name on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ReduceScatter => "reduce-scatter",
+            Self::AllReduce => "all-reduce",
+            Self::AllGather => "all-gather",
+        }
+    }
+}
+
+/// The forward of a linear layer as the product that each rank computes, `[m, n] = [m, k] [n, k]^T`, and its collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmCollectiveSpec {
+    /// The collective.
+    pub collective: GemmCollective,
+    /// Ranks.
+    pub ranks: usize,
+    /// Rows of the product, of all ranks.
+    pub m: usize,
+    /// Columns of a rank's product.
+    pub n: usize,
+    /// Terms of a rank's product.
+    pub k: usize,
+    /// Type of the operands and the result.
+    pub dtype: DType,
+}
+
+impl GemmCollectiveSpec {
+    /// The layer that it is, in `groups` groups of rows: row-parallel where shares are summed, column-parallel where rows are
+    /// gathered. Its Programs are [`lower_linear_forward`](counterpoint_schedule::lower_linear_forward)'s.
+    ///
+    /// # Errors
+    /// [`PlanError::Linear`] when there are no ranks or a size is 0.
+    pub fn plan(&self, groups: WaveGroups, cost: &CostModel) -> Result<LinearPlan, PlanError> {
+        let Self { collective, ranks, m, n, k, dtype } = *self;
+        let (kind, in_features, out_features) = match collective {
+            GemmCollective::AllGather => (LinearKind::Column, k, n * ranks),
+            GemmCollective::ReduceScatter | GemmCollective::AllReduce => (LinearKind::Row, k * ranks, n),
+        };
+        let activations = match collective {
+            GemmCollective::AllReduce => Activations::Replicated,
+            GemmCollective::ReduceScatter | GemmCollective::AllGather => Activations::SequenceParallel,
+        };
+        let spec =
+            LinearSpec { kind, activations, tokens: m, in_features, out_features, has_bias: false, dtype };
+        LinearPlan::new(spec, ranks, groups, cost)
+    }
+
+    /// Multiplications and additions of a rank.
+    pub fn flops(&self) -> f64 {
+        2.0 * self.m as f64 * self.n as f64 * self.k as f64
+    }
+
+    /// The Programs of all ranks, made ready on a machine: inputs `x` and `weight`, output `y`. What travels while it is computed is
+    /// one group, as is what is not overlapped; else groups are those that are predicted to be fastest.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for sizes that make no layer; as [`Prepared::new`].
+    pub fn prepare<M: Machine>(
+        &self,
+        machine: &M,
+        policy: OverlapPolicy,
+        config: WorldConfig,
+    ) -> Result<Vec<PreparedOn<M>>, ExecError> {
+        let groups = match (policy.mover, policy.start) {
+            (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
+            _ => WaveGroups::Auto,
+        };
+        let plan = self.plan(groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
+            name: "the product".to_owned(),
+            reason: error.to_string(),
+        })?;
+        let world = World::new(self.ranks, config);
+        let ends = machine.connect(&world)?.into_iter().enumerate();
+        let prepared = ends.map(|(rank, (backend, transport))| {
+            Prepared::new(lower_linear_forward(&plan, rank, policy), backend, transport)
+        });
+        prepared.collect()
+    }
+}
+
+/// `sum over ranks of x W^T`, each rank's equal share of the rows on that rank: from every rank's `x` `[m, k]` and `W` `[n, k]` its
+/// rows `[m / ranks, n]`. Results have the same bits under every policy; [`Mover::Fused`] computes and sums tile by tile where the
+/// machine can.
+///
+/// # Errors
+/// [`ExecError::Tensor`] with the tensor that does not fit; whatever ends a run.
+pub fn gemm_reduce_scatter<M: Machine>(
+    machine: &M,
+    x: &[HostTensor],
+    weight: &[HostTensor],
+    config: &RunConfig,
+) -> Result<Vec<HostTensor>, ExecError> {
+    run(machine, GemmCollective::ReduceScatter, x, weight, config)
+}
+
+/// As [`gemm_reduce_scatter`], with all rows `[m, n]` on every rank.
+///
+/// # Errors
+/// As [`gemm_reduce_scatter`].
+pub fn gemm_all_reduce<M: Machine>(
+    machine: &M,
+    x: &[HostTensor],
+    weight: &[HostTensor],
+    config: &RunConfig,
+) -> Result<Vec<HostTensor>, ExecError> {
+    run(machine, GemmCollective::AllReduce, x, weight, config)
+}
+
+/// `x W^T` of all ranks' rows: from every rank's `x` `[m / ranks, k]` and `W` `[n, k]` its product `[m, n]`. Policies as
+/// [`gemm_reduce_scatter`].
+///
+/// # Errors
+/// As [`gemm_reduce_scatter`].
+pub fn all_gather_gemm<M: Machine>(
+    machine: &M,
+    x: &[HostTensor],
+    weight: &[HostTensor],
+    config: &RunConfig,
+) -> Result<Vec<HostTensor>, ExecError> {
+    run(machine, GemmCollective::AllGather, x, weight, config)
+}
+
+fn run<M: Machine>(
+    machine: &M,
+    collective: GemmCollective,
+    x: &[HostTensor],
+    weight: &[HostTensor],
+    config: &RunConfig,
+) -> Result<Vec<HostTensor>, ExecError> {
+    let refuse = |name: &str, reason: String| ExecError::Tensor { name: name.to_owned(), reason };
+    let ranks = x.len();
+    let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
+        return Err(refuse("x", "there is no rank".to_owned()));
+    };
+    if weight.len() != ranks {
+        return Err(refuse("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
+    }
+    let (rows, n, k) = (x.iter().map(HostTensor::rows), first_weight.rows(), first_weight.row_elements());
+    let m = match collective {
+        GemmCollective::AllGather => rows.sum(),
+        GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
+    };
+    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: first_x.dtype() };
+    let world = WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
+    let mut prepared = spec.prepare(machine, config.policy, world)?;
+    for (rank, prepared) in prepared.iter_mut().enumerate() {
+        for (name, tensor) in [("x", &x[rank]), ("weight", &weight[rank])] {
+            // Binding refuses what is not of the Program's shape and type.
+            let buffer = prepared.backend().upload(name, tensor.clone())?;
+            prepared.bind(name, buffer)?;
+        }
+    }
+    Prepared::run_ranks(&mut prepared)?;
+    let result = |prepared: &Prepared<M::Backend, M::Transport>| match prepared.buffer("y") {
+        Some(buffer) => prepared.backend().download(buffer),
+        None => Err(refuse("y", "is no output of the Program".to_owned())),
+    };
+    prepared.iter().map(result).collect()
+}

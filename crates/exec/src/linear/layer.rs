@@ -1,0 +1,385 @@
+use std::sync::Arc;
+
+use counterpoint_plan::{DType, LinearPlan};
+use counterpoint_schedule::{
+    BufferRole, BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward,
+    lower_linear_forward,
+};
+
+use super::deferred::Deferred;
+use super::shard::Shard;
+use crate::{Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+
+pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
+/// A tensor of each rank that is in this process, in the order of ranks.
+pub type RankBuffers<M> = Vec<<<M as Machine>::Backend as Backend>::Buffer>;
+
+/// Scratch memory of the ranks that are in this process, for all layers that are made with it: none of them runs while another
+/// does.
+pub struct LinearScratch<M: Machine>(Vec<GlobalBuffer<M::Backend>>);
+
+impl<M: Machine> Default for LinearScratch<M> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<M: Machine> LinearScratch<M> {
+    /// Without any memory yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Bytes of all ranks.
+    pub fn bytes(&self) -> u64 {
+        self.0.iter().map(GlobalBuffer::bytes).sum()
+    }
+}
+
+/// What a layer does with the gradient of its weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LayerGradient {
+    /// The weight is frozen: there is none.
+    Frozen,
+    /// Each backward writes it.
+    Written,
+    /// Each backward adds it to `main_grad`, of this type, in its product's epilogue.
+    Accumulated(DType),
+    /// It waits in a queue, of at most `limit` backwards, until [`LinearLayer::flush`] or until the queue is full and another
+    /// comes. Then it is added to `main_grad`, of the type `into`, or written where there is none; for that `limit` must be 1.
+    Deferred {
+        /// Type of `main_grad`.
+        into: Option<DType>,
+        /// Backwards whose gradients wait, at least 1.
+        limit: usize,
+    },
+}
+
+impl LayerGradient {
+    fn of_backward(self) -> WeightGradient {
+        match self {
+            Self::Frozen => WeightGradient::Frozen,
+            Self::Written => WeightGradient::Written,
+            Self::Accumulated(dtype) => WeightGradient::Accumulated(dtype),
+            Self::Deferred { .. } => WeightGradient::Deferred,
+        }
+    }
+
+    /// The type of what is added to.
+    pub(super) fn main_grad(self) -> Option<DType> {
+        match self {
+            Self::Accumulated(dtype) => Some(dtype),
+            Self::Deferred { into, .. } => into,
+            Self::Frozen | Self::Written => None,
+        }
+    }
+}
+
+/// Tensors of a layer, by how they lie on its ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LinearTensor {
+    /// `x` and `dx`, whole `[tokens, in_features]`.
+    Input,
+    /// `y` and `dy`, whole `[tokens, out_features]`.
+    Output,
+    /// The weight and its gradients, whole `[out_features, in_features]`.
+    Weight,
+    /// The bias and its gradients, whole `[out_features]`.
+    Bias,
+}
+
+impl LinearTensor {
+    pub(super) fn shard(self, plan: &LinearPlan) -> Shard {
+        match self {
+            Self::Input => Shard::of_input(plan),
+            Self::Output => Shard::of_output(plan),
+            Self::Weight => Shard::of_weight(plan),
+            Self::Bias => Shard::of_bias(plan),
+        }
+    }
+}
+
+/// What one pass of a layer gave.
+pub struct LayerPass<M: Machine> {
+    /// The result of each rank, whose memory the next pass of the same kind writes over.
+    pub result: RankBuffers<M>,
+    /// Measured.
+    pub timeline: Timeline,
+}
+
+/// A tensor-parallel linear layer on the ranks of a machine, prepared once to run many times; see
+/// [`ColumnParallelLinear`](crate::ColumnParallelLinear) and [`RowParallelLinear`](crate::RowParallelLinear).
+///
+/// Each call runs all ranks that are in this process, and waits for them. Buffers are those of ranks: parts of whole tensors as
+/// [`LinearLayer::scatter`] deals them out. A call that fails leaves the layer of no use, as its world is.
+pub struct LinearLayer<M: Machine> {
+    plan: LinearPlan,
+    gradient: LayerGradient,
+    forward: Vec<Rank<M>>,
+    backward: Vec<Rank<M>>,
+    deferred: Option<Deferred<M>>,
+}
+
+impl<M: Machine> LinearLayer<M> {
+    /// Lowers the passes of `plan` for the ranks here, and makes them ready. Scratch buffers are views of `scratch`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a queue of no or too many gradients; [`ExecError::OutOfMemory`]; when the machine has no way to
+    /// follow the policy, or no kernels for the type.
+    pub fn new(
+        machine: &M,
+        plan: LinearPlan,
+        gradient: LayerGradient,
+        run: &RunConfig,
+        scratch: &mut LinearScratch<M>,
+    ) -> Result<Self, ExecError> {
+        let mut maker = Maker::new(machine, &plan, run, scratch);
+        let deferred = match gradient {
+            LayerGradient::Deferred { into, limit } => Some(Deferred::new(&mut maker, &plan, into, limit)?),
+            _ => None,
+        };
+        let of_backward = gradient.of_backward();
+        let backward =
+            maker.prepare(&plan, |rank| lower_linear_backward(&plan, rank, of_backward, run.policy))?;
+        Ok(Self { backward, deferred, gradient, ..Self::forward_only(machine, plan, run, scratch)? })
+    }
+
+    /// The same without a backward.
+    ///
+    /// # Errors
+    /// As [`LinearLayer::new`].
+    pub fn forward_only(
+        machine: &M,
+        plan: LinearPlan,
+        run: &RunConfig,
+        scratch: &mut LinearScratch<M>,
+    ) -> Result<Self, ExecError> {
+        let mut maker = Maker::new(machine, &plan, run, scratch);
+        let forward = maker.prepare(&plan, |rank| lower_linear_forward(&plan, rank, run.policy))?;
+        let gradient = LayerGradient::Frozen;
+        Ok(Self { forward, backward: Vec::new(), deferred: None, gradient, plan })
+    }
+
+    /// How it is split.
+    pub fn plan(&self) -> &LinearPlan {
+        &self.plan
+    }
+
+    /// What becomes of the gradient of the weight.
+    pub fn gradient(&self) -> LayerGradient {
+        self.gradient
+    }
+
+    /// Uploads the parts of a whole tensor that the ranks here have.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when it has another shape; [`ExecError::OutOfMemory`].
+    pub fn scatter(&self, tensor: LinearTensor, whole: &HostTensor) -> Result<RankBuffers<M>, ExecError> {
+        let shard = tensor.shard(&self.plan);
+        let wanted = self.shape(tensor);
+        if whole.shape() != wanted {
+            let reason = format!("must be {wanted:?}, not {:?}", whole.shape());
+            return Err(ExecError::Tensor { name: format!("{tensor:?}").to_lowercase(), reason });
+        }
+        let upload = |rank: &Rank<M>| {
+            let part = shard.cut(&self.plan, rank.backend().rank(), whole)?;
+            rank.backend().upload(&format!("{tensor:?}").to_lowercase(), part)
+        };
+        self.forward.iter().map(upload).collect()
+    }
+
+    /// Downloads the ranks' parts of a tensor and puts the whole together.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] unless all ranks are in this process and have their part.
+    pub fn gather(&self, tensor: LinearTensor, parts: &RankBuffers<M>) -> Result<HostTensor, ExecError> {
+        let name = format!("{tensor:?}").to_lowercase();
+        self.check_count(&name, parts)?;
+        if parts.len() != self.plan.tp_size {
+            let reason = format!("{} of its {} parts are in this process", parts.len(), self.plan.tp_size);
+            return Err(ExecError::Tensor { name, reason });
+        }
+        let parts = self.forward.iter().zip(parts).map(|(rank, part)| rank.backend().download(part));
+        Ok(tensor.shard(&self.plan).join(&parts.collect::<Result<Vec<_>, _>>()?))
+    }
+
+    fn shape(&self, tensor: LinearTensor) -> Vec<usize> {
+        let spec = &self.plan.spec;
+        match tensor {
+            LinearTensor::Input => vec![spec.tokens, spec.in_features],
+            LinearTensor::Output => vec![spec.tokens, spec.out_features],
+            LinearTensor::Weight => vec![spec.out_features, spec.in_features],
+            LinearTensor::Bias => vec![spec.out_features],
+        }
+    }
+
+    /// Has the layer use this weight, and this bias where it has one, from the next pass on.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when a shape or type differs, or a bias is missing or too much.
+    pub fn bind_weight(
+        &mut self,
+        weight: &RankBuffers<M>,
+        bias: Option<&RankBuffers<M>>,
+    ) -> Result<(), ExecError> {
+        check_present("bias", bias.is_some(), self.plan.spec.has_bias)?;
+        self.check_count("weight", weight)?;
+        bind(&mut self.forward, "weight", weight)?;
+        bind(&mut self.backward, "weight", weight)?;
+        let Some(bias) = bias else { return Ok(()) };
+        self.check_count("bias", bias)?;
+        bind(&mut self.forward, "bias", bias)
+    }
+
+    /// Has gradients be added to these tensors from the next backward on.
+    ///
+    /// # Errors
+    /// As [`LinearLayer::bind_weight`]; [`ExecError::Tensor`] where gradients are not added to anything.
+    pub fn bind_main_grad(
+        &mut self,
+        weight: &RankBuffers<M>,
+        bias: Option<&RankBuffers<M>>,
+    ) -> Result<(), ExecError> {
+        check_present("main_grad", true, self.gradient.main_grad().is_some())?;
+        check_present("main_grad's bias", bias.is_some(), self.plan.spec.has_bias)?;
+        self.check_count("main_grad", weight)?;
+        let ranks = match &mut self.deferred {
+            Some(deferred) => deferred.ranks(),
+            None => &mut self.backward,
+        };
+        bind(ranks, "main_grad", weight)?;
+        bias.map_or(Ok(()), |bias| bind(ranks, "main_grad_bias", bias))
+    }
+
+    /// `y` of `x`.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when a shape or type differs or there is no weight yet; whatever ends a run early.
+    pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
+        self.check_count("x", x)?;
+        bind(&mut self.forward, "x", x)?;
+        let timeline = Prepared::run_ranks(&mut self.forward)?;
+        Ok(LayerPass { result: outputs(&self.forward, "y")?, timeline })
+    }
+
+    /// `dx` of `dy`, and what becomes of the gradient of the weight: `x` is that of the forward, which a frozen weight has no use
+    /// for. Where the gradient is deferred, `x` and `dy` must stay as they are until it has been computed.
+    ///
+    /// # Errors
+    /// As [`LinearLayer::forward`]. A full queue first computes its oldest gradient.
+    pub fn backward(&mut self, x: &RankBuffers<M>, dy: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
+        self.check_count("x", x)?;
+        self.check_count("dy", dy)?;
+        if self.backward.is_empty() {
+            let reason = "this layer was made for the forward only".to_owned();
+            return Err(ExecError::Tensor { name: "dy".to_owned(), reason });
+        }
+        for (name, buffers) in [("x", x), ("dy", dy)] {
+            if self.backward.iter().all(|rank| wants(rank.program(), name)) {
+                bind(&mut self.backward, name, buffers)?;
+            }
+        }
+        if let Some(deferred) = &mut self.deferred {
+            deferred.begin(&mut self.backward)?;
+        }
+        let timeline = Prepared::run_ranks(&mut self.backward)?;
+        if let Some(deferred) = &mut self.deferred {
+            deferred.push(x, dy);
+        }
+        Ok(LayerPass { result: outputs(&self.backward, "dx")?, timeline })
+    }
+
+    /// Gradients of the weight that wait.
+    pub fn waiting(&self) -> usize {
+        self.deferred.as_ref().map_or(0, Deferred::waiting)
+    }
+
+    /// Computes all gradients of the weight that wait, the oldest first; their timelines.
+    ///
+    /// # Errors
+    /// Whatever ends a run early, a missing `main_grad` included.
+    pub fn flush(&mut self) -> Result<Vec<Timeline>, ExecError> {
+        self.deferred.as_mut().map_or_else(|| Ok(Vec::new()), Deferred::flush)
+    }
+
+    /// The last gradient of the weight and of the bias that was written; `None` where it is added to `main_grad`, or there is
+    /// none.
+    pub fn weight_gradient(&self) -> Option<(RankBuffers<M>, Option<RankBuffers<M>>)> {
+        let ranks = self.deferred.as_ref().map_or(&self.backward[..], Deferred::written);
+        Some((outputs(ranks, "dweight").ok()?, outputs(ranks, "dbias").ok()))
+    }
+
+    fn check_count(&self, name: &str, buffers: &RankBuffers<M>) -> Result<(), ExecError> {
+        if buffers.len() == self.forward.len() {
+            return Ok(());
+        }
+        let reason = format!("{} buffers for the {} ranks here", buffers.len(), self.forward.len());
+        Err(ExecError::Tensor { name: name.to_owned(), reason })
+    }
+}
+
+/// What makes the ranks of a layer's Programs.
+pub(super) struct Maker<'a, M: Machine> {
+    machine: &'a M,
+    world: Arc<World>,
+    pub(super) policy: OverlapPolicy,
+    scratch: &'a mut LinearScratch<M>,
+}
+
+impl<'a, M: Machine> Maker<'a, M> {
+    fn new(machine: &'a M, plan: &LinearPlan, run: &RunConfig, scratch: &'a mut LinearScratch<M>) -> Self {
+        let config = WorldConfig { limit: run.limit, poison: run.poison, faults: run.faults.clone() };
+        Self { machine, world: World::new(plan.tp_size, config), policy: run.policy, scratch }
+    }
+
+    pub(super) fn prepare(
+        &mut self,
+        plan: &LinearPlan,
+        lower: impl Fn(usize) -> Program,
+    ) -> Result<Vec<Rank<M>>, ExecError> {
+        let here = self.machine.ranks_here(plan.tp_size);
+        let programs: Vec<Program> = here.clone().map(lower).collect();
+        let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
+        self.machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
+        self.scratch.0.resize_with(self.scratch.0.len().max(here.len()), GlobalBuffer::new);
+        let ends = self.machine.connect(&self.world)?;
+        let ranks = programs.into_iter().zip(ends).zip(&mut self.scratch.0);
+        ranks
+            .map(|((program, (backend, transport)), scratch)| {
+                Prepared::with_scratch(program, backend, transport, scratch)
+            })
+            .collect()
+    }
+}
+
+pub(super) fn bind<B: Backend, T: crate::Transport<B>>(
+    ranks: &mut [Prepared<B, T>],
+    name: &str,
+    buffers: &[B::Buffer],
+) -> Result<(), ExecError> {
+    ranks.iter_mut().zip(buffers).try_for_each(|(rank, buffer)| rank.bind(name, buffer.clone()))
+}
+
+fn outputs<B: Backend, T: crate::Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    name: &str,
+) -> Result<Vec<B::Buffer>, ExecError> {
+    let missing =
+        || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
+    ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
+}
+
+pub(super) fn wants(program: &Program, name: &str) -> bool {
+    let given = |spec: &BufferSpec| matches!(spec.role, BufferRole::Input | BufferRole::Updated);
+    program.buffers.iter().any(|spec| given(spec) && spec.name == name)
+}
+
+pub(super) fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {
+    let reason = match (given, wanted) {
+        (true, false) => "is given, and this layer has no use for it",
+        (false, true) => "is missing, and this layer needs it",
+        _ => return Ok(()),
+    };
+    Err(ExecError::Tensor { name: name.to_owned(), reason: reason.to_owned() })
+}

@@ -1,0 +1,180 @@
+//! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
+
+use counterpoint_exec::{
+    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LinearLayer, LinearOptions,
+    LinearScratch, LinearTensor, RowParallelLinear,
+};
+use counterpoint_plan::{Activations, DType, WaveGroups};
+use counterpoint_schedule::{OverlapPolicy, StartOrder};
+
+const RANKS: usize = 3;
+const TOKENS: usize = 20;
+
+/// Small whole numbers, whose sums are exact.
+fn whole(rows: usize, columns: usize, seed: usize) -> HostTensor {
+    let values = (0..rows * columns).map(|i| (((i + seed) * 7919) % 13) as f32 - 6.0);
+    HostTensor::from_vec(vec![rows, columns], values.collect())
+}
+
+fn values(tensor: &HostTensor) -> &[f32] {
+    tensor.as_slice().unwrap()
+}
+
+/// `a [m, k]` times `b [n, k]` transposed.
+fn times_transposed(a: &HostTensor, b: &HostTensor) -> HostTensor {
+    let k = a.row_elements();
+    let rows = values(a).chunks_exact(k);
+    let product = rows.flat_map(|row| {
+        values(b).chunks_exact(k).map(move |column| row.iter().zip(column).map(|(x, y)| x * y).sum::<f32>())
+    });
+    HostTensor::from_vec(vec![a.rows(), b.rows()], product.collect())
+}
+
+fn transposed(a: &HostTensor) -> HostTensor {
+    let columns = a.row_elements();
+    let values = (0..columns).flat_map(|c| values(a).chunks_exact(columns).map(move |row| row[c]));
+    HostTensor::from_vec(vec![columns, a.rows()], values.collect())
+}
+
+fn sum(tensors: &[HostTensor]) -> HostTensor {
+    let mut sum = tensors[0].clone();
+    for tensor in &tensors[1..] {
+        sum.as_mut_slice::<f32>().unwrap().iter_mut().zip(values(tensor)).for_each(|(sum, x)| *sum += x);
+    }
+    sum
+}
+
+fn options(gradient: LayerGradient, activations: Activations) -> LinearOptions {
+    let mut options = LinearOptions {
+        gradient,
+        activations,
+        groups: WaveGroups::Fixed(2),
+        ..LinearOptions::new(DType::F32)
+    };
+    options.run.policy = OverlapPolicy::new(StartOrder::Concurrent);
+    options.run.poison = true;
+    options
+}
+
+/// Runs micro-batches through a layer that adds its gradients to one `main_grad`; compares all results with the definition.
+/// Returns how many gradients waited after each backward.
+fn micro_batches(layer: &mut LinearLayer<CpuMachine>, count: usize) -> Vec<usize> {
+    let spec = layer.plan().spec;
+    let weight = whole(spec.out_features, spec.in_features, 1);
+    let before = whole(spec.out_features, spec.in_features, 2);
+    let main_grad = layer.scatter(LinearTensor::Weight, &before).unwrap();
+    let parts = layer.scatter(LinearTensor::Weight, &weight).unwrap();
+    layer.bind_weight(&parts, None).unwrap();
+    layer.bind_main_grad(&main_grad, None).unwrap();
+    let mut gradients = vec![before];
+    let mut waited = Vec::new();
+    for batch in 0..count {
+        let (x, dy) =
+            (whole(TOKENS, spec.in_features, 10 + batch), whole(TOKENS, spec.out_features, 20 + batch));
+        let x_parts = layer.scatter(LinearTensor::Input, &x).unwrap();
+        let dy_parts = layer.scatter(LinearTensor::Output, &dy).unwrap();
+        let y = layer.forward(&x_parts).unwrap().result;
+        assert_eq!(layer.gather(LinearTensor::Output, &y).unwrap(), times_transposed(&x, &weight));
+        let dx = layer.backward(&x_parts, &dy_parts).unwrap().result;
+        let wanted = times_transposed(&dy, &transposed(&weight));
+        assert_eq!(layer.gather(LinearTensor::Input, &dx).unwrap(), wanted);
+        gradients.push(times_transposed(&transposed(&dy), &transposed(&x)));
+        waited.push(layer.waiting());
+        let done = layer.gather(LinearTensor::Weight, &main_grad).unwrap();
+        assert_eq!(done, sum(&gradients[..gradients.len() - layer.waiting()]), "batch {batch}");
+    }
+    layer.flush().unwrap();
+    assert_eq!(layer.waiting(), 0);
+    assert_eq!(layer.gather(LinearTensor::Weight, &main_grad).unwrap(), sum(&gradients));
+    waited
+}
+
+#[test]
+fn queues_hold_as_many_gradients_as_they_may() {
+    let machine = CpuMachine::new(0, None).unwrap();
+    let mut scratch = LinearScratch::new();
+    for activations in [Activations::Replicated, Activations::SequenceParallel] {
+        for (gradient, wanted) in [
+            (LayerGradient::Accumulated(DType::F32), [0, 0, 0, 0, 0]),
+            (LayerGradient::Deferred { into: Some(DType::F32), limit: 1 }, [1, 1, 1, 1, 1]),
+            (LayerGradient::Deferred { into: Some(DType::F32), limit: 3 }, [1, 2, 3, 3, 3]),
+        ] {
+            let options = options(gradient, activations);
+            let mut column =
+                ColumnParallelLinear::new(&machine, RANKS, [TOKENS, 5, 6], &options, &mut scratch).unwrap();
+            assert_eq!(micro_batches(&mut column, 5), wanted);
+            let mut row =
+                RowParallelLinear::new(&machine, RANKS, [TOKENS, 9, 4], &options, &mut scratch).unwrap();
+            assert_eq!(micro_batches(&mut row, 5), wanted);
+        }
+    }
+}
+
+/// A block of a transformer: what the one gives is what the other takes, as it lies on the ranks. Layers of other sizes use the
+/// same memory between.
+#[test]
+fn layers_follow_each_other_and_share_memory() {
+    let machine = CpuMachine::new(0, None).unwrap();
+    let (features, hidden) = (8, 12);
+    let options = options(LayerGradient::Frozen, Activations::SequenceParallel);
+    let mut alone = LinearScratch::new();
+    let up = |scratch: &mut LinearScratch<CpuMachine>, hidden| {
+        ColumnParallelLinear::new(&machine, RANKS, [TOKENS, features, hidden], &options, scratch).unwrap()
+    };
+    let mut first = up(&mut alone, hidden);
+    let bytes = alone.bytes();
+    let mut second = up(&mut alone, hidden);
+    assert_eq!((alone.bytes(), bytes > 0), (bytes, true));
+    let mut down =
+        RowParallelLinear::new(&machine, RANKS, [TOKENS, hidden, features], &options, &mut alone).unwrap();
+
+    let (w1, w2) = (whole(hidden, features, 3), whole(features, hidden, 4));
+    for layer in [&mut first, &mut second] {
+        let parts = layer.scatter(LinearTensor::Weight, &w1).unwrap();
+        layer.bind_weight(&parts, None).unwrap();
+    }
+    let parts = down.scatter(LinearTensor::Weight, &w2).unwrap();
+    down.bind_weight(&parts, None).unwrap();
+    let x = whole(TOKENS, features, 5);
+    for layer in [&mut first, &mut second] {
+        let parts = layer.scatter(LinearTensor::Input, &x).unwrap();
+        let h = layer.forward(&parts).unwrap().result;
+        let y = down.forward(&h).unwrap().result;
+        let wanted = times_transposed(&times_transposed(&x, &w1), &w2);
+        assert_eq!(down.gather(LinearTensor::Output, &y).unwrap(), wanted);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let machine = CpuMachine::new(0, None).unwrap();
+    let scratch = &mut LinearScratch::new();
+    let refused = |error: ExecError, words: &[&str]| {
+        let text = error.to_string();
+        for word in words {
+            assert!(text.contains(word), "{word} in {text}");
+        }
+    };
+    let frozen = options(LayerGradient::Frozen, Activations::SequenceParallel);
+    let new = |gradient, sizes, scratch: &mut _| {
+        let options = LinearOptions { gradient, ..frozen.clone() };
+        ColumnParallelLinear::new(&machine, 2, sizes, &options, scratch).map(|_| ()).unwrap_err()
+    };
+    refused(new(LayerGradient::Frozen, [8, 4, 7], scratch), &["out_features", "7", "2 ranks"]);
+    let none = LayerGradient::Deferred { into: Some(DType::F32), limit: 0 };
+    refused(new(none, [8, 4, 6], scratch), &["queue of 0"]);
+    let nowhere = LayerGradient::Deferred { into: None, limit: 2 };
+    refused(new(nowhere, [8, 4, 6], scratch), &["queue of 2", "main_grad"]);
+
+    let mut layer = ColumnParallelLinear::new(&machine, 2, [8, 4, 6], &frozen, scratch).unwrap();
+    refused(
+        layer.scatter(LinearTensor::Input, &whole(7, 4, 0)).map(|_| ()).unwrap_err(),
+        &["input", "[8, 4]", "[7, 4]"],
+    );
+    let weight = layer.scatter(LinearTensor::Weight, &whole(6, 4, 0)).unwrap();
+    refused(layer.bind_weight(&weight[..1].to_vec(), None).unwrap_err(), &["weight", "1 buffers", "2 ranks"]);
+    refused(layer.bind_weight(&weight, Some(&weight)).unwrap_err(), &["bias", "no use"]);
+    refused(layer.bind_main_grad(&weight, None).unwrap_err(), &["main_grad", "no use"]);
+    let x = layer.scatter(LinearTensor::Input, &whole(8, 4, 0)).unwrap();
+    refused(layer.forward(&x).map(|_| ()).unwrap_err(), &["weight", "never bound"]);
+}

@@ -1,0 +1,144 @@
+//! Who owns which rows and does which work: keys to the queries, or queries to the keys.
+
+use counterpoint_mask::{Band, Mask, Range};
+
+use crate::hosting::{Away, assign, proposals};
+use crate::outline::Outline;
+use crate::runs::Runs;
+use crate::work::{needed_rows, rank_work, without};
+use crate::{AttentionSpec, Dispatch, HostedWork, PlanConfig, Prediction, QueryExchange, StageCount};
+
+/// Who owns which rows.
+#[derive(Clone)]
+pub(crate) struct Owners {
+    pub(crate) q_dispatch: Dispatch,
+    pub(crate) k_dispatch: Dispatch,
+    pub(crate) q_runs: Runs,
+    pub(crate) k_runs: Runs,
+}
+
+impl PartialEq for Owners {
+    fn eq(&self, other: &Self) -> bool {
+        // Runs follow from dispatches.
+        self.q_dispatch == other.q_dispatch && self.k_dispatch == other.k_dispatch
+    }
+}
+
+impl Owners {
+    pub(crate) fn new(q_dispatch: Dispatch, k_dispatch: Dispatch) -> Self {
+        let k_runs = Runs::new(&k_dispatch);
+        let q_runs = if q_dispatch == k_dispatch { k_runs.clone() } else { Runs::new(&q_dispatch) };
+        Self { q_dispatch, k_dispatch, q_runs, k_runs }
+    }
+
+    /// By rank: local query rows, global key columns.
+    fn work(&self, mask: &Mask) -> Vec<Vec<Band>> {
+        rank_work(mask, &self.q_runs, self.q_dispatch.cp_size())
+    }
+
+    /// Global query rows (merged, ascending), by rank as its local ones.
+    fn local(&self, rows: &[Range]) -> Away {
+        let mut local: Away = vec![Vec::new(); self.q_dispatch.cp_size()];
+        for rows in rows {
+            for run in self.q_runs.overlapping(rows) {
+                local[run.rank as usize].push(run.local(&run.range.intersect(rows)));
+            }
+        }
+        local.into_iter().map(Range::merged).collect()
+    }
+
+    /// The other way round.
+    fn global(&self, away: &Away) -> Vec<Range> {
+        let mut rows = Vec::new();
+        for run in self.q_runs.all() {
+            let here = run.local(&run.range);
+            let away = away[run.rank as usize].iter().map(|rows| rows.intersect(&here));
+            let to_global = |rows: Range| {
+                let start = run.range.start + (rows.start - here.start);
+                Range::new(start, start + rows.len())
+            };
+            rows.extend(away.filter(|rows| !rows.is_empty()).map(to_global));
+        }
+        Range::merged(rows)
+    }
+}
+
+/// One way to give work to ranks.
+#[derive(Clone)]
+pub(crate) struct Division {
+    pub(crate) owners: Owners,
+    /// By rank: local query rows, global key columns; without rows that are away.
+    pub(crate) work: Vec<Vec<Band>>,
+    /// By rank; empty where no row is away.
+    pub(crate) hosted: Vec<HostedWork>,
+}
+
+impl Division {
+    /// The division of `mask` for these owners; or, where rows that are away make it better, the best one for them or for those
+    /// that `redispatch` finds, knowing which query rows are away.
+    pub(crate) fn choose(
+        mask: &Mask,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+        owners: Owners,
+        redispatch: impl Fn(&[Range]) -> Owners,
+    ) -> Self {
+        let work = owners.work(mask);
+        let Owners { q_dispatch, k_dispatch, k_runs, .. } = &owners;
+        let mut hosting = Vec::new();
+        for away in proposals(&work, q_dispatch, k_dispatch, k_runs, spec, config) {
+            let rows = owners.global(&away);
+            let other = redispatch(&rows);
+            if other != owners {
+                let (work, away) = (other.work(mask), other.local(&rows));
+                hosting.push(Self::hosting(other, &work, &away));
+            }
+            hosting.push(Self::hosting(owners.clone(), &work, &away));
+        }
+        let without = Self { owners, work, hosted: Vec::new() };
+        match (hosting.is_empty(), config.query_exchange) {
+            (true, _) => without,
+            (false, QueryExchange::FewestBytes) => {
+                hosting.into_iter().min_by_key(|division| division.bytes(spec)).unwrap_or(without)
+            }
+            (false, _) => Self::soonest(without, hosting, spec, config),
+        }
+    }
+
+    fn hosting(owners: Owners, work: &[Vec<Band>], away: &Away) -> Self {
+        let (work, hosted) = assign(work, away, &owners.q_dispatch, &owners.q_runs, &owners.k_runs);
+        Self { owners, work, hosted }
+    }
+
+    /// The one that is predicted to end a forward and a backward together soonest, of those that end neither later than
+    /// `without` does.
+    fn soonest(without: Self, hosting: Vec<Self>, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+        // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
+        let config = PlanConfig { stages: StageCount::Auto, ..*config };
+        let seconds = |division: &Self| {
+            let plan = Outline::of(division.clone(), spec, &config).into_plan();
+            let prediction = Prediction::new(&plan, spec, &config);
+            (prediction.forward_seconds(), prediction.backward_seconds())
+        };
+        let limit = seconds(&without);
+        let (mut best, mut least) = (without, limit.0 + limit.1);
+        for division in hosting {
+            let (forward, backward) = seconds(&division);
+            if forward <= limit.0 && backward <= limit.1 && forward + backward < least {
+                (best, least) = (division, forward + backward);
+            }
+        }
+        best
+    }
+
+    /// Bytes that travel in a forward and a backward.
+    fn bytes(&self, spec: &AttentionSpec) -> u64 {
+        let keys = |(rank, work): (usize, &Vec<Band>)| -> usize {
+            let own = self.owners.k_dispatch.ranges(rank);
+            without(&needed_rows(work), &own).iter().map(Range::len).sum()
+        };
+        let keys: usize = self.work.iter().enumerate().map(keys).sum();
+        let queries = self.hosted.iter().enumerate().map(|(rank, hosted)| hosted.recv_rows(rank));
+        keys as u64 * spec.exchanged_key_bytes() + queries.sum::<u64>() * spec.exchanged_query_bytes()
+    }
+}
