@@ -5,7 +5,8 @@ mod support;
 use serde_json::Value;
 use support::Folder;
 
-const ATTENTION: &str = "attention --mask causal:256 --heads-q 2 --head-dim 16 --cp-size 2 --chunk-size 64 --json";
+const ATTENTION: &str =
+    "attention --mask causal:256 --heads-q 2 --head-dim 16 --cp-size 2 --chunk-size 64 --json";
 
 #[test]
 fn a_measured_profile_is_kept_and_planned_with() {
