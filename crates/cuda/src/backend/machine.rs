@@ -183,7 +183,7 @@ impl Machine for CudaMachine {
             available = available.saturating_add(memory.free as u64);
         }
         if ranks > available {
-            return Err(ExecError::OutOfMemory { needed: ranks, available });
+            return Err(ExecError::OutOfMemory { rank: None, needed: ranks, available });
         }
         Ok(())
     }

@@ -254,7 +254,8 @@ impl Machine for CudaProcess {
             memory.map_err(|error| exec_error(self.rendezvous.rank(), "the memory of a device", error))?;
         let available = memory.free as u64;
         if ranks > available {
-            return Err(ExecError::OutOfMemory { needed: ranks, available });
+            let rank = Some(self.rendezvous.rank());
+            return Err(ExecError::OutOfMemory { rank, needed: ranks, available });
         }
         Ok(())
     }
