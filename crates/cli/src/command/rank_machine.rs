@@ -52,6 +52,15 @@ impl RankMachine {
         }
     }
 
+    /// The same; what moves which rows between GPUs is chosen as they were measured, in the profile that is `named` or that was kept.
+    pub(crate) fn measured(self, named: Option<&Path>) -> Result<Self, CliError> {
+        let profile = self.profile(named)?;
+        Ok(match (self, profile) {
+            (Self::Cuda(machine), Some(profile)) => Self::Cuda(machine.with_profile(&profile)),
+            (ranks, _) => ranks,
+        })
+    }
+
     /// This process's rank of several.
     pub(crate) fn join(
         rendezvous: &Arc<Rendezvous>,

@@ -35,7 +35,8 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
     match launch()? {
         None => measure_all(
             arguments,
-            &RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?,
+            &RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?
+                .measured(arguments.planning.profile.as_deref())?,
         ),
         Some(launch) => {
             refuse_other_sizes(&launch, "--cp-size", arguments.cp_size.unwrap_or(launch.world_size))?;
