@@ -14,6 +14,7 @@ mod linear;
 mod machine;
 mod matrix_rows;
 mod padding;
+mod pass_order;
 mod process;
 mod stream;
 
@@ -34,6 +35,7 @@ pub use compute::CudaKernel;
 pub use counters::{CudaBarrier, CudaSignal};
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub(crate) use pass_order::PassOrder;
 pub use process::CudaProcess;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
@@ -41,6 +43,7 @@ pub(crate) use stream::SpanStart;
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
+use exchange_marks::LastCalls;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
 use crate::partition::{Part, Partition};
@@ -67,6 +70,7 @@ struct Rank {
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    last_calls: Mutex<LastCalls>,
     /// Multiprocessors of communication and of computation, where the policy parts them.
     partition: Mutex<Option<Arc<Partition>>>,
     /// What faults strike: the Program that runs, and how many runs there were.
@@ -95,6 +99,7 @@ impl CudaBackend {
             missed_turns: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            last_calls: Mutex::default(),
             partition: Mutex::default(),
             program: Mutex::default(),
         })))
@@ -267,7 +272,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 pub(crate) fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
     match error {
         CudaError::OutOfMemory { bytes, free, .. } => {
-            ExecError::OutOfMemory { needed: bytes as u64, available: free as u64 }
+            ExecError::OutOfMemory { rank: Some(rank), needed: bytes as u64, available: free as u64 }
         }
         error => ExecError::Device { rank, place: place.to_owned(), reason: error.to_string() },
     }

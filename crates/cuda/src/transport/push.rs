@@ -148,8 +148,9 @@ impl CudaTransport {
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
         unsafe {
-            work.streams.launch(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
+            work.streams.start(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
         }?;
+        work.streams.join(queue, peers)?;
         own.payload.done.record(queue)?;
         for peer in &pattern.outgoing {
             self.acknowledge(peer.rank, meeting.sequence)?;
