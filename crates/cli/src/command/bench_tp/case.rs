@@ -7,6 +7,7 @@ use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, Wa
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
 
+use super::connections;
 use super::parts::Parts;
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
@@ -200,13 +201,14 @@ impl Case<'_> {
             * (self.spec.tokens * self.spec.in_features) as f64
             * self.spec.out_features as f64;
         Some(Row {
-            by: "counterpoint",
+            by: "counterpoint".to_owned(),
             kind: self.spec.kind,
             pass,
             activations: self.spec.activations,
             shape: self.shape,
             ranks: self.tp_size,
             device: self.device.to_owned(),
+            connections: connections::here(),
             policy: measured.policy.to_string(),
             transport: self.transport.to_string(),
             groups: measured.groups,

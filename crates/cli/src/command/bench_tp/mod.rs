@@ -1,6 +1,7 @@
 //! `counterpoint bench tp`.
 
 mod case;
+mod connections;
 mod parts;
 mod peers;
 mod row;
@@ -20,6 +21,17 @@ use crate::tuned;
 
 /// `counterpoint bench tp`.
 pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
+    let shapes = shapes(arguments);
+    if !arguments.connections.is_empty() {
+        // GPUs are those processes' meanwhile.
+        let rows = connections::run(arguments, &shapes)?;
+        return match rows.first() {
+            Some(row) if !arguments.peers.is_empty() => {
+                peers::run(&arguments.peers, arguments, row.ranks, &shapes, &rows)
+            }
+            _ => Ok(()),
+        };
+    }
     let open =
         |kind: &TransportKind| Ok((*kind, RankMachine::open(arguments.device, arguments.tp_size, *kind)?));
     let machines = arguments.transport.iter().map(open).collect::<Result<Vec<_>, CliError>>()?;
@@ -36,7 +48,6 @@ pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
     }
     let tuned = tuned::kept()?;
     let progress = Progress::new();
-    let shapes = shapes(arguments);
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
     for (shape, spec) in specs(arguments, &shapes, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
