@@ -18,7 +18,8 @@ the others are judged by. The ideal hides all that can be hidden: of a forward
 whichever of products and communication is shorter, of a column-parallel backward
 the sums of dx under the gradient of the weight. Efficiency is how much of the
 way from sequential to ideal a policy comes. Results are compared with f64 on a
-sample of elements; a row out of bounds is not printed, and the exit status is 1.
+sample of elements, and their bits with those of the sequential run; a row that is
+wrong is not printed, and the exit status is 1.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
@@ -27,6 +28,7 @@ CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32.
 Examples:
   counterpoint bench tp
   counterpoint bench tp --device cuda --tp-size 2
+  torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
   counterpoint bench tp --device cuda --kinds column --passes backward --activations replicated --peers
   counterpoint bench tp --device cuda --kinds column --passes backward --overlap sm-margin=4 --groups 1 --connections 1,8,32
   counterpoint bench tp --device cuda --shapes 8k:8k:7k --overlap kernel-barrier,concurrent+sm-margin=16 --json")]

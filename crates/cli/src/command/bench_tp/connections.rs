@@ -100,7 +100,8 @@ fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
 /// Of each case its best median with every number of queues, and the largest of them over the smallest.
 fn spreads(rows: &[Row]) -> String {
     let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);
-    let mut text = "\nby hardware queues: us with each number, and the largest over the smallest\n".to_owned();
+    let mut text =
+        "\nby hardware queues: us with each number, and the largest over the smallest\n".to_owned();
     for (at, row) in rows.iter().enumerate() {
         if rows[..at].iter().any(|before| same(before, row)) {
             continue;

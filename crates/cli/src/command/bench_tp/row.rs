@@ -39,6 +39,8 @@ pub(super) struct Row {
     pub(super) exposed_seconds: f64,
     /// The largest share of what an element may err.
     pub(super) of_bound: f64,
+    /// The same word for the same bits of all results.
+    pub(super) bits: String,
     #[serde(skip)]
     pub(super) wrong: Option<String>,
 }
