@@ -111,8 +111,11 @@ impl CudaTransport {
         let Some(own) = &meeting.own else { return Ok(()) };
         let pattern = &collective.collective.pattern;
         let reduces = work.reduction.is_some();
-        let receivers: Vec<&PeerRows> =
+        let mut receivers: Vec<&PeerRows> =
             pattern.outgoing.iter().filter(|peer| !(reduces && peer.rank == self.rank)).collect();
+        // An engine takes one copy after another: all ranks would else send to the first of them at once.
+        let ranks = self.world.size();
+        receivers.sort_by_key(|peer| (peer.rank + ranks - self.rank) % ranks);
         let posts: Vec<_> =
             receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
         let mut copies = lock(&work.copies);

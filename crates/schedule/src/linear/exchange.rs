@@ -7,7 +7,7 @@ use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
-    ReduceOp, RowBlock, StreamId, StreamKind,
+    OverlapPolicy, ReduceOp, RowBlock, StartOrder, StreamId, StreamKind, WorkerShare,
 };
 
 /// One rank's Program of a layer in the making.
@@ -185,9 +185,20 @@ pub(super) struct ReducedTokens {
     done: Vec<(BufferId, Mark)>,
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
+    /// Shares that have been computed and are not yet sent.
+    waiting: Option<Shares>,
     name: String,
     columns: usize,
     mover: Mover,
+}
+
+/// A group's shares, and what becomes of them.
+struct Shares {
+    group: usize,
+    ready: Mark,
+    reduce: GroupReduce,
+    spread: Option<GroupCast>,
+    result: BufferId,
 }
 
 impl ReducedTokens {
@@ -203,8 +214,8 @@ impl ReducedTokens {
             let shape = [plan.spec.tokens, columns];
             replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
         }
-        let name = name.to_owned();
-        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns, mover }
+        let (name, done, waiting) = (name.to_owned(), Vec::new(), None);
+        Self { reduce, gather, barrier, started: 0, done, replicated, waiting, name, columns, mover }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -217,6 +228,10 @@ impl ReducedTokens {
 
     /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
     /// [`ReducedTokens::share`].
+    ///
+    /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
+    /// single hardware queue a collective that waits for other ranks would else hold that one up, and where computation starts
+    /// first its blocks find whole clusters of multiprocessors.
     pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
@@ -256,6 +271,17 @@ impl ReducedTokens {
         }
         p.push(compute, here, label, Op::Gemm(gemm));
         let ready = p.mark(compute, here, "shares done");
+        self.send(lowering);
+        self.waiting = Some(Shares { group, ready, reduce, spread, result });
+        if !leaves_workers(lowering.p.policy()) {
+            self.send(lowering);
+        }
+    }
+
+    /// Sends the shares that wait for it on their way, if there are any.
+    pub(super) fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let Some(Shares { group, ready, reduce, spread, result }) = self.waiting.take() else { return };
+        let (here, p) = (Some(group), &mut lowering.p);
         p.after(self.reduce, here, "wait for shares", ready);
         p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
         self.started += 1;
@@ -280,7 +306,8 @@ impl ReducedTokens {
     }
 
     /// Has the computation wait for all groups, and puts them together where they are apart.
-    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
+    pub(super) fn finish(mut self, lowering: &mut Lowering<'_>) {
+        self.send(lowering);
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
         let p = &mut lowering.p;
@@ -294,6 +321,12 @@ impl ReducedTokens {
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
         }
     }
+}
+
+/// Whether communication can start however much computation has started before it.
+fn leaves_workers(policy: &OverlapPolicy) -> bool {
+    let apart = policy.workers != WorkerShare::Common || policy.mover == Mover::CopyEngine;
+    policy.start == StartOrder::Concurrent && apart
 }
 
 /// The way back of a group's sums to the tokens of all ranks: this rank owns the packed rows of its sums, and receives all
