@@ -88,6 +88,7 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Gemm(op) => check.gemm(op),
+        Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
         Op::GemmReduce(op) => check.gemm(&op.gemm),
         Op::CastGemm(op) => check.gemm(&op.gemm),
         Op::ColumnSum(op) => {

@@ -30,7 +30,7 @@ pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
     BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, EventId, ForwardBegin, ForwardEnd,
     Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock,
-    SignalId, StreamId, StreamKind, StreamSpec,
+    SignalId, StreamId, StreamKind, StreamSpec, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

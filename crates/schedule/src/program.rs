@@ -354,6 +354,17 @@ pub struct GemmReduce {
     pub spread: Option<GroupCast>,
 }
 
+/// The products of a pass, group by group: they follow each other, and with the end of the n-th, counted from 1, `signal` is n. A
+/// backend with a kernel for it computes all of them in one launch, which goes on while others use what it has finished. In any
+/// case the results have the bits of the products one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WaveGemm {
+    /// The products, which differ in their rows of the first operand and in where these go.
+    pub groups: Vec<Gemm>,
+    /// Raised by nothing else.
+    pub signal: SignalId,
+}
+
 /// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
 /// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
 /// bits of the two operations one after the other.
@@ -391,6 +402,8 @@ pub enum Op {
     AttentionBackward(AttentionBackward),
     /// A matrix product.
     Gemm(Gemm),
+    /// Matrix products that raise a signal one by one.
+    WaveGemm(WaveGemm),
     /// Sums of columns.
     ColumnSum(ColumnSum),
     /// A matrix product that is reduced over ranks while it is computed.

@@ -6,7 +6,8 @@ use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
-use super::{CudaBackend, CudaBuffer};
+use super::waves::Waves;
+use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
 
@@ -20,6 +21,7 @@ enum Work {
     Delta(Box<Delta>),
     Backward(Box<Backward>),
     Product(Box<Product>),
+    Waves(Box<Waves>),
     BiasGradient(Box<BiasGradient>),
     Cast {
         cast: Cast,
@@ -52,6 +54,7 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
             // Where the transport has no kernel that communicates too.
             Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
@@ -71,8 +74,13 @@ impl CudaKernel {
         Ok(Self(work))
     }
 
-    /// `buffers` is the Program's table.
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+    /// `buffers` and `signals` are the Program's tables.
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<(), CudaError> {
         match &self.0 {
             Work::Forward(work) => work.launch(stream, buffers),
             Work::Finish(work) => work.launch(stream, buffers),
@@ -80,6 +88,7 @@ impl CudaKernel {
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Product(work) => work.launch(stream, buffers),
+            Work::Waves(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);

@@ -15,7 +15,9 @@ mod machine;
 mod matrix_rows;
 mod padding;
 mod process;
+mod signal;
 mod stream;
+mod waves;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -31,10 +33,11 @@ use counterpoint_schedule::{
 
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
-pub use counters::{CudaBarrier, CudaSignal};
+pub use counters::CudaBarrier;
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
 pub use process::CudaProcess;
+pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
@@ -42,7 +45,7 @@ use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
 
-use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn};
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
@@ -63,6 +66,8 @@ struct Rank {
     capturing: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    /// Likewise waits for kernels.
+    signals: Mutex<Vec<CudaSignal>>,
     /// Likewise waits of kernels for other ranks.
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
@@ -93,6 +98,7 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
+            signals: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
             partition: Mutex::default(),
@@ -223,6 +229,23 @@ impl CudaBackend {
         // Those that nobody else holds belong to calls that were made once.
         lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
         lock(exchanges).retain(|exchange| Arc::strong_count(exchange) > 1);
+        Ok(())
+    }
+
+    /// Whether all kernels that raise signals have.
+    fn check_signals(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, signals, .. } = &*self.0;
+        lock(signals).retain(CudaSignal::is_used);
+        for signal in lock(signals).iter() {
+            let missed = signal.missed().map_err(|error| self.error(&"a signal", error))?;
+            let Some((label, MissedSignal { seen, wanted })) = missed else { continue };
+            let awaited = Awaited {
+                name: format!("a kernel of {:?} that raises the signal", self.0.device),
+                evidence: format!("its counter is at {seen} of {wanted}"),
+                blocker: None::<Blocker>,
+            };
+            return Err(world.stalled(*rank, label, began, awaited));
+        }
         Ok(())
     }
 
@@ -375,7 +398,9 @@ impl Backend for CudaBackend {
     }
 
     fn create_signal(&self) -> Result<CudaSignal, ExecError> {
-        Ok(CudaSignal::new(&self.0.device))
+        let signal = CudaSignal::new(&self.0.setup);
+        lock(&self.0.signals).push(signal.clone());
+        Ok(signal)
     }
 
     fn prepare(&self, program: &Program, index: usize) -> Result<CudaKernel, ExecError> {
@@ -417,8 +442,9 @@ impl Backend for CudaBackend {
         place: &OpPlace,
         kernel: &CudaKernel,
         buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers))
+        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers, signals))
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
@@ -460,13 +486,15 @@ impl Backend for CudaBackend {
         signal: &CudaSignal,
         value: u64,
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Wait, |stream| signal.wait(stream, value))
+        let limit = self.0.world.config().limit;
+        self.enqueue(stream, place, SpanKind::Wait, |stream| signal.wait(stream, value, &place.label, limit))
     }
 
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
         let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_turns());
+        let checked = checked.and_then(|()| self.check_signals(began));
         checked.map_err(|error| self.fail(error))
     }
 

@@ -85,6 +85,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
+        super::signal_litmus::layouts(),
+        super::signal_wait::layouts(),
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),
         super::attention_finish::layouts(),

@@ -30,6 +30,8 @@ mod row_copy;
 mod row_merge;
 mod row_reduce;
 mod scalar;
+mod signal_litmus;
+mod signal_wait;
 mod specialisation;
 mod start_litmus;
 
@@ -69,6 +71,8 @@ pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
+pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
+pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use start_litmus::StartLitmus;
 

@@ -1,7 +1,7 @@
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState, BufferId,
-    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
+    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
@@ -27,13 +27,22 @@ impl CpuKernel {
         Ok(Self { op: program.ops[index].op.clone() })
     }
 
-    /// On a stream's thread: runs it on `workers`.
+    /// The signal that it raises, and to what.
+    pub(super) fn raises(&self) -> Option<(SignalId, u64)> {
+        match &self.op {
+            Op::WaveGemm(op) => Some((op.signal, op.groups.len() as u64)),
+            _ => None,
+        }
+    }
+
+    /// On a stream's thread: runs it on `workers`. `raise` raises its signal.
     pub(super) fn run(
         &self,
         rank: usize,
         place: &OpPlace,
         buffers: &[CpuBuffer],
         workers: &ThreadPool,
+        raise: impl Fn(u64),
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers };
         let dtype = |id: BufferId| buffers[id.0].dtype();
@@ -57,6 +66,11 @@ impl CpuKernel {
                 })
             }
             Op::Gemm(op) => multiply(op, &access, workers),
+            Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
+                multiply(group, &access, workers)?;
+                raise(done as u64 + 1);
+                Ok(())
+            }),
             // Its collectives are operations of their own here.
             Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
             Op::CastGemm(op) => multiply(&op.gemm, &access, workers),

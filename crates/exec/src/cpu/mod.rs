@@ -202,12 +202,22 @@ impl Backend for CpuBackend {
         place: &OpPlace,
         kernel: &CpuKernel,
         buffers: &[CpuBuffer],
+        signals: &[CpuSignal],
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
+        let raised = kernel.raises().map(|(signal, most)| {
+            let counter = signals[signal.0].0.clone();
+            let last = counter.issue_value(stream, place, most);
+            (counter, last - most)
+        });
         stream.push(self.program(), place, move |_| {
-            kernel.run(rank, &at, &buffers, &workers)?;
+            kernel.run(rank, &at, &buffers, &workers, |value| {
+                if let Some((counter, base)) = &raised {
+                    counter.raise(base + value);
+                }
+            })?;
             Ok(Some(SpanKind::Compute))
         })
     }

@@ -7,7 +7,7 @@ use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
-    ReduceOp, RowBlock, StreamId, StreamKind,
+    ReduceOp, RowBlock, SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
 };
 
 /// One rank's Program of a layer in the making.
@@ -188,6 +188,24 @@ pub(super) struct ReducedTokens {
     name: String,
     columns: usize,
     mover: Mover,
+    /// Products that one kernel computes, with what becomes of each.
+    waves: Option<Waves>,
+}
+
+/// Groups whose sums travel while one kernel computes all of them.
+struct Waves {
+    signal: SignalId,
+    products: Vec<Gemm>,
+    travels: Vec<Travel>,
+}
+
+/// What becomes of a group's shares.
+struct Travel {
+    group: usize,
+    reduce: GroupReduce,
+    spread: Option<GroupCast>,
+    /// What it ends as.
+    result: BufferId,
 }
 
 impl ReducedTokens {
@@ -204,7 +222,10 @@ impl ReducedTokens {
             replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
         }
         let name = name.to_owned();
-        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns, mover }
+        let in_waves = p.policy().start == StartOrder::Signals && mover != Mover::Fused && plan.groups() > 1;
+        let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), travels: Vec::new() });
+        let done = Vec::new();
+        Self { reduce, gather, barrier, started: 0, done, replicated, name, columns, mover, waves }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -216,7 +237,7 @@ impl ReducedTokens {
     }
 
     /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
-    /// [`ReducedTokens::share`].
+    /// [`ReducedTokens::share`]. Where one kernel computes all groups, it does so once it has been given the last.
     pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
@@ -254,9 +275,34 @@ impl ReducedTokens {
             p.push(compute, here, label, Op::GemmReduce(Box::new(GemmReduce { gemm, reduce, spread })));
             return self.done.push((result, p.mark(compute, here, "sums done")));
         }
-        p.push(compute, here, label, Op::Gemm(gemm));
-        let ready = p.mark(compute, here, "shares done");
-        p.after(self.reduce, here, "wait for shares", ready);
+        let travel = Travel { group, reduce, spread, result };
+        let Some(waves) = &mut self.waves else {
+            p.push(compute, here, label, Op::Gemm(gemm));
+            let ready = p.mark(compute, here, "shares done");
+            p.after(self.reduce, here, "wait for shares", ready);
+            return self.send(lowering, travel);
+        };
+        waves.products.push(gemm);
+        waves.travels.push(travel);
+        if waves.products.len() < plan.groups() {
+            return;
+        }
+        // The kernel is queued before whoever waits for its signal.
+        let (signal, groups) = (waves.signal, std::mem::take(&mut waves.products));
+        let travels = std::mem::take(&mut waves.travels);
+        p.push(compute, None, label, Op::WaveGemm(WaveGemm { groups, signal }));
+        for (wave, travel) in travels.into_iter().enumerate() {
+            let value = wave as u64 + 1;
+            let wait = Op::WaitSignal { signal, value };
+            lowering.p.push(self.reduce, Some(travel.group), "wait for shares", wait);
+            self.send(lowering, travel);
+        }
+    }
+
+    /// Sends a group's shares on their way, for which `reduce` has waited.
+    fn send(&mut self, lowering: &mut Lowering<'_>, travel: Travel) {
+        let Travel { group, reduce, spread, result } = travel;
+        let (p, here) = (&mut lowering.p, Some(group));
         p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
         self.started += 1;
         let mut end = p.mark(self.reduce, here, "sums done");
