@@ -2,6 +2,7 @@
 // are not of their round. What a kernel's epilogue promises with a signal is all that orders the two.
 #pragma once
 
+#include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/tma.cuh"

@@ -267,6 +267,13 @@ fn part_seconds(program: &Program, op: &ProgramOp, part: usize, cost: &CostModel
             let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
             (part < waves.groups.len()).then(|| launch + until(part + 1) - until(part))
         }
+        Op::UserKernel(user) => {
+            let bytes = |id: &BufferId| program.buffers[id.0].bytes();
+            let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
+            let of = user.parts.get(part)?;
+            let touched: u64 = of.reads.iter().chain(&of.writes).map(bytes).sum();
+            Some(launch + touched as f64 / cost.memory_bytes_per_second)
+        }
         _ => (part == 0).then(|| compute_seconds(program, op, cost)),
     }
 }

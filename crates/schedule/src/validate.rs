@@ -141,6 +141,13 @@ impl Op {
             }
             Op::Gemm(op) => op.reads(),
             Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                out.extend(op.residual.map(|(residual, _)| residual));
+                out.push(op.weight);
+                out
+            }
             Op::ColumnSum(op) => {
                 let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
                 if op.accumulate == Accumulate::Continue {
@@ -190,6 +197,12 @@ impl Op {
             }
             Op::Gemm(op) => vec![op.out],
             Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out = vec![op.out];
+                out.extend(op.residual.map(|(_, sum)| sum));
+                out
+            }
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
@@ -222,6 +235,12 @@ impl Op {
                 let groups = waves.groups.iter().enumerate();
                 groups
                     .flat_map(|(part, group)| [(part, group.reads(), false), (part, vec![group.out], true)])
+                    .collect()
+            }
+            Op::UserKernel(user) => {
+                let parts = user.parts.iter().enumerate();
+                parts
+                    .flat_map(|(at, part)| [(at, part.reads.clone(), false), (at, part.writes.clone(), true)])
                     .collect()
             }
             _ => vec![(usize::MAX, self.reads(), false), (usize::MAX, self.writes(), true)],
@@ -406,16 +425,6 @@ impl Program {
                     None => return Err(self.unknown(index, "a signal")),
                     Some(raised) => raised.push((*value, clock.clone())),
                 },
-                Op::WaveGemm(waves) => {
-                    let Some(raised) = signals.get_mut(waves.signal.0) else {
-                        return Err(self.unknown(index, "a signal"));
-                    };
-                    for part in 0..waves.groups.len() {
-                        let mut so_far = clock.clone();
-                        so_far.finished[stream] = Some(Step { op: index, part });
-                        raised.push((part as u64 + 1, so_far));
-                    }
-                }
                 Op::WaitSignal { signal: SignalId(signal), value } => {
                     let Some(raised) = signals.get(*signal) else {
                         return Err(self.unknown(index, "a signal"));
@@ -437,6 +446,16 @@ impl Program {
                 }
                 Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
+            }
+            if let Some((signal, parts)) = op.op.raises() {
+                let Some(raised) = signals.get_mut(signal.0) else {
+                    return Err(self.unknown(index, "a signal"));
+                };
+                for part in 0..parts {
+                    let mut so_far = clock.clone();
+                    so_far.finished[stream] = Some(Step { op: index, part });
+                    raised.push((part as u64 + 1, so_far));
+                }
             }
             out.push(clock.clone());
             clock.finished[stream] = Some(Step::whole(index));

@@ -4,8 +4,8 @@ use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_mem
 use counterpoint_plan::{DType, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, exec_error};
-use crate::kernel::LINK_RANKS;
+use super::{CudaBackend, UserKernels, exec_error};
+use crate::kernel::{LINK_RANKS, UserKernelSource};
 use crate::nccl::NcclRank;
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, TransportKind, compiler_version};
@@ -28,6 +28,7 @@ pub struct CudaMachine {
     /// Never [`TransportKind::Auto`].
     transport: TransportKind,
     num_sms: u32,
+    user_kernels: UserKernels,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -48,7 +49,8 @@ impl CudaMachine {
     pub fn new(devices: Vec<Device>, timing: Timing) -> Result<Self, CudaError> {
         assert!(!devices.is_empty(), "a machine has a device");
         compiler_version()?;
-        Self { devices, timing, transport: TransportKind::Auto, num_sms: NUM_SMS }
+        let (transport, user_kernels) = (TransportKind::Auto, UserKernels::default());
+        Self { devices, timing, transport, num_sms: NUM_SMS, user_kernels }
             .with_transport(TransportKind::Auto)
     }
 
@@ -100,6 +102,20 @@ impl CudaMachine {
     #[must_use]
     pub fn with_num_sms(mut self, num_sms: u32) -> Self {
         self.num_sms = num_sms.max(1);
+        self
+    }
+
+    /// The same with a kernel of the user's own, which Programs call by its name
+    /// ([`UserKernel`](counterpoint_schedule::UserKernel)).
+    ///
+    /// # Safety
+    /// The kernel writes the tensors that its parts write and nothing else, reads what they read, and tells of each part once it is
+    /// written: Programs are proven to be free of races on that word.
+    #[must_use]
+    pub unsafe fn with_kernel(mut self, name: &str, kernel: UserKernelSource) -> Self {
+        let mut kernels = (*self.user_kernels).clone();
+        kernels.insert(name.to_owned(), kernel);
+        self.user_kernels = Arc::new(kernels);
         self
     }
 
@@ -169,7 +185,8 @@ impl Machine for CudaMachine {
             .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
+                let kernels = self.user_kernels.clone();
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels)?;
                 Ok((backend, transport))
             })
             .collect()

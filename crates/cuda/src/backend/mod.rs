@@ -13,12 +13,15 @@ mod graph_run;
 mod linear;
 mod machine;
 mod matrix_rows;
+mod norm;
 mod padding;
 mod process;
 mod signal;
 mod stream;
+mod user_kernel;
 mod waves;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -45,9 +48,12 @@ use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
 
-use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn, UserKernelSource};
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+
+/// Users' own kernels, by name.
+type UserKernels = Arc<HashMap<String, UserKernelSource>>;
 
 /// One rank of the CUDA backend.
 #[derive(Clone)]
@@ -74,6 +80,8 @@ struct Rank {
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
     /// Multiprocessors of communication and of computation, where the policy parts them.
     partition: Mutex<Option<Arc<Partition>>>,
+    /// Users' own kernels, by name.
+    user_kernels: UserKernels,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
 }
@@ -85,6 +93,7 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
+        user_kernels: UserKernels,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -102,6 +111,7 @@ impl CudaBackend {
             links: Mutex::default(),
             exchanges: Mutex::default(),
             partition: Mutex::default(),
+            user_kernels,
             program: Mutex::default(),
         })))
     }
@@ -119,6 +129,11 @@ impl CudaBackend {
     /// A stream with nothing of a run on it, for uploads that are waited for.
     pub(crate) fn setup(&self) -> &Stream {
         &self.0.setup
+    }
+
+    /// A kernel that a user has given the machine.
+    fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
+        self.0.user_kernels.get(name)
     }
 
     /// Whether operations take times.

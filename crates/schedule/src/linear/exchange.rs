@@ -187,6 +187,8 @@ pub(super) struct ReducedTokens {
     replicated: Option<BufferId>,
     name: String,
     columns: usize,
+    /// Of the sums once they are together.
+    role: BufferRole,
     mover: Mover,
     /// Products that one kernel computes, with what becomes of each.
     waves: Option<Waves>,
@@ -209,8 +211,15 @@ struct Travel {
 }
 
 impl ReducedTokens {
-    /// The output `name` is `[local tokens, columns]`. Under [`Mover::Fused`] no other collective may run beside the products.
-    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize, mover: Mover) -> Self {
+    /// The sums are `[local tokens, columns]`, called `name` where they are together: an output, or scratch of an operation behind them.
+    /// Under [`Mover::Fused`] no other collective may run beside the products.
+    pub(super) fn new(
+        lowering: &mut Lowering<'_>,
+        name: &str,
+        columns: usize,
+        role: BufferRole,
+        mover: Mover,
+    ) -> Self {
         let plan = lowering.plan;
         let p = &mut lowering.p;
         let reduce = p.stream("reduce-scatter", StreamKind::Communication);
@@ -219,13 +228,13 @@ impl ReducedTokens {
         if plan.spec.activations == Activations::Replicated {
             gather = Some(p.stream("all-gather", StreamKind::Communication));
             let shape = [plan.spec.tokens, columns];
-            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
+            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, role));
         }
         let name = name.to_owned();
         let in_waves = p.policy().start == StartOrder::Signals && mover != Mover::Fused && plan.groups() > 1;
         let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), travels: Vec::new() });
         let done = Vec::new();
-        Self { reduce, gather, barrier, started: 0, done, replicated, name, columns, mover, waves }
+        Self { reduce, gather, barrier, started: 0, done, replicated, name, columns, role, mover, waves }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -246,12 +255,12 @@ impl ReducedTokens {
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
-            None if plan.groups() == 1 => BufferRole::Output,
+            None if plan.groups() == 1 => self.role,
             _ => BufferRole::Scratch,
         };
         let name = match role {
-            BufferRole::Output => self.name.clone(),
-            _ => format!("{}_sum_{group}", self.name),
+            BufferRole::Scratch => format!("{}_sum_{group}", self.name),
+            _ => self.name.clone(),
         };
         let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
         let reduce = GroupReduce {
@@ -329,15 +338,30 @@ impl ReducedTokens {
     pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
+        self.wait(lowering);
         let p = &mut lowering.p;
-        // Within one stream the last is the end of all.
-        if let Some((_, last)) = self.done.last() {
-            p.after(compute, None, "wait for the last sums", *last);
-        }
         if self.replicated.is_none() && plan.groups() > 1 {
-            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
+            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], self.role);
             let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
+        }
+    }
+
+    /// Has the computation wait for all groups; the rows of the sums in their order, wherever they are.
+    pub(super) fn rows(self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        self.wait(lowering);
+        let p = &lowering.p;
+        let all = |buffer| block(buffer, Range::new(0, p.rows(buffer)));
+        match self.replicated {
+            Some(buffer) => all(buffer),
+            None => self.done.iter().flat_map(|(buffer, _)| all(*buffer)).collect(),
+        }
+    }
+
+    fn wait(&self, lowering: &mut Lowering<'_>) {
+        // Within one stream the last is the end of all.
+        if let Some((_, last)) = self.done.last() {
+            lowering.p.after(lowering.compute, None, "wait for the last sums", *last);
         }
     }
 }

@@ -333,12 +333,12 @@ impl<'a> Clockwork<'a> {
     /// A part of an operation has ended. Whether there is another one, which has started then.
     fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
         let state = &mut self.ranks[rank];
-        let Op::WaveGemm(waves) = &state.program.ops[op].op else { return false };
+        let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
         state.parts[stream] += 1;
-        let (done, signal) = (state.parts[stream], &mut state.signals[waves.signal.0]);
+        let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);
         *signal = (*signal).max(done as u64);
         self.wake_waiting(rank, now);
-        if done == waves.groups.len() {
+        if done == parts {
             self.ranks[rank].parts[stream] = 0;
             return false;
         }
