@@ -2,9 +2,13 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
-use counterpoint_exec::{ExecError, GemmCollective};
-use counterpoint_plan::WaveGroups;
+use counterpoint_exec::selftest::{Extent, SelfCheck, unlike_elements};
+use counterpoint_exec::{
+    Backend, CpuMachine, ExecError, GemmCollective, HostTensor, Machine, Prepared, World, WorldConfig,
+    random_tensor,
+};
+use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
 use half::bf16;
 
 use super::fused::{ROWS, Way, examine};
@@ -156,4 +160,88 @@ pub fn selftest_signalled_products(
         }
     }
     Ok(checks)
+}
+
+/// What is added to the mean of squares.
+const EPSILON: f64 = 1e-5;
+
+/// A row-parallel layer with a residual and RMSNorm behind its sums: with groups that travel while one kernel computes all of them, the
+/// bits of the same without overlap, and CPU ranks' values up to the roundings of the type.
+///
+/// # Errors
+/// Whatever ends a run.
+pub fn selftest_normalised(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    let ranks = machine.devices().len();
+    let mut checks = Vec::new();
+    for activations in [Activations::SequenceParallel, Activations::Replicated] {
+        let spec = LinearSpec {
+            kind: LinearKind::Row,
+            activations,
+            tokens: ranks * ROWS + 40,
+            in_features: ranks * 192,
+            out_features: 520,
+            has_bias: true,
+            dtype: DType::Bf16,
+        };
+        let plan = |groups| {
+            LinearPlan::new(spec, ranks, groups, &CostModel::H200).map_err(|error| ExecError::Program {
+                program: "a selftest".to_owned(),
+                rank: 0,
+                reason: error.to_string(),
+            })
+        };
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        let whole = normalised(machine, &plan(WaveGroups::Fixed(1))?, sequential)?;
+        let mut unlike = 0;
+        for groups in [WaveGroups::Fixed(2), WaveGroups::Fixed(7)] {
+            let waves = normalised(machine, &plan(groups)?, OverlapPolicy::new(StartOrder::Signals))?;
+            unlike += waves.iter().zip(&whole).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
+        }
+        let name = format!(
+            "normalised sums, {activations:?}, on {ranks} GPUs, elements unlike those without overlap"
+        );
+        checks.push(SelfCheck::of(name, 0, unlike as f64, 0.0));
+        let cpu = normalised(&CpuMachine::new(0, None)?, &plan(WaveGroups::Fixed(1))?, sequential)?;
+        let error = |(found, right): (&HostTensor, &HostTensor)| {
+            let (found, right) = (found.to_f64(), right.to_f64());
+            let errors: f64 = found.iter().zip(&right).map(|(a, b)| (a - b) * (a - b)).sum();
+            (errors / right.iter().map(|x| x * x).sum::<f64>()).sqrt()
+        };
+        let worst = whole.iter().zip(&cpu).map(error).fold(0.0, |a: f64, b| if b <= a { a } else { b });
+        let name =
+            format!("normalised sums, {activations:?}, on {ranks} GPUs, relative difference from CPU ranks");
+        // Shares, sums and results are rounded to 8 bits on both sides.
+        checks.push(SelfCheck::of(name, 0, worst, 1e-2));
+    }
+    Ok(checks)
+}
+
+/// Both outputs of every rank.
+fn normalised<M: Machine>(
+    machine: &M,
+    plan: &LinearPlan,
+    policy: OverlapPolicy,
+) -> Result<Vec<HostTensor>, ExecError> {
+    let world = World::new(plan.tp_size, WorldConfig { limit: LIMIT, ..WorldConfig::default() });
+    let ends = machine.connect(&world)?.into_iter().enumerate();
+    let mut ranks = ends
+        .map(|(rank, (backend, transport))| {
+            Prepared::new(lower_normalised_forward(plan, rank, EPSILON, policy), backend, transport)
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    for (rank, prepared) in ranks.iter_mut().enumerate() {
+        let inputs = prepared.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
+        for spec in inputs.cloned().collect::<Vec<_>>() {
+            let seed = (1000 * rank + spec.name.len()) as u64;
+            let tensor = random_tensor(spec.shape.clone(), spec.dtype, seed);
+            let buffer = prepared.backend().upload(&spec.name, tensor)?;
+            prepared.bind(&spec.name, buffer)?;
+        }
+    }
+    Prepared::run_ranks(&mut ranks)?;
+    let missing = |name: &str| ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
+    let of = |rank: &Prepared<M::Backend, M::Transport>, name: &str| {
+        rank.backend().download(rank.buffer(name).ok_or_else(|| missing(name))?)
+    };
+    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| of(rank, name))).collect()
 }

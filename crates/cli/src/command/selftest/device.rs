@@ -5,8 +5,8 @@ use std::time::Instant;
 use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
-    selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_signalled_products,
-    selftest_signals,
+    selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
+    selftest_signalled_products, selftest_signals,
 };
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
@@ -175,8 +175,9 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
     ] {
         let Some(subject) = over(transport)? else { continue };
         if subject.gpu().arch().is_hopper() && ledger.section(section) {
-            let checks = selftest_signalled_products(subject.machine(), extent);
-            ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+            let run = |source| CliError::Run { source };
+            ledger.add(selftest_signalled_products(subject.machine(), extent).map_err(run)?)?;
+            ledger.add(selftest_normalised(subject.machine()).map_err(run)?)?;
         }
     }
     for (section, transport, most_ranks) in [
