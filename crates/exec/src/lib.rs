@@ -58,7 +58,7 @@ pub use check::{
     CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
 };
 pub use communicator::{Communicator, Handle, Reduce};
-pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
+pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, KernelBarrier};
 pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};

@@ -50,7 +50,7 @@ impl PushWork {
             Some(_) => {
                 let setup = Stream::new(device, StreamPriority::Low)?;
                 let staging = Staging::new(&pattern.incoming, &row_bytes, rank);
-                let rows = staged_rows(&setup, rank, collective, outputs, &staging)?;
+                let rows = staged_rows(&setup, rank, (collective, outputs), &pattern.incoming, &staging)?;
                 let memory = DeviceBuffer::new(device, staging.bytes as usize)?;
                 Some(StagedReduction { staging, memory, rows })
             }
@@ -70,17 +70,16 @@ impl PushWork {
     }
 }
 
-/// The kernels that take received rows from a staging buffer, and the own ones from where they are. See [`staged_input`].
+/// The kernels that take the rows of `incoming` from a staging buffer, and the own ones from where they are. See [`staged_input`].
 pub(super) fn staged_rows(
     setup: &Stream,
     rank: usize,
-    collective: &Collective,
-    outputs: &[BufferSpec],
+    (collective, outputs): (&Collective, &[BufferSpec]),
+    incoming: &[PeerRows],
     staging: &Staging,
 ) -> Result<RowWork, CudaError> {
-    let pattern = &collective.pattern;
-    let incoming = pattern.incoming.iter().map(|peer| {
-        let from = if peer.rank == rank { pattern.to(rank) } else { staging.of(peer.rank) };
+    let incoming = incoming.iter().map(|peer| {
+        let from = if peer.rank == rank { collective.pattern.to(rank) } else { staging.of(peer.rank) };
         Incoming { from, to: &peer.rows }
     });
     RowWork::new(setup, collective, outputs, &incoming.collect::<Vec<_>>())
