@@ -20,6 +20,12 @@ struct LinkPiece {
 };
 static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 
+// Parts of the pieces that receivers are told of one after the other.
+struct LinkParts {
+  u32 count;
+  u32 ends[kLinkParts];  // in the list of pieces
+};
+
 // Of each warp its own stages: what one warp waits for holds no other up.
 template <u32 kWarps, u32 kStages, u32 kPieceBytes>
 struct alignas(128) LinkCopyShared {
@@ -35,7 +41,11 @@ struct alignas(128) LinkCopyShared {
 // `kPush`: from this side to the other; else from there to here. `kAhead`: pieces that a warp loads ahead of what it stores; its
 // other stages hold what is being stored.
 template <bool kPush, u32 kWarps, u32 kStages, u32 kAhead, u32 kPieceBytes>
-__device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count) {
+__device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count,
+                                          const LinkParts& parts) {
+  static_assert(kWarps == 1, "a block counts once for each part");
+  // Stores that may go on when a part is told of whose own stores are before them: waiting for all would empty the link.
+  constexpr u32 kLater = 4;
   using Shared = LinkCopyShared<kWarps, kStages, kPieceBytes>;
   extern __shared__ __align__(128) u8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
@@ -44,6 +54,12 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   const u32 first_piece = blockIdx.x + warp * gridDim.x;
   const u32 step = gridDim.x * kWarps;
   const u32 mine = count > first_piece ? (count - first_piece + step - 1) / step : 0;
+  // Of this warp's pieces, those up to the end of a part.
+  const auto mine_until = [&](u32 part) {
+    const u32 end = parts.ends[part];
+    return end > first_piece ? (end - first_piece + step - 1) / step : 0;
+  };
+  u32 part = 0;  // the next to be told of
   // The list is read 32 pieces at a time and as many ahead: a piece would otherwise wait for its entry as long as for its bytes.
   const auto listed = [&](u32 first) {
     LinkPiece piece = {};
@@ -96,9 +112,16 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
       mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
       bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
       tma_store_commit();
+      while (part < parts.count && m + 1 >= mine_until(part) + kLater) {
+        tma_store_wait<kLater>();
+        link_deliver(call, part++);
+      }
     }
   }
-  if (lane == 0) tma_store_wait<0>();
+  if (lane == 0) {
+    tma_store_wait<0>();
+    for (; part < parts.count; ++part) link_deliver(call, part);
+  }
   fence_async_proxy_all();
   __syncthreads();
   if (warp == 0) link_end(call, number);

@@ -116,7 +116,8 @@ pub trait Backend: Clone + Send {
     /// When an operation still uses it.
     fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
 
-    /// Enqueues a compute operation. `buffers` is the Program's table.
+    /// Enqueues a compute operation. `buffers` is the Program's table, `signal` that of the rows which arrive while it runs, whose
+    /// group-cast has been enqueued.
     ///
     /// # Errors
     /// The world's error, when it has failed; likewise below.
@@ -126,6 +127,7 @@ pub trait Backend: Clone + Send {
         place: &OpPlace,
         kernel: &Self::Kernel,
         buffers: &[Self::Buffer],
+        signal: Option<&Self::Signal>,
     ) -> Result<(), ExecError>;
 
     /// Enqueues the event's next record.

@@ -112,7 +112,8 @@ fn walked(schedule: &TileSchedule, picture: &[Vec<bool>]) -> Vec<Vec<u8>> {
                 );
             }
             for columns in blocks(run, block) {
-                let arrival = config.arrival.filter(|_| direction == TileDirection::Forward).map(|row| row as i32);
+                let arrival =
+                    config.arrival.filter(|_| direction == TileDirection::Forward).map(|row| row as i32);
                 assert!(
                     columns.start >= last_block.saturating_add(block as i32)
                         || arrival.is_some_and(|row| last_block < row && row <= columns.start),
@@ -202,7 +203,8 @@ fn check_order(schedule: &TileSchedule) {
         TileDirection::Backward => tile.end as usize > arrival,
     };
     assert!(!ready.iter().any(needs) && waiting.iter().all(needs));
-    if config.order == TileOrder::Chains && config.direction == TileDirection::Forward && !waiting.is_empty() {
+    if config.order == TileOrder::Chains && config.direction == TileDirection::Forward && !waiting.is_empty()
+    {
         // Nobody takes turns there.
         return;
     }

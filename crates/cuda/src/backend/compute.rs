@@ -6,7 +6,7 @@ use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
-use super::{CudaBackend, CudaBuffer};
+use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
 
@@ -71,14 +71,19 @@ impl CudaKernel {
         Ok(Self(work))
     }
 
-    /// `buffers` is the Program's table.
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+    /// `buffers` is the Program's table, `signal` that of rows which arrive meanwhile.
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signal: Option<&CudaSignal>,
+    ) -> Result<(), CudaError> {
         match &self.0 {
-            Work::Forward(work) => work.launch(stream, buffers),
+            Work::Forward(work) => work.launch(stream, buffers, signal),
             Work::Finish(work) => work.launch(stream, buffers),
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
-            Work::Backward(work) => work.launch(stream, buffers),
+            Work::Backward(work) => work.launch(stream, buffers, signal),
             Work::Product(work) => work.launch(stream, buffers),
             Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {

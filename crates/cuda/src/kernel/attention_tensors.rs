@@ -7,6 +7,8 @@
 //! Tensors are dense and row-major; addresses are those of their first elements, aligned to 16 bytes. Rows of a head have a
 //! multiple of 8 elements (others are padded before they come here).
 
+use super::link_meeting::LinkArrivals;
+
 /// What a stage of the forward goes on from and what it leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ForwardMode {
@@ -50,8 +52,19 @@ pub struct ResultTensors {
     pub lse: u64,
 }
 
+/// Keys and values that arrive while a kernel runs.
+#[derive(Clone, Copy, Debug)]
+pub struct ArrivingTensors {
+    /// `[rows_arriving, heads_kv, head_dim]`.
+    pub k: u64,
+    /// `[rows_arriving, heads_kv, head_dim_v]`.
+    pub v: u64,
+    /// How the kernel learns that they are there.
+    pub arrivals: LinkArrivals,
+}
+
 /// Addresses of the tensors of a forward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct ForwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,
@@ -59,6 +72,8 @@ pub struct ForwardTensors {
     pub k: u64,
     /// `[rows_k, heads_kv, head_dim_v]`.
     pub v: u64,
+    /// Of the last rows of k and v, where the problem has some that arrive.
+    pub arriving: Option<ArrivingTensors>,
     /// Of the stage before, where the mode continues it.
     pub begin: Option<StateTensors>,
     /// What is left, as the mode says.

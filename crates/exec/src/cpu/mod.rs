@@ -202,12 +202,15 @@ impl Backend for CpuBackend {
         place: &OpPlace,
         kernel: &CpuKernel,
         buffers: &[CpuBuffer],
+        signal: Option<&CpuSignal>,
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
+        let delivered = signal.map(CpuSignal::last);
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
-        stream.push(self.program(), place, move |_| {
-            kernel.run(rank, &at, &buffers, &workers)?;
+        stream.push(self.program(), place, move |stream| {
+            let delivered = || delivered.as_ref().map_or(Ok(()), |point| point.wait(stream, &at));
+            kernel.run(rank, &at, &buffers, &workers, &delivered)?;
             Ok(Some(SpanKind::Compute))
         })
     }

@@ -172,7 +172,9 @@ impl TileSchedule {
     fn put_ready_tiles_first(&mut self) {
         let runs = &self.runs;
         let last = |tile: &Tile| match self.config.direction {
-            TileDirection::Forward => runs[tile.run_begin as usize..tile.run_end as usize].last().map_or(0, |run| run.end),
+            TileDirection::Forward => {
+                runs[tile.run_begin as usize..tile.run_end as usize].last().map_or(0, |run| run.end)
+            }
             TileDirection::Backward => tile.end,
         };
         let arrival = self.config.arrival.unwrap_or(usize::MAX);

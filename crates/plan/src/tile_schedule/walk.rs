@@ -51,7 +51,8 @@ impl Walk {
     /// Appends the runs of a tile of `rows`. `bands` are those that touch it. Returns the number of its blocks.
     pub(super) fn tile(&mut self, rows: &Range, bands: &[Band]) -> usize {
         let cut = self.cut;
-        if bands.iter().all(|band| band.k_range.end <= cut) || bands.iter().all(|band| band.k_range.start >= cut)
+        if bands.iter().all(|band| band.k_range.end <= cut)
+            || bands.iter().all(|band| band.k_range.start >= cut)
         {
             return self.columns(rows, bands);
         }

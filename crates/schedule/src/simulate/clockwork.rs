@@ -6,8 +6,8 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, compute_seconds, transfer};
-use crate::{Op, Program, Span, SpanKind};
+use super::{SimulateError, arrives_at, collective_part, compute_seconds, ready_part, transfer};
+use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
 pub(super) fn run(
@@ -144,6 +144,8 @@ impl<'a> Clockwork<'a> {
                     *signal = (*signal).max(*value);
                     self.wake_waiting(rank, now);
                 }
+                // What it can do before its rows are there is done.
+                computation if state.begun[stream] && !state.is_released(computation) => return,
                 _ => {
                     match collective {
                         None => self.start_computation(rank, stream, op, now),
@@ -165,6 +167,7 @@ impl<'a> Clockwork<'a> {
     fn pass(&mut self, rank: usize, stream: usize, now: f64) {
         let state = &mut self.ranks[rank];
         state.next[stream] += 1;
+        state.begun[stream] = false;
         state.reached[stream] = now;
         state.heads[stream] = Head::Waiting;
     }
@@ -188,7 +191,9 @@ impl<'a> Clockwork<'a> {
         let waits = |&stream: &usize| {
             state.head(stream).is_some_and(|(op, _)| {
                 let op = &state.program.ops[op].op;
-                matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) && state.is_released(op)
+                let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
+                (waits || (state.begun[stream] && state.heads[stream] == Head::Waiting))
+                    && state.is_released(op)
             })
         };
         let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
@@ -199,7 +204,14 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let left = compute_seconds(state.program, &state.program.ops[op], cost);
+        let all = compute_seconds(state.program, &state.program.ops[op], cost);
+        let done =
+            if state.begun[stream] { ready_part(state.program, &state.program.ops[op], cost) } else { 0.0 };
+        // What arrives may be there already.
+        state.begun[stream] = state.is_released(&state.program.ops[op].op);
+        let until =
+            if state.begun[stream] { 1.0 } else { ready_part(state.program, &state.program.ops[op], cost) };
+        let left = (until - done) * all;
         let speed = state.speed(cost.sharing);
         state.reached[stream] = now;
         state.computing.push(Computing { stream, left, since: now, speed });
@@ -311,8 +323,18 @@ impl<'a> Clockwork<'a> {
                 SpanKind::Compute
             }
         };
+        if let Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) = &state.program.ops[op].op {
+            state.signals[delivery.signal.0] = delivery.parts as u64;
+            self.wake_waiting(rank, now);
+        }
         self.span(rank, stream, op, kind, start, now);
-        self.pass(rank, stream, now);
+        let state = &mut self.ranks[rank];
+        if state.program.ops[op].op.arriving().is_some() && !state.begun[stream] {
+            (state.begun[stream], state.reached[stream]) = (true, now);
+            state.heads[stream] = Head::Waiting;
+        } else {
+            self.pass(rank, stream, now);
+        }
         self.change_speed(rank, now);
         // What has been waiting for workers gets them before the next computation, what comes now after it.
         for stream in self.pending(rank, |reached| reached < now) {

@@ -13,6 +13,8 @@ pub(super) struct Rank<'a> {
     pub(super) next: Vec<usize>,
     /// What the head of every stream does.
     pub(super) heads: Vec<Head>,
+    /// Whether the head of every stream has done what it can before its rows are there.
+    pub(super) begun: Vec<bool>,
     /// When the head of every stream was reached.
     pub(super) reached: Vec<f64>,
     pub(super) events: Vec<bool>,
@@ -64,6 +66,7 @@ impl<'a> Rank<'a> {
             collectives,
             next: vec![0; streams],
             heads: vec![Head::Waiting; streams],
+            begun: vec![false; streams],
             reached: vec![0.0; streams],
             events: vec![false; program.num_events],
             arrivals: vec![0; program.num_barriers],
@@ -97,7 +100,9 @@ impl<'a> Rank<'a> {
             Op::Wait(event) => self.events[event.0],
             Op::Await { barrier, arrivals } => self.arrivals[barrier.0] >= *arrivals,
             Op::WaitSignal { signal, value } => self.signals[signal.0] >= *value,
-            _ => true,
+            other => other
+                .arriving()
+                .is_none_or(|keys| self.signals[keys.delivery.signal.0] >= keys.delivery.parts as u64),
         }
     }
 

@@ -193,6 +193,7 @@ mod tests {
         let mask: Mask = "varlen-full:lengths=100,300".parse().unwrap();
         let mut problem = AttentionProblem {
             rows_q: 400,
+            rows_arriving: 0,
             rows_k: 400,
             heads_q: 1,
             heads_kv: 1,
