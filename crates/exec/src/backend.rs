@@ -116,8 +116,7 @@ pub trait Backend: Clone + Send {
     /// When an operation still uses it.
     fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
 
-    /// Enqueues a compute operation. `buffers` is the Program's table, `signal` that of the rows which arrive while it runs, whose
-    /// group-cast has been enqueued.
+    /// Enqueues a compute operation. `buffers` and `signals` are the Program's tables.
     ///
     /// # Errors
     /// The world's error, when it has failed; likewise below.
@@ -127,7 +126,7 @@ pub trait Backend: Clone + Send {
         place: &OpPlace,
         kernel: &Self::Kernel,
         buffers: &[Self::Buffer],
-        signal: Option<&Self::Signal>,
+        signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
 
     /// Enqueues the event's next record.

@@ -30,11 +30,7 @@ struct PlacedStep<B: Backend, T: Transport<B>> {
 
 /// An operation made ready.
 enum Step<B: Backend, T: Transport<B>> {
-    /// `signal`: raised as rows come that it takes meanwhile.
-    Compute {
-        kernel: B::Kernel,
-        signal: Option<usize>,
-    },
+    Compute(B::Kernel),
     Collective {
         collective: T::Collective,
         arrive: Option<usize>,
@@ -123,10 +119,6 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 let (arrive, signal) = (cast.arrive, cast.delivery.map(|delivery| delivery.signal.0));
                 Ok(Step::Collective { collective, arrive: arrive.map(|barrier| barrier.0), signal })
             };
-            let compute = || -> Result<_, ExecError> {
-                let signal = op.op.arriving().map(|keys| keys.delivery.signal.0);
-                Ok(Step::Compute { kernel: backend.prepare(&program, index)?, signal })
-            };
             let reduce = |reduce: &GroupReduce| -> Result<_, ExecError> {
                 let collective = transport.prepare_reduce(&place, reduce, &program.buffers)?;
                 let arrive = reduce.arrive.map(|barrier| barrier.0);
@@ -143,7 +135,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                         Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
                             push(cast(&op.cast)?);
-                            compute()?
+                            Step::Compute(backend.prepare(&program, index)?)
                         }
                     }
                 }
@@ -152,7 +144,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                     match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {
                         Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
-                            push(compute()?);
+                            push(Step::Compute(backend.prepare(&program, index)?));
                             push(reduce(&op.reduce)?);
                             match &op.spread {
                                 Some(spread) => cast(spread)?,
@@ -166,7 +158,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
                 Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
-                _ => compute()?,
+                _ => Step::Compute(backend.prepare(&program, index)?),
             };
             push(step);
         }
@@ -372,9 +364,8 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                 let stream = &streams[*stream];
                 self.next += 1;
                 match step {
-                    Step::Compute { kernel, signal } => {
-                        let signal = signal.map(|signal| &signals[signal]);
-                        backend.launch(stream, place, kernel, &self.table, signal)?;
+                    Step::Compute(kernel) => {
+                        backend.launch(stream, place, kernel, &self.table, signals)?;
                     }
                     Step::Collective { collective, arrive, signal } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);

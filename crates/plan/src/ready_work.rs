@@ -23,13 +23,13 @@ impl ReadyWork {
             bands.iter().map(|band| band.cut_cols(own_rows)).unzip();
         let waiting =
             Range::merged(arriving.iter().filter_map(Band::trim).map(|band| band.q_range).collect());
-        let of_waiting = |bands: &[Band]| -> u64 {
-            let parts = bands
-                .iter()
-                .flat_map(|band| waiting.iter().map(move |rows| band.clip(rows, &band.k_range).area()));
-            parts.sum()
+        // They are ascending, so a band looks at those that it touches and no others.
+        let of_waiting = |band: &Band| -> u64 {
+            let first = waiting.partition_point(|rows| rows.end <= band.q_range.start);
+            let touched = waiting[first..].iter().take_while(|rows| rows.start < band.q_range.end);
+            touched.map(|rows| band.clip(rows, &band.k_range).area()).sum()
         };
-        let begun = of_waiting(&own);
+        let begun = own.iter().map(of_waiting).sum();
         Self {
             all: area(bands),
             ready: area(&own) - begun,

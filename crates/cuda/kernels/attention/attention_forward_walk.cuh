@@ -17,8 +17,13 @@ struct AttentionForwardWalker {
   u32 items = 0;  // planned so far
   u32 steps = 0;
 
-  bool all_delivered = false;  // the rows that waiting tiles need
-  bool any_waiting = arguments.waiting.count != 0;  // tiles to be handed out
+  // Which tiles are taken next, as long as there are some.
+  enum Order : u32 {
+    kReadyFirst,    // until the rows of the others are there
+    kWaitingFirst,  // they are heavy and light ones, and what comes last should be light
+    kReadyOnly,
+  };
+  u32 order = arguments.waiting.count != 0 ? kReadyFirst : kReadyOnly;
 
   __device__ __forceinline__ u32 ready_items() const { return arguments.ready.count * arguments.heads; }
   __device__ __forceinline__ u32 all_items() const {
@@ -97,25 +102,23 @@ struct AttentionForwardWalker {
     find();
   }
 
-  // Items of waiting tiles as soon as their rows are there, because they are heavy and light ones: what comes last should be
-  // light. Until then those of ready tiles.
   __device__ __forceinline__ u32 next() {
-    const u32 begun = min(gridDim.x, ready_items());  // with ready tiles, by CTAs that had just started
-    if (any_waiting && !all_delivered) {
-      all_delivered = arguments.arrivals.mailbox == nullptr || link_all_delivered(arguments.arrivals);
-    }
-    if (!all_delivered) {
-      const u32 ready = begun + atomicAdd(&arguments.queue[0], 1u);
-      if (ready < ready_items()) return ready;
-    }
-    if (any_waiting) {
-      const u32 waiting = gridDim.x + ready_items() - begun + atomicAdd(&arguments.queue[2], 1u);
+    const auto delivered = [&] {
+      return arguments.arrivals.mailbox == nullptr || link_all_delivered(arguments.arrivals);
+    };
+    if (order == kReadyFirst && delivered()) order = kWaitingFirst;
+    if (order == kWaitingFirst) {
+      const u32 waiting = next_waiting();
       if (waiting < all_items()) return waiting;
-      any_waiting = false;
+      order = kReadyOnly;
     }
-    if (!all_delivered) return all_items();
-    const u32 ready = begun + atomicAdd(&arguments.queue[0], 1u);
-    return ready < ready_items() ? ready : all_items();
+    // The first ones were begun by CTAs that had just started.
+    const u32 ready = min(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[0], 1u);
+    if (ready < ready_items()) return ready;
+    return order == kReadyFirst ? next_waiting() : all_items();
+  }
+  __device__ __forceinline__ u32 next_waiting() const {
+    return max(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[2], 1u);
   }
 
   // The first item is found before; it is not taken from the queue.

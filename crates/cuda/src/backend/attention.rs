@@ -6,7 +6,7 @@ use counterpoint_exec::ExecError;
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    ArrivingKeys, AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd,
+    ArrivingKeys, AttentionForward, AttentionState, BufferId, Delivery, ForwardBegin, ForwardEnd,
 };
 
 use super::compute::Prepare;
@@ -153,12 +153,9 @@ pub(super) struct Keys {
 enum Arriving {
     Nothing,
     /// Rows that the kernel takes where they are.
-    Inside {
-        k: BufferId,
-        v: BufferId,
-    },
+    Inside(ArrivingKeys),
     /// Rows that are waited for, and gathered with the others.
-    Before,
+    Before(Delivery),
 }
 
 impl Keys {
@@ -172,14 +169,13 @@ impl Keys {
         let operand = |id| Operand::new(prepare, id);
         Ok(match arriving {
             None => Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Nothing },
-            Some(&ArrivingKeys { k: more_k, v: more_v, .. }) if inside => {
-                let arriving = Arriving::Inside { k: more_k, v: more_v };
-                Self { k: operand(k)?, v: operand(v)?, arriving }
+            Some(keys) if inside => {
+                Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Inside(*keys) }
             }
-            Some(&ArrivingKeys { k: more_k, v: more_v, .. }) => Self {
-                k: Operand::gathered(prepare, [k, more_k])?,
-                v: Operand::gathered(prepare, [v, more_v])?,
-                arriving: Arriving::Before,
+            Some(keys) => Self {
+                k: Operand::gathered(prepare, [k, keys.k])?,
+                v: Operand::gathered(prepare, [v, keys.v])?,
+                arriving: Arriving::Before(keys.delivery),
             },
         })
     }
@@ -189,15 +185,16 @@ impl Keys {
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signal: Option<&CudaSignal>,
+        signals: &[CudaSignal],
     ) -> Result<Option<ArrivingTensors>, CudaError> {
-        match (&self.arriving, signal) {
-            (Arriving::Inside { k, v }, Some(signal)) => {
+        match &self.arriving {
+            Arriving::Nothing => Ok(None),
+            Arriving::Inside(ArrivingKeys { k, v, delivery }) => {
                 let [k, v] = [k, v].map(|id| buffers[id.0].address());
-                Ok(Some(ArrivingTensors { k, v, arrivals: signal.arrivals(stream)? }))
+                let arrivals = signals[delivery.signal.0].arrivals(stream)?;
+                Ok(Some(ArrivingTensors { k, v, arrivals }))
             }
-            (Arriving::Before, Some(signal)) => signal.wait_for_all(stream).map(|()| None),
-            _ => Ok(None),
+            Arriving::Before(delivery) => signals[delivery.signal.0].wait_for_all(stream).map(|()| None),
         }
     }
 }
@@ -226,14 +223,7 @@ enum End {
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
-        let padded =
-            [op.k, op.v].iter().any(|&id| padded_dim(prepare.spec(id).shape[2]) != prepare.spec(id).shape[2]);
-        let inside = prepare.setup().device().arch().is_hopper() && !padded;
-        if let Some(keys) = &op.arriving {
-            let rows = prepare.spec(keys.k).rows();
-            problem.rows_k += rows;
-            problem.rows_arriving = if inside { rows } else { 0 };
-        }
+        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let mode = ForwardMode {
@@ -272,10 +262,10 @@ impl Forward {
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signal: Option<&CudaSignal>,
+        signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        let arriving = self.keys.arriving(stream, buffers, signal)?;
+        let arriving = self.keys.arriving(stream, buffers, signals)?;
         for operand in [&self.q, &self.keys.k, &self.keys.v]
             .into_iter()
             .chain(self.begin.as_ref().map(|state| &state.acc))
@@ -325,6 +315,25 @@ impl Prepare<'_> {
                 self.spec(id).name
             ))),
         }
+    }
+
+    /// Adds the rows of keys that arrive after those of `k` to a problem; whether its kernel takes them where they are. Portable
+    /// kernels and padded heads do not, nor does what `takes` refuses.
+    pub(super) fn arrive(
+        &self,
+        problem: &mut AttentionProblem,
+        k: BufferId,
+        arriving: Option<&ArrivingKeys>,
+        takes: impl Fn(&AttentionProblem) -> bool,
+    ) -> bool {
+        let Some(keys) = arriving else { return false };
+        let rows = self.spec(keys.k).rows();
+        problem.rows_k += rows;
+        let padded = [(k, problem.head_dim), (keys.v, problem.head_dim_v)];
+        let padded = padded.iter().any(|&(id, dim)| self.spec(id).shape[2] != dim);
+        let inside = self.setup().device().arch().is_hopper() && !padded && takes(problem);
+        problem.rows_arriving = if inside { rows } else { 0 };
+        inside
     }
 
     /// The problem of `q`, `k` and `v`, whose heads are as long as they are padded to.

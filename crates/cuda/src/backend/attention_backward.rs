@@ -8,7 +8,7 @@ use super::attention::{Keys, Operand};
 use super::compute::Prepare;
 use super::padding::padded_dim;
 use super::{CudaBuffer, CudaSignal};
-use crate::kernel::{AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors};
+use crate::kernel::{AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors};
 use crate::{CudaError, Stream};
 
 /// The row statistic of the backward.
@@ -74,9 +74,7 @@ impl Backward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::AttentionBackward) -> Result<Self, ExecError> {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
         problem.deterministic = op.deterministic;
-        if let Some(keys) = &op.arriving {
-            problem.rows_k += prepare.spec(keys.k).rows();
-        }
+        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), AttentionBackward::takes);
         let mode = BackwardMode {
             continues_dq: op.accumulate_dq == Accumulate::Continue,
             rounds_queries: op.rounded_dq.is_some(),
@@ -89,7 +87,7 @@ impl Backward {
         Ok(Self {
             kernel,
             q: operand(op.q)?,
-            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), false)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
             dout: operand(op.dout)?,
             lse: op.lse,
             delta: op.delta,
@@ -105,9 +103,9 @@ impl Backward {
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signal: Option<&CudaSignal>,
+        signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
-        self.keys.arriving(stream, buffers, signal)?;
+        let arriving = self.keys.arriving(stream, buffers, signals)?;
         let read = [&self.q, &self.keys.k, &self.keys.v, &self.dout];
         for operand in read.into_iter().chain(self.continues_dq.then_some(&self.dq)) {
             operand.enter(stream, buffers)?;
@@ -116,6 +114,7 @@ impl Backward {
             q: self.q.address(buffers),
             k: self.keys.k.address(buffers),
             v: self.keys.v.address(buffers),
+            arriving,
             dout: self.dout.address(buffers),
             lse: buffers[self.lse.0].address(),
             delta: buffers[self.delta.0].address(),

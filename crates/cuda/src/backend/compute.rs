@@ -71,19 +71,19 @@ impl CudaKernel {
         Ok(Self(work))
     }
 
-    /// `buffers` is the Program's table, `signal` that of rows which arrive meanwhile.
+    /// `buffers` and `signals` are the Program's tables.
     pub(super) fn launch(
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signal: Option<&CudaSignal>,
+        signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
         match &self.0 {
-            Work::Forward(work) => work.launch(stream, buffers, signal),
+            Work::Forward(work) => work.launch(stream, buffers, signals),
             Work::Finish(work) => work.launch(stream, buffers),
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
-            Work::Backward(work) => work.launch(stream, buffers, signal),
+            Work::Backward(work) => work.launch(stream, buffers, signals),
             Work::Product(work) => work.launch(stream, buffers),
             Work::BiasGradient(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {

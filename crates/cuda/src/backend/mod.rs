@@ -419,9 +419,9 @@ impl Backend for CudaBackend {
         place: &OpPlace,
         kernel: &CudaKernel,
         buffers: &[CudaBuffer],
-        signal: Option<&CudaSignal>,
+        signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers, signal))
+        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers, signals))
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {

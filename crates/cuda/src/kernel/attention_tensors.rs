@@ -8,6 +8,7 @@
 //! multiple of 8 elements (others are padded before they come here).
 
 use super::link_meeting::LinkArrivals;
+use crate::CudaError;
 
 /// What a stage of the forward goes on from and what it leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -61,6 +62,20 @@ pub struct ArrivingTensors {
     pub v: u64,
     /// How the kernel learns that they are there.
     pub arrivals: LinkArrivals,
+}
+
+impl ArrivingTensors {
+    /// What a launch was told of so many rows.
+    pub(super) fn of(told: Option<Self>, rows_arriving: usize) -> Result<Self, CudaError> {
+        match told {
+            Some(arriving) => Ok(arriving),
+            None if rows_arriving == 0 => Ok(Self { k: 0, v: 0, arrivals: LinkArrivals::NONE }),
+            None => {
+                let reason = format!("{rows_arriving} rows of keys arrive, and it was not told where");
+                Err(CudaError::Launch { kernel: "attention".to_owned(), reason })
+            }
+        }
+    }
 }
 
 /// Addresses of the tensors of a forward.
@@ -124,6 +139,8 @@ pub struct BackwardTensors {
     pub k: u64,
     /// `[rows_k, heads_kv, head_dim_v]`.
     pub v: u64,
+    /// As in [`ForwardTensors::arriving`].
+    pub arriving: Option<ArrivingTensors>,
     /// `[rows_q, heads_q, head_dim_v]`.
     pub dout: u64,
     /// `[rows_q, heads_q]`, f32, of the whole row, natural logarithm.

@@ -1,7 +1,7 @@
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BufferId, ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
+    BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
 };
 use rayon::ThreadPool;
 
@@ -25,6 +25,11 @@ impl CpuKernel {
     pub(super) fn new(program: &Program, index: usize) -> Result<Self, ExecError> {
         check_operands(program, index)?;
         Ok(Self { op: program.ops[index].op.clone() })
+    }
+
+    /// That of the rows that it takes as they arrive, whose group-cast is enqueued before it.
+    pub(super) fn delivery(&self) -> Option<Delivery> {
+        self.op.arriving().map(|keys| keys.delivery)
     }
 
     /// On a stream's thread: runs it on `workers`. `delivered` waits for the rows that it takes as they arrive.

@@ -202,10 +202,10 @@ impl Backend for CpuBackend {
         place: &OpPlace,
         kernel: &CpuKernel,
         buffers: &[CpuBuffer],
-        signal: Option<&CpuSignal>,
+        signals: &[CpuSignal],
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
-        let delivered = signal.map(CpuSignal::last);
+        let delivered = kernel.delivery().map(|delivery| signals[delivery.signal.0].last());
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
         stream.push(self.program(), place, move |stream| {

@@ -198,14 +198,7 @@ impl AttentionForward {
             let address = if rows == 0 { tensors.q } else { address };
             map(name, address, dim, heads_kv, rows.max(1), 1, shape.block)
         };
-        let arriving = match tensors.arriving {
-            Some(arriving) => arriving,
-            None if rows_arriving == 0 => ArrivingTensors { k: 0, v: 0, arrivals: LinkArrivals::NONE },
-            None => {
-                let reason = format!("{rows_arriving} rows of keys arrive, and it was not told where");
-                return Err(CudaError::Launch { kernel: self.function.name().to_owned(), reason });
-            }
-        };
+        let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let [tiles, runs, bounds] = self.schedule.addresses();
         let begin = tensors.begin.unwrap_or(NO_STATE);
         let [partial_out, partial_lse] = self.merge.as_ref().map_or([0; 2], AttentionMerge::partials);
