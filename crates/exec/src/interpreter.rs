@@ -31,25 +31,12 @@ struct PlacedStep<B: Backend, T: Transport<B>> {
 /// An operation made ready.
 enum Step<B: Backend, T: Transport<B>> {
     Compute(B::Kernel),
-    Collective {
-        collective: T::Collective,
-        arrive: Option<usize>,
-        signal: Option<usize>,
-    },
+    Collective { collective: T::Collective, arrive: Option<usize>, signal: Option<usize> },
     Record(usize),
     Wait(usize),
-    Await {
-        barrier: usize,
-        arrivals: u64,
-    },
-    Signal {
-        signal: usize,
-        value: u64,
-    },
-    WaitSignal {
-        signal: usize,
-        value: u64,
-    },
+    Await { barrier: usize, arrivals: u64 },
+    Signal { signal: usize, value: u64 },
+    WaitSignal { signal: usize, value: u64 },
 }
 
 impl<B: Backend, T: Transport<B>> Prepared<B, T> {

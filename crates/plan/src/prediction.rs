@@ -1,7 +1,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::direction::{Direction, LinkRows, StageWork, makespan};
-use crate::{AttentionSpec, CostModel, GroupPart, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan, Topology};
+use crate::{
+    AttentionSpec, CostModel, GroupPart, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan, Topology,
+};
 
 /// Predicted seconds of one stage of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]

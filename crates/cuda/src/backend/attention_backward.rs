@@ -8,7 +8,9 @@ use super::attention::{Keys, Operand};
 use super::compute::Prepare;
 use super::padding::padded_dim;
 use super::{CudaBuffer, CudaSignal};
-use crate::kernel::{AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors};
+use crate::kernel::{
+    AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors,
+};
 use crate::{CudaError, Stream};
 
 /// The row statistic of the backward.

@@ -131,7 +131,7 @@ pub struct BackwardMode {
 }
 
 /// Addresses of the tensors of a backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct BackwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,

@@ -14,8 +14,7 @@ pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::{
-    ArrivingTensors,AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
+use super::{ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
