@@ -162,6 +162,14 @@ impl Op {
                 out
             }
             Op::Gemm(op) => op.reads(),
+            Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                out.extend(op.residual.map(|(residual, _)| residual));
+                out.push(op.weight);
+                out
+            }
             Op::ColumnSum(op) => {
                 let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
                 if op.accumulate == Accumulate::Continue {
@@ -210,6 +218,13 @@ impl Op {
                 out
             }
             Op::Gemm(op) => vec![op.out],
+            Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out = vec![op.out];
+                out.extend(op.residual.map(|(_, sum)| sum));
+                out
+            }
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
@@ -230,6 +245,27 @@ impl Op {
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
+        }
+    }
+}
+
+impl Op {
+    /// What each part of the operation reads and then writes, parts in their order.
+    fn uses(&self) -> Vec<(usize, Vec<BufferId>, bool)> {
+        match self {
+            Op::WaveGemm(waves) => {
+                let groups = waves.groups.iter().enumerate();
+                groups
+                    .flat_map(|(part, group)| [(part, group.reads(), false), (part, vec![group.out], true)])
+                    .collect()
+            }
+            Op::UserKernel(user) => {
+                let parts = user.parts.iter().enumerate();
+                parts
+                    .flat_map(|(at, part)| [(at, part.reads.clone(), false), (at, part.writes.clone(), true)])
+                    .collect()
+            }
+            _ => vec![(usize::MAX, self.reads(), false), (usize::MAX, self.writes(), true)],
         }
     }
 }
@@ -271,10 +307,10 @@ impl Program {
         let memory = self.memory()?;
         self.check_fused(&clocks)?;
         // By piece of memory: who uses it, whether to write, and as which buffer.
-        let mut users: Vec<Vec<(usize, bool, usize)>> =
+        let mut users: Vec<Vec<(Step, bool, usize)>> =
             vec![Vec::new(); self.buffers.len() + self.slots.len()];
         for (index, op) in self.ops.iter().enumerate() {
-            for (buffers, write) in [(op.op.reads(), false), (op.op.writes(), true)] {
+            for (part, buffers, write) in op.op.uses() {
                 for BufferId(buffer) in buffers {
                     let Some(spec) = self.buffers.get(buffer) else {
                         return Err(self.unknown(index, "a buffer"));
@@ -283,26 +319,27 @@ impl Program {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
                         return Err(ProgramError::WritesInput { op, label, buffer });
                     }
-                    users[memory[buffer]].push((index, write, buffer));
+                    users[memory[buffer]].push((Step { op: index, part }, write, buffer));
                 }
             }
             for buffer in op.op.arriving().into_iter().flat_map(|keys| [keys.k.0, keys.v.0]) {
                 if buffer >= self.buffers.len() {
                     return Err(self.unknown(index, "a buffer"));
                 }
-                users[memory[buffer]].push((index, false, buffer));
+                users[memory[buffer]].push((Step::whole(index), false, buffer));
             }
         }
         let arriving = |op: usize, buffer: usize| {
             self.ops[op].op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer))
         };
         for users in &users {
-            for (i, &(first, first_writes, first_buffer)) in users.iter().enumerate() {
-                for &(second, second_writes, buffer) in &users[i + 1..] {
+            for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
+                let first = step.op;
+                for &(Step { op: second, .. }, second_writes, buffer) in &users[i + 1..] {
                     let together = first == second && first_buffer == buffer;
                     let clocks = &clocks[second];
                     let clock = if arriving(second, buffer) { &clocks.delivered } else { &clocks.start };
-                    let ordered = together || clock.follows(self.ops[first].stream.0, first);
+                    let ordered = together || clock.follows(self.ops[first].stream.0, step);
                     if (first_writes || second_writes) && !ordered {
                         return Err(ProgramError::Race {
                             first,
@@ -349,7 +386,7 @@ impl Program {
             }
             let Some(keys) = op.op.arriving() else { continue };
             let Some((cast, start)) = casts[keys.delivery.signal.0] else { continue };
-            let over = clocks[index].start.follows(self.ops[cast].stream.0, cast);
+            let over = clocks[index].start.follows(self.ops[cast].stream.0, Step::whole(cast));
             let started = start.is_some_and(|(barrier, count)| awaited[op.stream.0][barrier] >= count);
             if !over && !started {
                 return Err(ProgramError::StartNotAwaited { op: index, label: op.label.clone() });
@@ -367,7 +404,7 @@ impl Program {
         let collectives: Vec<(usize, bool)> = collectives.collect();
         for (place, &(first, first_fused)) in collectives.iter().enumerate() {
             for &(second, second_fused) in &collectives[place + 1..] {
-                let ordered = clocks[second].start.follows(self.ops[first].stream.0, first);
+                let ordered = clocks[second].start.follows(self.ops[first].stream.0, Step::whole(first));
                 if (first_fused || second_fused) && !ordered {
                     return Err(ProgramError::UnorderedFused {
                         first,
@@ -403,9 +440,9 @@ impl Program {
 
     /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
     /// one of two writes, and an operation's reads come before its writes.
-    fn check_turns(&self, users: &[(usize, bool, usize)]) -> Result<(), ProgramError> {
+    fn check_turns(&self, users: &[(Step, bool, usize)]) -> Result<(), ProgramError> {
         let mut held: Option<usize> = None;
-        for &(op, write, buffer) in users {
+        for &(Step { op, .. }, write, buffer) in users {
             match held {
                 Some(other) if other != buffer && !write => {
                     return Err(ProgramError::Overwritten {
@@ -481,7 +518,7 @@ impl Program {
                             return Err(self.unknown(index, "a signal"));
                         };
                         let mut finished = clock.clone();
-                        finished.finished[stream] = Some(index);
+                        finished.finished[stream] = Some(Step::whole(index));
                         raised.push((delivery.parts as u64, finished));
                     }
                 }
@@ -505,8 +542,18 @@ impl Program {
                 }
                 clock.join(delivered);
             }
+            if let Some((signal, parts)) = op.op.raises() {
+                let Some(raised) = signals.get_mut(signal.0) else {
+                    return Err(self.unknown(index, "a signal"));
+                };
+                for part in 0..parts {
+                    let mut so_far = clock.clone();
+                    so_far.finished[stream] = Some(Step { op: index, part });
+                    raised.push((part as u64 + 1, so_far));
+                }
+            }
             out.push(Clocks { start, delivered: clock.clone() });
-            clock.finished[stream] = Some(index);
+            clock.finished[stream] = Some(Step::whole(index));
             streams[stream] = clock;
         }
         Ok(out)
@@ -534,10 +581,24 @@ struct Clocks {
     delivered: Clock,
 }
 
-/// The last finished operation of each stream: a vector clock.
+/// An operation, or a part of one that others may see finished before the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Step {
+    op: usize,
+    part: usize,
+}
+
+impl Step {
+    /// All parts.
+    fn whole(op: usize) -> Self {
+        Self { op, part: usize::MAX }
+    }
+}
+
+/// The last finished step of each stream: a vector clock.
 #[derive(Clone, Debug)]
 struct Clock {
-    finished: Vec<Option<usize>>,
+    finished: Vec<Option<Step>>,
 }
 
 impl Clock {
@@ -558,8 +619,8 @@ impl Clock {
         self
     }
 
-    /// Whether operation `op` of `stream` is certainly finished.
-    fn follows(&self, stream: usize, op: usize) -> bool {
-        self.finished[stream].is_some_and(|last| last >= op)
+    /// Whether `step` of `stream` is certainly finished.
+    fn follows(&self, stream: usize, step: Step) -> bool {
+        self.finished[stream].is_some_and(|last| last >= step)
     }
 }

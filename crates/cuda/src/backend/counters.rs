@@ -1,4 +1,4 @@
-//! Kernel barriers and signals, made of events.
+//! Kernel barriers, made of events, and what they share with signals.
 //!
 //! A Program queues every producer before whoever waits for it, so a wait can name the very events that it needs. Waiting
 //! for an event never occupies anything on the device, so streams that share a hardware queue cannot block each other for
@@ -6,20 +6,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::kernel::LinkArrivals;
 use crate::{CudaError, Device, Event, Stream};
 
 /// Counts the starts of communication operations within a run.
 #[derive(Clone)]
 pub struct CudaBarrier(Arc<Mutex<Points>>);
-
-/// A counter that streams raise and wait for, within a run. Where rows are delivered by kernels that meet, a kernel may wait for
-/// them too, because those have started before it does.
-#[derive(Clone)]
-pub struct CudaSignal {
-    points: Arc<Mutex<Points>>,
-    arrivals: Arc<Mutex<Option<LinkArrivals>>>,
-}
 
 /// Points of streams that a run has passed, in the order in which they were enqueued, each with the counter's value there.
 struct Points {
@@ -77,47 +68,6 @@ impl CudaBarrier {
         let points = lock(&self.0);
         let arrived = points.events.iter().zip(&points.values);
         arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))
-    }
-}
-
-impl CudaSignal {
-    pub(super) fn new(device: &Device) -> Self {
-        Self { points: Points::new(device), arrivals: Arc::default() }
-    }
-
-    pub(super) fn begin_run(&self) {
-        lock(&self.points).values.clear();
-        *lock(&self.arrivals) = None;
-    }
-
-    pub(crate) fn raise(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
-        lock(&self.points).pass(stream, value)
-    }
-
-    /// What raises it is enqueued next, and a kernel may wait for that.
-    pub(crate) fn deliver(&self, arrivals: LinkArrivals) {
-        *lock(&self.arrivals) = Some(arrivals);
-    }
-
-    /// What a kernel that is enqueued next on `stream` waits for by itself; where it cannot, the stream waits for all.
-    pub(super) fn arrivals(&self, stream: &Stream) -> Result<LinkArrivals, CudaError> {
-        match *lock(&self.arrivals) {
-            Some(arrivals) => Ok(arrivals),
-            None => self.wait_for_all(stream).map(|()| LinkArrivals::NONE),
-        }
-    }
-
-    /// `stream` goes on once the signal has been raised for the last time.
-    pub(super) fn wait_for_all(&self, stream: &Stream) -> Result<(), CudaError> {
-        let points = lock(&self.points);
-        points.events[..points.values.len()].iter().try_for_each(|event| stream.wait(event))
-    }
-
-    /// `stream` goes on after the first raise to at least `value` that was enqueued: whichever comes first would do.
-    pub(super) fn wait(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
-        let points = lock(&self.points);
-        let enough = points.values.iter().position(|raised| *raised >= value);
-        enough.map_or(Ok(()), |index| stream.wait(&points.events[index]))
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, compute_seconds, ready_part, transfer};
+use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
 use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
@@ -145,10 +145,15 @@ impl<'a> Clockwork<'a> {
                     self.wake_waiting(rank, now);
                 }
                 // What it can do before its rows are there is done.
-                computation if state.begun[stream] && !state.is_released(computation) => return,
+                computation if state.parts[stream] > 0 && !state.is_released(computation) => return,
                 _ => {
                     match collective {
-                        None => self.start_computation(rank, stream, op, now),
+                        None => {
+                            if state.parts[stream] == 0 {
+                                state.reached[stream] = now;
+                            }
+                            self.start_computation(rank, stream, op, now);
+                        }
                         Some(number) if state.has_workers(sharing) => {
                             self.start_collective(rank, stream, op, number, now);
                         }
@@ -167,7 +172,6 @@ impl<'a> Clockwork<'a> {
     fn pass(&mut self, rank: usize, stream: usize, now: f64) {
         let state = &mut self.ranks[rank];
         state.next[stream] += 1;
-        state.begun[stream] = false;
         state.reached[stream] = now;
         state.heads[stream] = Head::Waiting;
     }
@@ -192,7 +196,7 @@ impl<'a> Clockwork<'a> {
             state.head(stream).is_some_and(|(op, _)| {
                 let op = &state.program.ops[op].op;
                 let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
-                (waits || (state.begun[stream] && state.heads[stream] == Head::Waiting))
+                (waits || (state.parts[stream] > 0 && state.heads[stream] == Head::Waiting))
                     && state.is_released(op)
             })
         };
@@ -204,16 +208,9 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let all = compute_seconds(state.program, &state.program.ops[op], cost);
-        let done =
-            if state.begun[stream] { ready_part(state.program, &state.program.ops[op], cost) } else { 0.0 };
-        // What arrives may be there already.
-        state.begun[stream] = state.is_released(&state.program.ops[op].op);
-        let until =
-            if state.begun[stream] { 1.0 } else { ready_part(state.program, &state.program.ops[op], cost) };
-        let left = (until - done) * all;
+        let part = state.parts[stream];
+        let Some(left) = part_seconds(state.program, &state.program.ops[op], part, cost) else { return };
         let speed = state.speed(cost.sharing);
-        state.reached[stream] = now;
         state.computing.push(Computing { stream, left, since: now, speed });
         let number = self.enter(now + left / speed, rank, stream);
         self.ranks[rank].heads[stream] = Head::Running(number);
@@ -320,21 +317,19 @@ impl<'a> Clockwork<'a> {
             }
             None => {
                 state.computing.retain(|computing| computing.stream != stream);
+                if self.go_on(rank, stream, op, now) {
+                    return;
+                }
                 SpanKind::Compute
             }
         };
+        let state = &mut self.ranks[rank];
         if let Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) = &state.program.ops[op].op {
             state.signals[delivery.signal.0] = delivery.parts as u64;
             self.wake_waiting(rank, now);
         }
         self.span(rank, stream, op, kind, start, now);
-        let state = &mut self.ranks[rank];
-        if state.program.ops[op].op.arriving().is_some() && !state.begun[stream] {
-            (state.begun[stream], state.reached[stream]) = (true, now);
-            state.heads[stream] = Head::Waiting;
-        } else {
-            self.pass(rank, stream, now);
-        }
+        self.pass(rank, stream, now);
         self.change_speed(rank, now);
         // What has been waiting for workers gets them before the next computation, what comes now after it.
         for stream in self.pending(rank, |reached| reached < now) {
@@ -344,6 +339,36 @@ impl<'a> Clockwork<'a> {
         for stream in self.pending(rank, |reached| reached == now) {
             self.enter(now, rank, stream);
         }
+    }
+
+    /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
+    fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
+        let state = &mut self.ranks[rank];
+        if state.program.ops[op].op.arriving().is_some() {
+            state.parts[stream] += 1;
+            state.heads[stream] = Head::Waiting;
+            let more = state.parts[stream] < 2;
+            if more {
+                self.change_speed(rank, now);
+                self.advance(rank, stream, now);
+            }
+            return more;
+        }
+        let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
+        state.parts[stream] += 1;
+        let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);
+        *signal = (*signal).max(done as u64);
+        self.wake_waiting(rank, now);
+        if done == parts {
+            self.ranks[rank].parts[stream] = 0;
+            return false;
+        }
+        // A grid that nothing is kept free of lets others in between two parts.
+        for waiting in self.pending(rank, |reached| reached < now) {
+            self.advance(rank, waiting, now);
+        }
+        self.start_computation(rank, stream, op, now);
+        true
     }
 
     /// Streams at whose head is a collective that has not started, of those reached at such a time.

@@ -11,10 +11,10 @@ pub(super) struct Rank<'a> {
     pub(super) collectives: usize,
     /// The head of every stream.
     pub(super) next: Vec<usize>,
+    /// Of the head of every stream, the parts that have ended.
+    pub(super) parts: Vec<usize>,
     /// What the head of every stream does.
     pub(super) heads: Vec<Head>,
-    /// Whether the head of every stream has done what it can before its rows are there.
-    pub(super) begun: Vec<bool>,
     /// When the head of every stream was reached.
     pub(super) reached: Vec<f64>,
     pub(super) events: Vec<bool>,
@@ -65,8 +65,8 @@ impl<'a> Rank<'a> {
             queues,
             collectives,
             next: vec![0; streams],
+            parts: vec![0; streams],
             heads: vec![Head::Waiting; streams],
-            begun: vec![false; streams],
             reached: vec![0.0; streams],
             events: vec![false; program.num_events],
             arrivals: vec![0; program.num_barriers],
