@@ -10,6 +10,7 @@ mod cost;
 mod counters;
 mod exchange_marks;
 mod graph_run;
+mod keys;
 mod linear;
 mod machine;
 mod matrix_rows;
