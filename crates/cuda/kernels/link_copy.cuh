@@ -20,6 +20,9 @@ struct LinkPiece {
 };
 static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 
+// Entries of the list that a warp takes at a time.
+constexpr u32 kLinkTurn = 4;
+
 // Of each warp its own stages: what one warp waits for holds no other up.
 template <u32 kWarps, u32 kStages, u32 kPieceBytes>
 struct alignas(128) LinkCopyShared {
@@ -42,17 +45,19 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
-  const u32 first_piece = blockIdx.x + warp * gridDim.x;
-  const u32 step = gridDim.x * kWarps;
-  const u32 mine = count > first_piece ? (count - first_piece + step - 1) / step : 0;
-  // The list is read 32 pieces at a time and as many ahead: a piece would otherwise wait for its entry as long as for its bytes.
-  const auto listed = [&](u32 first) {
+  // A warp begins with two turns of the list and then takes the next one that nobody has: two multiprocessors that share a way to
+  // the link get half of what others do, and a fixed share of the list would have all wait for them. What it takes it reads a turn
+  // ahead: a piece would otherwise wait for its entry as long as for its bytes.
+  const u32 walker = blockIdx.x * kWarps + warp;
+  const u32 walkers = gridDim.x * kWarps;
+  const auto listed = [&](u64 turn) {
     LinkPiece piece = {};
-    if (first + lane < mine) piece = pieces[first_piece + u64(first + lane) * step];
+    const u64 at = turn * kLinkTurn + lane;
+    if (lane < kLinkTurn && at < count) piece = pieces[at];
     return piece;
   };
-  LinkPiece held = {};
-  LinkPiece next = listed(0);
+  LinkPiece held = listed(walker);
+  LinkPiece next = listed(walkers + walker);
   if (lane == 0) {
     for (u32 s = 0; s < kStages; ++s) mbarrier_init(&shared.full[warp][s], 1);
     fence_mbarrier_init();
@@ -66,17 +71,29 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   if (number == 0) return;
   // What the others wrote before they announced is read by this warp's copy engine too.
   fence_async_proxy_all();
-  for (u32 n = 0; n < mine + kAhead; ++n) {
-    if (n % 32 == 0) {
-      held = next;
-      next = listed(n + 32);
-    }
-    if (n < mine) {
+  const auto store = [&](u32 m) {
+    const u32 stage = m % kStages;
+    mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
+    bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
+    tma_store_commit();
+  };
+  u32 n = 0;  // pieces so far
+  bool more = true;
+  for (u32 turn = 0; more; ++turn) {
+    u64 taken = 0;
+    if (turn != 0 && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
+#pragma unroll
+    for (u32 e = 0; e < kLinkTurn; ++e) {
+      if (turn != 0 && e == kLinkTurn / 2) next = listed(2 * walkers + __shfl_sync(0xffffffffu, taken, 0));
       LinkPiece piece;
-      piece.own = __shfl_sync(0xffffffffu, held.own, n % 32);
-      piece.remote = __shfl_sync(0xffffffffu, held.remote, n % 32);
-      piece.bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
-      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+      piece.own = __shfl_sync(0xffffffffu, held.own, e);
+      piece.remote = __shfl_sync(0xffffffffu, held.remote, e);
+      piece.bytes = __shfl_sync(0xffffffffu, held.bytes, e);
+      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, e);
+      if (piece.bytes == 0) {
+        more = false;
+        continue;
+      }
       if (lane == 0) {
         // Its stage was stored from kStages pieces ago; younger stores may go on.
         if (n >= kStages) tma_store_wait_read<kStages - kAhead - 1>();
@@ -89,15 +106,14 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
         mbarrier_arrive_expect(&shared.full[warp][stage], piece.bytes);
         bulk_load(shared.stages[warp][stage], reinterpret_cast<const void*>(kPush ? own : remote), piece.bytes,
                   &shared.full[warp][stage]);
+        if (n >= kAhead) store(n - kAhead);
       }
+      ++n;
     }
-    if (lane == 0 && n >= kAhead && n - kAhead < mine) {
-      const u32 m = n - kAhead;
-      const u32 stage = m % kStages;
-      mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
-      bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
-      tma_store_commit();
-    }
+    held = next;
+  }
+  if (lane == 0) {
+    for (u32 m = n > kAhead ? n - kAhead : 0; m < n; ++m) store(m);
   }
   if (lane == 0) tma_store_wait<0>();
   fence_async_proxy_all();

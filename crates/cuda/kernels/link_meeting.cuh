@@ -30,6 +30,7 @@ struct LinkState {
   u64 calls;    // that have ended
   u32 arrived;  // blocks that are through
   u32 faults;   // waits that have given up
+  u64 taken;    // entries of a list that blocks have taken in this call, where they take turns
 };
 
 // Told to the host, in its memory.
@@ -64,7 +65,7 @@ struct LinkCall {
   u32 announce_to;  // ranks, a bit each
   u32 work_on;
 };
-static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 16, "layouts shared with the host");
+static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 24, "layouts shared with the host");
 
 // Waits until a word of another rank's has come to `wanted`; false when it gave up.
 __device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
@@ -150,6 +151,7 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {
     call.state->arrived = 0;
+    call.state->taken = 0;
     if (passed) call.state->calls = number;
   }
 }

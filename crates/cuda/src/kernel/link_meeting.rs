@@ -26,6 +26,7 @@ struct LinkState {
     calls: u64,
     arrived: u32,
     faults: u32,
+    taken: u64,
 }
 
 /// `LinkFault` of the kernels.
@@ -234,7 +235,7 @@ impl LinkShifts {
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, tensors }),
-        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults }),
+        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, taken }),
         shared_layout!("link_meeting.cuh", LinkFault { set, awaited, step, seen, wanted }),
         shared_layout!(
             "link_meeting.cuh",
