@@ -232,7 +232,7 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         .line(format_args!(
             "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1)"))
         .line(format_args!("{name}(const __grid_constant__ LinkCall call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
         .line(format_args!("  link_reduce<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
