@@ -349,7 +349,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                 let stream = &streams[*stream];
                 self.next += 1;
                 match step {
-                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table)?,
+                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table, signals)?,
                     Step::Collective { collective, arrive } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);
                         let buffers = &self.table;

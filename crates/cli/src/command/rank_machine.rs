@@ -166,6 +166,16 @@ impl RankMachine {
 }
 
 impl RankProcess {
+    /// What the rank lives on.
+    pub(crate) fn machine(&self) -> &CudaProcess {
+        &self.machine
+    }
+
+    /// Where it meets the others.
+    pub(crate) fn rendezvous(&self) -> &Rendezvous {
+        &self.rendezvous
+    }
+
     fn run(
         &self,
         plan: &Plan,

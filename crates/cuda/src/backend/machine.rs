@@ -4,8 +4,8 @@ use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_mem
 use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, exec_error};
-use crate::kernel::LINK_RANKS;
+use super::{CudaBackend, UserKernels, exec_error};
+use crate::kernel::{LINK_RANKS, UserKernelSource};
 use crate::nccl::NcclRank;
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
@@ -29,6 +29,7 @@ pub struct CudaMachine {
     transport: TransportKind,
     num_sms: u32,
     engines: EngineUse,
+    user_kernels: UserKernels,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -49,8 +50,9 @@ impl CudaMachine {
     pub fn new(devices: Vec<Device>, timing: Timing) -> Result<Self, CudaError> {
         assert!(!devices.is_empty(), "a machine has a device");
         compiler_version()?;
-        let engines = EngineUse::NEVER;
-        Self { devices, timing, transport: TransportKind::Auto, num_sms: NUM_SMS, engines }
+        let (transport, engines, user_kernels) =
+            (TransportKind::Auto, EngineUse::NEVER, UserKernels::default());
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels }
             .with_transport(TransportKind::Auto)
     }
 
@@ -121,6 +123,20 @@ impl CudaMachine {
         Self { engines, ..self }
     }
 
+    /// The same with a kernel of the user's own, which Programs call by its name
+    /// ([`UserKernel`](counterpoint_schedule::UserKernel)).
+    ///
+    /// # Safety
+    /// The kernel writes the tensors that its parts write and nothing else, reads what they read, and tells of each part once it is
+    /// written: Programs are proven to be free of races on that word.
+    #[must_use]
+    pub unsafe fn with_kernel(mut self, name: &str, kernel: UserKernelSource) -> Self {
+        let mut kernels = (*self.user_kernels).clone();
+        kernels.insert(name.to_owned(), kernel);
+        self.user_kernels = Arc::new(kernels);
+        self
+    }
+
     fn reach_each_other(&self) -> Result<(), CudaError> {
         for device in &self.devices {
             for peer in self.devices.iter().filter(|peer| *peer != device) {
@@ -187,7 +203,8 @@ impl Machine for CudaMachine {
             .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
+                let kernels = self.user_kernels.clone();
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels)?;
                 Ok((backend, transport))
             })
             .collect()

@@ -252,7 +252,7 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default())?;
+            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), Arc::default())?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

@@ -1,6 +1,8 @@
 //! Ranks as processes: they give the bits of threads; and where one of them dies, stops, lacks memory or was given something
 //! else, the others end within the limit with a sentence that names it, and the GPUs are as before.
 
+mod layers;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -43,6 +45,7 @@ pub(super) fn examine(gpus: usize, extent: Extent) -> Result<Vec<SelfCheck>, Cud
     let bench = Bench { folder: folder.path(), gpus };
     let mut checks = bench.bits(extent);
     checks.extend(bench.crossing());
+    checks.extend(bench.layers());
     checks.extend(bench.disagreement());
     let delays = if extent == Extent::Quick { &[200][..] } else { &[20, 500] };
     for delay in delays {
