@@ -95,7 +95,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         check_names(&program).map_err(&error)?;
         let needed = program.bytes(|role| !given(role));
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
-            return Err(ExecError::OutOfMemory { needed, available });
+            return Err(ExecError::OutOfMemory { rank: Some(program.rank), needed, available });
         }
 
         let mut steps = Vec::with_capacity(program.ops.len());

@@ -396,7 +396,7 @@ fn what_cannot_fit_into_memory_is_refused_before_it_is_allocated() {
     let tensor = || HostTensor::zeros(vec![seqlen, 1, 1024], DType::F32);
     let inputs = AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: None };
     match run_attention(&plan, &spec, &inputs, &RunConfig::default()) {
-        Err(ExecError::OutOfMemory { needed, available }) => {
+        Err(ExecError::OutOfMemory { needed, available, .. }) => {
             assert!(needed > available);
             assert!(needed > 4095 * (32 << 20), "{needed}");
         }

@@ -15,6 +15,7 @@ mod machine;
 mod matrix_rows;
 mod norm;
 mod padding;
+mod pass_order;
 mod process;
 mod signal;
 mod stream;
@@ -39,6 +40,7 @@ pub use compute::CudaKernel;
 pub use counters::CudaBarrier;
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub(crate) use pass_order::PassOrder;
 pub use process::CudaProcess;
 pub use signal::CudaSignal;
 pub use stream::CudaStream;
@@ -47,6 +49,7 @@ pub(crate) use stream::SpanStart;
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
+use exchange_marks::LastCalls;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn, UserKernelSource};
 use crate::partition::{Part, Partition};
@@ -78,6 +81,7 @@ struct Rank {
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    last_calls: Mutex<LastCalls>,
     /// Multiprocessors of communication and of computation, where the policy parts them.
     partition: Mutex<Option<Arc<Partition>>>,
     /// Users' own kernels, by name.
@@ -110,6 +114,7 @@ impl CudaBackend {
             signals: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            last_calls: Mutex::default(),
             partition: Mutex::default(),
             user_kernels,
             program: Mutex::default(),
@@ -305,7 +310,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 pub(crate) fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
     match error {
         CudaError::OutOfMemory { bytes, free, .. } => {
-            ExecError::OutOfMemory { needed: bytes as u64, available: free as u64 }
+            ExecError::OutOfMemory { rank: Some(rank), needed: bytes as u64, available: free as u64 }
         }
         error => ExecError::Device { rank, place: place.to_owned(), reason: error.to_string() },
     }

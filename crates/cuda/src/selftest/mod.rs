@@ -17,7 +17,7 @@ pub use cache::selftest_cache;
 pub use faults::{selftest_faults, selftest_isolation};
 pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;
-pub use graph::selftest_graphs;
+pub use graph::{selftest_graphs, selftest_step_graphs};
 pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;

@@ -110,8 +110,11 @@ impl CudaTransport {
         let Some(own) = &meeting.own else { return Ok(()) };
         let pattern = &collective.collective.pattern;
         let reduces = work.reduction.is_some();
-        let receivers: Vec<&PeerRows> =
+        let mut receivers: Vec<&PeerRows> =
             pattern.outgoing.iter().filter(|peer| !(reduces && peer.rank == self.rank)).collect();
+        // An engine takes one copy after another: all ranks would else send to the first of them at once.
+        let ranks = self.world.size();
+        receivers.sort_by_key(|peer| (peer.rank + ranks - self.rank) % ranks);
         let posts: Vec<_> =
             receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
         let mut copies = lock(&work.copies);
@@ -147,8 +150,9 @@ impl CudaTransport {
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
         unsafe {
-            work.streams.launch(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
+            work.streams.start(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
         }?;
+        work.streams.join(queue, peers)?;
         own.payload.done.record(queue)?;
         for peer in &pattern.outgoing {
             self.acknowledge(peer.rank, meeting.sequence)?;

@@ -146,7 +146,7 @@ impl Backend for CpuBackend {
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CpuBuffer, ExecError> {
         if let Some(available) = available_memory().filter(|available| *available < spec.bytes()) {
-            return Err(ExecError::OutOfMemory { needed: spec.bytes(), available });
+            return Err(ExecError::OutOfMemory { rank: Some(self.rank), needed: spec.bytes(), available });
         }
         Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
     }

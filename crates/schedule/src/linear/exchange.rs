@@ -7,7 +7,7 @@ use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
-    ReduceOp, RowBlock, SignalId, StartOrder, StreamId, StreamKind, WaveGemm,
+    OverlapPolicy, ReduceOp, RowBlock, SignalId, StartOrder, StreamId, StreamKind, WaveGemm, WorkerShare,
 };
 
 /// One rank's Program of a layer in the making.
@@ -185,6 +185,8 @@ pub(super) struct ReducedTokens {
     done: Vec<(BufferId, Mark)>,
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
+    /// Shares that are computed by the mark and not yet sent.
+    waiting: Option<(Mark, Travel)>,
     name: String,
     columns: usize,
     /// Of the sums once they are together.
@@ -230,11 +232,23 @@ impl ReducedTokens {
             let shape = [plan.spec.tokens, columns];
             replicated = Some(p.buffer(name, plan.spec.dtype, &shape, role));
         }
-        let name = name.to_owned();
+        let (name, done, waiting) = (name.to_owned(), Vec::new(), None);
         let in_waves = p.policy().start == StartOrder::Signals && mover != Mover::Fused && plan.groups() > 1;
         let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), travels: Vec::new() });
-        let done = Vec::new();
-        Self { reduce, gather, barrier, started: 0, done, replicated, name, columns, role, mover, waves }
+        Self {
+            reduce,
+            gather,
+            barrier,
+            started: 0,
+            done,
+            replicated,
+            waiting,
+            name,
+            columns,
+            role,
+            mover,
+            waves,
+        }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -247,6 +261,10 @@ impl ReducedTokens {
 
     /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
     /// [`ReducedTokens::share`]. Where one kernel computes all groups, it does so once it has been given the last.
+    ///
+    /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
+    /// single hardware queue a collective that waits for other ranks would else hold that one up, and where computation starts
+    /// first its blocks find whole clusters of multiprocessors.
     pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
@@ -288,8 +306,12 @@ impl ReducedTokens {
         let Some(waves) = &mut self.waves else {
             p.push(compute, here, label, Op::Gemm(gemm));
             let ready = p.mark(compute, here, "shares done");
-            p.after(self.reduce, here, "wait for shares", ready);
-            return self.send(lowering, travel);
+            self.send(lowering);
+            self.waiting = Some((ready, travel));
+            if !leaves_workers(lowering.p.policy()) {
+                self.send(lowering);
+            }
+            return;
         };
         waves.products.push(gemm);
         waves.travels.push(travel);
@@ -304,12 +326,19 @@ impl ReducedTokens {
             let value = wave as u64 + 1;
             let wait = Op::WaitSignal { signal, value };
             lowering.p.push(self.reduce, Some(travel.group), "wait for shares", wait);
-            self.send(lowering, travel);
+            self.depart(lowering, travel);
         }
     }
 
+    /// Sends the shares that wait for it on their way, if there are any.
+    pub(super) fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let Some((ready, travel)) = self.waiting.take() else { return };
+        lowering.p.after(self.reduce, Some(travel.group), "wait for shares", ready);
+        self.depart(lowering, travel);
+    }
+
     /// Sends a group's shares on their way, for which `reduce` has waited.
-    fn send(&mut self, lowering: &mut Lowering<'_>, travel: Travel) {
+    fn depart(&mut self, lowering: &mut Lowering<'_>, travel: Travel) {
         let Travel { group, reduce, spread, result } = travel;
         let (p, here) = (&mut lowering.p, Some(group));
         p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
@@ -335,7 +364,8 @@ impl ReducedTokens {
     }
 
     /// Has the computation wait for all groups, and puts them together where they are apart.
-    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
+    pub(super) fn finish(mut self, lowering: &mut Lowering<'_>) {
+        self.send(lowering);
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
         self.wait(lowering);
@@ -348,7 +378,8 @@ impl ReducedTokens {
     }
 
     /// Has the computation wait for all groups; the rows of the sums in their order, wherever they are.
-    pub(super) fn rows(self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+    pub(super) fn rows(mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        self.send(lowering);
         self.wait(lowering);
         let p = &lowering.p;
         let all = |buffer| block(buffer, Range::new(0, p.rows(buffer)));
@@ -364,6 +395,12 @@ impl ReducedTokens {
             lowering.p.after(lowering.compute, None, "wait for the last sums", *last);
         }
     }
+}
+
+/// Whether communication can start however much computation has started before it.
+fn leaves_workers(policy: &OverlapPolicy) -> bool {
+    let apart = policy.workers != WorkerShare::Common || policy.mover == Mover::CopyEngine;
+    policy.start == StartOrder::Concurrent && apart
 }
 
 /// The way back of a group's sums to the tokens of all ranks: this rank owns the packed rows of its sums, and receives all

@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
-use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
     selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
-    selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+    selftest_signalled_products, selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
+use counterpoint_cuda::{EngineUse, TransportKind};
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
     CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives, selftest_linear,
@@ -162,6 +162,23 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         let Some(subject) = over(transport)? else { continue };
         if ledger.section(section) {
             examine_collectives(&subject, most_ranks, extent, ledger)?;
+        }
+    }
+    if ledger.section("collectives by kernels and copy engines") {
+        let machine = nvlink.machine().clone().with_engines(EngineUse::ALWAYS);
+        let heard = |check: &SelfCheck, cases: usize| ledger.hear(check, cases);
+        let checks = selftest_collectives(&machine, extent, gpus, heard);
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
+    for (section, transport) in [
+        ("graphs of steps by nvlink", TransportKind::Nvlink),
+        ("graphs of steps by copy-engine", TransportKind::CopyEngine),
+        ("graphs of steps by nccl", TransportKind::Nccl),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        if ledger.section(section) {
+            let checks = selftest_step_graphs(subject.machine(), extent);
+            ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
         }
     }
     if nvlink.gpu().arch().is_hopper() && ledger.section("products whose rows travel") {
