@@ -197,7 +197,8 @@ fn rows_moved(
     Transfer { alpha, moving }
 }
 
-fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+/// Seconds of an operation, of a rank that has computed for so many before.
+fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cost: &CostModel) -> f64 {
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
         Op::AttentionForward(a) => {
@@ -209,6 +210,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
                 staged: begun + left > 0,
                 // A tile waits for its state before it can end, so it is read at half the rate.
                 passed_bytes: 2 * begun + left,
+                computed_seconds,
                 ..work
             });
         }
@@ -217,7 +219,8 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
             let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
             let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
-            return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
+            let passed_bytes = cleared + rounded;
+            return cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work });
         }
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
@@ -270,5 +273,6 @@ fn attention_work<'a>(program: &Program, bands: &'a [Band], [q, k, v]: [BufferId
         head_dim_v: v.shape[2],
         staged: false,
         passed_bytes: 0,
+        computed_seconds: 0.0,
     }
 }

@@ -199,7 +199,8 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let left = compute_seconds(state.program, &state.program.ops[op], cost);
+        let left = compute_seconds(state.program, &state.program.ops[op], state.computed_seconds, cost);
+        state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
         state.reached[stream] = now;
         state.computing.push(Computing { stream, left, since: now, speed });
@@ -286,7 +287,8 @@ impl<'a> Clockwork<'a> {
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
         if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
-            let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
+            let multiplying = compute_seconds(program, &program.ops[op], 0.0, self.cost);
+            let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
         }
         let number = self.enter(end, rank, stream);
