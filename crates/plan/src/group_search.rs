@@ -114,13 +114,56 @@ impl GroupSearcher {
         clock: &mut C,
         mut told: impl FnMut(SearchStep),
     ) -> Result<(LinearPlan, f64), C::Error> {
+        let costs = self.costs(clock, &mut told)?;
+        let whole = self.plan(WaveGroups::Fixed(1))?;
+        let mut tell = |what, done| told(SearchStep { what, done, all: TRIALS + 1 });
+        tell("one group".to_owned(), 0);
+        let mut best = (whole.clone(), clock.pass(&whole)?);
+        let Some(mut costs) = costs else { return Ok(best) };
+        let mut tried = vec![vec![costs.waves()]];
+        for trial in 1..=TRIALS {
+            let Some(groups) = self.untried(&costs, &tried, best.1) else { break };
+            tell(format!("groups of {groups:?} waves"), trial);
+            let plan = self.of_waves(&groups)?;
+            let seconds = clock.pass(&plan)?;
+            costs.correct(&groups, seconds);
+            if seconds < best.1 {
+                best = (plan, seconds);
+            }
+            tried.push(groups);
+        }
+        Ok(best)
+    }
+
+    /// The speed of products beside collectives with which a forward in two groups takes what the clock says: by the times of its
+    /// parts, and of the whole. `None` where nothing overlaps.
+    ///
+    /// # Errors
+    /// When the clock fails.
+    pub fn speed_beside<C: PassClock>(&self, clock: &mut C) -> Result<Option<f64>, C::Error> {
+        let Some(mut costs) = self.costs(clock, &mut |_| {})? else { return Ok(None) };
+        let waves = costs.waves();
+        let groups = [waves.div_ceil(2), waves / 2];
+        if groups.contains(&0) {
+            return Ok(None);
+        }
+        costs.correct(&groups, clock.pass(&self.of_waves(&groups)?)?);
+        Ok(Some(costs.speed_beside))
+    }
+
+    /// What the parts take, each by itself; `None` where there is one only.
+    fn costs<C: PassClock>(
+        &self,
+        clock: &mut C,
+        told: &mut impl FnMut(SearchStep),
+    ) -> Result<Option<PassCosts>, C::Error> {
         let whole = self.plan(WaveGroups::Fixed(1))?;
         let rows = whole.tokens_of(0).len();
         let waves = self.waves()?;
         let sizes = sampled(waves).map(|waves| (waves * self.wave).min(rows));
         let mut sizes: Vec<usize> = sizes.collect();
         sizes.dedup();
-        let all = 2 * sizes.len() + 3 + TRIALS;
+        let all = 2 * sizes.len() + 2;
         let (mut product, mut travel, mut back) = (Curve::default(), Curve::default(), Curve::default());
         let owners = match whole.spec.kind {
             LinearKind::Column => (self.tp_size - 1).max(1),
@@ -146,23 +189,7 @@ impl GroupSearcher {
             back: &|rows| back.at(rows),
             speed_beside: self.speed_beside,
         };
-        let costs = whole.pass_costs(self.wave, &curves);
-        told(SearchStep { what: "one group".to_owned(), done: all - TRIALS - 1, all });
-        let mut best = (whole.clone(), clock.pass(&whole)?);
-        let Some(mut costs) = costs else { return Ok(best) };
-        let mut tried = vec![vec![costs.waves()]];
-        for trial in 0..TRIALS {
-            let Some(groups) = self.untried(&costs, &tried, best.1) else { break };
-            told(SearchStep { what: format!("groups of {groups:?} waves"), done: all - TRIALS + trial, all });
-            let plan = self.of_waves(&groups)?;
-            let seconds = clock.pass(&plan)?;
-            costs.correct(&groups, seconds);
-            if seconds < best.1 {
-                best = (plan, seconds);
-            }
-            tried.push(groups);
-        }
-        Ok(best)
+        Ok(whole.pass_costs(self.wave, &curves))
     }
 
     /// The sequence that is expected to be fastest, of the fastest ones with up to 2, 4, 8 groups and so on; `None` where all were

@@ -15,6 +15,7 @@ mod machine;
 mod matrix_rows;
 mod padding;
 mod process;
+mod start_line;
 mod stream;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,6 +72,7 @@ struct Rank {
     partition: Mutex<Option<Arc<Partition>>>,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
+    start_line: StartLine,
 }
 
 impl CudaBackend {
@@ -97,6 +99,7 @@ impl CudaBackend {
             exchanges: Mutex::default(),
             partition: Mutex::default(),
             program: Mutex::default(),
+            start_line: StartLine::default(),
         })))
     }
 
@@ -400,6 +403,18 @@ impl Backend for CudaBackend {
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
         Ok(())
+    }
+
+    fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
+        match ranks {
+            [(first, _), _, ..] if first.timed() => {
+                let streams: Vec<&Stream> =
+                    ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
+                let held = first.0.start_line.hold(&first.0.setup, ranks.len(), &streams);
+                held.map_err(|error| first.error(&"the start of a run", error))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {
