@@ -8,7 +8,7 @@ use counterpoint_exec::{
     Backend, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, RunConfig, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 use half::bf16;
 
@@ -17,7 +17,7 @@ use crate::kernel::GEMM_DESTINATIONS;
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
 
 /// Rows of each rank, columns and terms: few tiles, so that calls follow each other closely.
-const ROWS: usize = 256;
+pub(super) const ROWS: usize = 256;
 const COLUMNS: usize = 256;
 const TERMS: usize = 128;
 /// Calls whose results are kept until they are looked at.
@@ -37,12 +37,23 @@ pub fn selftest_fused(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfC
         Extent::Full => 200,
         Extent::Quick => 5,
     };
-    GemmCollective::ALL.into_iter().map(|collective| examine(machine, collective, batches)).collect()
+    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
+    GemmCollective::ALL.into_iter().map(|collective| examine(machine, collective, &way, batches)).collect()
 }
 
-fn examine(
+/// How a product and its collective are run.
+pub(super) struct Way {
+    pub(super) name: &'static str,
+    pub(super) policy: OverlapPolicy,
+    pub(super) groups: WaveGroups,
+}
+
+/// One collective's calls, so many batches of them.
+pub(super) fn examine(
     machine: &CudaMachine,
     collective: GemmCollective,
+    way: &Way,
     batches: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
@@ -65,9 +76,8 @@ fn examine(
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
-    let prepared = spec.prepare(machine, policy, world)?;
+    let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
             .into_iter()
@@ -87,8 +97,11 @@ fn examine(
         joined.sum::<Result<u64, ExecError>>()
     })?;
     let calls = batches * BATCH;
-    let name =
-        format!("{calls} products with {} on {ranks} GPUs, random delays, wrong elements", collective.name());
+    let name = format!(
+        "{calls} products with {}, {}, on {ranks} GPUs, random delays, wrong elements",
+        collective.name(),
+        way.name
+    );
     Ok(SelfCheck::of(name, 0, wrong as f64, 0.0))
 }
 
