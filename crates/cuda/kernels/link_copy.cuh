@@ -77,14 +77,18 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
     tma_store_commit();
   };
+  // A short list has no third turn, and whoever asked for one would wait for the answer.
+  const bool is_long = count > 2 * walkers * kLinkTurn;
   u32 n = 0;  // pieces so far
   bool more = true;
   for (u32 turn = 0; more; ++turn) {
     u64 taken = 0;
-    if (turn != 0 && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
+    if (turn != 0 && is_long && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
 #pragma unroll
     for (u32 e = 0; e < kLinkTurn; ++e) {
-      if (turn != 0 && e == kLinkTurn / 2) next = listed(2 * walkers + __shfl_sync(0xffffffffu, taken, 0));
+      if (turn != 0 && is_long && e == kLinkTurn / 2) {
+        next = listed(2 * walkers + __shfl_sync(0xffffffffu, taken, 0));
+      }
       LinkPiece piece;
       piece.own = __shfl_sync(0xffffffffu, held.own, e);
       piece.remote = __shfl_sync(0xffffffffu, held.remote, e);
@@ -111,6 +115,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
       ++n;
     }
     held = next;
+    if (turn != 0 && !is_long) more = false;
   }
   if (lane == 0) {
     for (u32 m = n > kAhead ? n - kAhead : 0; m < n; ++m) store(m);
