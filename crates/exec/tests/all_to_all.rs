@@ -60,7 +60,10 @@ fn rows_go_home_while_the_rest_is_computed() {
                 }
             }
             assert_eq!(y.len(), expected.len());
-            assert!(y.to_f64().iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5), "{tokens} rank {rank}");
+            assert!(
+                y.to_f64().iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-5),
+                "{tokens} rank {rank}"
+            );
         }
         for start in StartOrder::ALL {
             for groups in [2, 5] {
