@@ -92,6 +92,7 @@ fn program(rank: usize, ranks: usize) -> Program {
             tensors: vec![(made(part), y)],
             wire_dtype: DType::F32,
             arrive: None,
+            delivery: None,
         };
         ops.push(on(1, "wait for a part", Op::WaitSignal { signal, value: part as u64 + 1 }));
         ops.push(on(1, "all-gather", Op::GroupCast(gather)));

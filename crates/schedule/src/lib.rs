@@ -28,10 +28,10 @@ pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
 };
 pub use program::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, EventId, ForwardBegin, ForwardEnd,
-    Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RmsNorm,
-    RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
+    Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
+    AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, Delivery, EventId,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp,
+    ReduceOp, RmsNorm, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -234,16 +234,18 @@ impl CudaBackend {
         for (label, link) in lock(links).iter() {
             let missed = link.missed().map_err(|error| self.error(label, error))?;
             let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
-            let what = match step {
-                LinkStep::Begin => "begun",
-                LinkStep::Pass => "read or written this rank's rows in",
-                LinkStep::Send => "sent all of its rows in",
+            let of_call =
+                |what: &str| format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}");
+            let evidence = match step {
+                LinkStep::Begin => of_call("begun"),
+                LinkStep::Pass => of_call("read or written this rank's rows in"),
+                LinkStep::Send => of_call("sent all of its rows in"),
+                LinkStep::Deliver => {
+                    format!("rank {awaited} has delivered {seen} parts of its rows, and not part {wanted}")
+                }
             };
-            let awaited = Awaited {
-                name: format!("rank {awaited}"),
-                evidence: format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}"),
-                blocker: Some(Blocker::Rank(awaited)),
-            };
+            let awaited =
+                Awaited { name: format!("rank {awaited}"), evidence, blocker: Some(Blocker::Rank(awaited)) };
             return Err(world.stalled(*rank, label.clone(), began, awaited));
         }
         // Those that nobody else holds belong to calls that were made once.

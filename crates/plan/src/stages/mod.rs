@@ -13,7 +13,7 @@ use crate::outline::RankOutline;
 use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
+use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, ReadyWork, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
@@ -44,7 +44,7 @@ impl StageCuts {
         Self { stages: 1, rows: vec![Vec::new(); ranks], gathered: None }
     }
 
-    /// All work in one stage, once all rows have arrived beside the own ones.
+    /// All work in one stage, which takes received rows as they arrive.
     fn gathered(ranks: &[RankOutline]) -> Self {
         let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
         Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }
@@ -149,6 +149,7 @@ pub(crate) fn cut(
                 });
                 // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
                 let may_gather = can_gather && config.cost.tiles.is_some();
+                let all_at_once = StageCuts::gathered(ranks);
                 let gathered = |(rank, outline): (usize, &RankOutline)| {
                     let profile = &profiles[rank];
                     let last = profile.places.len() - 1;
@@ -159,11 +160,13 @@ pub(crate) fn cut(
                         remote: false,
                     };
                     let rows = LinkRows::busier(sent[rank], traffic.received(rank, profile, 0, last));
+                    let ready = ReadyWork::of(&all_at_once.bands(rank, outline)[1], work.own_rows);
                     let all = direction.predict(work, rows, spec, &config.cost);
+                    let all = all.as_rows_arrive(&ready, spec, &config.cost);
                     makespan(hosted[rank].into_iter().chain([all]))
                 };
                 if may_gather && ranks.iter().enumerate().map(gathered).fold(0.0, f64::max) < seconds {
-                    return StageCuts::gathered(ranks);
+                    return all_at_once;
                 }
                 choice
             }
