@@ -32,6 +32,7 @@ struct LinkState {
   u64 calls;    // that have ended
   u32 arrived;  // blocks that are through
   u32 faults;   // waits that have given up
+  u64 taken;    // entries of a list that blocks have taken in this call, where they take turns
   u32 parts[kLinkParts];  // blocks that are through with each part
 };
 
@@ -68,7 +69,7 @@ struct LinkCall {
   u32 announce_to;  // ranks, a bit each
   u32 work_on;
 };
-static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 48, "layouts shared with the host");
+static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 56, "layouts shared with the host");
 
 // Rows that others send while a kernel runs which takes them as they come. That it waits for them is safe: the kernels that send
 // them are on other GPUs, and this rank's, without which nobody sends to it, has begun.
@@ -168,6 +169,7 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {
     call.state->arrived = 0;
+    call.state->taken = 0;
     if (passed) call.state->calls = number;
   }
 }

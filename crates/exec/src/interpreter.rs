@@ -299,6 +299,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
         // Poisoning takes as long as a run: first all of that, so that ranks start together.
         Self::poison_ranks(ranks)?;
+        let streams: Vec<_> = ranks.iter().map(|rank| (&rank.backend, rank.streams.as_slice())).collect();
+        B::start_together(&streams)?;
         Self::enqueue_ranks(ranks, Instant::now())?;
         let mut whole = Timeline::default();
         for rank in ranks.iter_mut() {

@@ -19,6 +19,7 @@ mod padding;
 mod pass_order;
 mod process;
 mod signal;
+mod start_line;
 mod stream;
 mod user_kernel;
 mod waves;
@@ -51,6 +52,7 @@ use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
 use exchange_marks::LastCalls;
+use start_line::StartLine;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn, UserKernelSource};
 use crate::partition::{Part, Partition};
@@ -89,6 +91,7 @@ struct Rank {
     user_kernels: UserKernels,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
+    start_line: StartLine,
 }
 
 impl CudaBackend {
@@ -119,6 +122,7 @@ impl CudaBackend {
             partition: Mutex::default(),
             user_kernels,
             program: Mutex::default(),
+            start_line: StartLine::default(),
         })))
     }
 
@@ -448,6 +452,18 @@ impl Backend for CudaBackend {
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
         Ok(())
+    }
+
+    fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
+        match ranks {
+            [(first, _), _, ..] if first.timed() => {
+                let streams: Vec<&Stream> =
+                    ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
+                let held = first.0.start_line.hold(&first.0.setup, ranks.len(), &streams);
+                held.map_err(|error| first.error(&"the start of a run", error))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {

@@ -30,6 +30,7 @@ struct LinkState {
     calls: u64,
     arrived: u32,
     faults: u32,
+    taken: u64,
     parts: [u32; LINK_PARTS],
 }
 
@@ -285,7 +286,7 @@ impl LinkShifts {
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, delivered, tensors }),
-        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, parts }),
+        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, taken, parts }),
         shared_layout!(
             "link_meeting.cuh",
             LinkArrivals { mailbox, state, fault, abort, limit, senders, parts, ends }

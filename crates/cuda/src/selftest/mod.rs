@@ -21,5 +21,7 @@ pub use graph::{selftest_graphs, selftest_step_graphs};
 pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;
-pub use signals::{selftest_normalised, selftest_signalled_products, selftest_signals};
+pub use signals::{
+    selftest_normalised, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+};
 pub use subject::CudaSubject;

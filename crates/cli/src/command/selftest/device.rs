@@ -5,7 +5,7 @@ use std::time::Instant;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
     selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
-    selftest_signalled_products, selftest_signals, selftest_step_graphs,
+    selftest_signalled_products, selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
 use counterpoint_cuda::{EngineUse, TransportKind};
 use counterpoint_exec::TcpLoopback;
@@ -195,6 +195,9 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
             let run = |source| CliError::Run { source };
             ledger.add(selftest_signalled_products(subject.machine(), extent).map_err(run)?)?;
             ledger.add(selftest_normalised(subject.machine()).map_err(run)?)?;
+            if transport != TransportKind::CopyEngine {
+                ledger.add(selftest_signals_in_graphs(subject.machine()).map_err(run)?)?;
+            }
         }
     }
     for (section, transport, most_ranks) in [
