@@ -1,10 +1,11 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use counterpoint_cuda::bench::GemmEnding;
 use counterpoint_exec::GemmCollective;
-use counterpoint_schedule::OverlapPolicy;
 
 use super::bench::BenchDType;
+use super::value::OverlapChoice;
 use super::{Device, value};
 
 /// Time matrix products with their collective: each overlap policy, on GPUs beside cuBLASLt and NCCL one after the other
@@ -14,14 +15,17 @@ m, n and k are those of the product that each rank computes. Before a
 reduce-scatter or an all-reduce every rank has a share of each element; under
 all-gather each has m / ranks rows of the first operand.
 
+reduce-scatter-norm, on GPUs, adds a residual to each rank's rows and norms them
+(RMSNorm); the library's row has our kernel for that behind NCCL.
+
 Every row is checked against f64 on a sample of its elements, and bit by bit
 against the first policy's result; a row out of bounds is not printed, and the
 exit status is 1. Without --shapes it takes the shapes of published measurements
 and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
 --peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
-NCCL one after the other and PyTorch's async-TP operators in the same way, after
-our rows, on the same shapes.
+NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
+symmetric memory in the same way, after our rows, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2
@@ -36,7 +40,7 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(2..=8), allow_hyphen_values = true)]
     pub(crate) ranks: u32,
 
-    /// Collectives [default: all]
+    /// Collectives [default: reduce-scatter, all-reduce and all-gather]
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
     pub(crate) collective: Vec<BenchGemmCollective>,
 
@@ -48,9 +52,9 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<BenchDType>,
 
-    /// Overlap policies; results are compared with those of the first
-    #[arg(long, value_name = "POLICIES", default_value = "sequential,fused", value_delimiter = ',')]
-    pub(crate) overlap: Vec<OverlapPolicy>,
+    /// Overlap policies; results are compared with those of the first. auto: sequential or fused, by prediction
+    #[arg(long, value_name = "POLICIES", default_value = "sequential,auto", value_delimiter = ',', value_parser = value::overlap)]
+    pub(crate) overlap: Vec<OverlapChoice>,
 
     /// Runs of one time at most; long ones get fewer
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(1..=10_000), allow_hyphen_values = true)]
@@ -64,7 +68,7 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
 
-    /// Time PyTorch's ways too: mm-nccl, async-tp [given without names: all]
+    /// Time PyTorch's ways too: mm-nccl, async-tp, symm-mem [given without names: all]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
     pub(crate) peers: Option<String>,
 
@@ -83,14 +87,23 @@ pub(crate) enum BenchGemmCollective {
     ReduceScatter,
     AllReduce,
     AllGather,
+    /// With a residual and a norm behind it
+    ReduceScatterNorm,
 }
 
 impl BenchGemmCollective {
     pub(crate) const fn collective(self) -> GemmCollective {
         match self {
-            Self::ReduceScatter => GemmCollective::ReduceScatter,
+            Self::ReduceScatter | Self::ReduceScatterNorm => GemmCollective::ReduceScatter,
             Self::AllReduce => GemmCollective::AllReduce,
             Self::AllGather => GemmCollective::AllGather,
+        }
+    }
+
+    pub(crate) const fn ending(self) -> GemmEnding {
+        match self {
+            Self::ReduceScatterNorm => GemmEnding::Normed,
+            Self::ReduceScatter | Self::AllReduce | Self::AllGather => GemmEnding::Stored,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::{Extent, SelfCheck};
 use counterpoint_exec::{
-    Backend, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, RunConfig, WorldConfig,
+    Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::DType;
@@ -16,8 +16,8 @@ use crate::backend::exec_error;
 use crate::kernel::GEMM_DESTINATIONS;
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
 
-/// Rows of each rank, columns and terms: few tiles, so that calls follow each other closely.
-const ROWS: usize = 256;
+/// Rows of each rank, those of two tiles and a slice of one, columns and terms: few tiles, so that calls follow each other closely.
+const ROWS: [usize; 2] = [256, 32];
 const COLUMNS: usize = 256;
 const TERMS: usize = 128;
 /// Calls whose results are kept until they are looked at.
@@ -37,36 +37,37 @@ pub fn selftest_fused(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfC
         Extent::Full => 200,
         Extent::Quick => 5,
     };
-    GemmCollective::ALL.into_iter().map(|collective| examine(machine, collective, batches)).collect()
+    let cases = GemmCollective::ALL.into_iter().flat_map(|collective| ROWS.map(|rows| (collective, rows)));
+    // A gather of less than a tile is not fused.
+    let fused =
+        cases.filter(|&(collective, rows)| collective != GemmCollective::AllGather || rows == ROWS[0]);
+    fused.map(|(collective, rows)| examine(machine, collective, rows, batches)).collect()
 }
 
 fn examine(
     machine: &CudaMachine,
     collective: GemmCollective,
+    own_rows: usize,
     batches: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
-    let m = ROWS * ranks;
+    let m = own_rows * ranks;
     let spec = GemmCollectiveSpec { collective, ranks, m, n: COLUMNS, k: TERMS, dtype: DType::Bf16 };
-    let rows = if collective == GemmCollective::AllGather { ROWS } else { m };
+    let rows = if collective == GemmCollective::AllGather { own_rows } else { m };
     let tensor = |rows, seed| random_tensor(vec![rows, TERMS], DType::Bf16, seed);
     let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(COLUMNS, 900 + rank as u64)).collect();
     let inputs: [Vec<HostTensor>; 2] =
         [0, 100].map(|turn| (0..ranks).map(|rank| tensor(rows, turn + rank as u64)).collect());
-    let apart = RunConfig {
-        policy: OverlapPolicy::new(StartOrder::Sequential),
-        limit: LIMIT,
-        ..RunConfig::default()
-    };
+    let apart = GemmOverlap::Policy(OverlapPolicy::new(StartOrder::Sequential));
+    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let expected = inputs.each_ref().map(|x| match collective {
-        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, &apart),
-        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, &apart),
-        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, &apart),
+        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, apart, &world),
+        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, apart, &world),
+        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, apart, &world),
     });
     let [first, second] = expected;
     let expected = [first?, second?];
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
-    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let prepared = spec.prepare(machine, policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
@@ -87,8 +88,10 @@ fn examine(
         joined.sum::<Result<u64, ExecError>>()
     })?;
     let calls = batches * BATCH;
-    let name =
-        format!("{calls} products with {} on {ranks} GPUs, random delays, wrong elements", collective.name());
+    let name = format!(
+        "{calls} products of {m} rows with {} on {ranks} GPUs, random delays, wrong elements",
+        collective.name()
+    );
     Ok(SelfCheck::of(name, 0, wrong as f64, 0.0))
 }
 

@@ -143,6 +143,7 @@ impl Case {
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
+            TileOrder::ShardBlocks { .. } => "by blocks of shards",
             TileOrder::Table(_) => "by a table",
         };
         let signals = match &self.spec.signals {

@@ -1,9 +1,10 @@
 use counterpoint_plan::{
-    Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, PlanError, WaveGroups,
+    Activations, CostModel, DType, GemmExchange, GemmTraffic, LinearKind, LinearPlan, LinearSpec, PlanError,
+    WaveGroups,
 };
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
+use counterpoint_schedule::{Mover, OverlapPolicy, Program, StartOrder, lower_linear_forward};
 
-use crate::{Backend, ExecError, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+use crate::{Backend, ExecError, HostTensor, Machine, Prepared, Transport, World, WorldConfig};
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -30,6 +31,22 @@ impl GemmCollective {
             Self::AllReduce => "all-reduce",
             Self::AllGather => "all-gather",
         }
+    }
+}
+
+/// How a product and its collective share a machine. Results have the same bits however they do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GemmOverlap<'a> {
+    /// One after the other or as one kernel, whichever is predicted to end sooner by these costs.
+    Predicted(&'a CostModel),
+    /// By this policy.
+    Policy(OverlapPolicy),
+}
+
+impl Default for GemmOverlap<'_> {
+    /// By the costs of a machine that nobody has measured.
+    fn default() -> Self {
+        Self::Predicted(&CostModel::H200)
     }
 }
 
@@ -71,6 +88,48 @@ impl GemmCollectiveSpec {
         LinearPlan::new(spec, ranks, groups, cost)
     }
 
+    /// That of every rank's operands.
+    pub(super) fn of_tensors(
+        collective: GemmCollective,
+        x: &[HostTensor],
+        weight: &[HostTensor],
+    ) -> Result<Self, ExecError> {
+        let ranks = x.len();
+        let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
+            return Err(refused("x", "there is no rank".to_owned()));
+        };
+        if weight.len() != ranks {
+            return Err(refused("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
+        }
+        let m = match collective {
+            GemmCollective::AllGather => x.iter().map(HostTensor::rows).sum(),
+            GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
+        };
+        let (n, k) = (first_weight.rows(), first_weight.row_elements());
+        Ok(Self { collective, ranks, m, n, k, dtype: first_x.dtype() })
+    }
+
+    /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
+    pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
+        let Self { collective, ranks, m, n, k, dtype } = *self;
+        let cost = match overlap {
+            GemmOverlap::Policy(policy) => return policy,
+            GemmOverlap::Predicted(cost) => cost,
+        };
+        let traffic = match collective {
+            GemmCollective::ReduceScatter => GemmTraffic::Shares,
+            GemmCollective::AllReduce => GemmTraffic::SharesAndSums,
+            GemmCollective::AllGather => GemmTraffic::Operand,
+        };
+        let exchange = GemmExchange { traffic, ranks, product: [m, n, k], element_bytes: dtype.size() };
+        let seconds = exchange.seconds(cost);
+        if seconds.fused < seconds.sequential {
+            OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
+        } else {
+            OverlapPolicy::new(StartOrder::Sequential)
+        }
+    }
+
     /// Multiplications and additions of a rank.
     pub fn flops(&self) -> f64 {
         2.0 * self.m as f64 * self.n as f64 * self.k as f64
@@ -87,6 +146,17 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
+        self.prepare_as(machine, policy, config, |plan, rank| lower_linear_forward(plan, rank, policy))
+    }
+
+    /// Likewise, of another lowering of its layer.
+    pub(super) fn prepare_as<M: Machine>(
+        &self,
+        machine: &M,
+        policy: OverlapPolicy,
+        config: WorldConfig,
+        lower: impl Fn(&LinearPlan, usize) -> Program,
+    ) -> Result<Vec<PreparedOn<M>>, ExecError> {
         let groups = match (policy.mover, policy.start) {
             (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
             _ => WaveGroups::Auto,
@@ -97,16 +167,14 @@ impl GemmCollectiveSpec {
         })?;
         let world = World::new(self.ranks, config);
         let ends = machine.connect(&world)?.into_iter().enumerate();
-        let prepared = ends.map(|(rank, (backend, transport))| {
-            Prepared::new(lower_linear_forward(&plan, rank, policy), backend, transport)
-        });
+        let prepared =
+            ends.map(|(rank, (backend, transport))| Prepared::new(lower(&plan, rank), backend, transport));
         prepared.collect()
     }
 }
 
 /// `sum over ranks of x W^T`, each rank's equal share of the rows on that rank: from every rank's `x` `[m, k]` and `W` `[n, k]` its
-/// rows `[m / ranks, n]`. Results have the same bits under every policy; [`Mover::Fused`] computes and sums tile by tile where the
-/// machine can.
+/// rows `[m / ranks, n]`. Results have the same bits under every `overlap`.
 ///
 /// # Errors
 /// [`ExecError::Tensor`] with the tensor that does not fit; whatever ends a run.
@@ -114,9 +182,10 @@ pub fn gemm_reduce_scatter<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::ReduceScatter, x, weight, config)
+    run(machine, GemmCollective::ReduceScatter, [x, weight], overlap, config)
 }
 
 /// As [`gemm_reduce_scatter`], with all rows `[m, n]` on every rank.
@@ -127,13 +196,14 @@ pub fn gemm_all_reduce<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::AllReduce, x, weight, config)
+    run(machine, GemmCollective::AllReduce, [x, weight], overlap, config)
 }
 
-/// `x W^T` of all ranks' rows: from every rank's `x` `[m / ranks, k]` and `W` `[n, k]` its product `[m, n]`. Policies as
-/// [`gemm_reduce_scatter`].
+/// `x W^T` of all ranks' rows: from every rank's `x` `[m / ranks, k]` and `W` `[n, k]` its product `[m, n]`. `overlap` as
+/// in [`gemm_reduce_scatter`].
 ///
 /// # Errors
 /// As [`gemm_reduce_scatter`].
@@ -141,45 +211,47 @@ pub fn all_gather_gemm<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::AllGather, x, weight, config)
+    run(machine, GemmCollective::AllGather, [x, weight], overlap, config)
 }
 
 fn run<M: Machine>(
     machine: &M,
     collective: GemmCollective,
-    x: &[HostTensor],
-    weight: &[HostTensor],
-    config: &RunConfig,
+    [x, weight]: [&[HostTensor]; 2],
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    let refuse = |name: &str, reason: String| ExecError::Tensor { name: name.to_owned(), reason };
-    let ranks = x.len();
-    let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
-        return Err(refuse("x", "there is no rank".to_owned()));
-    };
-    if weight.len() != ranks {
-        return Err(refuse("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
-    }
-    let (rows, n, k) = (x.iter().map(HostTensor::rows), first_weight.rows(), first_weight.row_elements());
-    let m = match collective {
-        GemmCollective::AllGather => rows.sum(),
-        GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
-    };
-    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: first_x.dtype() };
-    let world = WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
-    let mut prepared = spec.prepare(machine, config.policy, world)?;
+    let spec = GemmCollectiveSpec::of_tensors(collective, x, weight)?;
+    let mut prepared = spec.prepare(machine, spec.policy(overlap), config.clone())?;
     for (rank, prepared) in prepared.iter_mut().enumerate() {
-        for (name, tensor) in [("x", &x[rank]), ("weight", &weight[rank])] {
-            // Binding refuses what is not of the Program's shape and type.
-            let buffer = prepared.backend().upload(name, tensor.clone())?;
-            prepared.bind(name, buffer)?;
-        }
+        bind(prepared, &[("x", &x[rank]), ("weight", &weight[rank])])?;
     }
     Prepared::run_ranks(&mut prepared)?;
-    let result = |prepared: &Prepared<M::Backend, M::Transport>| match prepared.buffer("y") {
+    prepared.iter().map(|prepared| output::<M>(prepared, "y")).collect()
+}
+
+/// Uploads a rank's inputs. Refuses what is not of the Program's shape and type.
+pub(super) fn bind<B: Backend, T: Transport<B>>(
+    prepared: &mut Prepared<B, T>,
+    tensors: &[(&str, &HostTensor)],
+) -> Result<(), ExecError> {
+    tensors.iter().try_for_each(|&(name, tensor)| {
+        let buffer = prepared.backend().upload(name, tensor.clone())?;
+        prepared.bind(name, buffer)
+    })
+}
+
+/// Downloads a rank's output.
+pub(super) fn output<M: Machine>(prepared: &PreparedOn<M>, name: &str) -> Result<HostTensor, ExecError> {
+    match prepared.buffer(name) {
         Some(buffer) => prepared.backend().download(buffer),
-        None => Err(refuse("y", "is no output of the Program".to_owned())),
-    };
-    prepared.iter().map(result).collect()
+        None => Err(refused(name, "is no output of the Program".to_owned())),
+    }
+}
+
+pub(super) fn refused(name: &str, reason: String) -> ExecError {
+    ExecError::Tensor { name: name.to_owned(), reason }
 }

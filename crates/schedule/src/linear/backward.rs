@@ -145,7 +145,8 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             let dy = lowering.whole(dy, tokens);
             weight_gradient(lowering, gradient, blocks, dy);
         }
-        return sums.finish(lowering);
+        sums.finish(lowering);
+        return;
     }
     if let Some(x) = x {
         let blocks = x.enter(lowering);

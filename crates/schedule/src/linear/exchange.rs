@@ -130,6 +130,17 @@ impl GatheredTokens {
         result
     }
 
+    /// Sends every group and has the computation wait for all: for one product of all tokens, where nothing is to hide.
+    pub(super) fn enter_all(&mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        for _ in 0..lowering.plan.groups() {
+            self.send(lowering);
+        }
+        if let Some(&(_, arrived)) = self.groups.last() {
+            lowering.p.after(lowering.compute, Some(0), "wait for tokens", arrived);
+        }
+        self.all(lowering.plan)
+    }
+
     /// All tokens in their order, once all have arrived.
     pub(super) fn all(&self, plan: &LinearPlan) -> Vec<RowBlock> {
         let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
@@ -279,8 +290,8 @@ impl ReducedTokens {
         );
     }
 
-    /// Has the computation wait for all groups, and puts them together where they are apart.
-    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
+    /// Has the computation wait for all groups, puts them together where they are apart, and gives what they are then.
+    pub(super) fn finish(self, lowering: &mut Lowering<'_>) -> BufferId {
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
         let p = &mut lowering.p;
@@ -288,10 +299,15 @@ impl ReducedTokens {
         if let Some((_, last)) = self.done.last() {
             p.after(compute, None, "wait for the last sums", *last);
         }
-        if self.replicated.is_none() && plan.groups() > 1 {
-            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
-            let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
-            p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
+        match (self.replicated, self.done.as_slice()) {
+            (Some(all), _) => all,
+            (None, [(only, _)]) => *only,
+            (None, groups) => {
+                let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
+                let srcs = groups.iter().map(|(buffer, _)| *buffer).collect();
+                p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
+                dst
+            }
         }
     }
 }

@@ -5,15 +5,18 @@ mod cpu;
 mod peers;
 mod row;
 
-use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
+use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns, GemmEnding};
 use counterpoint_cuda::{CudaMachine, Timing};
-use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_exec::{ExecError, GemmOverlap};
+use counterpoint_plan::CostModel;
+use counterpoint_schedule::OverlapPolicy;
 
+use self::cases::Case;
 use self::row::Row;
-use crate::arguments::{BenchGemmCollectiveArguments, Device};
-use crate::console;
+use crate::arguments::{BenchGemmCollectiveArguments, Device, OverlapChoice};
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::{console, profile};
 
 /// How long the runs of one sample should take together.
 const SECONDS: f64 = 0.01;
@@ -27,10 +30,22 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     }
     let (mut last, mut wrong) = (Vec::new(), Vec::new());
     let cases = cases::chosen(arguments);
-    for spec in &cases {
+    let cost = costs(arguments)?;
+    let overlap = |choice: &OverlapChoice| match choice {
+        OverlapChoice::Auto => GemmOverlap::Predicted(&cost),
+        OverlapChoice::Named(policy) => GemmOverlap::Policy(*policy),
+    };
+    let normed = cases.iter().any(|case| case.ending == GemmEnding::Normed);
+    if normed && arguments.device == Device::Cpu {
+        let reason = "is timed on GPUs; add --device cuda".to_owned();
+        return Err(CliError::Flag { flag: "--collective", value: "reduce-scatter-norm".to_owned(), reason });
+    }
+    for case in &cases {
+        let spec = &case.spec;
         let progress = Progress::new();
-        progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
-        let rows = machine.measure(spec, arguments).map_err(|source| CliError::Run { source })?;
+        progress.step(format!("{} of {} x {} x {}", case.name(), spec.m, spec.n, spec.k));
+        let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
+        let rows = machine.measure(case, &policies, arguments).map_err(|source| CliError::Run { source })?;
         drop(progress);
         for row in &rows {
             if !row.is_right() {
@@ -58,6 +73,15 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         return Ok(());
     }
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// By which `auto` is predicted: those of this machine's profile, if it has one.
+fn costs(arguments: &BenchGemmCollectiveArguments) -> Result<CostModel, CliError> {
+    if !arguments.overlap.contains(&OverlapChoice::Auto) {
+        return Ok(CostModel::H200);
+    }
+    let profile = profile::of_device(None, arguments.device)?;
+    Ok(profile.map_or(CostModel::H200, |profile| profile.cost))
 }
 
 /// What `--device` names.
@@ -94,19 +118,20 @@ impl Where {
 
     fn measure(
         &self,
-        spec: &GemmCollectiveSpec,
+        case: &Case,
+        policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
-    ) -> Result<Vec<Row>, counterpoint_exec::ExecError> {
-        let policies = &arguments.overlap;
+    ) -> Result<Vec<Row>, ExecError> {
         match self {
-            Self::Cpu => cpu::measure(spec, policies, arguments),
+            Self::Cpu => cpu::measure(case, policies, arguments),
             Self::Cuda(bench) => {
                 // At 600 TFLOP/s, which no shape exceeds by much.
-                let estimate = 2e-5 + spec.flops() / 6e14;
+                let estimate = 2e-5 + case.spec.flops() / 6e14;
                 let iterations =
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
-                Ok(Row::of(spec, policies, &bench.measure(spec, policies, runs)?))
+                let times = bench.measure((&case.spec, case.ending), policies, runs)?;
+                Ok(Row::of(case, policies, &times))
             }
         }
     }
