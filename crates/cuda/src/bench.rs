@@ -20,7 +20,7 @@ use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, Devi
 
 pub(crate) use gemm::element_bound;
 pub use gemm::{GemmBench, GemmError, GemmRunner};
-pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes, GemmEnding};
+pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -94,16 +94,6 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])
         }
-        Op::ResidualNorm(op) => {
-            let BufferSpec { dtype, shape, .. } = check.spec(op.src);
-            let [rows, columns] = shape[..] else {
-                return Err(check.error("rows with a norm have columns".to_owned()));
-            };
-            check.tensor(op.weight, *dtype, &[columns])?;
-            [op.residual, op.sum, op.dst]
-                .iter()
-                .try_for_each(|id| check.tensor(*id, *dtype, &[rows, columns]))
-        }
         Op::Cast { src, dst } => {
             let (src, dst_dtype) = (check.spec(*src), check.spec(*dst).dtype);
             check.tensor(*dst, dst_dtype, &src.shape)

@@ -376,24 +376,6 @@ pub struct ColumnSum {
     pub accumulate: Accumulate,
 }
 
-/// A residual added to rows, and the sums scaled to a root mean square of 1, times a weight (RMSNorm): `sum = src + residual`,
-/// rounded, and `dst = sum / sqrt(mean(sum^2) + epsilon) * weight`, whose mean is that of a row.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ResidualNorm {
-    /// `[rows, columns]`.
-    pub src: BufferId,
-    /// Likewise.
-    pub residual: BufferId,
-    /// `[columns]`.
-    pub weight: BufferId,
-    /// Added to the mean of squares.
-    pub epsilon: f64,
-    /// `[rows, columns]`: the next residual.
-    pub sum: BufferId,
-    /// `[rows, columns]`.
-    pub dst: BufferId,
-}
-
 /// What one operation does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -411,8 +393,6 @@ pub enum Op {
     Gemm(Gemm),
     /// Sums of columns.
     ColumnSum(ColumnSum),
-    /// A residual and a norm of rows.
-    ResidualNorm(ResidualNorm),
     /// A matrix product that is reduced over ranks while it is computed.
     GemmReduce(Box<GemmReduce>),
     /// A matrix product whose operand's rows come from other ranks while it is computed.

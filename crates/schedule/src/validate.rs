@@ -147,7 +147,6 @@ impl Op {
                 }
                 out
             }
-            Op::ResidualNorm(op) => vec![op.src, op.residual, op.weight],
             Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
             Op::GroupReduce(op) => op.reads(),
             Op::GemmReduce(op) => {
@@ -190,7 +189,6 @@ impl Op {
             }
             Op::Gemm(op) => vec![op.out],
             Op::ColumnSum(op) => vec![op.dst],
-            Op::ResidualNorm(op) => vec![op.sum, op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GemmReduce(op) => {

@@ -1,7 +1,6 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use counterpoint_cuda::bench::GemmEnding;
 use counterpoint_exec::GemmCollective;
 
 use super::bench::BenchDType;
@@ -14,9 +13,6 @@ use super::{Device, value};
 m, n and k are those of the product that each rank computes. Before a
 reduce-scatter or an all-reduce every rank has a share of each element; under
 all-gather each has m / ranks rows of the first operand.
-
-reduce-scatter-norm, on GPUs, adds a residual to each rank's rows and norms them
-(RMSNorm); the library's row has our kernel for that behind NCCL.
 
 Every row is checked against f64 on a sample of its elements, and bit by bit
 against the first policy's result; a row out of bounds is not printed, and the
@@ -40,7 +36,7 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(2..=8), allow_hyphen_values = true)]
     pub(crate) ranks: u32,
 
-    /// Collectives [default: reduce-scatter, all-reduce and all-gather]
+    /// Collectives [default: all]
     #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',')]
     pub(crate) collective: Vec<BenchGemmCollective>,
 
@@ -87,23 +83,14 @@ pub(crate) enum BenchGemmCollective {
     ReduceScatter,
     AllReduce,
     AllGather,
-    /// With a residual and a norm behind it
-    ReduceScatterNorm,
 }
 
 impl BenchGemmCollective {
     pub(crate) const fn collective(self) -> GemmCollective {
         match self {
-            Self::ReduceScatter | Self::ReduceScatterNorm => GemmCollective::ReduceScatter,
+            Self::ReduceScatter => GemmCollective::ReduceScatter,
             Self::AllReduce => GemmCollective::AllReduce,
             Self::AllGather => GemmCollective::AllGather,
-        }
-    }
-
-    pub(crate) const fn ending(self) -> GemmEnding {
-        match self {
-            Self::ReduceScatterNorm => GemmEnding::Normed,
-            Self::ReduceScatter | Self::AllReduce | Self::AllGather => GemmEnding::Stored,
         }
     }
 }

@@ -5,7 +5,7 @@ use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
-use super::linear::{BiasGradient, Norm, Product};
+use super::linear::{BiasGradient, Product};
 use super::{CudaBackend, CudaBuffer};
 use crate::kernel::{Cast, MissedTurn, Scalar};
 use crate::{CudaError, Stream};
@@ -21,7 +21,6 @@ enum Work {
     Backward(Box<Backward>),
     Product(Box<Product>),
     BiasGradient(Box<BiasGradient>),
-    Norm(Box<Norm>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -56,7 +55,6 @@ impl CudaKernel {
             // Where the transport has no kernel that communicates too.
             Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
-            Op::ResidualNorm(op) => Work::Norm(Box::new(Norm::new(&prepare, op)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
@@ -83,7 +81,6 @@ impl CudaKernel {
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Product(work) => work.launch(stream, buffers),
             Work::BiasGradient(work) => work.launch(stream, buffers),
-            Work::Norm(work) => work.launch(stream, buffers),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events

@@ -9,7 +9,7 @@ use super::compute::Prepare;
 use super::matrix_rows::{ResultRows, SourceRows};
 use crate::kernel::{
     ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows,
-    GemmSpec, GemmTensors, ResidualNorm, ResidualNormTensors,
+    GemmSpec, GemmTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -177,35 +177,6 @@ impl BiasGradient {
         let tensors: Vec<u64> = self.tensors.iter().map(|id| buffers[id.0].address()).collect();
         // SAFETY: as for a product.
         unsafe { self.kernel.launch(stream, &tensors, buffers[self.dst.0].address()) }
-    }
-}
-
-/// A residual and a norm of rows.
-pub(super) struct Norm {
-    kernel: ResidualNorm,
-    op: schedule::ResidualNorm,
-}
-
-impl Norm {
-    pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::ResidualNorm) -> Result<Self, ExecError> {
-        let spec = prepare.spec(op.src);
-        let (device, shape) = (prepare.setup().device(), [spec.rows(), spec.row_elements()]);
-        let kernel = ResidualNorm::new(device, prepare.scalar(op.src)?, shape, op.epsilon as f32);
-        Ok(Self { kernel: kernel.map_err(|error| prepare.device_error(error))?, op: op.clone() })
-    }
-
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        let address = |id: BufferId| buffers[id.0].address();
-        let schedule::ResidualNorm { src, residual, weight, sum, dst, .. } = self.op;
-        let tensors = ResidualNormTensors {
-            src: address(src),
-            residual: address(residual),
-            weight: address(weight),
-            sum: address(sum),
-            dst: address(dst),
-        };
-        // SAFETY: as for a product.
-        unsafe { self.kernel.launch(stream, &tensors) }
     }
 }
 

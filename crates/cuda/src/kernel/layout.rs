@@ -91,7 +91,6 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::attention_forward::layouts(),
         super::attention_merge::layouts(),
         super::column_sum::layouts(),
-        super::residual_norm::layouts(),
         super::gemm::layouts(),
         super::link_copy::layouts(),
         super::link_meeting::layouts(),

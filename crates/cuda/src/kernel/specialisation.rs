@@ -1,8 +1,8 @@
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, cast,
     column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
-    portable_backward_query, portable_forward, random_fill, residual_norm, row_check, row_copy, row_merge,
-    row_reduce, start_litmus,
+    portable_backward_query, portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce,
+    start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -40,7 +40,6 @@ pub fn specialisations() -> Vec<Specialisation> {
             column_sum::specialisations(arch),
             head_resize::specialisations(arch),
             random_fill::specialisations(arch),
-            residual_norm::specialisations(arch),
             row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),

@@ -9,8 +9,8 @@ use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResidualNormArgs, ResultArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta,
-    attention_finish, attention_forward, attention_share, cast, column_sum, gemm, residual_norm,
+    ResultArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta, attention_finish,
+    attention_forward, attention_share, cast, column_sum, gemm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -66,23 +66,6 @@ impl CpuKernel {
                 } else {
                     sum_columns::<T, <T as HostElement>::Accumulator>(op, &access, workers)
                 })
-            }
-            Op::ResidualNorm(op) => {
-                let (src, residual) = (access.read(op.src)?, access.read(op.residual)?);
-                let weight = access.read(op.weight)?;
-                let (mut sum, mut dst) = (access.write(op.sum)?, access.write(op.dst)?);
-                with_host_element!(src.dtype(), T => residual_norm(
-                    ResidualNormArgs::<T> {
-                        src: elements(&src),
-                        residual: elements(&residual),
-                        weight: elements(&weight),
-                        epsilon: op.epsilon,
-                        sum: elements_mut(&mut sum),
-                        dst: elements_mut(&mut dst),
-                    },
-                    workers,
-                ));
-                Ok(())
             }
             Op::Cast { src, dst } => {
                 let (src, mut dst) = (access.read(*src)?, access.write(*dst)?);

@@ -12,7 +12,6 @@ mod matmul;
 mod normalise;
 mod poison;
 mod queue;
-mod residual_norm;
 mod score;
 mod shape;
 mod square_product;
@@ -28,6 +27,5 @@ pub use attention_forward::{
 pub use cast::cast;
 pub use element::{Element, Real};
 pub(crate) use gemm::{GemmArgs, column_sum, gemm};
-pub(crate) use residual_norm::{ResidualNormArgs, residual_norm};
 pub use shape::HeadShape;
 pub(crate) use square_product::square_product;

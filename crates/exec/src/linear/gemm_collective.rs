@@ -2,9 +2,9 @@ use counterpoint_plan::{
     Activations, CostModel, DType, GemmExchange, GemmTraffic, LinearKind, LinearPlan, LinearSpec, PlanError,
     WaveGroups,
 };
-use counterpoint_schedule::{Mover, OverlapPolicy, Program, StartOrder, lower_linear_forward};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
-use crate::{Backend, ExecError, HostTensor, Machine, Prepared, Transport, World, WorldConfig};
+use crate::{Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig};
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -88,27 +88,6 @@ impl GemmCollectiveSpec {
         LinearPlan::new(spec, ranks, groups, cost)
     }
 
-    /// That of every rank's operands.
-    pub(super) fn of_tensors(
-        collective: GemmCollective,
-        x: &[HostTensor],
-        weight: &[HostTensor],
-    ) -> Result<Self, ExecError> {
-        let ranks = x.len();
-        let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
-            return Err(refused("x", "there is no rank".to_owned()));
-        };
-        if weight.len() != ranks {
-            return Err(refused("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
-        }
-        let m = match collective {
-            GemmCollective::AllGather => x.iter().map(HostTensor::rows).sum(),
-            GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
-        };
-        let (n, k) = (first_weight.rows(), first_weight.row_elements());
-        Ok(Self { collective, ranks, m, n, k, dtype: first_x.dtype() })
-    }
-
     /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
     pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
         let Self { collective, ranks, m, n, k, dtype } = *self;
@@ -146,17 +125,6 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
-        self.prepare_as(machine, policy, config, |plan, rank| lower_linear_forward(plan, rank, policy))
-    }
-
-    /// Likewise, of another lowering of its layer.
-    pub(super) fn prepare_as<M: Machine>(
-        &self,
-        machine: &M,
-        policy: OverlapPolicy,
-        config: WorldConfig,
-        lower: impl Fn(&LinearPlan, usize) -> Program,
-    ) -> Result<Vec<PreparedOn<M>>, ExecError> {
         let groups = match (policy.mover, policy.start) {
             (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
             _ => WaveGroups::Auto,
@@ -167,8 +135,9 @@ impl GemmCollectiveSpec {
         })?;
         let world = World::new(self.ranks, config);
         let ends = machine.connect(&world)?.into_iter().enumerate();
-        let prepared =
-            ends.map(|(rank, (backend, transport))| Prepared::new(lower(&plan, rank), backend, transport));
+        let prepared = ends.map(|(rank, (backend, transport))| {
+            Prepared::new(lower_linear_forward(&plan, rank, policy), backend, transport)
+        });
         prepared.collect()
     }
 }
@@ -224,34 +193,32 @@ fn run<M: Machine>(
     overlap: GemmOverlap<'_>,
     config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    let spec = GemmCollectiveSpec::of_tensors(collective, x, weight)?;
+    let refuse = |name: &str, reason: String| ExecError::Tensor { name: name.to_owned(), reason };
+    let ranks = x.len();
+    let (Some(first_x), Some(first_weight)) = (x.first(), weight.first()) else {
+        return Err(refuse("x", "there is no rank".to_owned()));
+    };
+    if weight.len() != ranks {
+        return Err(refuse("weight", format!("is there for {} ranks, x for {ranks}", weight.len())));
+    }
+    let (rows, n, k) = (x.iter().map(HostTensor::rows), first_weight.rows(), first_weight.row_elements());
+    let m = match collective {
+        GemmCollective::AllGather => rows.sum(),
+        GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
+    };
+    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: first_x.dtype() };
     let mut prepared = spec.prepare(machine, spec.policy(overlap), config.clone())?;
     for (rank, prepared) in prepared.iter_mut().enumerate() {
-        bind(prepared, &[("x", &x[rank]), ("weight", &weight[rank])])?;
+        for (name, tensor) in [("x", &x[rank]), ("weight", &weight[rank])] {
+            // Binding refuses what is not of the Program's shape and type.
+            let buffer = prepared.backend().upload(name, tensor.clone())?;
+            prepared.bind(name, buffer)?;
+        }
     }
     Prepared::run_ranks(&mut prepared)?;
-    prepared.iter().map(|prepared| output::<M>(prepared, "y")).collect()
-}
-
-/// Uploads a rank's inputs. Refuses what is not of the Program's shape and type.
-pub(super) fn bind<B: Backend, T: Transport<B>>(
-    prepared: &mut Prepared<B, T>,
-    tensors: &[(&str, &HostTensor)],
-) -> Result<(), ExecError> {
-    tensors.iter().try_for_each(|&(name, tensor)| {
-        let buffer = prepared.backend().upload(name, tensor.clone())?;
-        prepared.bind(name, buffer)
-    })
-}
-
-/// Downloads a rank's output.
-pub(super) fn output<M: Machine>(prepared: &PreparedOn<M>, name: &str) -> Result<HostTensor, ExecError> {
-    match prepared.buffer(name) {
+    let result = |prepared: &Prepared<M::Backend, M::Transport>| match prepared.buffer("y") {
         Some(buffer) => prepared.backend().download(buffer),
-        None => Err(refused(name, "is no output of the Program".to_owned())),
-    }
-}
-
-pub(super) fn refused(name: &str, reason: String) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason }
+        None => Err(refuse("y", "is no output of the Program".to_owned())),
+    };
+    prepared.iter().map(result).collect()
 }

@@ -3,7 +3,6 @@
 mod clock;
 mod deferred;
 mod gemm_collective;
-mod gemm_norm;
 mod layer;
 mod parallel;
 mod reference;
@@ -21,7 +20,6 @@ pub use gemm_collective::{
     GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
     gemm_reduce_scatter,
 };
-pub use gemm_norm::{NormInputs, NormedRows, gemm_reduce_scatter_norm};
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use reference::{LinearSample, check_linear};

@@ -145,8 +145,7 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             let dy = lowering.whole(dy, tokens);
             weight_gradient(lowering, gradient, blocks, dy);
         }
-        sums.finish(lowering);
-        return;
+        return sums.finish(lowering);
     }
     if let Some(x) = x {
         let blocks = x.enter(lowering);

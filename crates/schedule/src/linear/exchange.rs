@@ -290,8 +290,8 @@ impl ReducedTokens {
         );
     }
 
-    /// Has the computation wait for all groups, puts them together where they are apart, and gives what they are then.
-    pub(super) fn finish(self, lowering: &mut Lowering<'_>) -> BufferId {
+    /// Has the computation wait for all groups, and puts them together where they are apart.
+    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
         let p = &mut lowering.p;
@@ -299,15 +299,10 @@ impl ReducedTokens {
         if let Some((_, last)) = self.done.last() {
             p.after(compute, None, "wait for the last sums", *last);
         }
-        match (self.replicated, self.done.as_slice()) {
-            (Some(all), _) => all,
-            (None, [(only, _)]) => *only,
-            (None, groups) => {
-                let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
-                let srcs = groups.iter().map(|(buffer, _)| *buffer).collect();
-                p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
-                dst
-            }
+        if self.replicated.is_none() && plan.groups() > 1 {
+            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
+            let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
+            p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
         }
     }
 }

@@ -5,7 +5,7 @@ use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
-    ResidualNorm, RowBlock, StartOrder, StreamKind,
+    RowBlock, StartOrder, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -17,37 +17,8 @@ pub fn lower_linear_forward(plan: &LinearPlan, rank: usize, policy: OverlapPolic
     let mut lowering = Lowering { p, plan, rank, compute };
     match plan.spec.kind {
         LinearKind::Column => column(&mut lowering),
-        LinearKind::Row => {
-            row(&mut lowering, "y");
-        }
+        LinearKind::Row => row(&mut lowering),
     }
-    lowering.p.finish()
-}
-
-/// Lowers one rank's forward of a row-parallel layer with a residual and a norm behind it ([`ResidualNorm`]), of its local tokens.
-/// Inputs `x`, `weight`, perhaps `bias`, `residual` `[local tokens, out_features]` and `norm_weight` `[out_features]`; outputs `y`,
-/// the norm, and `sum`, the next residual; `product` is what the layer by itself gives.
-///
-/// # Panics
-/// When the plan's layer is column-parallel: no rank has whole rows of its result.
-pub fn lower_row_norm_forward(
-    plan: &LinearPlan,
-    rank: usize,
-    policy: OverlapPolicy,
-    epsilon: f64,
-) -> Program {
-    assert_eq!(plan.spec.kind, LinearKind::Row, "a norm is of whole rows");
-    let mut p = ProgramBuilder::new("linear norm forward", rank, plan.tp_size, policy);
-    let compute = p.stream("compute", StreamKind::Compute);
-    let mut lowering = Lowering { p, plan, rank, compute };
-    let src = row(&mut lowering, "product");
-    let shape = [lowering.local_tokens(), plan.spec.out_features];
-    let residual = lowering.input("residual", &shape);
-    let weight = lowering.input("norm_weight", &shape[1..]);
-    let mut output = |name| lowering.p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output);
-    let (sum, dst) = (output("sum"), output("y"));
-    let op = ResidualNorm { src, residual, weight, epsilon, sum, dst };
-    lowering.p.push(compute, None, "residual and norm", Op::ResidualNorm(op));
     lowering.p.finish()
 }
 
@@ -106,8 +77,7 @@ fn column(lowering: &mut Lowering<'_>) {
     }
 }
 
-/// The product's rows of this rank's tokens, in a buffer of this name.
-fn row(lowering: &mut Lowering<'_>, name: &str) -> BufferId {
+fn row(lowering: &mut Lowering<'_>) {
     let plan = lowering.plan;
     let (tokens, features) = (plan.spec.tokens, plan.spec.out_features);
     let x = lowering.input("x", &[tokens, plan.local_in_features()]);
@@ -116,12 +86,11 @@ fn row(lowering: &mut Lowering<'_>, name: &str) -> BufferId {
     let bias = plan.spec.has_bias.then(|| lowering.input("bias", &[features]));
     let bias = bias.filter(|_| lowering.rank == 0);
     if plan.tp_size == 1 {
-        let y = lowering.p.buffer(name, plan.spec.dtype, &[tokens, features], BufferRole::Output);
+        let y = lowering.p.buffer("y", plan.spec.dtype, &[tokens, features], BufferRole::Output);
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
-        multiply(lowering, 0, all, weight, bias, y);
-        return y;
+        return multiply(lowering, 0, all, weight, bias, y);
     }
-    let mut sums = ReducedTokens::new(lowering, name, features, lowering.p.policy().mover);
+    let mut sums = ReducedTokens::new(lowering, "y", features, lowering.p.policy().mover);
     for group in 0..plan.groups() {
         if group > 0 {
             sums.after_start(lowering, group);
@@ -130,7 +99,7 @@ fn row(lowering: &mut Lowering<'_>, name: &str) -> BufferId {
         let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
         sums.compute(lowering, group, "y", gemm);
     }
-    sums.finish(lowering)
+    sums.finish(lowering);
 }
 
 /// The rows of a group in a buffer of all tokens, and where they go in a buffer of the group's rows alone.

@@ -1,4 +1,3 @@
-use counterpoint_cuda::bench::GemmEnding;
 use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
 use counterpoint_plan::DType;
 
@@ -14,28 +13,11 @@ const COLUMN: [[usize; 2]; 3] = [[10240, 8192], [57344, 8192], [49152, 12288]];
 /// Rows.
 const ROWS: [usize; 5] = [128, 512, 2048, 8192, 32768];
 
-/// A product with its collective, and what follows.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Case {
-    pub(super) spec: GemmCollectiveSpec,
-    pub(super) ending: GemmEnding,
-}
-
-impl Case {
-    /// As it is called.
-    pub(super) fn name(&self) -> &'static str {
-        match self.ending {
-            GemmEnding::Stored => self.spec.collective.name(),
-            GemmEnding::Normed => "reduce-scatter-norm",
-        }
-    }
-}
-
 /// What is measured, in its order.
-pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<Case> {
-    let collectives: Vec<(GemmCollective, GemmEnding)> = match arguments.collective.as_slice() {
-        [] => GemmCollective::ALL.map(|collective| (collective, GemmEnding::Stored)).to_vec(),
-        given => given.iter().map(|given| (given.collective(), given.ending())).collect(),
+pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<GemmCollectiveSpec> {
+    let collectives: Vec<GemmCollective> = match arguments.collective.as_slice() {
+        [] => GemmCollective::ALL.to_vec(),
+        given => given.iter().map(|given| given.collective()).collect(),
     };
     let dtype = match (arguments.dtype, arguments.device) {
         (Some(BenchDType::F16), _) => DType::F16,
@@ -43,10 +25,7 @@ pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<Case> {
         (Some(BenchDType::Bf16) | None, _) => DType::Bf16,
     };
     let ranks = arguments.ranks as usize;
-    let case = |(collective, ending), [m, n, k]: [usize; 3]| {
-        let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype };
-        Case { spec, ending }
-    };
+    let spec = |collective, [m, n, k]: [usize; 3]| GemmCollectiveSpec { collective, ranks, m, n, k, dtype };
     let sizes = |collective| {
         if !arguments.shapes.is_empty() {
             arguments.shapes.clone()
@@ -60,7 +39,7 @@ pub(super) fn chosen(arguments: &BenchGemmCollectiveArguments) -> Vec<Case> {
     };
     collectives
         .into_iter()
-        .flat_map(|chosen| sizes(chosen.0).into_iter().map(move |size| case(chosen, size)))
+        .flat_map(|collective| sizes(collective).into_iter().map(move |s| spec(collective, s)))
         .collect()
 }
 

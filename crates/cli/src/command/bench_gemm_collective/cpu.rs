@@ -8,7 +8,6 @@ use counterpoint_mask::Range;
 use counterpoint_report::Statistics;
 use counterpoint_schedule::OverlapPolicy;
 
-use super::cases::Case;
 use super::row::Row;
 use crate::arguments::BenchGemmCollectiveArguments;
 
@@ -16,11 +15,10 @@ type Ranked = Prepared<CpuBackend, CpuTransport>;
 
 /// Times and checks one case on ranks that are threads of this machine: every element of the result.
 pub(super) fn measure(
-    case: &Case,
+    spec: &GemmCollectiveSpec,
     policies: &[OverlapPolicy],
     arguments: &BenchGemmCollectiveArguments,
 ) -> Result<Vec<Row>, ExecError> {
-    let spec = &case.spec;
     let inputs = Inputs::new(spec)?;
     let expected = inputs.product(spec);
     let mut first: Option<Vec<HostTensor>> = None;
@@ -45,7 +43,7 @@ pub(super) fn measure(
         };
         first.get_or_insert(results);
         rows.push(Row {
-            collective: case.name(),
+            collective: spec.collective.name(),
             ranks: spec.ranks,
             m: spec.m,
             n: spec.n,

@@ -5,13 +5,12 @@ mod cpu;
 mod peers;
 mod row;
 
-use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns, GemmEnding};
+use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
 use counterpoint_cuda::{CudaMachine, Timing};
-use counterpoint_exec::{ExecError, GemmOverlap};
+use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::CostModel;
 use counterpoint_schedule::OverlapPolicy;
 
-use self::cases::Case;
 use self::row::Row;
 use crate::arguments::{BenchGemmCollectiveArguments, Device, OverlapChoice};
 use crate::error::CliError;
@@ -35,17 +34,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         OverlapChoice::Auto => GemmOverlap::Predicted(&cost),
         OverlapChoice::Named(policy) => GemmOverlap::Policy(*policy),
     };
-    let normed = cases.iter().any(|case| case.ending == GemmEnding::Normed);
-    if normed && arguments.device == Device::Cpu {
-        let reason = "is timed on GPUs; add --device cuda".to_owned();
-        return Err(CliError::Flag { flag: "--collective", value: "reduce-scatter-norm".to_owned(), reason });
-    }
-    for case in &cases {
-        let spec = &case.spec;
+    for spec in &cases {
         let progress = Progress::new();
-        progress.step(format!("{} of {} x {} x {}", case.name(), spec.m, spec.n, spec.k));
+        progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
         let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
-        let rows = machine.measure(case, &policies, arguments).map_err(|source| CliError::Run { source })?;
+        let rows = machine.measure(spec, &policies, arguments).map_err(|source| CliError::Run { source })?;
         drop(progress);
         for row in &rows {
             if !row.is_right() {
@@ -118,20 +111,19 @@ impl Where {
 
     fn measure(
         &self,
-        case: &Case,
+        spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
     ) -> Result<Vec<Row>, ExecError> {
         match self {
-            Self::Cpu => cpu::measure(case, policies, arguments),
+            Self::Cpu => cpu::measure(spec, policies, arguments),
             Self::Cuda(bench) => {
                 // At 600 TFLOP/s, which no shape exceeds by much.
-                let estimate = 2e-5 + case.spec.flops() / 6e14;
+                let estimate = 2e-5 + spec.flops() / 6e14;
                 let iterations =
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
-                let times = bench.measure((&case.spec, case.ending), policies, runs)?;
-                Ok(Row::of(case, policies, &times))
+                Ok(Row::of(spec, policies, &bench.measure(spec, policies, runs)?))
             }
         }
     }

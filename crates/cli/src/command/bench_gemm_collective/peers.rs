@@ -1,10 +1,8 @@
 use std::process::Command;
 
-use counterpoint_cuda::bench::GemmEnding;
 use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
 use counterpoint_plan::DType;
 
-use super::cases::Case;
 use crate::arguments::{BenchGemmCollectiveArguments, Device};
 use crate::command::pytorch::run_script_on_gpus;
 use crate::error::CliError;
@@ -16,16 +14,13 @@ const SCRIPT: &str = include_str!("../../../../../benches/peers/gemm_collective.
 pub(super) fn run(
     names: &str,
     arguments: &BenchGemmCollectiveArguments,
-    cases: &[Case],
+    cases: &[GemmCollectiveSpec],
 ) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
     if arguments.device == Device::Cpu {
         return Err(no_peers("the peers are for GPUs; add --device cuda".to_owned()));
     }
-    // PyTorch has nothing that ends in a norm.
-    let stored = cases.iter().filter(|case| case.ending == GemmEnding::Stored);
-    let cases: Vec<GemmCollectiveSpec> = stored.map(|case| case.spec).collect();
-    run_script_on_gpus(SCRIPT, arguments.ranks as usize, || command(names, arguments, &cases))
+    run_script_on_gpus(SCRIPT, arguments.ranks as usize, || command(names, arguments, cases))
 }
 
 fn command(names: &str, arguments: &BenchGemmCollectiveArguments, cases: &[GemmCollectiveSpec]) -> Command {

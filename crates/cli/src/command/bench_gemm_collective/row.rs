@@ -1,9 +1,8 @@
 use counterpoint_cuda::bench::GemmCollectiveTimes;
+use counterpoint_exec::GemmCollectiveSpec;
 use counterpoint_report::Statistics;
 use counterpoint_schedule::OverlapPolicy;
 use serde::Serialize;
-
-use super::cases::Case;
 
 /// One product with its collective under one policy.
 #[derive(Clone, Debug, Serialize)]
@@ -37,13 +36,16 @@ pub(super) struct Library {
     pub(super) of_ideal: f64,
 }
 
-pub(super) const HEADER: &str = "collective                m      n      k  overlap              ours us  cuBLASLt+NCCL us  ratio  \
+pub(super) const HEADER: &str = "collective           m      n      k  overlap              ours us  cuBLASLt+NCCL us  ratio  \
                                  product us  collective us  of ideal    error  its error  differ\n";
 
 impl Row {
     /// A row for every policy.
-    pub(super) fn of(case: &Case, policies: &[OverlapPolicy], times: &GemmCollectiveTimes) -> Vec<Self> {
-        let spec = &case.spec;
+    pub(super) fn of(
+        spec: &GemmCollectiveSpec,
+        policies: &[OverlapPolicy],
+        times: &GemmCollectiveTimes,
+    ) -> Vec<Self> {
         let median =
             |samples: &[f64]| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
         let [library, product, collective] =
@@ -51,7 +53,7 @@ impl Row {
         let row = |(index, policy): (usize, &OverlapPolicy)| {
             let seconds = median(&times.policies[index]);
             Self {
-                collective: case.name(),
+                collective: spec.collective.name(),
                 ranks: spec.ranks,
                 m: spec.m,
                 n: spec.n,
@@ -81,7 +83,7 @@ impl Row {
 
     pub(super) fn line(&self) -> String {
         let Self { collective, m, n, k, overlap, seconds, error, different, .. } = self;
-        let mut line = format!("{collective:19} {m:6} {n:6} {k:6}  {overlap:18} {:9.1}", 1e6 * seconds);
+        let mut line = format!("{collective:14} {m:6} {n:6} {k:6}  {overlap:18} {:9.1}", 1e6 * seconds);
         line += &match &self.library {
             Some(library) => format!(
                 "  {:16.1}  {:5.3}  {:10.1}  {:13.1}  {:8.3}  {error:.1e}    {:.1e}  {different:6}\n",

@@ -3,13 +3,13 @@
 
 mod judge;
 mod meeting;
-mod norm;
 mod rank;
 
 use std::thread;
 use std::time::Duration;
 
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, Prepared, World, WorldConfig};
+use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::judge::judge;
@@ -58,15 +58,6 @@ pub struct GemmCollectiveRuns {
     pub samples: usize,
 }
 
-/// What becomes of a product's rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GemmEnding {
-    /// They are the result.
-    Stored,
-    /// Of a reduce-scatter: a residual is added to them, and they are normed.
-    Normed,
-}
-
 type Ranked = Prepared<CudaBackend, CudaTransport>;
 
 impl GemmCollectiveBench {
@@ -86,25 +77,26 @@ impl GemmCollectiveBench {
         &self.machine
     }
 
-    /// Times and checks one case under several policies.
+    /// Times and checks one case under several policies, those that overlap a product with its own collective in these groups.
     ///
     /// # Errors
     /// Whatever ends a run; [`ExecError::Tensor`] for a type that GPUs do not multiply.
     pub fn measure(
         &self,
-        (spec, ending): (&GemmCollectiveSpec, GemmEnding),
+        spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
+        groups: &WaveGroups,
         runs: GemmCollectiveRuns,
     ) -> Result<GemmCollectiveTimes, ExecError> {
         let element = match spec.dtype {
             counterpoint_plan::DType::F16 => ElementType::F16,
             _ => ElementType::Bf16,
         };
-        let prepared: Vec<Vec<Ranked>> = self.prepare((spec, ending), policies)?;
+        let prepared: Vec<Vec<Ranked>> = self.prepare(spec, policies, groups)?;
         let failed = |rank: usize| move |error| exec_error(rank, "a benchmark", error);
         let mut ranks = Vec::new();
         for (rank, programs) in prepared.into_iter().enumerate() {
-            ranks.push(Rank::new(self, (spec, ending), element, rank, programs).map_err(failed(rank))?);
+            ranks.push(Rank::new(self, spec, element, rank, programs).map_err(failed(rank))?);
         }
         let meeting = Meeting::new(ranks.len(), self.limit);
         let results: Vec<Option<RankTimes>> = thread::scope(|scope| {
@@ -140,12 +132,7 @@ impl GemmCollectiveBench {
             product: slowest(count + 1),
             collective: slowest(count + 2),
             errors: judged[..count].iter().map(|judged| judged.relative).collect(),
-            of_bound: (0..count)
-                .map(|at| {
-                    let norms = results.iter().map(|times| times.of_bound[at]);
-                    norms.fold(judged[at].of_bound, |a, b| if b <= a { a } else { b })
-                })
-                .collect(),
+            of_bound: judged[..count].iter().map(|judged| judged.of_bound).collect(),
             library_error: judged[count].relative,
             different: (0..count)
                 .map(|at| {
@@ -162,18 +149,14 @@ impl GemmCollectiveBench {
     /// The Programs of every rank, by rank and policy.
     fn prepare(
         &self,
-        (spec, ending): (&GemmCollectiveSpec, GemmEnding),
+        spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
+        groups: &WaveGroups,
     ) -> Result<Vec<Vec<Ranked>>, ExecError> {
         let mut by_rank: Vec<Vec<Ranked>> = (0..spec.ranks).map(|_| Vec::new()).collect();
         for policy in policies {
             let config = WorldConfig { limit: self.limit, poison: false, ..WorldConfig::default() };
-            let ranks = match ending {
-                GemmEnding::Stored => spec.prepare(&self.machine, *policy, config)?,
-                GemmEnding::Normed => {
-                    spec.prepare_norm(&self.machine, *policy, config, f64::from(norm::EPSILON))?
-                }
-            };
+            let ranks = spec.prepare_groups(&self.machine, groups.clone(), *policy, config)?;
             for (rank, prepared) in ranks.into_iter().enumerate() {
                 by_rank[rank].push(prepared);
             }

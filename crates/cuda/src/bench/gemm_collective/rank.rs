@@ -1,10 +1,10 @@
 use std::time::Instant;
 
 use counterpoint_exec::{ExecError, GemmCollective, GemmCollectiveSpec};
+use half::{bf16, f16};
 
 use super::meeting::Meeting;
-use super::norm::{NormTensors, elements};
-use super::{GemmCollectiveBench, GemmCollectiveRuns, GemmEnding, Ranked, SEED, weight_seed};
+use super::{GemmCollectiveBench, GemmCollectiveRuns, Ranked, SEED, weight_seed};
 use crate::backend::exec_error;
 use crate::bench::gemm::sample;
 use crate::kernel::{ElementType, GemmLayout, GemmSpec, GemmTensors, LibraryGemm, RandomFill};
@@ -30,8 +30,6 @@ pub(super) struct Rank<'a> {
     x: DeviceBuffer,
     weight: DeviceBuffer,
     y: DeviceBuffer,
-    /// Where a norm follows.
-    norm: Option<NormTensors>,
     gate: DeviceBuffer,
     library: LibraryGemm,
 }
@@ -44,8 +42,6 @@ pub(super) struct RankTimes {
     pub(super) sampled: Vec<usize>,
     /// Of each contender that has a result.
     pub(super) rows: Vec<Vec<Vec<f32>>>,
-    /// Likewise the largest share of an element's bound in what was made of those rows.
-    pub(super) of_bound: Vec<f64>,
 }
 
 /// What a rank enqueues and times.
@@ -60,7 +56,7 @@ enum Contender {
 impl<'a> Rank<'a> {
     pub(super) fn new(
         bench: &'a GemmCollectiveBench,
-        (spec, ending): (&GemmCollectiveSpec, GemmEnding),
+        spec: &GemmCollectiveSpec,
         element: ElementType,
         rank: usize,
         mut programs: Vec<Ranked>,
@@ -80,21 +76,20 @@ impl<'a> Rank<'a> {
         let fill = RandomFill::new(device, element.scalar())?;
         fill.launch(&stream, &x, SEED + rank as u64)?;
         fill.launch(&stream, &weight, weight_seed(rank))?;
-        let (norm, result) = match ending {
-            GemmEnding::Stored => (None, "y"),
-            GemmEnding::Normed => (Some(NormTensors::new(&stream, spec, element, rank)?), "product"),
-        };
         stream.synchronize()?;
         let library = bench.libraries[rank].gemm(&GemmSpec::new(m, n, k, GemmLayout::Nt, element))?;
         for program in &mut programs {
-            let tensors = [("x", &x, [x_rows, k]), ("weight", &weight, [n, k]), (result, &y, [y_rows, n])];
+            let tensors = [("x", &x, [x_rows, k]), ("weight", &weight, [n, k]), ("y", &y, [y_rows, n])];
             for (name, memory, shape) in tensors {
-                bind(program, name, CudaBuffer::new(memory.clone(), &shape, dtype)?)?;
+                let buffer = CudaBuffer::new(memory.clone(), &shape, dtype)?;
+                // The Programs are those of the spec.
+                program.bind(name, buffer).map_err(|error| CudaError::Launch {
+                    kernel: "a benchmark".to_owned(),
+                    reason: error.to_string(),
+                })?;
             }
-            norm.iter().try_for_each(|norm| norm.bind(program, spec))?;
         }
-        let spec = *spec;
-        Ok(Self { bench, spec, element, rank, programs, stream, whole, x, weight, y, norm, gate, library })
+        Ok(Self { bench, spec: *spec, element, rank, programs, stream, whole, x, weight, y, gate, library })
     }
 
     pub(super) fn run(
@@ -107,16 +102,14 @@ impl<'a> Rank<'a> {
             programs.chain([Contender::Library, Contender::Product, Contender::Collective]).collect();
         let y_rows = self.y.len() / (self.spec.n * self.element.bytes());
         let sampled = sample(y_rows, ROWS);
-        let (mut rows, mut of_bound) = (Vec::new(), Vec::new());
+        let mut rows = Vec::new();
         for &contender in &contenders[..=self.programs.len()] {
             self.fail(self.y.fill(&self.stream, 0xff).and_then(|()| self.stream.synchronize()))?;
             meeting.wait(self.rank)?;
             self.enqueue(contender)?;
             self.finish(contender)?;
             meeting.wait(self.rank)?;
-            let found = self.fail(sampled.iter().map(|&row| self.row(row)).collect::<Result<Vec<_>, _>>())?;
-            of_bound.push(self.fail(self.norm_of_bound(&sampled, &found))?);
-            rows.push(found);
+            rows.push(self.fail(sampled.iter().map(|&row| self.row(row)).collect::<Result<_, _>>())?);
         }
         let device = self.stream.device().clone();
         let event = || Event::timing(&device);
@@ -140,7 +133,7 @@ impl<'a> Rank<'a> {
                 seconds.push(took.as_secs_f64() / runs.iterations as f64);
             }
         }
-        Ok(RankTimes { seconds, sampled, rows, of_bound })
+        Ok(RankTimes { seconds, sampled, rows })
     }
 
     fn fail<R>(&self, result: Result<R, CudaError>) -> Result<R, ExecError> {
@@ -210,26 +203,16 @@ impl<'a> Rank<'a> {
         Ok(())
     }
 
-    /// A row of the result, before a norm.
+    /// A row of the result.
     fn row(&self, row: usize) -> Result<Vec<f32>, CudaError> {
-        elements(&self.stream, &self.y, self.element, row * self.spec.n, self.spec.n)
+        let (n, offset) = (self.spec.n, row * self.spec.n * self.element.bytes());
+        Ok(match self.element {
+            ElementType::Bf16 => {
+                self.y.download::<bf16>(&self.stream, offset, n)?.into_iter().map(f32::from).collect()
+            }
+            ElementType::F16 => {
+                self.y.download::<f16>(&self.stream, offset, n)?.into_iter().map(f32::from).collect()
+            }
+        })
     }
-
-    /// The largest share of an element's bound in the norms of some rows.
-    fn norm_of_bound(&self, sampled: &[usize], rows: &[Vec<f32>]) -> Result<f64, CudaError> {
-        let mut worst = 0.0;
-        let Some(norm) = &self.norm else { return Ok(worst) };
-        for (&row, sums) in sampled.iter().zip(rows) {
-            let share = norm.of_bound(&self.stream, row, sums)?;
-            worst = if share <= worst { worst } else { share };
-        }
-        Ok(worst)
-    }
-}
-
-/// Gives a Program, which is that of the spec, one of its tensors.
-pub(super) fn bind(program: &mut Ranked, name: &str, buffer: CudaBuffer) -> Result<(), CudaError> {
-    program
-        .bind(name, buffer)
-        .map_err(|error| CudaError::Launch { kernel: "a benchmark".to_owned(), reason: error.to_string() })
 }
