@@ -110,13 +110,27 @@ pub trait Backend: Clone + Send {
         signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
 
+    /// Has all that is enqueued from now on for the `ranks` of this process start at one time, once there was time to enqueue
+    /// it: on a device that runs behind its host, the rank that is enqueued first would else wait for the last one, which no
+    /// rank of a training step does. Nothing where operations start when they are enqueued.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn start_together(ranks: &[(&Self, &[Self::Stream])]) -> Result<(), ExecError>
+    where
+        Self: Sized,
+    {
+        let _ = ranks;
+        Ok(())
+    }
+
     /// Fills a buffer with NaN where the backend is set to do so. Called between runs only.
     ///
     /// # Errors
     /// When an operation still uses it.
     fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
 
-    /// Enqueues a compute operation. `buffers` is the Program's table.
+    /// Enqueues a compute operation. `buffers` and `signals` are the Program's tables; a kernel may raise a signal while it runs.
     ///
     /// # Errors
     /// The world's error, when it has failed; likewise below.
@@ -126,6 +140,7 @@ pub trait Backend: Clone + Send {
         place: &OpPlace,
         kernel: &Self::Kernel,
         buffers: &[Self::Buffer],
+        signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
 
     /// Enqueues the event's next record.

@@ -38,6 +38,9 @@ pub enum ProductStart {
     Free,
     /// The start of the communication that it should hide, of the group before it.
     AfterCommunication,
+    /// Nothing: one kernel computes all groups, so a group takes what it adds to the product of those before it. Where rows
+    /// travel before they are multiplied, as `Free`.
+    OneKernel,
 }
 
 /// What reductions and their ways back travel on.
@@ -109,6 +112,9 @@ struct Ends {
     pending: usize,
 }
 
+/// Of computation beside communication: below it, what was seen has another reason.
+const LEAST_SPEED: f64 = 0.25;
+
 /// Sequences that are kept for each number of waves done.
 const FRONT: usize = 64;
 
@@ -130,6 +136,17 @@ impl PassCosts {
             ends = self.step(ends, waves, left);
         }
         self.end(ends, groups.len())
+    }
+
+    /// Sets the speed of computation beside communication such that `groups` take the `seconds` that they were seen to take, as
+    /// far as it can account for them.
+    pub(crate) fn correct(&mut self, groups: &[usize], seconds: f64) {
+        // The seconds fall with the speed.
+        let (mut slow, mut fast) = (LEAST_SPEED, 1.0);
+        for _ in 0..30 {
+            self.speed_beside = 0.5 * (slow + fast);
+            if self.seconds(groups) > seconds { slow = self.speed_beside } else { fast = self.speed_beside }
+        }
     }
 
     /// The fastest sequence of at most `most` groups, in waves. Exact up to sequences whose ends differ by less than a
@@ -187,11 +204,18 @@ impl PassCosts {
             return ends;
         }
         let begin = match self.starts {
-            ProductStart::Free => ends.compute,
+            ProductStart::Free | ProductStart::OneKernel => ends.compute,
             ProductStart::AfterCommunication => ends.compute.max(ends.started),
         };
         let busy_until = ends.travel.max(ends.back);
-        ends.compute = self.compute_until(begin, self.product[waves], busy_until);
+        let seconds = match self.starts {
+            ProductStart::OneKernel => {
+                let done = self.waves() - left;
+                (self.product[done] - self.product[done - waves]).max(0.0)
+            }
+            ProductStart::Free | ProductStart::AfterCommunication => self.product[waves],
+        };
+        ends.compute = self.compute_until(begin, seconds, busy_until);
         // The next reduction comes before the way back of the last one where its product is done by then.
         let reduced = ends.travel;
         if ends.compute > reduced {

@@ -1,8 +1,8 @@
 use counterpoint_plan::DType;
 
 use crate::{
-    BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, StartOrder,
-    StreamId, StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, SignalId,
+    StartOrder, StreamId, StreamKind, StreamSpec,
 };
 
 /// Writes a [`Program`] under an [`OverlapPolicy`]: lowerings say what may run side by side, the builder turns that into
@@ -63,10 +63,18 @@ impl ProgramBuilder {
 
     /// A barrier where the policy asks for one.
     pub(crate) fn barrier(&mut self) -> Option<BarrierId> {
-        (self.program.policy.start == StartOrder::KernelBarrier).then(|| {
-            self.program.num_barriers += 1;
-            BarrierId(self.program.num_barriers - 1)
-        })
+        (self.program.policy.start == StartOrder::KernelBarrier).then(|| self.start_barrier())
+    }
+
+    /// A barrier whatever the policy: for computation that waits for communication inside and must not keep it from starting.
+    pub(crate) fn start_barrier(&mut self) -> BarrierId {
+        self.program.num_barriers += 1;
+        BarrierId(self.program.num_barriers - 1)
+    }
+
+    pub(crate) fn signal(&mut self) -> SignalId {
+        self.program.num_signals += 1;
+        SignalId(self.program.num_signals - 1)
     }
 
     pub(crate) fn push(&mut self, stream: StreamId, stage: Option<usize>, label: &str, op: Op) {

@@ -3,14 +3,16 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::{Extent, SelfCheck};
 use counterpoint_exec::{
-    AttentionInputs, Backend, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
+    AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
     Prepared, World, WorldConfig, random_inputs,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
 
-use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport, Device, Timing, TransportKind};
+use crate::{
+    CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
+};
 
 const ROWS: usize = 2048;
 /// Limit of every wait. Connecting the ranks of NCCL has it too.
@@ -19,8 +21,8 @@ const LIMIT: Duration = Duration::from_millis(1500);
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A rank dies, or stalls for longer than the limit, before operations of a run picked by the seed, each rank enqueued by a
-/// thread of its own: every rank must end within the limit with an error that names that rank, and the run after it must give
-/// the bits of the run before. `checked` hears of every check, with how many there are.
+/// thread of its own; or its GPU has no memory left, where it has one to itself: every rank must end within the limit with an error
+/// that names that rank, and the run after it must give the bits of the run before. `checked` hears of every check, with how many there are.
 ///
 /// # Errors
 /// When the undisturbed run fails.
@@ -37,10 +39,17 @@ pub fn selftest_faults(
     };
     let kinds = std::iter::repeat_n(FaultKind::Panic, deaths)
         .chain(std::iter::repeat_n(FaultKind::Stall(LIMIT + GRACE / 2), stalls));
-    let count = deaths + stalls;
+    // On a GPU that ranks share it would be all of theirs.
+    let exhausted = machine.devices().len() >= problem.programs.len();
+    let count = deaths + stalls + usize::from(exhausted);
     let mut checks = Vec::new();
     for (seed, kind) in kinds.enumerate() {
         let check = problem.strike(machine, seed, kind, &expected);
+        checked(&check, count);
+        checks.push(check);
+    }
+    if exhausted {
+        let check = problem.exhaust(machine, &expected);
         checked(&check, count);
         checks.push(check);
     }
@@ -75,6 +84,20 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
         Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
     };
     Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
+}
+
+/// All memory that a device gives.
+fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
+    const SMALLEST: usize = 64 << 10;
+    let mut all = Vec::new();
+    let mut bytes = 64 << 30;
+    while bytes >= SMALLEST {
+        match DeviceBuffer::new(device, bytes) {
+            Ok(buffer) => all.push(buffer),
+            Err(_) => bytes /= 2,
+        }
+    }
+    all
 }
 
 struct Problem {
@@ -113,11 +136,22 @@ impl Problem {
         machine: &CudaMachine,
         faults: Vec<FaultInjection>,
     ) -> Result<Vec<HostTensor>, Vec<ExecError>> {
+        self.run_on(self.connect(machine, faults).map_err(|error| vec![error])?)
+    }
+
+    fn connect(
+        &self,
+        machine: &CudaMachine,
+        faults: Vec<FaultInjection>,
+    ) -> Result<Vec<Ends<CudaMachine>>, ExecError> {
         let config = WorldConfig { limit: LIMIT, faults, ..WorldConfig::default() };
-        let world = World::new(self.programs.len(), config);
-        let ends = machine.connect(&world).map_err(|error| vec![error])?;
+        machine.connect(&World::new(self.programs.len(), config))
+    }
+
+    /// The same with ranks that are connected.
+    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Result<Vec<HostTensor>, Vec<ExecError>> {
         let ended: Vec<Result<HostTensor, ExecError>> = thread::scope(|scope| {
-            let run = |(rank, (backend, transport)): (usize, (CudaBackend, CudaTransport))| {
+            let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
                 scope.spawn(move || self.run_rank(rank, backend, transport))
             };
             let threads: Vec<_> = ends.into_iter().enumerate().map(run).collect();
@@ -136,6 +170,40 @@ impl Problem {
         }
     }
 
+    /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
+    fn exhaust(&self, machine: &CudaMachine, expected: &[HostTensor]) -> SelfCheck {
+        let victim = self.programs.len() - 1;
+        let name = format!("rank {victim} has no memory left: seconds until all ranks say so");
+        let Some(device) = machine.devices().get(victim) else {
+            return SelfCheck::failed(name, 0, "it shares its GPU".to_owned());
+        };
+        let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
+        let ends = match self.connect(machine, Vec::new()) {
+            Ok(ends) => ends,
+            Err(error) => return fail(error.to_string()),
+        };
+        let hog = all_memory(device);
+        let began = Instant::now();
+        let ended = self.run_on(ends);
+        let took = began.elapsed();
+        drop(hog);
+        let errors: Vec<String> = match ended {
+            Ok(_) => return fail("nobody noticed".to_owned()),
+            Err(errors) => errors.iter().map(ToString::to_string).collect(),
+        };
+        let says = |error: &&String| error.contains(&format!("rank {victim}")) && error.contains("memory");
+        if errors.iter().filter(says).count() < self.programs.len() {
+            return fail(format!("the ranks said: {}", errors.join("; ")));
+        }
+        match self.run(machine, Vec::new()) {
+            Ok(results) if results == expected => {
+                SelfCheck::of(name, 0, took.as_secs_f64(), (LIMIT + GRACE).as_secs_f64())
+            }
+            Ok(_) => fail("the run after it has other bits".to_owned()),
+            Err(errors) => fail(format!("the run after it failed: {}", errors[0])),
+        }
+    }
+
     fn run_rank(
         &self,
         rank: usize,
@@ -145,7 +213,8 @@ impl Problem {
         let AttentionInputs { q, k, v, .. } = &self.inputs[rank];
         let mut inputs = Vec::new();
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-            inputs.push((name, backend.upload(name, tensor.clone())?));
+            let uploaded = backend.upload(name, tensor.clone());
+            inputs.push((name, uploaded.map_err(|error| backend.fail(error))?));
         }
         let told = backend.clone();
         let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;

@@ -8,7 +8,7 @@ use counterpoint_exec::{
     Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 use half::bf16;
 
@@ -16,8 +16,10 @@ use crate::backend::exec_error;
 use crate::kernel::GEMM_DESTINATIONS;
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
 
-/// Rows of each rank, those of two tiles and a slice of one, columns and terms: few tiles, so that calls follow each other closely.
-const ROWS: [usize; 2] = [256, 32];
+/// Rows of each rank: two tiles, and a slice of one.
+pub(super) const ROWS: usize = 256;
+const SLICE: usize = 32;
+/// Columns and terms: few tiles, so that calls follow each other closely.
 const COLUMNS: usize = 256;
 const TERMS: usize = 128;
 /// Calls whose results are kept until they are looked at.
@@ -37,17 +39,28 @@ pub fn selftest_fused(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfC
         Extent::Full => 200,
         Extent::Quick => 5,
     };
-    let cases = GemmCollective::ALL.into_iter().flat_map(|collective| ROWS.map(|rows| (collective, rows)));
+    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
+    let all = GemmCollective::ALL.map(|collective| (collective, ROWS));
     // A gather of less than a tile is not fused.
-    let fused =
-        cases.filter(|&(collective, rows)| collective != GemmCollective::AllGather || rows == ROWS[0]);
-    fused.map(|(collective, rows)| examine(machine, collective, rows, batches)).collect()
+    let slices =
+        [GemmCollective::ReduceScatter, GemmCollective::AllReduce].map(|collective| (collective, SLICE));
+    let cases = all.into_iter().chain(slices);
+    cases.map(|case| examine(machine, case, &way, batches)).collect()
 }
 
-fn examine(
+/// How a product and its collective are run.
+pub(super) struct Way {
+    pub(super) name: &'static str,
+    pub(super) policy: OverlapPolicy,
+    pub(super) groups: WaveGroups,
+}
+
+/// One collective's calls, so many batches of them.
+pub(super) fn examine(
     machine: &CudaMachine,
-    collective: GemmCollective,
-    own_rows: usize,
+    (collective, own_rows): (GemmCollective, usize),
+    way: &Way,
     batches: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
@@ -67,8 +80,7 @@ fn examine(
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
-    let prepared = spec.prepare(machine, policy, world)?;
+    let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
             .into_iter()
@@ -89,8 +101,9 @@ fn examine(
     })?;
     let calls = batches * BATCH;
     let name = format!(
-        "{calls} products of {m} rows with {} on {ranks} GPUs, random delays, wrong elements",
-        collective.name()
+        "{calls} products of {m} rows with {}, {}, on {ranks} GPUs, random delays, wrong elements",
+        collective.name(),
+        way.name
     );
     Ok(SelfCheck::of(name, 0, wrong as f64, 0.0))
 }

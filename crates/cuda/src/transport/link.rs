@@ -1,18 +1,20 @@
 //! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
-//! rows and mailboxes; from then on a run is one launch.
+//! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
 use std::sync::{Arc, OnceLock};
 
-use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
-use counterpoint_schedule::{BufferSpec, ReduceOp};
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, WireTensor};
+use counterpoint_exec::{CollectiveCall, ExecError};
+use counterpoint_mask::Range;
+use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 
+use super::engine::{EngineUse, LinkEngine};
 use super::process::KnownShifts;
 use super::rows;
-use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
-    LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkReduce,
-    LinkReduceSpec, RowMove, Scalar,
+    LINK_PARTS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection,
+    LinkEnd, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -24,6 +26,7 @@ pub(super) struct LinkWork {
     end: Arc<LinkEnd>,
     abort: LinkAbort,
     num_sms: u32,
+    engines: EngineUse,
     /// Of a group-reduce.
     spec: Option<LinkReduceSpec>,
     /// Made when ranks first meet.
@@ -32,6 +35,8 @@ pub(super) struct LinkWork {
 
 struct Met {
     kernel: LinkKernel,
+    /// Of a group-cast some of whose rows are not in the kernel's list.
+    engine: Option<LinkEngine>,
     peers: LinkPeers,
     /// Where ranks are processes.
     shifts: KnownShifts,
@@ -45,7 +50,7 @@ enum LinkKernel {
 /// Whether there is a kernel for a collective. Depends on what all ranks agree on only.
 pub(super) fn takes(collective: &Collective) -> bool {
     let tensors = &collective.contract.tensors;
-    if tensors.len() > LINK_TENSORS {
+    if tensors.len() > LINK_TENSORS || collective.delivery_parts.is_some_and(|parts| parts > LINK_PARTS) {
         return false;
     }
     match &collective.reduction {
@@ -72,6 +77,7 @@ impl LinkWork {
         outputs: &[BufferSpec],
         num_sms: u32,
         abort: &LinkAbort,
+        engines: EngineUse,
     ) -> Result<Self, CudaError> {
         let spec = collective.reduction.as_ref().map(|reduction| {
             let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
@@ -98,12 +104,22 @@ impl LinkWork {
         }
         let setup = Stream::new(device, StreamPriority::Low)?;
         let end = Arc::new(LinkEnd::new(&setup)?);
-        Ok(Self { end, abort: abort.clone(), num_sms, spec, met: OnceLock::new() })
+        Ok(Self { end, abort: abort.clone(), num_sms, engines, spec, met: OnceLock::new() })
     }
 
-    /// Whether the ranks know each other.
+    /// Whether the ranks know each other, and all that they need to know in every run.
     pub(super) fn has_met(&self) -> bool {
-        self.met.get().is_some()
+        self.met.get().is_some_and(|met| met.engine.is_none())
+    }
+
+    /// Who needs to know where the outputs are: in the first run all that send rows of a group-cast, for any may leave them to an
+    /// engine.
+    pub(super) fn told_of_outputs<'a>(&'a self, pattern: &'a Pattern) -> &'a [PeerRows] {
+        match self.met.get() {
+            None if self.spec.is_none() => &pattern.incoming,
+            None => &[],
+            Some(met) => met.engine.as_ref().map_or(&[], LinkEngine::senders),
+        }
     }
 
     pub(super) fn mailbox(&self) -> DeviceBuffer {
@@ -118,7 +134,8 @@ impl CudaTransport {
         meeting: &CudaMeeting,
         work: &LinkWork,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, place, barrier, .. } = *call;
+        let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
+        let is_first = work.met.get().is_none();
         let met = match work.met.get() {
             Some(met) => met,
             None => {
@@ -145,15 +162,29 @@ impl CudaTransport {
             let (setup, peers) = (backend.setup(), &met.peers.announce_to);
             link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
         }
+        if let Some((signal, parts)) = call.signal.zip(call.collective.collective.delivery_parts) {
+            signal.deliver(LinkArrivals::of(&link, parts));
+        }
         // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
         let started = barrier.map(CudaBarrier::arrival).transpose()?;
         let started = started.as_ref();
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
-            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Copy(copy) => match &met.engine {
+                Some(engine) => self.link_by_engines(call, meeting, (copy, engine), &link, started)?,
+                None => unsafe { copy.launch(stream.queue(), &link, LinkPhase::Whole, started) }?,
+            },
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
+        // Those that have told where their outputs are.
+        let pattern = &collective.collective.pattern;
+        let told: Vec<usize> = match (&met.kernel, &met.engine) {
+            (LinkKernel::Copy(_), _) if is_first => pattern.outgoing.iter().map(|peer| peer.rank).collect(),
+            (_, Some(engine)) => engine.receivers().collect(),
+            _ => Vec::new(),
+        };
+        told.into_iter().try_for_each(|rank| self.acknowledge(rank, meeting.sequence))?;
         Ok(())
     }
 
@@ -165,17 +196,33 @@ impl CudaTransport {
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
-        let mut mailboxes = Vec::with_capacity(ranks.len());
-        let mut moves = Vec::new();
+        let posts = ranks.into_iter().map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
+        let posts: Vec<(usize, Arc<Post<Part>>)> = posts.collect::<Result<_, ExecError>>()?;
+        let row_bytes = rows::row_bytes(&collective.collective);
+        let engine = match &work.spec {
+            // What takes rows as they arrive holds all multiprocessors, and the launch that ends a call of copy engines needs one.
+            None if collective.collective.delivery_parts.is_none() => {
+                let place = (self.rank, self.world.size());
+                LinkEngine::new(&self.device, work.engines, place, pattern, &posts, &row_bytes)?
+            }
+            _ => None,
+        };
+        let mut mailboxes = Vec::with_capacity(posts.len());
+        let told = collective.collective.delivery_parts;
+        let mut parts = vec![Vec::new(); told.unwrap_or(1)];
         let pushes = work.spec.is_none() && CAST == LinkDirection::Push;
-        for rank in ranks {
-            let post = self.post_of(call, meeting, rank)?;
+        for (rank, post) in posts {
             let theirs = &post.collective.pattern;
             let pairs = match pushes {
                 true => pattern.to(rank).iter().zip(theirs.from(self.rank)),
                 false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
             };
-            moves.extend(pairs.map(|(&from, &to)| RowMove { peer: rank, from, to }));
+            if !engine.as_ref().is_some_and(|engine| engine.sends_to(rank)) {
+                let rows = theirs.incoming.iter().map(PeerRows::total).sum();
+                for (&from, &to) in pairs {
+                    cut_into_parts(RowMove { peer: rank, from, to }, rows, &mut parts);
+                }
+            }
             if let Some(mailbox) = &post.payload.mailbox {
                 mailboxes.push((rank, mailbox.clone()));
             }
@@ -186,12 +233,47 @@ impl CudaTransport {
         let setup = backend.setup();
         let kernel = match &work.spec {
             None => {
-                let row_bytes = rows::row_bytes(&collective.collective);
-                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &moves, work.num_sms)?)
+                let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
+                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
             }
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &parts.concat(), work.num_sms)?),
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, peers, shifts: KnownShifts::default() })
+        Ok(Met { kernel, engine, peers, shifts: KnownShifts::default() })
+    }
+}
+
+/// Adds a move to the parts in which its receiver, who receives so many `rows`, is told of them.
+fn cut_into_parts(whole: RowMove, rows: usize, parts: &mut [Vec<RowMove>]) {
+    let count = parts.len();
+    let mut begin = 0;
+    for (part, moves) in parts.iter_mut().enumerate() {
+        let end = if part + 1 == count { usize::MAX } else { Delivery::end(part, count, rows) };
+        let to = whole.to.intersect(&Range::new(begin, end));
+        if !to.is_empty() {
+            let skipped = to.start - whole.to.start;
+            let from = whole.from.start + skipped;
+            moves.push(RowMove { from: Range::new(from, from + to.len()), to, ..whole });
+        }
+        begin = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_the_part_that_it_is_told_of_in() {
+        let whole = RowMove { peer: 1, from: Range::new(100, 170), to: Range::new(20, 90) };
+        let mut parts = vec![Vec::new(); 3];
+        cut_into_parts(whole, 100, &mut parts);
+        let rows = |part: usize| parts[part].iter().map(|step| (step.from, step.to)).collect::<Vec<_>>();
+        assert_eq!(rows(0), [(Range::new(100, 113), Range::new(20, 33))]);
+        assert_eq!(rows(1), [(Range::new(113, 146), Range::new(33, 66))]);
+        assert_eq!(rows(2), [(Range::new(146, 170), Range::new(66, 90))]);
+        let mut one = vec![Vec::new()];
+        cut_into_parts(whole, 90, &mut one);
+        assert_eq!(one[0], [whole]);
     }
 }

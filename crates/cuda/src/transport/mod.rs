@@ -12,6 +12,7 @@
 
 mod cast_gemm;
 mod copies;
+mod engine;
 mod exchange;
 mod fused;
 mod gemm_reduce;
@@ -37,6 +38,7 @@ use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
+pub use engine::EngineUse;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
 pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
@@ -60,8 +62,8 @@ pub struct CudaTransport {
 pub(crate) enum Means {
     /// Kernels that read the other ranks' memory, after events.
     Pull,
-    /// Kernels of `num_sms` blocks that do so and meet by themselves.
-    Link { num_sms: u32, abort: LinkAbort },
+    /// Kernels of `num_sms` blocks that do so and meet by themselves, and copy engines beside them.
+    Link { num_sms: u32, abort: LinkAbort, engines: EngineUse },
     /// Copy engines.
     Push,
     /// NCCL.
@@ -71,11 +73,16 @@ pub(crate) enum Means {
 impl Means {
     /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
     /// behind them.
-    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+    pub(crate) fn link(
+        world: &World,
+        device: &Device,
+        num_sms: u32,
+        engines: EngineUse,
+    ) -> Result<Self, CudaError> {
         let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
         let ended = abort.clone();
         world.when_failed(move || ended.set());
-        Ok(Self::Link { num_sms, abort })
+        Ok(Self::Link { num_sms, abort, engines })
     }
 }
 
@@ -124,6 +131,11 @@ enum Work {
 }
 
 impl CudaCollective {
+    /// Parts in which its rows are told of as they come.
+    fn delivery_parts(&self) -> Option<usize> {
+        self.collective.delivery_parts
+    }
+
     /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
     fn has_met(&self) -> bool {
         match &self.work {
@@ -208,8 +220,8 @@ impl CudaTransport {
         };
         match &self.means {
             Means::Pull => pull(),
-            Means::Link { num_sms, abort } if link::takes(collective) => {
-                LinkWork::new(&self.device, collective, outputs, *num_sms, abort).map(Work::Link)
+            Means::Link { num_sms, abort, engines } if link::takes(collective) => {
+                LinkWork::new(&self.device, collective, outputs, *num_sms, abort, *engines).map(Work::Link)
             }
             Means::Link { .. } => pull(),
             // No copy engine rounds.
@@ -318,7 +330,7 @@ pub struct CudaMeeting {
 
 impl CudaTransport {
     fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
         let queue = stream.queue();
         backend.device().bind()?;
         stream.status().begin(place);
@@ -358,7 +370,11 @@ impl CudaTransport {
             }
             Work::Link(link) => {
                 part.mailbox = Some(link.mailbox());
-                &[][..]
+                let told = link.told_of_outputs(pattern);
+                if !told.is_empty() {
+                    part.outputs = outputs();
+                }
+                told
             }
             Work::GemmReduce(work) => {
                 part.mailbox = Some(work.mailbox());
@@ -393,7 +409,13 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
+            Work::Link(_) if meeting.own.is_some() => {
+                self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
+            }
             Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
+        }
+        if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
+            signal.raise(stream.queue(), parts as u64)?;
         }
         self.board.finish(self.rank, meeting.sequence, place);
         let kind = match &collective.work {

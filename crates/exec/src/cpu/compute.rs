@@ -1,16 +1,18 @@
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState, BufferId,
-    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
+    ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
+    BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RmsNorm, RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
+use super::user_kernel::{self, CpuUserKernels};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResultArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta, attention_finish,
-    attention_forward, attention_share, cast, column_sum, gemm,
+    ResultArgs, RmsNormArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving,
+    attention_delta, attention_finish, attention_forward_arriving, attention_share, cast, column_sum, gemm,
+    rms_norm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -19,23 +21,52 @@ use crate::{ExecError, OpPlace};
 #[derive(Clone)]
 pub struct CpuKernel {
     op: Op,
+    user_kernels: CpuUserKernels,
 }
 
 impl CpuKernel {
-    pub(super) fn new(program: &Program, index: usize) -> Result<Self, ExecError> {
+    pub(super) fn new(
+        program: &Program,
+        index: usize,
+        user_kernels: &CpuUserKernels,
+    ) -> Result<Self, ExecError> {
         check_operands(program, index)?;
-        Ok(Self { op: program.ops[index].op.clone() })
+        let op = program.ops[index].op.clone();
+        if let Op::UserKernel(user) = &op
+            && user_kernels.get(&user.kernel).is_none()
+        {
+            let (name, label) = (&user.kernel, &program.ops[index].label);
+            return Err(ExecError::Program {
+                program: program.name.clone(),
+                rank: program.rank,
+                reason: format!("op {index} ({label}): this machine was given no kernel `{name}`"),
+            });
+        }
+        Ok(Self { op, user_kernels: user_kernels.clone() })
     }
 
-    /// On a stream's thread: runs it on `workers`.
+    /// The signal that it raises, and to what.
+    pub(super) fn raises(&self) -> Option<(SignalId, u64)> {
+        self.op.raises().map(|(signal, parts)| (signal, parts as u64))
+    }
+
+    /// That of the rows that it takes as they arrive, whose group-cast is enqueued before it.
+    pub(super) fn delivery(&self) -> Option<Delivery> {
+        self.op.arriving().map(|keys| keys.delivery)
+    }
+
+    /// On a stream's thread: runs it on `workers`. `raise` raises its signal, `delivered` waits for the rows that it takes as they
+    /// arrive.
     pub(super) fn run(
         &self,
         rank: usize,
         place: &OpPlace,
         buffers: &[CpuBuffer],
         workers: &ThreadPool,
+        raise: impl Fn(u64),
+        delivered: &dyn Fn() -> Result<(), ExecError>,
     ) -> Result<(), ExecError> {
-        let access = Access { rank, place, buffers };
+        let access = Access { rank, place, buffers, delivered };
         let dtype = |id: BufferId| buffers[id.0].dtype();
         match &self.op {
             Op::AttentionForward(op) => {
@@ -57,9 +88,22 @@ impl CpuKernel {
                 })
             }
             Op::Gemm(op) => multiply(op, &access, workers),
+            Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
+                multiply(group, &access, workers)?;
+                raise(done as u64 + 1);
+                Ok(())
+            }),
             // Its collectives are operations of their own here.
             Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
             Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
+            Op::UserKernel(op) => match self.user_kernels.get(&op.kernel) {
+                Some(body) => user_kernel::run(op, body, &access, raise),
+                // `new` has found it.
+                None => Ok(()),
+            },
+            Op::RmsNorm(op) => {
+                with_host_element!(dtype(op.out), T => normalise_rows::<T>(op, &access, workers))
+            }
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)
@@ -115,7 +159,8 @@ where
             scale: op.scale,
             softcap: op.softcap,
         };
-        attention_forward(args, workers);
+        let (arriving, rows) = access.arriving(op.arriving.as_ref());
+        attention_forward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))
     };
     let (sink, out, lse) = match op.end {
         ForwardEnd::State(AttentionState { acc, row_max, row_sum }) => {
@@ -126,11 +171,10 @@ where
                 row_max: elements_mut(&mut row_max),
                 row_sum: elements_mut(&mut row_sum),
             };
-            run(match op.begin {
+            return run(match op.begin {
                 ForwardBegin::Start => ForwardMode::First(state),
                 ForwardBegin::Continue(_) => ForwardMode::Next(state),
             });
-            return Ok(());
         }
         ForwardEnd::Result { sink, out, lse } => (sink, out, lse),
     };
@@ -144,7 +188,7 @@ where
             row_max: elements_mut(&mut lse),
             row_sum: &mut row_sum,
         };
-        run(ForwardMode::First(state));
+        run(ForwardMode::First(state))?;
         let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut(&mut lse));
         attention_share(out, lse, &row_sum, v.shape()[2], workers);
         return Ok(());
@@ -160,10 +204,9 @@ where
             let (acc, row_max, row_sum) = (access.read(acc)?, access.read(row_max)?, access.read(row_sum)?);
             let state =
                 StateArgs { acc: elements(&acc), row_max: elements(&row_max), row_sum: elements(&row_sum) };
-            run(ForwardMode::Last(state, result));
+            run(ForwardMode::Last(state, result))
         }
     }
-    Ok(())
 }
 
 fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
@@ -236,7 +279,8 @@ where
         softcap: op.softcap,
         accumulate_dq: op.accumulate_dq,
     };
-    attention_backward(args, workers);
+    let (arriving, rows) = access.arriving(op.arriving.as_ref());
+    attention_backward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))?;
     if let Some(rounded) = op.rounded_dq {
         let mut rounded = access.write(rounded)?;
         cast::<T::Accumulator, T>(elements_mut(&mut dq), elements_mut(&mut rounded), workers);
@@ -278,6 +322,27 @@ where
     let src = access.read_blocks(&op.src)?;
     let mut dst = access.write(op.dst)?;
     column_sum::<T, D>(&pieces(&op.src, &src), elements_mut(&mut dst), op.accumulate, workers);
+    Ok(())
+}
+
+fn normalise_rows<T: Element>(
+    op: &RmsNorm,
+    access: &Access<'_>,
+    workers: &ThreadPool,
+) -> Result<(), ExecError> {
+    let (src, weight) = (access.read_blocks(&op.src)?, access.read(op.weight)?);
+    let residual = op.residual.map(|(residual, _)| access.read(residual)).transpose()?;
+    let mut sum = op.residual.map(|(_, sum)| access.write(sum)).transpose()?;
+    let mut out = access.write(op.out)?;
+    let args = RmsNormArgs {
+        src: pieces::<T>(&op.src, &src),
+        columns: weight.len(),
+        residual: residual.as_ref().zip(sum.as_mut()).map(|(from, to)| (elements(from), elements_mut(to))),
+        weight: elements(&weight),
+        epsilon: op.epsilon,
+        out: elements_mut(&mut out),
+    };
+    rms_norm(args, workers);
     Ok(())
 }
 
@@ -343,15 +408,16 @@ fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [
 }
 
 /// Gives an operation its tensors.
-struct Access<'a> {
+pub(super) struct Access<'a> {
     rank: usize,
     place: &'a OpPlace,
     /// The Program's table.
     buffers: &'a [CpuBuffer],
+    delivered: &'a dyn Fn() -> Result<(), ExecError>,
 }
 
 impl<'a> Access<'a> {
-    fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
+    pub(super) fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
         self.buffers[id.0].read(self.rank, self.place)
     }
 
@@ -359,7 +425,29 @@ impl<'a> Access<'a> {
         blocks.iter().map(|block| self.read(block.buffer)).collect()
     }
 
-    fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
+    /// Gives a kernel the rows that arrive while it runs, once they are there. On this thread, because workers may be what another
+    /// rank needs to send them.
+    fn take_arriving<T: HostElement>(
+        &self,
+        arriving: Option<&ArrivingKeys>,
+        take: TakeKeys<'_, T>,
+    ) -> Result<(), ExecError> {
+        let Some(ArrivingKeys { k, v, .. }) = arriving else {
+            take(&[], &[]);
+            return Ok(());
+        };
+        (self.delivered)()?;
+        let (k, v) = (self.read(*k)?, self.read(*v)?);
+        take(elements(&k), elements(&v));
+        Ok(())
+    }
+
+    /// Beside them their number of rows.
+    fn arriving<'b>(&self, arriving: Option<&'b ArrivingKeys>) -> (Option<&'b ArrivingKeys>, usize) {
+        (arriving, arriving.map_or(0, |keys| self.buffers[keys.k.0].shape()[0]))
+    }
+
+    pub(super) fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
         self.buffers[id.0].write(self.rank, self.place)
     }
 }

@@ -6,8 +6,8 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, compute_seconds, transfer};
-use crate::{Op, Program, Span, SpanKind};
+use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
+use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
 pub(super) fn run(
@@ -144,9 +144,16 @@ impl<'a> Clockwork<'a> {
                     *signal = (*signal).max(*value);
                     self.wake_waiting(rank, now);
                 }
+                // What it can do before its rows are there is done.
+                computation if state.parts[stream] > 0 && !state.is_released(computation) => return,
                 _ => {
                     match collective {
-                        None => self.start_computation(rank, stream, op, now),
+                        None => {
+                            if state.parts[stream] == 0 {
+                                state.reached[stream] = now;
+                            }
+                            self.start_computation(rank, stream, op, now);
+                        }
                         Some(number) if state.has_workers(sharing) => {
                             self.start_collective(rank, stream, op, number, now);
                         }
@@ -188,7 +195,9 @@ impl<'a> Clockwork<'a> {
         let waits = |&stream: &usize| {
             state.head(stream).is_some_and(|(op, _)| {
                 let op = &state.program.ops[op].op;
-                matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) && state.is_released(op)
+                let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
+                (waits || (state.parts[stream] > 0 && state.heads[stream] == Head::Waiting))
+                    && state.is_released(op)
             })
         };
         let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
@@ -199,9 +208,11 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let left = compute_seconds(state.program, &state.program.ops[op], cost);
+        let (part, computed) = (state.parts[stream], state.computed_seconds);
+        let op = &state.program.ops[op];
+        let Some(left) = part_seconds(state.program, op, part, computed, cost) else { return };
+        state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
-        state.reached[stream] = now;
         state.computing.push(Computing { stream, left, since: now, speed });
         let number = self.enter(now + left / speed, rank, stream);
         self.ranks[rank].heads[stream] = Head::Running(number);
@@ -286,7 +297,8 @@ impl<'a> Clockwork<'a> {
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
         if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
-            let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
+            let multiplying = compute_seconds(program, &program.ops[op], 0.0, self.cost);
+            let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
         }
         let number = self.enter(end, rank, stream);
@@ -308,9 +320,17 @@ impl<'a> Clockwork<'a> {
             }
             None => {
                 state.computing.retain(|computing| computing.stream != stream);
+                if self.go_on(rank, stream, op, now) {
+                    return;
+                }
                 SpanKind::Compute
             }
         };
+        let state = &mut self.ranks[rank];
+        if let Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) = &state.program.ops[op].op {
+            state.signals[delivery.signal.0] = delivery.parts as u64;
+            self.wake_waiting(rank, now);
+        }
         self.span(rank, stream, op, kind, start, now);
         self.pass(rank, stream, now);
         self.change_speed(rank, now);
@@ -322,6 +342,36 @@ impl<'a> Clockwork<'a> {
         for stream in self.pending(rank, |reached| reached == now) {
             self.enter(now, rank, stream);
         }
+    }
+
+    /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
+    fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
+        let state = &mut self.ranks[rank];
+        if state.program.ops[op].op.arriving().is_some() {
+            state.parts[stream] += 1;
+            state.heads[stream] = Head::Waiting;
+            let more = state.parts[stream] < 2;
+            if more {
+                self.change_speed(rank, now);
+                self.advance(rank, stream, now);
+            }
+            return more;
+        }
+        let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
+        state.parts[stream] += 1;
+        let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);
+        *signal = (*signal).max(done as u64);
+        self.wake_waiting(rank, now);
+        if done == parts {
+            self.ranks[rank].parts[stream] = 0;
+            return false;
+        }
+        // A grid that nothing is kept free of lets others in between two parts.
+        for waiting in self.pending(rank, |reached| reached < now) {
+            self.advance(rank, waiting, now);
+        }
+        self.start_computation(rank, stream, op, now);
+        true
     }
 
     /// Streams at whose head is a collective that has not started, of those reached at such a time.

@@ -6,9 +6,9 @@ mod peers;
 mod row;
 
 use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
-use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
-use counterpoint_plan::CostModel;
+use counterpoint_plan::{CostModel, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
 use self::row::Row;
@@ -77,6 +77,11 @@ fn costs(arguments: &BenchGemmCollectiveArguments) -> Result<CostModel, CliError
     Ok(profile.map_or(CostModel::H200, |profile| profile.cost))
 }
 
+/// In which groups an overlapped product's rows travel.
+fn groups(arguments: &BenchGemmCollectiveArguments) -> WaveGroups {
+    arguments.groups.map_or(WaveGroups::Auto, |groups| WaveGroups::Fixed(groups as usize))
+}
+
 /// What `--device` names.
 enum Where {
     Cpu,
@@ -85,12 +90,19 @@ enum Where {
 
 impl Where {
     fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
+        if arguments.device == Device::Cpu && arguments.transport != TransportKind::Auto {
+            let reason = "is for GPUs; add --device cuda".to_owned();
+            let value = arguments.transport.to_string();
+            return Err(CliError::Flag { flag: "--transport", value, reason });
+        }
         if arguments.device == Device::Cpu {
             return Ok(Self::Cpu);
         }
         let failed = |source| CliError::Cuda { source };
         let ranks = arguments.ranks as usize;
-        let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off)
+            .and_then(|machine| machine.with_transport(arguments.transport))
+            .map_err(failed)?;
         if machine.devices().len() < ranks {
             let reason = format!("needs a GPU for each rank, and there are {}", machine.devices().len());
             return Err(CliError::Flag { flag: "--ranks", value: ranks.to_string(), reason });
@@ -123,7 +135,7 @@ impl Where {
                 let iterations =
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
-                Ok(Row::of(spec, policies, &bench.measure(spec, policies, runs)?))
+                Ok(Row::of(spec, policies, &bench.measure(spec, policies, &groups(arguments), runs)?))
             }
         }
     }

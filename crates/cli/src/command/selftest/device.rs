@@ -2,11 +2,12 @@
 
 use std::time::Instant;
 
-use counterpoint_cuda::TransportKind;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
-    selftest_guard, selftest_isolation, selftest_links, selftest_long,
+    selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
+    selftest_signalled_products, selftest_signals, selftest_signals_in_graphs, selftest_step_graphs,
 };
+use counterpoint_cuda::{EngineUse, TransportKind};
 use counterpoint_exec::TcpLoopback;
 use counterpoint_exec::selftest::{
     CpuSubject, Extent, SelfCheck, Subject, selftest_attention, selftest_collectives, selftest_linear,
@@ -116,6 +117,10 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
         let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
         ledger.add(selftest_links(devices, extent).map_err(failed)?)?;
     }
+    if ledger.section("signals of products") {
+        let devices = nvlink.as_ref().unwrap_or(subject).machine().devices();
+        ledger.add(selftest_signals(devices, extent).map_err(failed)?)?;
+    }
     let gpus = nvlink.as_ref().map_or(1, |subject| subject.machine().devices().len());
     if ledger.section("processes") {
         let checks = processes::examine(gpus, extent);
@@ -159,9 +164,41 @@ fn examine_gpus(subject: &CudaSubject, extent: Extent, ledger: &mut Ledger) -> R
             examine_collectives(&subject, most_ranks, extent, ledger)?;
         }
     }
+    if ledger.section("collectives by kernels and copy engines") {
+        let machine = nvlink.machine().clone().with_engines(EngineUse::ALWAYS);
+        let heard = |check: &SelfCheck, cases: usize| ledger.hear(check, cases);
+        let checks = selftest_collectives(&machine, extent, gpus, heard);
+        ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
+    for (section, transport) in [
+        ("graphs of steps by nvlink", TransportKind::Nvlink),
+        ("graphs of steps by copy-engine", TransportKind::CopyEngine),
+        ("graphs of steps by nccl", TransportKind::Nccl),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        if ledger.section(section) {
+            let checks = selftest_step_graphs(subject.machine(), extent);
+            ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+        }
+    }
     if nvlink.gpu().arch().is_hopper() && ledger.section("products whose rows travel") {
         let checks = selftest_fused(nvlink.machine(), extent);
         ledger.add(checks.map_err(|source| CliError::Run { source })?)?;
+    }
+    for (section, transport) in [
+        ("signalled products by nvlink", TransportKind::Nvlink),
+        ("signalled products by copy-engine", TransportKind::CopyEngine),
+        ("signalled products by nccl", TransportKind::Nccl),
+    ] {
+        let Some(subject) = over(transport)? else { continue };
+        if subject.gpu().arch().is_hopper() && ledger.section(section) {
+            let run = |source| CliError::Run { source };
+            ledger.add(selftest_signalled_products(subject.machine(), extent).map_err(run)?)?;
+            ledger.add(selftest_normalised(subject.machine()).map_err(run)?)?;
+            if transport != TransportKind::CopyEngine {
+                ledger.add(selftest_signals_in_graphs(subject.machine()).map_err(run)?)?;
+            }
+        }
     }
     for (section, transport, most_ranks) in [
         ("linear layers by nvlink, a GPU each", TransportKind::Nvlink, gpus),

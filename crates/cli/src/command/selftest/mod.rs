@@ -1,6 +1,7 @@
 //! `counterpoint selftest`.
 
 mod compile_only;
+mod crossing;
 mod device;
 mod job;
 mod ledger;
