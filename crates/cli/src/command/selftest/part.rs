@@ -1,0 +1,182 @@
+//! What is examined together, where, and when.
+
+use std::num::NonZeroUsize;
+use std::thread;
+
+use counterpoint_exec::selftest::{Extent, Share};
+
+use crate::arguments::{Device, Group};
+
+/// Groups, or a share of them, that one process examines.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) groups: Vec<Group>,
+    pub(super) share: Share,
+    pub(super) place: Place,
+    pub(super) when: When,
+}
+
+/// What it runs on, and how many slots of each GPU it takes meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    Host,
+    /// One of them, the only one that its process sees.
+    AnyGpu(usize),
+    AllGpus(usize),
+}
+
+/// What it waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum When {
+    AtOnce,
+    /// Until all kernels are compiled, so that nobody compiles one that another process is compiling.
+    Compiled,
+    /// Until everything else has ended.
+    Last,
+}
+
+/// Slots of a GPU: what takes all of them runs alone.
+pub(super) const SLOTS: usize = 8;
+/// What mostly waits, or keeps the host busier than the GPU.
+const LIGHT: usize = 1;
+/// What keeps a GPU busy by turns.
+const USUAL: usize = 2;
+
+/// What a machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Machine {
+    pub(super) gpus: usize,
+    /// Whether its first GPU has kernels of its own beside the portable ones.
+    pub(super) hopper: bool,
+    pub(super) cores: usize,
+}
+
+impl Machine {
+    /// With so many GPUs.
+    pub(super) fn new(gpus: usize, hopper: bool) -> Self {
+        Self { gpus, hopper, cores: thread::available_parallelism().map_or(1, NonZeroUsize::get) }
+    }
+
+    /// In how many shares a group is examined that is little work for the GPU and much for the host.
+    fn shares(&self, extent: Extent) -> usize {
+        match extent {
+            Extent::Quick => 1,
+            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, SLOTS / USUAL),
+        }
+    }
+}
+
+/// Everything that is examined on a device, in the order in which it should begin, without the groups that are not `wanted`.
+pub(super) fn parts(
+    device: Device,
+    machine: Machine,
+    extent: Extent,
+    wanted: impl Fn(Group) -> bool,
+) -> Vec<Part> {
+    let mut parts = vec![Part {
+        groups: vec![Group::Cpu, Group::CpuLinear, Group::Tcp],
+        share: Share::ALL,
+        place: Place::Host,
+        when: When::AtOnce,
+    }];
+    if device == Device::Cuda {
+        on_gpus(machine, extent, &mut parts);
+    }
+    for part in &mut parts {
+        part.groups.retain(|group| wanted(*group));
+    }
+    parts.retain(|part| !part.groups.is_empty());
+    parts
+}
+
+fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
+    use Group as G;
+    let Machine { gpus, hopper, .. } = machine;
+    let (several, full) = (gpus > 1, extent == Extent::Full);
+    let mut add = |groups: &[Group], place, when, shares: usize, runs: bool| {
+        if runs {
+            let part = |share| Part { groups: groups.to_vec(), share, place, when };
+            parts.extend(Share::each(shares).map(part));
+        }
+    };
+    // Compilers keep all cores busy meanwhile, and GPUs idle: what waits for limits goes first.
+    add(&[G::Kernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
+    add(&[G::PortableKernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full && hopper);
+    let everywhere = Place::AllGpus(LIGHT);
+    add(&[G::NcclFaults, G::Isolation], everywhere, When::AtOnce, 1, several);
+    add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
+    add(&[G::NvlinkFaults], everywhere, When::AtOnce, 1, true);
+    add(&[G::CopyEngineFaults], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessBits], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
+    let shares = machine.shares(extent);
+    let any = Place::AnyGpu(USUAL);
+    let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
+    add(attention, any, When::Compiled, shares, true);
+    add(&[G::Linear], any, When::Compiled, shares, hopper);
+    add(&[G::Gemm], any, When::Compiled, shares, hopper);
+    add(&[G::LongSequence], any, When::Compiled, 1, full);
+    add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
+    add(&[G::NvlinkLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NcclLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NcclCollectives], everywhere, When::Compiled, 2, several);
+    add(&[G::NvlinkCollectives], everywhere, When::Compiled, 2, several);
+    add(&[G::SharedCollectives], everywhere, When::Compiled, 2, several);
+    add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 2, several);
+    add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
+    // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
+    let alone = Place::AllGpus(SLOTS);
+    add(&[G::Meetings], alone, When::Compiled, 1, hopper);
+    add(&[G::Fused], alone, When::Compiled, 1, several && hopper);
+    add(&[G::ProcessBitsAfter], Place::AllGpus(LIGHT), When::Last, 1, true);
+    add(&[G::CompiledKernels], Place::AnyGpu(LIGHT), When::Last, 1, true);
+    // It uses up all memory.
+    add(&[G::ProcessMemory], alone, When::Last, 1, several);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all(gpus: usize, extent: Extent) -> Vec<Part> {
+        let machine = Machine { gpus, hopper: true, cores: 64 };
+        parts(Device::Cuda, machine, extent, |_| true)
+    }
+
+    #[test]
+    fn every_group_is_examined_in_whole_shares_and_small_machines_leave_out_only_what_they_lack() {
+        for (gpus, extent) in [(1, Extent::Full), (2, Extent::Full), (4, Extent::Full), (2, Extent::Quick)] {
+            let parts = all(gpus, extent);
+            for group in Group::ALL {
+                let of_group: Vec<Share> =
+                    parts.iter().filter(|part| part.groups.contains(&group)).map(|part| part.share).collect();
+                for case in 0..100 {
+                    let takers = of_group.iter().filter(|share| share.takes(case)).count();
+                    assert!(takers <= 1, "{group} {case}: {takers}");
+                    let left_out = of_group.is_empty();
+                    assert!(takers == 1 || left_out, "{group} {case}");
+                }
+                if gpus > 1 && extent == Extent::Full {
+                    assert!(!of_group.is_empty(), "{group}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_is_wanted_is_left() {
+        let machine = Machine { gpus: 2, hopper: true, cores: 8 };
+        let parts = parts(Device::Cuda, machine, Extent::Full, |group| group.name().contains("gemm"));
+        assert_eq!(parts.len(), 2);
+        assert!(parts.iter().all(|part| part.groups == [Group::Gemm]));
+    }
+
+    #[test]
+    fn the_cpu_needs_no_gpu() {
+        let machine = Machine { gpus: 0, hopper: false, cores: 8 };
+        let parts = parts(Device::Cpu, machine, Extent::Full, |_| true);
+        assert!(parts.iter().all(|part| part.place == Place::Host && part.when == When::AtOnce));
+    }
+}
