@@ -17,6 +17,7 @@ Examples:
   counterpoint selftest --device cuda
   counterpoint selftest --device cuda --quick --json > selftest.json
   counterpoint selftest --device cuda --only gemm
+  counterpoint selftest --device cuda --stress
   counterpoint selftest --compile-only
   counterpoint selftest --compile-only --only attention_forward")]
 pub(crate) struct SelftestArguments {
@@ -43,6 +44,10 @@ pub(crate) struct SelftestArguments {
     /// Of each group every N-th case, beginning with the K-th
     #[arg(long, value_name = "K/N", default_value_t = Share::ALL, hide = true, requires = "groups")]
     pub(crate) share: Share,
+
+    /// Nothing but what meets between GPUs, called a million times with random delays; takes minutes
+    #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
+    pub(crate) stress: bool,
 
     /// Print one JSON document and nothing else
     #[arg(long)]

@@ -32,6 +32,7 @@ pub(crate) enum Group {
     NcclFaults,
     Isolation,
     GpusAttention,
+    GpusGraphs,
     NvlinkCollectives,
     SharedCollectives,
     CopyEngineCollectives,
@@ -40,10 +41,13 @@ pub(crate) enum Group {
     NvlinkLinear,
     CopyEngineLinear,
     NcclLinear,
+    NvlinkRepeats,
+    CopyEngineRepeats,
+    NcclRepeats,
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 35] = [
+    pub(crate) const ALL: [Self; 39] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -71,6 +75,7 @@ impl Group {
         Self::NcclFaults,
         Self::Isolation,
         Self::GpusAttention,
+        Self::GpusGraphs,
         Self::NvlinkCollectives,
         Self::SharedCollectives,
         Self::CopyEngineCollectives,
@@ -79,6 +84,9 @@ impl Group {
         Self::NvlinkLinear,
         Self::CopyEngineLinear,
         Self::NcclLinear,
+        Self::NvlinkRepeats,
+        Self::CopyEngineRepeats,
+        Self::NcclRepeats,
     ];
 
     /// What its checks' names begin with, and a part of what `--only` takes.
@@ -111,6 +119,7 @@ impl Group {
             Self::NcclFaults => "faults by nccl",
             Self::Isolation => "faults: isolated GPUs",
             Self::GpusAttention => "attention on several GPUs",
+            Self::GpusGraphs => "graphs over several GPUs",
             Self::NvlinkCollectives => "collectives by nvlink, a GPU each",
             Self::SharedCollectives => "collectives by nvlink, GPUs shared",
             Self::CopyEngineCollectives => "collectives by copy-engine",
@@ -119,6 +128,9 @@ impl Group {
             Self::NvlinkLinear => "linear layers by nvlink, a GPU each",
             Self::CopyEngineLinear => "linear layers by copy-engine",
             Self::NcclLinear => "linear layers by nccl",
+            Self::NvlinkRepeats => "collectives again and again by nvlink",
+            Self::CopyEngineRepeats => "collectives again and again by copy-engine",
+            Self::NcclRepeats => "collectives again and again by nccl",
         }
     }
 

@@ -1,6 +1,6 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
-//! crate has, matrix products, graphs, meetings of kernels on several GPUs, ranks that fail, the cache of compiled kernels, and the guard bytes that
-//! the other checks rely on.
+//! crate has, matrix products, graphs, meetings of kernels on several GPUs, ranks that fail, what meets called again and again, the
+//! cache of compiled kernels, and the guard bytes that the other checks rely on.
 
 mod cache;
 mod faults;
@@ -10,6 +10,7 @@ mod graph;
 mod guard;
 mod links;
 mod long;
+mod repeats;
 mod subject;
 
 pub use cache::selftest_cache;
@@ -20,4 +21,5 @@ pub use graph::selftest_graphs;
 pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;
+pub use repeats::selftest_repeats;
 pub use subject::CudaSubject;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
-    selftest_guard, selftest_isolation, selftest_links, selftest_long,
+    selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_repeats,
 };
 use counterpoint_cuda::{CudaError, Device, TransportKind};
 use counterpoint_exec::selftest::{
@@ -35,7 +35,12 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let extent = if arguments.quick { Extent::Quick } else { Extent::Full };
     // The CPU is always examined, briefly where a GPU is what was asked for.
     let on_cpu = if arguments.device == Examinee::Cpu { extent } else { Extent::Quick };
-    let examiner = Examiner { extent, on_cpu, share: arguments.share, began: Instant::now() };
+    let calls = match (arguments.stress, extent) {
+        (true, _) => Calls::STRESS,
+        (false, Extent::Full) => Calls::FULL,
+        (false, Extent::Quick) => Calls::QUICK,
+    };
+    let examiner = Examiner { extent, on_cpu, calls, share: arguments.share, began: Instant::now() };
     let mut groups = Vec::new();
     let mut rest = arguments.groups.as_slice();
     while let Some((&group, others)) = rest.split_first() {
@@ -50,8 +55,26 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
 struct Examiner {
     extent: Extent,
     on_cpu: Extent,
+    calls: Calls,
     share: Share,
     began: Instant,
+}
+
+/// How often what meets is called.
+#[derive(Clone, Copy)]
+struct Calls {
+    /// Meetings inside a kernel, in each direction.
+    meetings: u32,
+    /// Each collective with its product, in each shape.
+    products: usize,
+    /// Each group collective.
+    collectives: usize,
+}
+
+impl Calls {
+    const QUICK: Self = Self { meetings: 50_000, products: 100, collectives: 100 };
+    const FULL: Self = Self { meetings: 1_000_000, products: 2_000, collectives: 2_000 };
+    const STRESS: Self = Self { meetings: 10_000_000, products: 500_000, collectives: 500_000 };
 }
 
 type Checks = Result<Vec<SelfCheck>, CannotBegin>;
@@ -102,7 +125,7 @@ impl Examiner {
 
     fn checks(&self, group: Group) -> Checks {
         use TransportKind::{CopyEngine, Nccl, Nvlink};
-        let Self { extent, on_cpu, share, .. } = *self;
+        let Self { extent, on_cpu, calls, share, .. } = *self;
         match group {
             Group::Cpu => Ok(attention(&CpuSubject, on_cpu, share)),
             Group::CpuLinear => Ok(selftest_linear(&CpuSubject, on_cpu, share, 4, |_, _| ())),
@@ -118,7 +141,7 @@ impl Examiner {
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, 4)),
             Group::Graphs => Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |_, _| ())),
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
-            Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), extent)?),
+            Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
             Group::ProcessBits => self.processes(|bench| bench.bits(extent)),
             Group::ProcessDisagreement => self.processes(Bench::disagreement),
             Group::ProcessDeaths => self.processes(Bench::deaths),
@@ -132,14 +155,18 @@ impl Examiner {
             Group::Isolation => Ok(selftest_isolation(over_gpus(Nvlink)?.machine())?),
             // Its problems are those of one GPU; what is new is who has which rank.
             Group::GpusAttention => Ok(attention(&over_gpus(Nvlink)?, Extent::Quick, share)),
+            Group::GpusGraphs => Ok(selftest_graphs(over_gpus(Nvlink)?.machine(), extent, |_, _| ())),
             Group::NvlinkCollectives => self.collectives_over(Nvlink, 1),
             Group::SharedCollectives => self.collectives_over(Nvlink, 2),
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
             Group::NcclCollectives => self.collectives_over(Nccl, 1),
-            Group::Fused => Ok(selftest_fused(over_gpus(Nvlink)?.machine(), extent)?),
+            Group::Fused => Ok(selftest_fused(over_gpus(Nvlink)?.machine(), calls.products)?),
             Group::NvlinkLinear => self.linear_over(Nvlink, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, 2),
             Group::NcclLinear => self.linear_over(Nccl, 1),
+            Group::NvlinkRepeats => self.repeats(Nvlink),
+            Group::CopyEngineRepeats => self.repeats(CopyEngine),
+            Group::NcclRepeats => self.repeats(Nccl),
         }
     }
 
@@ -166,6 +193,10 @@ impl Examiner {
 
     fn faults(&self, transport: TransportKind) -> Checks {
         Ok(selftest_faults(over_gpus(transport)?.machine(), self.extent, |_, _| ())?)
+    }
+
+    fn repeats(&self, transport: TransportKind) -> Checks {
+        Ok(selftest_repeats(over_gpus(transport)?.machine(), self.calls.collectives)?)
     }
 
     fn processes(&self, examine: impl Fn(&Bench) -> Vec<SelfCheck>) -> Checks {

@@ -82,6 +82,32 @@ pub(super) fn parts(
     if device == Device::Cuda {
         on_gpus(machine, extent, &mut parts);
     }
+    only(parts, wanted)
+}
+
+/// What meets between the GPUs of a machine, one after the other.
+pub(super) fn stress_parts(machine: Machine, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
+    let mut groups = vec![];
+    if machine.hopper {
+        groups.push(Group::Meetings);
+    }
+    if machine.hopper && machine.gpus > 1 {
+        groups.push(Group::Fused);
+    }
+    groups.extend([Group::NvlinkRepeats, Group::CopyEngineRepeats]);
+    if machine.gpus > 1 {
+        groups.push(Group::NcclRepeats);
+    }
+    let part = |group| Part {
+        groups: vec![group],
+        share: Share::ALL,
+        place: Place::AllGpus(SLOTS),
+        when: When::AtOnce,
+    };
+    only(groups.into_iter().map(part).collect(), wanted)
+}
+
+fn only(mut parts: Vec<Part>, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
     for part in &mut parts {
         part.groups.retain(|group| wanted(*group));
     }
@@ -125,7 +151,9 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::NvlinkCollectives], everywhere, When::Compiled, 2, several);
     add(&[G::SharedCollectives], everywhere, When::Compiled, 2, several);
     add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 2, several);
-    add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
+    add(&[G::GpusAttention, G::GpusGraphs], everywhere, When::Compiled, 1, several);
+    add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
+    add(&[G::NcclRepeats], everywhere, When::Compiled, 1, several);
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Meetings], alone, When::Compiled, 1, hopper);
@@ -162,6 +190,15 @@ mod tests {
                     assert!(!of_group.is_empty(), "{group}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn stress_is_alone_on_all_gpus() {
+        for gpus in [1, 2] {
+            let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 }, |_| true);
+            assert_eq!(parts.len(), if gpus > 1 { 5 } else { 3 });
+            assert!(parts.iter().all(|part| part.place == Place::AllGpus(SLOTS)));
         }
     }
 

@@ -7,7 +7,7 @@ use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 
 use super::crew;
 use super::ledger::{GroupChecks, Ledger};
-use super::part::{Machine, Part, parts};
+use super::part::{Machine, Part, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
 use crate::{console, device};
@@ -27,7 +27,15 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     };
     let wanted =
         |group: Group| arguments.only.as_ref().is_none_or(|only| group.name().contains(only.as_str()));
-    let parts = parts(arguments.device, machine, extent, wanted);
+    let parts = match (arguments.stress, arguments.device) {
+        (true, Examinee::Cuda) => stress_parts(machine, wanted),
+        (true, Examinee::Cpu) => {
+            let (value, reason) =
+                ("with --device cpu".to_owned(), "has nothing to call; give --device cuda".to_owned());
+            return Err(CliError::Flag { flag: "--stress", value, reason });
+        }
+        (false, device) => parts(device, machine, extent, wanted),
+    };
     let memory = Memory::before(&parts, machine.gpus).map_err(failed)?;
     let folder = tempfile::tempdir().map_err(|error| CliError::CheckFailed {
         what: format!("there is no temporary folder: {error}; set TMPDIR"),

@@ -46,8 +46,8 @@ impl Worker {
         for group in &part.groups {
             command.args(["--group", group.name()]);
         }
-        if arguments.quick {
-            command.arg("--quick");
+        for (flag, given) in [("--quick", arguments.quick), ("--stress", arguments.stress)] {
+            command.args(given.then_some(flag));
         }
         if arguments.device == Device::Cuda {
             command.args(["--device", "cuda"]);
