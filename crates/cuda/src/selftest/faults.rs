@@ -13,8 +13,8 @@ use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward}
 use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport, Device, Timing, TransportKind};
 
 const ROWS: usize = 2048;
-/// Limit of every wait. Connecting the ranks of NCCL has it too.
-const LIMIT: Duration = Duration::from_secs(3);
+/// Limit of every wait. Connecting the ranks of NCCL has it too, which takes seconds where all cores are busy.
+const LIMIT: Duration = Duration::from_secs(6);
 /// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
 const GRACE: Duration = Duration::from_secs(2);
 

@@ -9,7 +9,7 @@ use counterpoint_exec::selftest::SelfCheck;
 use super::ledger::{GroupChecks, Ledger};
 use super::part::{Part, Place, SLOTS, When};
 use super::worker::Worker;
-use crate::arguments::{Group, SelftestArguments};
+use crate::arguments::SelftestArguments;
 use crate::error::CliError;
 use crate::progress::Progress;
 
@@ -102,9 +102,7 @@ impl Crew {
         let mut unfinished = self.waiting.iter().chain(&self.busy);
         match when {
             When::AtOnce => true,
-            When::Compiled => !unfinished.any(|part| {
-                part.groups.iter().any(|group| matches!(group, Group::Kernels | Group::PortableKernels))
-            }),
+            When::Compiled => !unfinished.any(Part::compiles),
             When::Last => unfinished.all(|part| part.when == When::Last),
         }
     }
@@ -137,7 +135,7 @@ mod tests {
 
     use super::super::part::{Machine, parts};
     use super::*;
-    use crate::arguments::Device;
+    use crate::arguments::{Device, Group};
 
     /// Lets the crew work, the part that began first ending first, and gives all in the order in which they began.
     fn order(gpus: usize, extent: Extent) -> Vec<Part> {

@@ -138,7 +138,7 @@ impl Examiner {
             Group::LongSequence => Ok(selftest_long(CudaSubject::open()?.machine())),
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
             Group::Gemm => Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |_, _| ())?),
-            Group::Linear => Ok(self.linear(&CudaSubject::open()?, 4)),
+            Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
             Group::Graphs => Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |_, _| ())),
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
             Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
@@ -161,9 +161,10 @@ impl Examiner {
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
             Group::NcclCollectives => self.collectives_over(Nccl, 1),
             Group::Fused => Ok(selftest_fused(over_gpus(Nvlink)?.machine(), calls.products)?),
-            Group::NvlinkLinear => self.linear_over(Nvlink, 1),
-            Group::CopyEngineLinear => self.linear_over(CopyEngine, 2),
-            Group::NcclLinear => self.linear_over(Nccl, 1),
+            Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
+            Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
+            // Each layer connects NCCL's ranks twice, for half a second.
+            Group::NcclLinear => self.linear_over(Nccl, Extent::Quick, 1),
             Group::NvlinkRepeats => self.repeats(Nvlink),
             Group::CopyEngineRepeats => self.repeats(CopyEngine),
             Group::NcclRepeats => self.repeats(Nccl),
@@ -181,14 +182,14 @@ impl Examiner {
         self.collectives(subject.machine(), self.extent, most)
     }
 
-    fn linear(&self, subject: &CudaSubject, most_ranks: usize) -> Vec<SelfCheck> {
-        selftest_linear(subject, self.extent, self.share, most_ranks, |_, _| ())
+    fn linear(&self, subject: &CudaSubject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
+        selftest_linear(subject, extent, self.share, most_ranks, |_, _| ())
     }
 
     /// As [`Examiner::collectives_over`].
-    fn linear_over(&self, transport: TransportKind, ranks_of_each: usize) -> Checks {
+    fn linear_over(&self, transport: TransportKind, extent: Extent, ranks_of_each: usize) -> Checks {
         let subject = over_gpus(transport)?;
-        Ok(self.linear(&subject, ranks_of_each * subject.machine().devices().len()))
+        Ok(self.linear(&subject, extent, ranks_of_each * subject.machine().devices().len()))
     }
 
     fn faults(&self, transport: TransportKind) -> Checks {

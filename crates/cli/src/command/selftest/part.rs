@@ -16,6 +16,13 @@ pub(super) struct Part {
     pub(super) when: When,
 }
 
+impl Part {
+    /// Whether it compiles all kernels of a family.
+    pub(super) fn compiles(&self) -> bool {
+        self.groups.iter().any(|group| matches!(group, Group::Kernels | Group::PortableKernels))
+    }
+}
+
 /// What it runs on, and how many slots of each GPU it takes meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
@@ -36,11 +43,13 @@ pub(super) enum When {
 }
 
 /// Slots of a GPU: what takes all of them runs alone.
-pub(super) const SLOTS: usize = 8;
+pub(super) const SLOTS: usize = 10;
 /// What mostly waits, or keeps the host busier than the GPU.
 const LIGHT: usize = 1;
 /// What keeps a GPU busy by turns.
 const USUAL: usize = 2;
+/// Several processes, whose kernels wait for each other.
+const JOBS: usize = 3;
 
 /// What a machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +70,7 @@ impl Machine {
     fn shares(&self, extent: Extent) -> usize {
         match extent {
             Extent::Quick => 1,
-            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, SLOTS / USUAL),
+            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, 4),
         }
     }
 }
@@ -128,29 +137,31 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     // Compilers keep all cores busy meanwhile, and GPUs idle: what waits for limits goes first.
     add(&[G::Kernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
     add(&[G::PortableKernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full && hopper);
-    let everywhere = Place::AllGpus(LIGHT);
+    // Half a minute of one thread, which makes its inputs.
+    add(&[G::LongSequence], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
+    let (everywhere, jobs) = (Place::AllGpus(USUAL), Place::AllGpus(JOBS));
     add(&[G::NcclFaults, G::Isolation], everywhere, When::AtOnce, 1, several);
-    add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessStops], jobs, When::AtOnce, 1, true);
+    add(&[G::ProcessDeaths], jobs, When::AtOnce, 1, true);
     add(&[G::NvlinkFaults], everywhere, When::AtOnce, 1, true);
     add(&[G::CopyEngineFaults], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessBits], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
+    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], jobs, When::AtOnce, 1, true);
     let shares = machine.shares(extent);
     let any = Place::AnyGpu(USUAL);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
     add(attention, any, When::Compiled, shares, true);
     add(&[G::Linear], any, When::Compiled, shares, hopper);
     add(&[G::Gemm], any, When::Compiled, shares, hopper);
-    add(&[G::LongSequence], any, When::Compiled, 1, full);
     add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
+    // Every world of NCCL takes half a second to connect.
+    add(&[G::NcclCollectives], everywhere, When::Compiled, 4, several);
+    add(&[G::NcclLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::NvlinkLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
-    add(&[G::NcclLinear], everywhere, When::Compiled, 2, several && hopper);
-    add(&[G::NcclCollectives], everywhere, When::Compiled, 2, several);
-    add(&[G::NvlinkCollectives], everywhere, When::Compiled, 2, several);
-    add(&[G::SharedCollectives], everywhere, When::Compiled, 2, several);
-    add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 2, several);
+    add(&[G::NvlinkCollectives], everywhere, When::Compiled, 1, several);
+    add(&[G::SharedCollectives], everywhere, When::Compiled, 1, several);
+    add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention, G::GpusGraphs], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
     add(&[G::NcclRepeats], everywhere, When::Compiled, 1, several);
@@ -158,7 +169,7 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Meetings], alone, When::Compiled, 1, hopper);
     add(&[G::Fused], alone, When::Compiled, 1, several && hopper);
-    add(&[G::ProcessBitsAfter], Place::AllGpus(LIGHT), When::Last, 1, true);
+    add(&[G::ProcessBitsAfter], jobs, When::Last, 1, true);
     add(&[G::CompiledKernels], Place::AnyGpu(LIGHT), When::Last, 1, true);
     // It uses up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);
