@@ -233,6 +233,9 @@ def seconds(work, iterations):
 
 
 def rank_main(rank, ranks, arguments):
+    # Nobody may need multicast objects, which a host may not allow.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)

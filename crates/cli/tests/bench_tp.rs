@@ -45,6 +45,20 @@ fn a_table_has_a_line_for_each() {
     assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 4, "{}", ran.stdout);
 }
 
+/// Each number of hardware queues has a process and the same cases, and every case is told how far they are apart.
+#[test]
+fn numbers_of_hardware_queues_are_measured_in_turn() {
+    let folder = Folder::new();
+    let command = "bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --activations replicated \
+                   --overlap concurrent --connections 1,8";
+    let rows = folder.run(&format!("{command} --json")).ok().json_lines();
+    let queues: Vec<u64> = rows.iter().filter_map(|row| row["connections"].as_u64()).collect();
+    assert_eq!(queues, [1, 1, 8, 8]);
+    assert_eq!((&rows[0]["policy"], &rows[1]["policy"]), (&rows[2]["policy"], &rows[3]["policy"]));
+    let text = folder.run(command).ok().stdout;
+    assert_eq!(text.lines().filter(|line| line.contains("1: ") && line.contains("8: ")).count(), 2, "{text}");
+}
+
 #[test]
 fn bad_requests_are_refused() {
     let folder = Folder::new();
@@ -52,6 +66,7 @@ fn bad_requests_are_refused() {
     folder.refuses("bench tp --shapes 8:8", &["8:8"]);
     folder.refuses("bench tp --tp-size 0", &["--tp-size"]);
     folder.refuses("bench tp --peers=0", &["--peers"]);
+    folder.refuses("bench tp --connections 33", &["--connections"]);
     folder.refuses("bench tp --transport nccl", &["--transport", "cuda"]);
     if !std::path::Path::new("/dev/nvidia0").exists() {
         folder.run("bench tp --device cuda").is_refusal(3, &["NVIDIA"]);

@@ -33,9 +33,10 @@ struct alignas(128) LinkCopyShared {
 };
 
 // `kPush`: from this side to the other; else from there to here. `kAhead`: pieces that a warp loads ahead of what it stores; its
-// other stages hold what is being stored.
+// other stages hold what is being stored. `phases`: LinkPhases.
 template <bool kPush, u32 kWarps, u32 kStages, u32 kAhead, u32 kPieceBytes>
-__device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count) {
+__device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count,
+                                          u32 phases) {
   using Shared = LinkCopyShared<kWarps, kStages, kPieceBytes>;
   extern __shared__ __align__(128) u8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     fence_mbarrier_init();
   }
   if (warp == 0) {
-    const u64 begun = link_begin(call, shared.tensors);
+    const u64 begun = (phases & kLinkBegins) != 0 ? link_begin(call, shared.tensors) : link_resume(call, shared.tensors);
     if (lane == 0) shared.number = begun;
   }
   __syncthreads();
@@ -101,7 +102,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   if (lane == 0) tma_store_wait<0>();
   fence_async_proxy_all();
   __syncthreads();
-  if (warp == 0) link_end(call, number);
+  if (warp == 0 && (phases & kLinkEnds) != 0) link_end(call, number);
 }
 
 }  // namespace counterpoint

@@ -44,6 +44,9 @@ struct LinkFault {
 // What ranks wait for in each other: to begin a call, to be through with it, to send a piece of its rows.
 enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2 };
 
+// What of a call one launch does: all of it, or in turn its begin by one block, its work, and its end by one block.
+enum LinkPhases : u32 { kLinkWorks = 0, kLinkBegins = 1, kLinkEnds = 2, kLinkWhole = 3 };
+
 // One call of one rank.
 struct LinkCall {
   LinkSlot* slots[kLinkRanks];  // this rank's slot in the mailbox of every rank
@@ -114,6 +117,18 @@ __device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
   // What the others wrote in the ordinary way before they announced is read by the copy engine.
   fence_async_proxy_all();
   return __all_sync(0xffffffffu, came) ? number : 0;
+}
+
+// What `link_begin` gave in an earlier launch of the same call.
+__device__ __forceinline__ u64 link_resume(const LinkCall& call, u64* tensors) {
+  const u32 lane = threadIdx.x % 32;
+  if ((call.work_on >> lane & 1) != 0) {
+    for (u32 t = 0; t < call.tensors; ++t) {
+      tensors[lane * kLinkTensors + t] = load_relaxed_system(&call.mailbox[lane].tensors[t]);
+    }
+  }
+  const bool given_up = *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
+  return given_up ? 0 : call.state->calls + 1;
 }
 
 // The first warp of every block, after all its threads' loads have arrived and all their stores are complete.

@@ -32,13 +32,31 @@ struct RowReduceOperand {
 };
 static_assert(sizeof(RowReducePiece) == 24 && sizeof(RowReduceOperand) == 16, "layouts shared with the host");
 
+// The terms of one operand, or zeros past the end.
+template <typename Partial, u32 kUnroll, u32 kPack>
+__device__ __forceinline__ void load_terms(Pack<Partial, kPack> (&terms)[kUnroll], const Partial* from, u32 first, u32 packs) {
+#pragma unroll
+  for (u32 u = 0; u < kUnroll; ++u) {
+    const u32 pack = first + 32 * u;
+    if (pack < packs) terms[u] = load_pack<Partial, kPack>(from + u64(pack) * kPack);
+  }
+}
+
 // `Partial`: of the operands. `Wire`: on their way. `Sum`: in which they are combined, each step rounded. `Result`: of `result`.
+//
+// Beside a product there are few multiprocessors, and what each has on its way is what counts: the loads of two operands are
+// begun before the first is added.
 template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack>
 __device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, const RowReducePiece& piece,
                                              const RowReduceOperand* __restrict__ operands, Result* result,
                                              bool accumulate, u32 lane) {
-  constexpr u32 kUnroll = kPack == 1 ? 1 : 4;
+  // As many as registers allow.
+  constexpr u32 kUnroll = kPack == 1 ? 1 : sizeof(Result) > sizeof(Partial) ? 2 : sizeof(Partial) == 2 ? 3 : 4;
   const u32 packs = piece.count / kPack;
+  const auto terms_of = [&](u32 operand) {
+    const RowReduceOperand from = operands[operand];
+    return reinterpret_cast<const Partial*>(sources.at[from.source]) + from.from;
+  };
   for (u32 first = lane; first < packs; first += 32 * kUnroll) {
     float sums[kUnroll][kPack] = {};
 #pragma unroll
@@ -50,19 +68,37 @@ __device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, co
         for (u32 e = 0; e < kPack; ++e) sums[u][e] = through<Sum>(widen(own.at[e]));
       }
     }
-    for (u32 o = piece.operand_begin; o < piece.operand_end; ++o) {
-      const RowReduceOperand operand = operands[o];
-      const Partial* from = reinterpret_cast<const Partial*>(sources.at[operand.source]) + operand.from;
+    const auto add = [&](const Pack<Partial, kPack> (&terms)[kUnroll]) {
 #pragma unroll
       for (u32 u = 0; u < kUnroll; ++u) {
-        const u32 pack = first + 32 * u;
-        if (pack < packs) {
-          const Pack<Partial, kPack> term = load_pack<Partial, kPack>(from + u64(pack) * kPack);
 #pragma unroll
-          for (u32 e = 0; e < kPack; ++e) {
-            sums[u][e] = through<Sum>(sums[u][e] + through<Sum>(through<Wire>(widen(term.at[e]))));
-          }
+        for (u32 e = 0; e < kPack; ++e) {
+          sums[u][e] = through<Sum>(sums[u][e] + through<Sum>(through<Wire>(widen(terms[u].at[e]))));
         }
+      }
+    };
+    u32 o = piece.operand_begin;
+#pragma unroll 1
+    for (; o + 1 < piece.operand_end; o += 2) {
+      Pack<Partial, kPack> one[kUnroll] = {}, other[kUnroll] = {};
+      const Partial* from = terms_of(o);
+      const Partial* next = terms_of(o + 1);
+      load_terms(one, from, first, packs);
+      load_terms(other, next, first, packs);
+      add(one);
+      add(other);
+    }
+    if (o < piece.operand_end) {
+      Pack<Partial, kPack> one[kUnroll] = {};
+      load_terms(one, terms_of(o), first, packs);
+      add(one);
+    }
+    // Tested once: a test at each element takes longer than all else that is done with it.
+    if (piece.divisor != 1) {
+#pragma unroll
+      for (u32 u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) sums[u][e] = through<Sum>(__fdiv_rn(sums[u][e], float(piece.divisor)));
       }
     }
 #pragma unroll
@@ -71,18 +107,14 @@ __device__ __forceinline__ void reduce_piece(const RowReduceSources& sources, co
       if (pack < packs) {
         Pack<Result, kPack> out;
 #pragma unroll
-        for (u32 e = 0; e < kPack; ++e) {
-          float sum = sums[u][e];
-          if (piece.divisor != 1) sum = through<Sum>(__fdiv_rn(sum, float(piece.divisor)));
-          out.at[e] = narrow<Result>(sum);
-        }
+        for (u32 e = 0; e < kPack; ++e) out.at[e] = narrow<Result>(sums[u][e]);
         store_pack(result + piece.to + u64(pack) * kPack, out);
       }
     }
   }
 }
 
-// Any number of blocks. `packed`: every address is aligned to 16 bytes, every offset and count is a multiple of 4 elements.
+// Any number of blocks. `packed`: every address is aligned to 16 bytes, every offset and count is a multiple of 8 elements.
 template <typename Partial, typename Wire, typename Sum, typename Result>
 __device__ __forceinline__ void row_reduce(const RowReduceSources& sources, const RowReducePiece* __restrict__ pieces,
                                            const RowReduceOperand* __restrict__ operands, Result* result, u32 count,
@@ -92,7 +124,7 @@ __device__ __forceinline__ void row_reduce(const RowReduceSources& sources, cons
   for (u32 i = blockIdx.x * (kRowReduceThreads / 32) + threadIdx.x / 32; i < count; i += warps) {
     const RowReducePiece piece = pieces[i];
     if (packed) {
-      reduce_piece<Partial, Wire, Sum, Result, 4>(sources, piece, operands, result, accumulate, lane);
+      reduce_piece<Partial, Wire, Sum, Result, 16 / sizeof(Partial)>(sources, piece, operands, result, accumulate, lane);
     } else {
       reduce_piece<Partial, Wire, Sum, Result, 1>(sources, piece, operands, result, accumulate, lane);
     }

@@ -1,7 +1,9 @@
 //! Timing on one GPU: attention by prepared Programs, inputs in place, by the device's clock or the host's; and matrix products.
+//! Steps of distributed attention on several.
 
 mod gemm;
 mod gemm_collective;
+mod step;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,6 +23,7 @@ use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, Devi
 pub(crate) use gemm::element_bound;
 pub use gemm::{GemmBench, GemmError, GemmRunner};
 pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
+pub use step::StepBench;
 
 /// What is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -67,6 +67,6 @@ pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
 pub use transport::{
-    CudaCollective, CudaMeeting, CudaTransport, LevelledCollective, LevelledMeeting, LevelledTransport,
-    TransportKind,
+    CudaCollective, CudaMeeting, CudaTransport, EngineUse, LevelledCollective, LevelledMeeting,
+    LevelledTransport, TransportKind,
 };

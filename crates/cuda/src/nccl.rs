@@ -5,14 +5,17 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_exec::World;
 
 use crate::backend::lock;
 use crate::kernel::ElementType;
-use crate::library::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
+use crate::library::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+
+/// Between two looks at whether the world has failed.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// `ncclUint8`: bytes, whatever they mean.
 const BYTES: c_int = 1;
@@ -132,7 +135,7 @@ impl NcclRank {
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
                 device.bind()?;
-                let mut config = NcclConfig::new(NcclCalls::Block);
+                let mut config = NcclConfig::blocking();
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
                 let code =
@@ -162,10 +165,13 @@ impl NcclRank {
         unique_id(nccl).map(|id| id.bytes.to_vec())
     }
 
-    /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. Its
-    /// calls come back at once and are asked about until the world's limit: a process that is gone must not hold this one. NCCL
+    /// The rank `rank` of `world`, the only one of this process, connected with all others, which have the same `meeting`. NCCL
     /// takes ranks of different `host`s for ranks on different hosts, where one is given. What exchanges send is added to `sent`,
     /// in bytes.
+    ///
+    /// Calls block as those of threads do, for the same reason, and because the host stays close to the device
+    /// (`ExchangeMarks`) they find room at once. Connecting is left to a thread that is given up when another rank fails, and at
+    /// the limit.
     ///
     /// # Errors
     /// As [`NcclRank::connect`].
@@ -180,17 +186,37 @@ impl NcclRank {
         let nccl = Nccl::get()?;
         never_multicast();
         host_is(host);
-        device.bind()?;
         let id = NcclUniqueId { bytes: std::array::from_fn(|at| meeting.get(at).copied().unwrap_or(0)) };
+        let (sender, receiver) = mpsc::channel();
+        let (device, for_thread, sent) = (device.clone(), world.clone(), sent.clone());
+        thread::spawn(move || drop(sender.send(Self::join_one(nccl, device, rank, id, for_thread, sent))));
+        let began = Instant::now();
+        loop {
+            match receiver.recv_timeout(LOOK) {
+                Ok(joined) => return joined,
+                Err(_) => go_on(world, rank, began, "the other ranks to connect")?,
+            }
+        }
+    }
+
+    fn join_one(
+        nccl: &'static Nccl,
+        device: Device,
+        rank: usize,
+        id: NcclUniqueId,
+        world: Arc<World>,
+        sent: Arc<AtomicU64>,
+    ) -> Result<Self, CudaError> {
+        device.bind()?;
         let count = world.size();
         let mut handle = ptr::null_mut();
-        let mut config = NcclConfig::new(NcclCalls::ComeBack);
+        let mut config = NcclConfig::blocking();
         // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
         let code = unsafe {
             (nccl.ncclCommInitRankConfig)(&mut handle, count as c_int, id, rank as c_int, &mut config)
         };
         nccl.check("ncclCommInitRankConfig", code)?;
-        let end = End::new(nccl, device, handle);
+        let end = End::new(nccl, &device, handle);
         // A host that is held up by what waits behind an exchange could not end that.
         let ended = Arc::downgrade(&end);
         world.when_failed(move || {
@@ -198,9 +224,7 @@ impl NcclRank {
                 end.abort();
             }
         });
-        let (device, world, sent) = (device.clone(), world.clone(), sent.clone());
         let own = Self { nccl, end, rank, count, device, world, sent };
-        own.wait("ncclCommInitRankConfig")?;
         let mut ranks = exchange_once(nccl, vec![own])?;
         let gone = || CudaError::Transport { transport: "nccl", reason: "it has no rank here".to_owned() };
         ranks.pop().ok_or_else(gone)
@@ -315,25 +339,23 @@ impl NcclRank {
             if progress? == NcclProgress::Done {
                 return Ok(());
             }
-            self.go_on(began, call)?;
+            go_on(&self.world, self.rank, began, call)?;
             thread::yield_now();
         }
     }
 }
 
-impl NcclRank {
-    /// Whether to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
-    fn go_on(&self, began: Instant, what: &str) -> Result<(), CudaError> {
-        let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
-        let limit = self.world.config().limit;
-        if let Some(error) = self.world.failure() {
-            return refuse(format!("rank {} stopped to wait for {what}: {error}", self.rank));
-        }
-        if began.elapsed() > limit {
-            return refuse(format!("rank {} waited {:.3} s for {what}", self.rank, limit.as_secs_f64()));
-        }
-        Ok(())
+/// Whether `rank` is to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
+fn go_on(world: &World, rank: usize, began: Instant, what: &str) -> Result<(), CudaError> {
+    let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
+    let limit = world.config().limit;
+    if let Some(error) = world.failure() {
+        return refuse(format!("rank {rank} stopped to wait for {what}: {error}"));
     }
+    if began.elapsed() > limit {
+        return refuse(format!("rank {rank} waited {:.3} s for {what}", limit.as_secs_f64()));
+    }
+    Ok(())
 }
 
 /// Calls of a group, begun together. Closed in any case: an open group would swallow this thread's calls from then on.
@@ -406,7 +428,7 @@ fn meet(nccl: &Nccl, ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaErr
     for (rank, place) in ranks.iter().zip(places) {
         let began = Instant::now();
         while !place.stream.is_idle()? {
-            rank.go_on(began, "the first exchange")?;
+            go_on(&rank.world, rank.rank, began, "the first exchange")?;
             thread::yield_now();
         }
     }

@@ -50,6 +50,17 @@ fn host_and_kernels_agree_on_layouts() {
 }
 
 #[test]
+fn a_users_own_kernel_finds_its_header() {
+    if support::no_compiler() {
+        return;
+    }
+    let text = include_str!("../../../examples/06-user-kernel/silu.cu");
+    for arch in [Arch::SM_90A, Arch::SM_80] {
+        assert!(!compile(&KernelSource::new("silu", arch).line(text)).unwrap().image.is_empty());
+    }
+}
+
+#[test]
 fn errors_carry_the_compilers_words() {
     if support::no_compiler() {
         return;

@@ -116,7 +116,7 @@ pub trait Backend: Clone + Send {
     /// When an operation still uses it.
     fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
 
-    /// Enqueues a compute operation. `buffers` is the Program's table.
+    /// Enqueues a compute operation. `buffers` and `signals` are the Program's tables; a kernel may raise a signal while it runs.
     ///
     /// # Errors
     /// The world's error, when it has failed; likewise below.
@@ -126,6 +126,7 @@ pub trait Backend: Clone + Send {
         place: &OpPlace,
         kernel: &Self::Kernel,
         buffers: &[Self::Buffer],
+        signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
 
     /// Enqueues the event's next record.

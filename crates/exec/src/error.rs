@@ -110,10 +110,12 @@ pub enum ExecError {
     },
     /// The buffers do not fit into memory.
     #[error(
-        "this run needs {needed} bytes of memory and {available} are available; use fewer rows, a narrower dtype, or \
-         more memory"
+        "{} needs {needed} bytes of memory and {available} are available; use fewer rows, a narrower dtype, or more memory",
+        whose(.rank)
     )]
     OutOfMemory {
+        /// The rank, where it is one's memory that is used up.
+        rank: Option<usize>,
         /// Bytes of all ranks' buffers.
         needed: u64,
         /// Bytes that the machine has left.
@@ -150,12 +152,16 @@ impl ExecError {
     /// As others are told of it: with the rank whose error it is, where it does not name one itself.
     pub(crate) fn of_rank(self, rank: usize) -> Self {
         match self {
-            Self::Tensor { .. } | Self::OutOfMemory { .. } => {
+            Self::Tensor { .. } | Self::OutOfMemory { rank: None, .. } => {
                 RendezvousError::RankFailed { rank, reason: self.to_string() }.into()
             }
             other => other,
         }
     }
+}
+
+fn whose(rank: &Option<usize>) -> String {
+    rank.map_or_else(|| "this run".to_owned(), |rank| format!("rank {rank}"))
 }
 
 /// A wait that reached its limit: who waited for whom, where, and who held everything up.

@@ -95,7 +95,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         check_names(&program).map_err(&error)?;
         let needed = program.bytes(|role| !given(role));
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
-            return Err(ExecError::OutOfMemory { needed, available });
+            return Err(ExecError::OutOfMemory { rank: Some(program.rank), needed, available });
         }
 
         let mut steps = Vec::with_capacity(program.ops.len());
@@ -349,7 +349,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                 let stream = &streams[*stream];
                 self.next += 1;
                 match step {
-                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table)?,
+                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table, signals)?,
                     Step::Collective { collective, arrive } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);
                         let buffers = &self.table;

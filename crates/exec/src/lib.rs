@@ -58,7 +58,7 @@ pub use check::{
     CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
 };
 pub use communicator::{Communicator, Handle, Reduce};
-pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, KernelBarrier};
+pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, KernelBarrier};
 pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
@@ -71,8 +71,8 @@ pub use linear::{
     CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, LayerGradient, LayerPass,
     LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearRun, LinearSample,
     LinearScratch, LinearTensor, MeasureError, MeasuredClock, PreparedOn, RankBuffers, Repeats,
-    RowParallelLinear, all_gather_gemm, check_linear, gemm_all_reduce, gemm_reduce_scatter,
-    random_linear_inputs, run_linear, run_linear_on,
+    RowParallelLinear, all_gather_gemm, check_linear, check_linear_part, gemm_all_reduce,
+    gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

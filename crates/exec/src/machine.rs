@@ -4,6 +4,7 @@ use std::sync::Arc;
 use counterpoint_plan::DType;
 use rayon::ThreadPool;
 
+use crate::cpu::{CpuUserKernels, CpuUserPart};
 use crate::memory::check_memory;
 use crate::{Backend, CpuBackend, CpuTransport, ExecError, SlowLink, Transport, World};
 
@@ -68,6 +69,7 @@ pub trait Machine: Sized {
 pub struct CpuMachine {
     workers: Arc<ThreadPool>,
     slow_link: Option<SlowLink>,
+    user_kernels: CpuUserKernels,
 }
 
 impl CpuMachine {
@@ -76,7 +78,16 @@ impl CpuMachine {
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
     pub fn new(sm_margin: usize, slow_link: Option<SlowLink>) -> Result<Self, ExecError> {
-        Ok(Self { workers: CpuBackend::workers(sm_margin)?, slow_link })
+        let user_kernels = CpuUserKernels::default();
+        Ok(Self { workers: CpuBackend::workers(sm_margin)?, slow_link, user_kernels })
+    }
+
+    /// The same with a kernel of the user's own, which Programs call by its name
+    /// ([`UserKernel`](counterpoint_schedule::UserKernel)): `body` computes one part.
+    #[must_use]
+    pub fn with_kernel(mut self, name: &str, body: impl Fn(CpuUserPart<'_>) + Send + Sync + 'static) -> Self {
+        self.user_kernels = self.user_kernels.with(name, body);
+        self
     }
 }
 
@@ -86,7 +97,8 @@ impl Machine for CpuMachine {
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let transports = CpuTransport::local(world, self.slow_link);
-        let backend = |rank| CpuBackend::new(world, rank, self.workers.clone());
+        let kernels = || self.user_kernels.clone();
+        let backend = |rank| CpuBackend::new(world, rank, self.workers.clone()).with_user_kernels(kernels());
         Ok(transports.into_iter().map(|transport| (backend(transport.rank()), transport)).collect())
     }
 

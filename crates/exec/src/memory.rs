@@ -14,7 +14,9 @@ pub fn available_memory() -> Option<u64> {
 /// [`ExecError::OutOfMemory`] with both figures.
 pub fn check_memory(needed: u64) -> Result<(), ExecError> {
     match available_memory() {
-        Some(available) if needed > available => Err(ExecError::OutOfMemory { needed, available }),
+        Some(available) if needed > available => {
+            Err(ExecError::OutOfMemory { rank: None, needed, available })
+        }
         _ => Ok(()),
     }
 }
@@ -28,7 +30,9 @@ mod tests {
         assert_eq!(check_memory(0), Ok(()));
         if available_memory().is_some() {
             let error = check_memory(u64::MAX).unwrap_err();
-            assert!(matches!(error, ExecError::OutOfMemory { needed: u64::MAX, available } if available > 0));
+            assert!(
+                matches!(error, ExecError::OutOfMemory { needed: u64::MAX, available, .. } if available > 0)
+            );
         }
     }
 }

@@ -88,8 +88,21 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.bands(&op.bands, q.rows(), k.rows())
         }
         Op::Gemm(op) => check.gemm(op),
+        Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
         Op::GemmReduce(op) => check.gemm(&op.gemm),
         Op::CastGemm(op) => check.gemm(&op.gemm),
+        Op::UserKernel(op) => match op.parts.is_empty() {
+            true => Err(check.error("it has no parts".to_owned())),
+            // What its tensors must be like is its own business.
+            false => Ok(()),
+        },
+        Op::RmsNorm(op) => {
+            let Blocks { rows, columns, dtype } = check.blocks("src", &op.src)?;
+            check.tensor(op.weight, dtype, &[columns])?;
+            let (residual, sum) = op.residual.unzip();
+            let mut whole = [Some(op.out), residual, sum].into_iter().flatten();
+            whole.try_for_each(|tensor| check.tensor(tensor, dtype, &[rows, columns]))
+        }
         Op::ColumnSum(op) => {
             let Blocks { columns, dtype, .. } = check.blocks("src", &op.src)?;
             check.tensor(op.dst, check.result_type(op.dst, dtype), &[columns])

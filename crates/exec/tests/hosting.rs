@@ -74,7 +74,7 @@ proptest! {
         chunk_size in 8usize..90,
         stages in prop_oneof![Just(StageCount::Auto), (0usize..6).prop_map(StageCount::Fixed)],
         algorithm in 0usize..4,
-        order in 0usize..3,
+        order in 0usize..4,
         dtype in 0usize..4,
         heads in prop_oneof![Just((1, 1)), Just((4, 2)), Just((2, 2))],
         dims in prop_oneof![Just((16, 16)), Just((5, 7))],

@@ -155,7 +155,7 @@ proptest! {
     fn layers_are_what_they_are_defined_to_be(
         (spec, tp_size) in layer(),
         groups in 1usize..6,
-        order in 0usize..3,
+        order in 0usize..4,
         (gradient, adds) in gradients(),
         seed in 0u64..1000,
     ) {

@@ -1,11 +1,12 @@
 //! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
 
 use counterpoint_exec::{
-    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LinearLayer, LinearOptions,
-    LinearScratch, LinearTensor, RowParallelLinear,
+    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer,
+    LinearOptions, LinearOutputs, LinearSample, LinearScratch, LinearTensor, RowParallelLinear,
+    check_linear_part,
 };
 use counterpoint_plan::{Activations, DType, WaveGroups};
-use counterpoint_schedule::{OverlapPolicy, StartOrder};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 
 const RANKS: usize = 3;
 const TOKENS: usize = 20;
@@ -142,6 +143,61 @@ fn layers_follow_each_other_and_share_memory() {
         let y = down.forward(&h).unwrap().result;
         let wanted = times_transposed(&times_transposed(&x, &w1), &w2);
         assert_eq!(down.gather(LinearTensor::Output, &y).unwrap(), wanted);
+    }
+}
+
+/// What each rank has is right by itself, and one wrong element of any of its tensors is found, at its place in the whole.
+#[test]
+fn parts_of_results_are_judged_by_rank() {
+    let machine = CpuMachine::new(0, None).unwrap();
+    for activations in [Activations::Replicated, Activations::SequenceParallel] {
+        let options = options(LayerGradient::Written, activations);
+        let scratch = &mut LinearScratch::new();
+        let mut column =
+            ColumnParallelLinear::new(&machine, RANKS, [TOKENS, 5, 6], &options, scratch).unwrap();
+        judge_parts(&mut column);
+        let mut row = RowParallelLinear::new(&machine, RANKS, [TOKENS, 9, 4], &options, scratch).unwrap();
+        judge_parts(&mut row);
+    }
+}
+
+fn judge_parts(layer: &mut LinearLayer<CpuMachine>) {
+    let spec = layer.plan().spec;
+    let inputs = LinearInputs {
+        x: whole(TOKENS, spec.in_features, 10),
+        weight: whole(spec.out_features, spec.in_features, 1),
+        bias: None,
+        dy: Some(whole(TOKENS, spec.out_features, 20)),
+        main_grad: None,
+    };
+    let weight = layer.scatter(LinearTensor::Weight, &inputs.weight).unwrap();
+    layer.bind_weight(&weight, None).unwrap();
+    let x = layer.scatter(LinearTensor::Input, &inputs.x).unwrap();
+    let dy = layer.scatter(LinearTensor::Output, inputs.dy.as_ref().unwrap()).unwrap();
+    let y = layer.forward(&x).unwrap().result;
+    let dx = layer.backward(&x, &dy).unwrap().result;
+    let (dweight, _) = layer.weight_gradient().unwrap();
+    let [y, dx, dweight] = [y, dx, dweight].map(|parts| layer.download(&parts).unwrap());
+    assert_eq!(layer.ranks().collect::<Vec<_>>(), (0..RANKS).collect::<Vec<_>>());
+    for rank in 0..RANKS {
+        let outputs = |spoiled: usize| {
+            let mut parts = [&y, &dx, &dweight].map(|parts| parts[rank].clone());
+            if let Some(part) = parts.get_mut(spoiled) {
+                *part.as_mut_slice::<f32>().unwrap().last_mut().unwrap() += 1.0;
+            }
+            let [y, dx, dweight] = parts;
+            LinearOutputs { y, dx: Some(dx), dweight: Some(dweight), dbias: None }
+        };
+        let judged = |spoiled, sample| {
+            let outputs = outputs(spoiled);
+            check_linear_part(layer.plan(), rank, &inputs, WeightGradient::Written, &outputs, sample)
+        };
+        for sample in [LinearSample::Whole, LinearSample::Spread(3)] {
+            assert!(judged(3, sample).is_ok_and(|share| share <= 1.0));
+            for (spoiled, name) in ["y[", "dx[", "dweight["].into_iter().enumerate() {
+                assert!(judged(spoiled, sample).unwrap_err().starts_with(name));
+            }
+        }
     }
 }
 

@@ -38,6 +38,9 @@ pub enum ProductStart {
     Free,
     /// The start of the communication that it should hide, of the group before it.
     AfterCommunication,
+    /// Nothing: one kernel computes all groups, so a group takes what it adds to the product of those before it. Where rows
+    /// travel before they are multiplied, as `Free`.
+    OneKernel,
 }
 
 /// What reductions and their ways back travel on.
@@ -187,11 +190,18 @@ impl PassCosts {
             return ends;
         }
         let begin = match self.starts {
-            ProductStart::Free => ends.compute,
+            ProductStart::Free | ProductStart::OneKernel => ends.compute,
             ProductStart::AfterCommunication => ends.compute.max(ends.started),
         };
         let busy_until = ends.travel.max(ends.back);
-        ends.compute = self.compute_until(begin, self.product[waves], busy_until);
+        let seconds = match self.starts {
+            ProductStart::OneKernel => {
+                let done = self.waves() - left;
+                (self.product[done] - self.product[done - waves]).max(0.0)
+            }
+            ProductStart::Free | ProductStart::AfterCommunication => self.product[waves],
+        };
+        ends.compute = self.compute_until(begin, seconds, busy_until);
         // The next reduction comes before the way back of the last one where its product is done by then.
         let reduced = ends.travel;
         if ends.compute > reduced {

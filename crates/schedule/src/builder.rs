@@ -1,8 +1,8 @@
 use counterpoint_plan::DType;
 
 use crate::{
-    BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, StartOrder,
-    StreamId, StreamKind, StreamSpec,
+    BarrierId, BufferId, BufferRole, BufferSpec, EventId, Op, OverlapPolicy, Program, ProgramOp, SignalId,
+    StartOrder, StreamId, StreamKind, StreamSpec,
 };
 
 /// Writes a [`Program`] under an [`OverlapPolicy`]: lowerings say what may run side by side, the builder turns that into
@@ -67,6 +67,12 @@ impl ProgramBuilder {
             self.program.num_barriers += 1;
             BarrierId(self.program.num_barriers - 1)
         })
+    }
+
+    /// A signal, at 0.
+    pub(crate) fn signal(&mut self) -> SignalId {
+        self.program.num_signals += 1;
+        SignalId(self.program.num_signals - 1)
     }
 
     pub(crate) fn push(&mut self, stream: StreamId, stage: Option<usize>, label: &str, op: Op) {

@@ -21,7 +21,7 @@ pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lo
 pub use linear::{
     ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL, SimulatedClock, WeightGradient,
     lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
-    lower_product, travel_seconds,
+    lower_normalised_forward, lower_product, travel_seconds,
 };
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
@@ -29,8 +29,8 @@ pub use policy::{
 pub use program::{
     Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
     BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, EventId, ForwardBegin, ForwardEnd,
-    Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RowBlock,
-    SignalId, StreamId, StreamKind, StreamSpec,
+    Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RmsNorm,
+    RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

@@ -15,12 +15,15 @@ pub enum StartOrder {
     Concurrent,
     /// As `Concurrent`, and a computation starts only once the communication that it should hide has started.
     KernelBarrier,
+    /// As `Concurrent`, and the products of a pass are one kernel, which goes on while what it has finished travels: a
+    /// communication starts once a signal says that its rows are there.
+    Signals,
 }
 
 impl StartOrder {
     /// Every order, in the order in which they are explained.
-    pub const ALL: [StartOrder; 3] =
-        [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::KernelBarrier];
+    pub const ALL: [StartOrder; 4] =
+        [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::KernelBarrier, StartOrder::Signals];
 
     /// The name on the command line.
     pub const fn name(self) -> &'static str {
@@ -28,6 +31,7 @@ impl StartOrder {
             StartOrder::Sequential => "sequential",
             StartOrder::Concurrent => "concurrent",
             StartOrder::KernelBarrier => "kernel-barrier",
+            StartOrder::Signals => "signals",
         }
     }
 }
@@ -148,8 +152,8 @@ impl fmt::Display for OverlapPolicy {
 pub enum PolicyError {
     /// A word is unknown.
     #[error(
-        "unknown overlap policy `{0}`; use sequential, concurrent, kernel-barrier, single-connection, priority, copy-engine, \
-         fused, sm-margin=N or partition=N, joined by +"
+        "unknown overlap policy `{0}`; use sequential, concurrent, kernel-barrier, signals, single-connection, priority, \
+         copy-engine, fused, sm-margin=N or partition=N, joined by +"
     )]
     Word(String),
     /// A number of workers is none.
@@ -243,6 +247,7 @@ mod tests {
             "concurrent",
             "kernel-barrier",
             "kernel-barrier+sm-margin=3",
+            "signals+sm-margin=16",
             "concurrent+partition=16+priority",
             "kernel-barrier+sm-margin=8+priority+single-connection+copy-engine",
             "concurrent+fused",
@@ -268,7 +273,12 @@ mod tests {
         for text in ["concurrent+sm-margin=x", "partition=0", "sm-margin=-1"] {
             assert!(matches!(refused(text), PolicyError::Workers(..)), "{text}");
         }
-        for text in ["sm-margin=2+partition=2", "concurrent+kernel-barrier", "fused+copy-engine"] {
+        for text in [
+            "sm-margin=2+partition=2",
+            "concurrent+kernel-barrier",
+            "kernel-barrier+signals",
+            "fused+copy-engine",
+        ] {
             assert!(matches!(refused(text), PolicyError::Exclusive(..)), "{text}");
         }
         for text in ["sequential+sm-margin=1", "priority+sequential"] {

@@ -354,6 +354,38 @@ pub struct GemmReduce {
     pub spread: Option<GroupCast>,
 }
 
+/// The products of a pass, group by group: they follow each other, and with the end of the n-th, counted from 1, `signal` is n. A
+/// backend with a kernel for it computes all of them in one launch, which goes on while others use what it has finished. In any
+/// case the results have the bits of the products one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WaveGemm {
+    /// The products, which differ in their rows of the first operand and in where these go.
+    pub groups: Vec<Gemm>,
+    /// Raised by nothing else.
+    pub signal: SignalId,
+}
+
+/// A kernel of the user's own, part by part: a part reads its buffers and writes others, parts follow each other, and with the end of the
+/// n-th, counted from 1, `signal` is n. So what the kernel has made can travel while it goes on, as with [`WaveGemm`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct UserKernel {
+    /// The name under which backends were given it.
+    pub kernel: String,
+    /// The parts.
+    pub parts: Vec<UserPart>,
+    /// Raised by nothing else.
+    pub signal: Option<SignalId>,
+}
+
+/// What one part of a [`UserKernel`] is given.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct UserPart {
+    /// Buffers that it reads.
+    pub reads: Vec<BufferId>,
+    /// Buffers that it writes, each element of them.
+    pub writes: Vec<BufferId>,
+}
+
 /// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
 /// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
 /// bits of the two operations one after the other.
@@ -363,6 +395,23 @@ pub struct CastGemm {
     pub cast: GroupCast,
     /// The product.
     pub gemm: Gemm,
+}
+
+/// RMSNorm of the rows of `src`, which are those of its blocks one after the other, with a residual in front of it: `h` is the rows, or
+/// their sum with the residual, rounded, and `out = h / sqrt(mean of h's squares + epsilon) weight`, row by row. So rows that have
+/// travelled in groups come into their order in the pass that is there anyway.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RmsNorm {
+    /// `[rows, columns]`.
+    pub src: Vec<RowBlock>,
+    /// Residual and where `h` goes, both `[rows, columns]`.
+    pub residual: Option<(BufferId, BufferId)>,
+    /// `[columns]`.
+    pub weight: BufferId,
+    /// What is added to the mean.
+    pub epsilon: f64,
+    /// `[rows, columns]`.
+    pub out: BufferId,
 }
 
 /// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
@@ -391,8 +440,14 @@ pub enum Op {
     AttentionBackward(AttentionBackward),
     /// A matrix product.
     Gemm(Gemm),
+    /// Matrix products that raise a signal one by one.
+    WaveGemm(WaveGemm),
+    /// A kernel of the user's own.
+    UserKernel(UserKernel),
     /// Sums of columns.
     ColumnSum(ColumnSum),
+    /// Root mean square normalisation of rows.
+    RmsNorm(RmsNorm),
     /// A matrix product that is reduced over ranks while it is computed.
     GemmReduce(Box<GemmReduce>),
     /// A matrix product whose operand's rows come from other ranks while it is computed.
@@ -458,6 +513,17 @@ pub enum Op {
         /// The value wanted.
         value: u64,
     },
+}
+
+impl Op {
+    /// Of an operation that others may see finished part by part, its signal and its parts.
+    pub fn raises(&self) -> Option<(SignalId, usize)> {
+        match self {
+            Op::WaveGemm(op) => Some((op.signal, op.groups.len())),
+            Op::UserKernel(op) => op.signal.map(|signal| (signal, op.parts.len())),
+            _ => None,
+        }
+    }
 }
 
 /// One operation in its place.

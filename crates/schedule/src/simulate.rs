@@ -220,6 +220,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
         }
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
+        Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
         Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
         Op::CastGemm(both) => product_seconds(program, &both.gemm, cost),
         Op::CopyRows { src, rows, .. } => {
@@ -247,6 +248,37 @@ fn placed_bytes(program: &Program, src: BufferId, dst: BufferId) -> f64 {
 }
 
 fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
+    cost.matmul_seconds(product_size(program, gemm))
+}
+
+/// Products of one launch, which has the waves of all their rows together.
+fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
+    let sizes = groups.iter().map(|gemm| product_size(program, gemm));
+    let whole = sizes.reduce(|[m, n, k], [more, ..]| [m + more, n, k]);
+    whole.map_or(0.0, |size| cost.matmul_seconds(size))
+}
+
+/// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
+/// fewer parts.
+fn part_seconds(program: &Program, op: &ProgramOp, part: usize, cost: &CostModel) -> Option<f64> {
+    match &op.op {
+        Op::WaveGemm(waves) => {
+            let until = |groups| waves_seconds(program, &waves.groups[..groups], cost);
+            let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
+            (part < waves.groups.len()).then(|| launch + until(part + 1) - until(part))
+        }
+        Op::UserKernel(user) => {
+            let bytes = |id: &BufferId| program.buffers[id.0].bytes();
+            let launch = if part == 0 { cost.launch_seconds } else { 0.0 };
+            let of = user.parts.get(part)?;
+            let touched: u64 = of.reads.iter().chain(&of.writes).map(bytes).sum();
+            Some(launch + touched as f64 / cost.memory_bytes_per_second)
+        }
+        _ => (part == 0).then(|| compute_seconds(program, op, cost)),
+    }
+}
+
+fn product_size(program: &Program, gemm: &Gemm) -> [usize; 3] {
     let shape = |id: BufferId| &program.buffers[id.0].shape;
     let rows = |blocks: &[RowBlock]| blocks.iter().map(|block| block.rows.len()).sum::<usize>();
     let columns = |blocks: &[RowBlock]| blocks.first().map_or(0, |block| shape(block.buffer)[1]);
@@ -254,7 +286,7 @@ fn product_seconds(program: &Program, gemm: &Gemm, cost: &CostModel) -> f64 {
         GemmLayout::Nt | GemmLayout::Nn => (rows(&gemm.a), columns(&gemm.a)),
         GemmLayout::Tn => (columns(&gemm.a), rows(&gemm.a)),
     };
-    cost.matmul_seconds([m, shape(gemm.out)[1], k])
+    [m, shape(gemm.out)[1], k]
 }
 
 /// A whole attention on `[q, k, v]`.

@@ -140,6 +140,14 @@ impl Op {
                 out
             }
             Op::Gemm(op) => op.reads(),
+            Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                out.extend(op.residual.map(|(residual, _)| residual));
+                out.push(op.weight);
+                out
+            }
             Op::ColumnSum(op) => {
                 let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
                 if op.accumulate == Accumulate::Continue {
@@ -188,6 +196,13 @@ impl Op {
                 out
             }
             Op::Gemm(op) => vec![op.out],
+            Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out = vec![op.out];
+                out.extend(op.residual.map(|(_, sum)| sum));
+                out
+            }
             Op::ColumnSum(op) => vec![op.dst],
             Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
             Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
@@ -208,6 +223,27 @@ impl Op {
             Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
                 Vec::new()
             }
+        }
+    }
+}
+
+impl Op {
+    /// What each part of the operation reads and then writes, parts in their order.
+    fn uses(&self) -> Vec<(usize, Vec<BufferId>, bool)> {
+        match self {
+            Op::WaveGemm(waves) => {
+                let groups = waves.groups.iter().enumerate();
+                groups
+                    .flat_map(|(part, group)| [(part, group.reads(), false), (part, vec![group.out], true)])
+                    .collect()
+            }
+            Op::UserKernel(user) => {
+                let parts = user.parts.iter().enumerate();
+                parts
+                    .flat_map(|(at, part)| [(at, part.reads.clone(), false), (at, part.writes.clone(), true)])
+                    .collect()
+            }
+            _ => vec![(usize::MAX, self.reads(), false), (usize::MAX, self.writes(), true)],
         }
     }
 }
@@ -247,10 +283,10 @@ impl Program {
         let memory = self.memory()?;
         self.check_fused(&clocks)?;
         // By piece of memory: who uses it, whether to write, and as which buffer.
-        let mut users: Vec<Vec<(usize, bool, usize)>> =
+        let mut users: Vec<Vec<(Step, bool, usize)>> =
             vec![Vec::new(); self.buffers.len() + self.slots.len()];
         for (index, op) in self.ops.iter().enumerate() {
-            for (buffers, write) in [(op.op.reads(), false), (op.op.writes(), true)] {
+            for (part, buffers, write) in op.op.uses() {
                 for BufferId(buffer) in buffers {
                     let Some(spec) = self.buffers.get(buffer) else {
                         return Err(self.unknown(index, "a buffer"));
@@ -259,15 +295,16 @@ impl Program {
                         let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
                         return Err(ProgramError::WritesInput { op, label, buffer });
                     }
-                    users[memory[buffer]].push((index, write, buffer));
+                    users[memory[buffer]].push((Step { op: index, part }, write, buffer));
                 }
             }
         }
         for users in &users {
-            for (i, &(first, first_writes, first_buffer)) in users.iter().enumerate() {
-                for &(second, second_writes, buffer) in &users[i + 1..] {
+            for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
+                let first = step.op;
+                for &(Step { op: second, .. }, second_writes, buffer) in &users[i + 1..] {
                     let together = first == second && first_buffer == buffer;
-                    let ordered = together || clocks[second].follows(self.ops[first].stream.0, first);
+                    let ordered = together || clocks[second].follows(self.ops[first].stream.0, step);
                     if (first_writes || second_writes) && !ordered {
                         return Err(ProgramError::Race {
                             first,
@@ -293,7 +330,7 @@ impl Program {
         let collectives: Vec<(usize, bool)> = collectives.collect();
         for (place, &(first, first_fused)) in collectives.iter().enumerate() {
             for &(second, second_fused) in &collectives[place + 1..] {
-                let ordered = clocks[second].follows(self.ops[first].stream.0, first);
+                let ordered = clocks[second].follows(self.ops[first].stream.0, Step::whole(first));
                 if (first_fused || second_fused) && !ordered {
                     return Err(ProgramError::UnorderedFused {
                         first,
@@ -329,9 +366,9 @@ impl Program {
 
     /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
     /// one of two writes, and an operation's reads come before its writes.
-    fn check_turns(&self, users: &[(usize, bool, usize)]) -> Result<(), ProgramError> {
+    fn check_turns(&self, users: &[(Step, bool, usize)]) -> Result<(), ProgramError> {
         let mut held: Option<usize> = None;
-        for &(op, write, buffer) in users {
+        for &(Step { op, .. }, write, buffer) in users {
             match held {
                 Some(other) if other != buffer && !write => {
                     return Err(ProgramError::Overwritten {
@@ -410,8 +447,18 @@ impl Program {
                 Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
             }
+            if let Some((signal, parts)) = op.op.raises() {
+                let Some(raised) = signals.get_mut(signal.0) else {
+                    return Err(self.unknown(index, "a signal"));
+                };
+                for part in 0..parts {
+                    let mut so_far = clock.clone();
+                    so_far.finished[stream] = Some(Step { op: index, part });
+                    raised.push((part as u64 + 1, so_far));
+                }
+            }
             out.push(clock.clone());
-            clock.finished[stream] = Some(index);
+            clock.finished[stream] = Some(Step::whole(index));
             streams[stream] = clock;
         }
         Ok(out)
@@ -430,10 +477,24 @@ impl Program {
     }
 }
 
-/// The last finished operation of each stream: a vector clock.
+/// An operation, or a part of one that others may see finished before the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Step {
+    op: usize,
+    part: usize,
+}
+
+impl Step {
+    /// All parts.
+    fn whole(op: usize) -> Self {
+        Self { op, part: usize::MAX }
+    }
+}
+
+/// The last finished step of each stream: a vector clock.
 #[derive(Clone, Debug)]
 struct Clock {
-    finished: Vec<Option<usize>>,
+    finished: Vec<Option<Step>>,
 }
 
 impl Clock {
@@ -454,8 +515,8 @@ impl Clock {
         self
     }
 
-    /// Whether operation `op` of `stream` is certainly finished.
-    fn follows(&self, stream: usize, op: usize) -> bool {
-        self.finished[stream].is_some_and(|last| last >= op)
+    /// Whether `step` of `stream` is certainly finished.
+    fn follows(&self, stream: usize, step: Step) -> bool {
+        self.finished[stream].is_some_and(|last| last >= step)
     }
 }

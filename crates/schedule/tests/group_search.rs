@@ -57,7 +57,8 @@ fn predictive_is_as_good_as_exhaustive() {
             sharing,
             ..CostModel::H200
         };
-        let policies = ["kernel-barrier", "kernel-barrier+sm-margin=24", "copy-engine"];
+        let policies =
+            ["kernel-barrier", "kernel-barrier+sm-margin=24", "copy-engine", "signals+sm-margin=24"];
         let policy: OverlapPolicy = draw.pick(&policies).parse().unwrap();
         let is_free = policy.mover == Mover::CopyEngine || policy.sm_margin() > 0;
         let takes = sharing.filter(|_| !is_free);
@@ -68,6 +69,7 @@ fn predictive_is_as_good_as_exhaustive() {
             most_groups: 8,
             starts: match policy.start {
                 StartOrder::KernelBarrier => ProductStart::AfterCommunication,
+                StartOrder::Signals => ProductStart::OneKernel,
                 _ => ProductStart::Free,
             },
             link: if sharing.is_some() { LinkUse::Shared } else { LinkUse::Apart },

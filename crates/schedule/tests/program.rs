@@ -252,3 +252,41 @@ fn turns_in_a_slot_are_checked() {
         assert!(matches!(turns(slots, Vec::new()), Err(ProgramError::Slot { .. })), "{slots:?}");
     }
 }
+
+/// A group of a product that raises a signal may be used once that has come, and not before; the rest of the product runs on meanwhile.
+#[test]
+fn groups_travel_while_the_rest_is_computed() {
+    // Inputs are 0, the groups' results 1 and 2, and where they are copied to 3 and 4.
+    let block = |rows| vec![RowBlock { buffer: BufferId(0), rows: Range::new(0, rows) }];
+    let group = |out| Gemm {
+        layout: GemmLayout::Nt,
+        a: block(ROWS),
+        b: block(1),
+        out: BufferId(out),
+        out_rows: vec![Range::new(0, ROWS)],
+        bias: None,
+        accumulate: Accumulate::Start,
+    };
+    let signal = SignalId(0);
+    let waves = || (0, Op::WaveGemm(WaveGemm { groups: vec![group(1), group(2)], signal }));
+    let wait = |value| (1, Op::WaitSignal { signal, value });
+    let in_turn = program(0, 1, 5, vec![waves(), wait(1), (1, copy(1, 3)), wait(2), (1, copy(2, 4))]);
+    assert_eq!(in_turn.validate(), Ok(()));
+    for (early, buffer) in
+        [(vec![waves(), (1, copy(1, 3))], "b1"), (vec![waves(), wait(1), (1, copy(2, 3))], "b2")]
+    {
+        let error = program(0, 1, 5, early).validate().unwrap_err();
+        assert!(matches!(&error, ProgramError::Race { buffer: found, .. } if found == buffer), "{error}");
+    }
+    let error = program(0, 1, 5, vec![wait(1), waves()]).validate().unwrap_err();
+    assert!(matches!(error, ProgramError::NoProducer { op: 0, .. }), "{error}");
+    let error = program(0, 1, 5, vec![waves(), wait(3)]).validate().unwrap_err();
+    assert!(matches!(error, ProgramError::NoProducer { op: 1, .. }), "{error}");
+    // Each group takes a second, and so does each copy: the first copy runs under the second group.
+    let cost = CostModel { matmul_flops_per_second: 2.0 * ROWS as f64, ..cost() };
+    let timeline = simulate(&[in_turn], &Topology::flat(1), &cost).unwrap();
+    let span =
+        |label: &str| timeline.spans.iter().find(|span| span.label == label && span.kind != SpanKind::Wait);
+    let times = ["op0", "op2", "op4"].map(|label| span(label).map(|span| (span.start, span.end)).unwrap());
+    assert_eq!(times, [(0.0, 2.0), (1.0, 2.0), (2.0, 3.0)]);
+}

@@ -22,7 +22,9 @@ Examples:
   counterpoint bench cp --device cuda
   counterpoint bench cp --device cuda --cp-size 2 --tokens 8k,32k --masks full,causal --peers
   counterpoint bench cp --device cuda --tokens 8k --trace trace.json
-  counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl")]
+  counterpoint bench cp --device cuda --tokens 1k,2k,4k --step
+  counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl
+  torchrun --no-python --nproc-per-node 4 counterpoint bench cp --device cuda --nodes 2 --exchange two-level,flat")]
 pub(crate) struct BenchCpArguments {
     /// What to measure
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
@@ -36,9 +38,9 @@ pub(crate) struct BenchCpArguments {
     #[arg(long, value_name = "N", default_value = "1", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) nodes: usize,
 
-    /// How rows cross between several nodes
-    #[arg(long, value_enum, default_value_t = Exchange::TwoLevel)]
-    pub(crate) exchange: Exchange,
+    /// How rows cross between several nodes; a row for each of several
+    #[arg(long, value_name = "NAMES", value_enum, value_delimiter = ',', default_value = "two-level")]
+    pub(crate) exchange: Vec<Exchange>,
 
     /// Masks
     #[arg(
@@ -65,6 +67,10 @@ pub(crate) struct BenchCpArguments {
     /// Leave the backward out
     #[arg(long)]
     pub(crate) forward_only: bool,
+
+    /// Time whole steps, forward and backward: enqueued operation by operation, and replayed as one CUDA graph
+    #[arg(long, conflicts_with_all = ["forward_only", "trace", "peers"])]
+    pub(crate) step: bool,
 
     /// The backward's sums in an order that is always the same
     #[arg(long)]

@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use counterpoint_cuda::TransportKind;
 use counterpoint_exec::GemmCollective;
 use counterpoint_schedule::OverlapPolicy;
 
@@ -43,6 +44,14 @@ pub(crate) struct BenchGemmCollectiveArguments {
     /// Products of m x n x k instead of the usual ones
     #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',')]
     pub(crate) shapes: Vec<[usize; 3]>,
+
+    /// What moves rows between GPUs
+    #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = value::transport())]
+    pub(crate) transport: TransportKind,
+
+    /// Groups of rows of policies that overlap a product with its own collective [default: as predicted]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), allow_hyphen_values = true)]
+    pub(crate) groups: Option<u32>,
 
     /// Element type [default: bf16]
     #[arg(long, value_enum)]

@@ -18,7 +18,8 @@ the others are judged by. The ideal hides all that can be hidden: of a forward
 whichever of products and communication is shorter, of a column-parallel backward
 the sums of dx under the gradient of the weight. Efficiency is how much of the
 way from sequential to ideal a policy comes. Results are compared with f64 on a
-sample of elements; a row out of bounds is not printed, and the exit status is 1.
+sample of elements, and their bits with those of the sequential run; a row that is
+wrong is not printed, and the exit status is 1.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
@@ -27,7 +28,9 @@ CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32.
 Examples:
   counterpoint bench tp
   counterpoint bench tp --device cuda --tp-size 2
+  torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
   counterpoint bench tp --device cuda --kinds column --passes backward --activations replicated --peers
+  counterpoint bench tp --device cuda --kinds column --passes backward --overlap sm-margin=4 --groups 1 --connections 1,8,32
   counterpoint bench tp --device cuda --shapes 8k:8k:7k --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
 pub(crate) struct BenchTpArguments {
     /// What to measure
@@ -86,6 +89,11 @@ pub(crate) struct BenchTpArguments {
     /// Timed runs of each row, at least 3
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
+
+    /// Measure with each of these numbers of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), in a process of its own, and say how
+    /// far apart they are
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32), allow_hyphen_values = true)]
+    pub(crate) connections: Vec<u32>,
 
     /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]

@@ -8,7 +8,7 @@ use counterpoint_cuda::collective_bench::{
 };
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::{Facet, Rendezvous};
-use counterpoint_plan::{DType, Topology};
+use counterpoint_plan::{DType, MachineProfile, Topology};
 use counterpoint_report::Statistics;
 use serde::Serialize;
 
@@ -16,6 +16,7 @@ use super::launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType, dtype_name};
 use crate::console;
 use crate::error::CliError;
+use crate::profile;
 use crate::progress::Progress;
 
 /// A measured case, as JSON has it.
@@ -62,7 +63,7 @@ pub(crate) fn run(collective: BenchCollective, arguments: &BenchCollectiveArgume
 /// Where the ranks are.
 enum Ranks {
     /// Threads of this process, on so many ranks.
-    Threads(CudaMachine, usize),
+    Threads { machine: CudaMachine, profile: Option<Box<MachineProfile>>, ranks: usize },
     /// One of them is this process.
     Process { rendezvous: Arc<Rendezvous>, local_rank: Option<usize> },
 }
@@ -85,12 +86,17 @@ impl Ranks {
             return Err(CliError::Flag { flag: "--gpus", value, reason });
         }
         let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
-        Ok(Self::Threads(machine.with_num_sms(arguments.num_sms), ranks))
+        let profile = profile::of_machine(None, &machine.devices()[0].properties().name)?;
+        Ok(Self::Threads {
+            machine: machine.with_num_sms(arguments.num_sms),
+            profile: profile.map(Box::new),
+            ranks,
+        })
     }
 
     fn count(&self) -> usize {
         match self {
-            Self::Threads(_, ranks) => *ranks,
+            Self::Threads { ranks, .. } => *ranks,
             Self::Process { rendezvous, .. } => rendezvous.world_size(),
         }
     }
@@ -98,7 +104,7 @@ impl Ranks {
     /// Whether this process prints what was measured.
     fn prints(&self) -> bool {
         match self {
-            Self::Threads(..) => true,
+            Self::Threads { .. } => true,
             Self::Process { rendezvous, .. } => rendezvous.rank() == 0,
         }
     }
@@ -110,11 +116,15 @@ impl Ranks {
         case: &CollectiveCase,
     ) -> Result<Measured, CliError> {
         match self {
-            Self::Threads(machine, _) => {
+            Self::Threads { machine, profile, .. } => {
                 let machine = machine.clone().with_transport(transport);
                 let machine = machine.map_err(|source| CliError::Cuda { source })?;
-                let (transport, device) =
-                    (machine.transport(), machine.devices()[0].properties().name.clone());
+                let machine = match profile {
+                    Some(profile) => machine.with_profile(profile),
+                    None => machine,
+                };
+                let device = machine.devices()[0].properties().name.clone();
+                let transport = shown(transport, machine.transport());
                 Ok(Measured { transport, device, times: bench_collective(&machine, case).map_err(ended)? })
             }
             Self::Process { rendezvous, local_rank } => {
@@ -127,7 +137,8 @@ impl Ranks {
                 let others = all.into_iter().enumerate().filter(|(rank, _)| *rank != rendezvous.rank());
                 let others = others.map(|(_, (seconds, wrong))| CollectiveTimes { seconds, wrong });
                 let times = others.fold(own, |all, rank| all.join(&rank));
-                let (transport, device) = (machine.transport(), machine.device().properties().name.clone());
+                let device = machine.device().properties().name.clone();
+                let transport = shown(transport, machine.transport());
                 Ok(Measured { transport, device, times })
             }
         }
@@ -182,7 +193,7 @@ impl Ranks {
             BenchCollective::GroupReduce => "group-reduce",
         };
         let place = match self {
-            Self::Threads(machine, _) => {
+            Self::Threads { machine, .. } => {
                 let device = &machine.devices()[0].properties().name;
                 format!("{} ({device})", console::count(machine.devices().len(), "GPU"))
             }
@@ -213,6 +224,14 @@ impl Ranks {
             "(B)", "(elements)", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
         );
         Ok(format!("{name}, {ranks} on {place}\n{columns}{units}"))
+    }
+}
+
+/// How a transport is named in a row: `auto` is more than one where ranks reach each other's memory.
+fn shown(asked: TransportKind, used: TransportKind) -> TransportKind {
+    match (asked, used) {
+        (TransportKind::Auto, TransportKind::Nvlink) => asked,
+        _ => used,
     }
 }
 

@@ -8,7 +8,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
 
-use super::launched::gpu_of_rank;
+use super::launched::{gather, gpu_of_rank};
 use crate::arguments::Device;
 use crate::error::CliError;
 use crate::{device, profile};
@@ -50,6 +50,15 @@ impl RankMachine {
                 machine.map(Self::Cuda).map_err(|source| CliError::Cuda { source })
             }
         }
+    }
+
+    /// The same; what moves which rows between GPUs is chosen as they were measured, in the profile that is `named` or that was kept.
+    pub(crate) fn measured(self, named: Option<&Path>) -> Result<Self, CliError> {
+        let profile = self.profile(named)?;
+        Ok(match (self, profile) {
+            (Self::Cuda(machine), Some(profile)) => Self::Cuda(machine.with_profile(&profile)),
+            (ranks, _) => ranks,
+        })
     }
 
     /// This process's rank of several.
@@ -117,6 +126,25 @@ impl RankMachine {
         }
     }
 
+    /// Bytes of rows that this process has sent to other nodes so far; `None` where nobody counts them.
+    pub(crate) fn sent_between_nodes(&self) -> Option<u64> {
+        match self {
+            Self::Cpu(_) | Self::Cuda(_) => None,
+            Self::Process(process) => process.machine.sent_between_nodes(),
+        }
+    }
+
+    /// Bytes that all processes have sent to other nodes since each had sent as many as `before`, in one of `runs` equal runs.
+    /// All processes call it.
+    pub(crate) fn crossed_since(&self, before: Option<u64>, runs: u64) -> Result<Option<u64>, CliError> {
+        let (Self::Process(process), Some(before), Some(now)) = (self, before, self.sent_between_nodes())
+        else {
+            return Ok(None);
+        };
+        let all: Vec<u64> = gather(&process.rendezvous, "bytes between nodes", &(now - before))?;
+        Ok(Some(all.into_iter().sum::<u64>() / runs))
+    }
+
     /// Runs it; `None` in a process that has no results. A plan of one rank is run by the process that has them.
     pub(crate) fn run(
         &self,
@@ -138,6 +166,16 @@ impl RankMachine {
 }
 
 impl RankProcess {
+    /// What the rank lives on.
+    pub(crate) fn machine(&self) -> &CudaProcess {
+        &self.machine
+    }
+
+    /// Where it meets the others.
+    pub(crate) fn rendezvous(&self) -> &Rendezvous {
+        &self.rendezvous
+    }
+
     fn run(
         &self,
         plan: &Plan,

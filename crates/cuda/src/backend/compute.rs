@@ -6,8 +6,11 @@ use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
 use super::attention_finish::{Finish, Placing};
 use super::linear::{BiasGradient, Product};
-use super::{CudaBackend, CudaBuffer};
-use crate::kernel::{Cast, MissedTurn, Scalar};
+use super::norm::Normalisation;
+use super::user_kernel::UserWork;
+use super::waves::Waves;
+use super::{CudaBackend, CudaBuffer, CudaSignal};
+use crate::kernel::{Cast, MissedTurn, Scalar, UserKernelSource};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -20,7 +23,10 @@ enum Work {
     Delta(Box<Delta>),
     Backward(Box<Backward>),
     Product(Box<Product>),
+    Waves(Box<Waves>),
     BiasGradient(Box<BiasGradient>),
+    Normalisation(Box<Normalisation>),
+    User(Box<UserWork>),
     Cast {
         cast: Cast,
         src: BufferId,
@@ -52,10 +58,13 @@ impl CudaKernel {
             Op::AttentionDelta(op) => Work::Delta(Box::new(Delta::new(&prepare, op)?)),
             Op::AttentionBackward(op) => Work::Backward(Box::new(Backward::new(&prepare, op)?)),
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
+            Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
             // Where the transport has no kernel that communicates too.
             Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
+            Op::UserKernel(op) => Work::User(Box::new(UserWork::new(&prepare, op)?)),
+            Op::RmsNorm(op) => Work::Normalisation(Box::new(Normalisation::new(&prepare, op)?)),
             Op::Cast { src, dst } if prepare.spec(*src).dtype == prepare.spec(*dst).dtype => {
                 Work::Concat { srcs: vec![*src], dst: *dst }
             }
@@ -71,8 +80,13 @@ impl CudaKernel {
         Ok(Self(work))
     }
 
-    /// `buffers` is the Program's table.
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+    /// `buffers` and `signals` are the Program's tables.
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<(), CudaError> {
         match &self.0 {
             Work::Forward(work) => work.launch(stream, buffers),
             Work::Finish(work) => work.launch(stream, buffers),
@@ -80,7 +94,10 @@ impl CudaKernel {
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => work.launch(stream, buffers),
             Work::Product(work) => work.launch(stream, buffers),
+            Work::Waves(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),
+            Work::Normalisation(work) => work.launch(stream, buffers),
+            Work::User(work) => work.launch(stream, buffers, signals),
             Work::Cast { cast, src, dst } => {
                 let (src, dst) = (&buffers[src.0], &buffers[dst.0]);
                 // SAFETY: both hold as many elements of the types that the kernel is for, aligned by `CudaBuffer::new`; events
@@ -129,6 +146,11 @@ impl<'a> Prepare<'a> {
             WorkerShare::Common => 0,
         };
         workers.try_into().unwrap_or(u32::MAX)
+    }
+
+    /// A kernel that a user has given the machine.
+    pub(super) fn user_kernel(&self, name: &str) -> Option<&'a UserKernelSource> {
+        self.backend.user_kernel(name)
     }
 
     /// Whether the Program's operations follow each other.

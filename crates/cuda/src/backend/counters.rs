@@ -1,4 +1,4 @@
-//! Kernel barriers and signals, made of events.
+//! Kernel barriers, made of events, and what they share with signals.
 //!
 //! A Program queues every producer before whoever waits for it, so a wait can name the very events that it needs. Waiting
 //! for an event never occupies anything on the device, so streams that share a hardware queue cannot block each other for
@@ -11,10 +11,6 @@ use crate::{CudaError, Device, Event, Stream};
 /// Counts the starts of communication operations within a run.
 #[derive(Clone)]
 pub struct CudaBarrier(Arc<Mutex<Points>>);
-
-/// A counter that streams raise and wait for, within a run.
-#[derive(Clone)]
-pub struct CudaSignal(Arc<Mutex<Points>>);
 
 /// Points of streams that a run has passed, in the order in which they were enqueued, each with the counter's value there.
 struct Points {
@@ -72,27 +68,6 @@ impl CudaBarrier {
         let points = lock(&self.0);
         let arrived = points.events.iter().zip(&points.values);
         arrived.filter(|(_, value)| **value <= arrivals).try_for_each(|(event, _)| stream.wait(event))
-    }
-}
-
-impl CudaSignal {
-    pub(super) fn new(device: &Device) -> Self {
-        Self(Points::new(device))
-    }
-
-    pub(super) fn begin_run(&self) {
-        lock(&self.0).values.clear();
-    }
-
-    pub(super) fn raise(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
-        lock(&self.0).pass(stream, value)
-    }
-
-    /// `stream` goes on after the first raise to at least `value` that was enqueued: whichever comes first would do.
-    pub(super) fn wait(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
-        let points = lock(&self.0);
-        let enough = points.values.iter().position(|raised| *raised >= value);
-        enough.map_or(Ok(()), |index| stream.wait(&points.events[index]))
     }
 }
 

@@ -1,4 +1,5 @@
-use std::sync::Mutex;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use counterpoint_exec::{Awaited, Blocker, ExecError};
@@ -10,6 +11,9 @@ use crate::{CudaError, Device, Event};
 /// Calls of one exchange that the host may be ahead of the device. It must not come so far ahead that the device's queue is
 /// full: then the driver holds the host up, which could tell nobody for whom it waits.
 const AHEAD: usize = 8;
+/// Calls of all exchanges of a rank together: a queue takes about a thousand entries, and a call is six at most. Else the driver would
+/// hold the host up inside a call of NCCL's, which nobody could abort meanwhile.
+const AHEAD_TOGETHER: usize = 64;
 
 /// Where the last calls of an exchange by means that have no limit on the device have begun and ended.
 pub(crate) struct ExchangeMarks {
@@ -23,6 +27,10 @@ struct Calls {
     marks: Vec<CallMarks>,
     next: usize,
 }
+
+/// The last calls of a rank's exchanges, of whichever, with the event that ends each.
+#[derive(Default)]
+pub(super) struct LastCalls(VecDeque<(Arc<ExchangeMarks>, Event)>);
 
 /// Of one call.
 #[derive(Clone)]
@@ -75,10 +83,24 @@ impl CudaBackend {
     ///
     /// # Errors
     /// The world's; when an earlier call does not end within the limit.
-    pub(crate) fn marks_of_next(&self, exchange: &ExchangeMarks) -> Result<CallMarks, ExecError> {
+    pub(crate) fn marks_of_next(&self, exchange: &Arc<ExchangeMarks>) -> Result<CallMarks, ExecError> {
         let marks = exchange.next();
+        self.await_exchange(exchange, &marks.ended)?;
+        let oldest = {
+            let LastCalls(last) = &mut *lock(&self.0.last_calls);
+            last.push_back((exchange.clone(), marks.ended.clone()));
+            if last.len() > AHEAD_TOGETHER { last.pop_front() } else { None }
+        };
+        if let Some((exchange, ended)) = oldest {
+            self.await_exchange(&exchange, &ended)?;
+        }
+        Ok(marks)
+    }
+
+    /// Waits on the host until a call of `exchange` has `ended`.
+    fn await_exchange(&self, exchange: &ExchangeMarks, ended: &Event) -> Result<(), ExecError> {
         let (world, began) = (self.world(), Instant::now());
-        while !marks.ended.is_done().map_err(|error| self.error(&exchange.label, error))? {
+        while !ended.is_done().map_err(|error| self.error(&exchange.label, error))? {
             world.check()?;
             let waited = began.elapsed();
             if waited > world.config().limit {
@@ -86,11 +108,11 @@ impl CudaBackend {
             }
             if waited < CLOSE_WATCH { std::hint::spin_loop() } else { std::thread::sleep(PAUSE) }
         }
-        Ok(marks)
+        Ok(())
     }
 
     /// The exchange that has begun on the device and not ended, if there is one.
-    pub(super) fn exchange_under_way(&self) -> Option<std::sync::Arc<ExchangeMarks>> {
+    pub(super) fn exchange_under_way(&self) -> Option<Arc<ExchangeMarks>> {
         lock(&self.0.exchanges).iter().find(|marks| marks.is_under_way()).cloned()
     }
 }

@@ -33,19 +33,15 @@ struct Part {
 
 /// Rows of A, and of the result, that lie together.
 #[derive(Clone, Copy)]
-struct Stretch {
-    source: GemmRows,
-    out: usize,
+pub(super) struct Stretch {
+    pub(super) source: GemmRows,
+    pub(super) out: usize,
 }
 
 impl Product {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::Gemm) -> Result<Self, ExecError> {
         let element = prepare.element(op.a[0].buffer)?;
-        let layout = match op.layout {
-            schedule::GemmLayout::Nt => GemmLayout::Nt,
-            schedule::GemmLayout::Nn => GemmLayout::Nn,
-            schedule::GemmLayout::Tn => GemmLayout::Tn,
-        };
+        let layout = prepare.gemm_layout(op.layout);
         let terms = layout == GemmLayout::Tn;
         let a = SourceRows::new(prepare, &op.a, |rows| !terms || GemmRows::are_terms(rows))?;
         let b = SourceRows::new(prepare, &op.b, |rows| rows.len() == 1)?;
@@ -130,7 +126,7 @@ fn columns_fit(rows: &[Range]) -> bool {
 }
 
 /// Rows of A and of the result side by side, cut wherever one of them is.
-fn stretches(sources: &[GemmRows], out: &[Range]) -> Vec<Stretch> {
+pub(super) fn stretches(sources: &[GemmRows], out: &[Range]) -> Vec<Stretch> {
     let mut stretches = Vec::new();
     let mut sources = sources.iter().copied();
     let mut source = GemmRows { tensor: 0, first: 0, count: 0 };
@@ -181,14 +177,22 @@ impl BiasGradient {
 }
 
 impl Prepare<'_> {
+    pub(super) fn gemm_layout(&self, layout: schedule::GemmLayout) -> GemmLayout {
+        match layout {
+            schedule::GemmLayout::Nt => GemmLayout::Nt,
+            schedule::GemmLayout::Nn => GemmLayout::Nn,
+            schedule::GemmLayout::Tn => GemmLayout::Tn,
+        }
+    }
+
     /// Where something may run beside a product, and no multiprocessors are left to it, it must find some between two units.
-    fn grid(&self) -> GemmGrid {
+    pub(super) fn grid(&self) -> GemmGrid {
         if self.has_one_stream() || self.sm_margin() > 0 { GemmGrid::Persistent } else { GemmGrid::PerUnit }
     }
 
     /// A product whose bits do not depend on which rows of the result are computed together: its k is in one part, unless all
     /// of a gradient of a weight is one product anyway.
-    fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {
+    pub(super) fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {
         let device = self.setup().device();
         let shapes = Gemm::shapes(device, spec).map_err(|error| self.device_error(error))?;
         let whole = |splits: u32| splits == 1 || spec.layout == GemmLayout::Tn;

@@ -1,14 +1,14 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, WorkerSharing};
+use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, exec_error};
-use crate::kernel::LINK_RANKS;
+use super::{CudaBackend, UserKernels, exec_error};
+use crate::kernel::{LINK_RANKS, UserKernelSource};
 use crate::nccl::NcclRank;
 use crate::transport::Means;
-use crate::{CudaError, CudaTransport, Device, TransportKind, compiler_version};
+use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
 
 /// Whether a run measures its operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct CudaMachine {
     /// Never [`TransportKind::Auto`].
     transport: TransportKind,
     num_sms: u32,
+    engines: EngineUse,
+    user_kernels: UserKernels,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -48,7 +50,9 @@ impl CudaMachine {
     pub fn new(devices: Vec<Device>, timing: Timing) -> Result<Self, CudaError> {
         assert!(!devices.is_empty(), "a machine has a device");
         compiler_version()?;
-        Self { devices, timing, transport: TransportKind::Auto, num_sms: NUM_SMS }
+        let (transport, engines, user_kernels) =
+            (TransportKind::Auto, EngineUse::NEVER, UserKernels::default());
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels }
             .with_transport(TransportKind::Auto)
     }
 
@@ -74,6 +78,7 @@ impl CudaMachine {
     /// # Errors
     /// [`CudaError::NoPeerAccess`] when GPUs do not reach each other's memory and the transport needs it.
     pub fn with_transport(mut self, transport: TransportKind) -> Result<Self, CudaError> {
+        self.engines = if transport == TransportKind::Auto { EngineUse::H200 } else { EngineUse::NEVER };
         self.transport = match (transport, self.reach_each_other()) {
             (TransportKind::Hierarchical, _) => {
                 let reason =
@@ -100,6 +105,35 @@ impl CudaMachine {
     #[must_use]
     pub fn with_num_sms(mut self, num_sms: u32) -> Self {
         self.num_sms = num_sms.max(1);
+        self
+    }
+
+    /// The same, whose kernels leave other group-casts to copy engines than by default: all of [`TransportKind::Nvlink`], and of
+    /// [`TransportKind::Auto`] those that `EngineUse::H200` says.
+    #[must_use]
+    pub fn with_engines(mut self, engines: EngineUse) -> Self {
+        self.engines = engines;
+        self
+    }
+
+    /// The same, which under [`TransportKind::Auto`] leaves to copy engines what they were measured to do faster.
+    #[must_use]
+    pub fn with_profile(self, profile: &MachineProfile) -> Self {
+        let engines = if self.engines == EngineUse::NEVER { self.engines } else { EngineUse::of(profile) };
+        Self { engines, ..self }
+    }
+
+    /// The same with a kernel of the user's own, which Programs call by its name
+    /// ([`UserKernel`](counterpoint_schedule::UserKernel)).
+    ///
+    /// # Safety
+    /// The kernel writes the tensors that its parts write and nothing else, reads what they read, and tells of each part once it is
+    /// written: Programs are proven to be free of races on that word.
+    #[must_use]
+    pub unsafe fn with_kernel(mut self, name: &str, kernel: UserKernelSource) -> Self {
+        let mut kernels = (*self.user_kernels).clone();
+        kernels.insert(name.to_owned(), kernel);
+        self.user_kernels = Arc::new(kernels);
         self
     }
 
@@ -142,7 +176,7 @@ impl CudaMachine {
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
                 if alone && hopper && world.size() > 1 =>
             {
-                let link = |device: &Device| Means::link(world, device, self.num_sms);
+                let link = |device: &Device| Means::link(world, device, self.num_sms, self.engines);
                 devices.iter().map(link).collect()
             }
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
@@ -169,7 +203,8 @@ impl Machine for CudaMachine {
             .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock)?;
+                let kernels = self.user_kernels.clone();
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels)?;
                 Ok((backend, transport))
             })
             .collect()
@@ -183,7 +218,7 @@ impl Machine for CudaMachine {
             available = available.saturating_add(memory.free as u64);
         }
         if ranks > available {
-            return Err(ExecError::OutOfMemory { needed: ranks, available });
+            return Err(ExecError::OutOfMemory { rank: None, needed: ranks, available });
         }
         Ok(())
     }

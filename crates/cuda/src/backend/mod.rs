@@ -13,10 +13,16 @@ mod graph_run;
 mod linear;
 mod machine;
 mod matrix_rows;
+mod norm;
 mod padding;
+mod pass_order;
 mod process;
+mod signal;
 mod stream;
+mod user_kernel;
+mod waves;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -31,20 +37,26 @@ use counterpoint_schedule::{
 
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
-pub use counters::{CudaBarrier, CudaSignal};
+pub use counters::CudaBarrier;
 pub use graph_run::GraphRun;
 pub use machine::{CudaMachine, Timing};
+pub(crate) use pass_order::PassOrder;
 pub use process::CudaProcess;
+pub use signal::CudaSignal;
 pub use stream::CudaStream;
 pub(crate) use stream::SpanStart;
 
 use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
+use exchange_marks::LastCalls;
 
-use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn, UserKernelSource};
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+
+/// Users' own kernels, by name.
+type UserKernels = Arc<HashMap<String, UserKernelSource>>;
 
 /// One rank of the CUDA backend.
 #[derive(Clone)]
@@ -63,12 +75,17 @@ struct Rank {
     capturing: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    /// Likewise waits for kernels.
+    signals: Mutex<Vec<CudaSignal>>,
     /// Likewise waits of kernels for other ranks.
     links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
     /// And exchanges by other means, which have no limit on the device.
     exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    last_calls: Mutex<LastCalls>,
     /// Multiprocessors of communication and of computation, where the policy parts them.
     partition: Mutex<Option<Arc<Partition>>>,
+    /// Users' own kernels, by name.
+    user_kernels: UserKernels,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
 }
@@ -80,6 +97,7 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
+        user_kernels: UserKernels,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -93,9 +111,12 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             missed_turns: Mutex::default(),
+            signals: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),
+            last_calls: Mutex::default(),
             partition: Mutex::default(),
+            user_kernels,
             program: Mutex::default(),
         })))
     }
@@ -113,6 +134,11 @@ impl CudaBackend {
     /// A stream with nothing of a run on it, for uploads that are waited for.
     pub(crate) fn setup(&self) -> &Stream {
         &self.0.setup
+    }
+
+    /// A kernel that a user has given the machine.
+    fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
+        self.0.user_kernels.get(name)
     }
 
     /// Whether operations take times.
@@ -226,6 +252,23 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Whether all kernels that raise signals have.
+    fn check_signals(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, signals, .. } = &*self.0;
+        lock(signals).retain(CudaSignal::is_used);
+        for signal in lock(signals).iter() {
+            let missed = signal.missed().map_err(|error| self.error(&"a signal", error))?;
+            let Some((label, MissedSignal { seen, wanted })) = missed else { continue };
+            let awaited = Awaited {
+                name: format!("a kernel of {:?} that raises the signal", self.0.device),
+                evidence: format!("its counter is at {seen} of {wanted}"),
+                blocker: None::<Blocker>,
+            };
+            return Err(world.stalled(*rank, label, began, awaited));
+        }
+        Ok(())
+    }
+
     /// Whether every wait on the device came to its end.
     fn check_turns(&self) -> Result<(), ExecError> {
         let Rank { rank, setup, missed_turns, .. } = &*self.0;
@@ -267,7 +310,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 pub(crate) fn exec_error(rank: usize, place: &str, error: CudaError) -> ExecError {
     match error {
         CudaError::OutOfMemory { bytes, free, .. } => {
-            ExecError::OutOfMemory { needed: bytes as u64, available: free as u64 }
+            ExecError::OutOfMemory { rank: Some(rank), needed: bytes as u64, available: free as u64 }
         }
         error => ExecError::Device { rank, place: place.to_owned(), reason: error.to_string() },
     }
@@ -375,7 +418,9 @@ impl Backend for CudaBackend {
     }
 
     fn create_signal(&self) -> Result<CudaSignal, ExecError> {
-        Ok(CudaSignal::new(&self.0.device))
+        let signal = CudaSignal::new(&self.0.setup);
+        lock(&self.0.signals).push(signal.clone());
+        Ok(signal)
     }
 
     fn prepare(&self, program: &Program, index: usize) -> Result<CudaKernel, ExecError> {
@@ -417,8 +462,9 @@ impl Backend for CudaBackend {
         place: &OpPlace,
         kernel: &CudaKernel,
         buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers))
+        self.enqueue(stream, place, SpanKind::Compute, |stream| kernel.launch(stream, buffers, signals))
     }
 
     fn record(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
@@ -460,13 +506,15 @@ impl Backend for CudaBackend {
         signal: &CudaSignal,
         value: u64,
     ) -> Result<(), ExecError> {
-        self.enqueue(stream, place, SpanKind::Wait, |stream| signal.wait(stream, value))
+        let limit = self.0.world.config().limit;
+        self.enqueue(stream, place, SpanKind::Wait, |stream| signal.wait(stream, value, &place.label, limit))
     }
 
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
         let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_turns());
+        let checked = checked.and_then(|()| self.check_signals(began));
         checked.map_err(|error| self.fail(error))
     }
 

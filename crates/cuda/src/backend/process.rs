@@ -15,7 +15,7 @@ use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::NcclRank;
 use crate::transport::{Level, LevelledTransport, Means};
-use crate::{CudaError, CudaTransport, Device, DeviceBuffer, TransportKind, compiler_version};
+use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
 
 /// One GPU rank of several that are processes.
 pub struct CudaProcess {
@@ -25,6 +25,7 @@ pub struct CudaProcess {
     /// Never [`TransportKind::Auto`].
     transport: TransportKind,
     num_sms: u32,
+    engines: EngineUse,
     topology: Topology,
     /// Ranks of the GPU that has most.
     sharing: usize,
@@ -101,6 +102,7 @@ impl CudaProcess {
             sharers.max().unwrap_or(1)
         };
         let sharing = count(&|_, _| true);
+        let engines = if transport == TransportKind::Auto { EngineUse::H200 } else { EngineUse::NEVER };
         let transport = choose(transport, unreached.into_iter().flatten().next(), topology, sharing);
         let transport = transport.map_err(failed)?;
         let sharing_near = match transport {
@@ -123,6 +125,7 @@ impl CudaProcess {
             timing,
             transport,
             num_sms: NUM_SMS,
+            engines,
             topology,
             sharing,
             meets,
@@ -136,6 +139,13 @@ impl CudaProcess {
     #[must_use]
     pub fn with_num_sms(mut self, num_sms: u32) -> Self {
         self.num_sms = num_sms.max(1);
+        self
+    }
+
+    /// As [`CudaMachine::with_engines`](crate::CudaMachine::with_engines).
+    #[must_use]
+    pub fn with_engines(mut self, engines: EngineUse) -> Self {
+        self.engines = engines;
         self
     }
 
@@ -178,7 +188,8 @@ impl CudaProcess {
 
     fn nvlink(&self, world: &Arc<World>) -> Result<Means, ExecError> {
         match self.meets {
-            true => Means::link(world, &self.device, self.num_sms).map_err(|error| self.unconnected(error)),
+            true => Means::link(world, &self.device, self.num_sms, self.engines)
+                .map_err(|error| self.unconnected(error)),
             false => Ok(Means::Pull),
         }
     }
@@ -241,7 +252,7 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default())?;
+            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), Arc::default())?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))
@@ -254,7 +265,8 @@ impl Machine for CudaProcess {
             memory.map_err(|error| exec_error(self.rendezvous.rank(), "the memory of a device", error))?;
         let available = memory.free as u64;
         if ranks > available {
-            return Err(ExecError::OutOfMemory { needed: ranks, available });
+            let rank = Some(self.rendezvous.rank());
+            return Err(ExecError::OutOfMemory { rank, needed: ranks, available });
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{ExecError, GemmCollective, GemmCollectiveSpec, Prepared, World, WorldConfig};
+use counterpoint_plan::WaveGroups;
 use counterpoint_schedule::OverlapPolicy;
 use half::{bf16, f16};
 
@@ -75,7 +76,7 @@ impl GemmCollectiveBench {
         &self.machine
     }
 
-    /// Times and checks one case under several policies.
+    /// Times and checks one case under several policies, those that overlap a product with its own collective in these groups.
     ///
     /// # Errors
     /// Whatever ends a run; [`ExecError::Tensor`] for a type that GPUs do not multiply.
@@ -83,13 +84,14 @@ impl GemmCollectiveBench {
         &self,
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
+        groups: &WaveGroups,
         runs: GemmCollectiveRuns,
     ) -> Result<GemmCollectiveTimes, ExecError> {
         let element = match spec.dtype {
             counterpoint_plan::DType::F16 => ElementType::F16,
             _ => ElementType::Bf16,
         };
-        let prepared: Vec<Vec<Ranked>> = self.prepare(spec, policies)?;
+        let prepared: Vec<Vec<Ranked>> = self.prepare(spec, policies, groups)?;
         let failed = |rank: usize| move |error| exec_error(rank, "a benchmark", error);
         let mut ranks = Vec::new();
         for (rank, programs) in prepared.into_iter().enumerate() {
@@ -142,11 +144,13 @@ impl GemmCollectiveBench {
         &self,
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
+        groups: &WaveGroups,
     ) -> Result<Vec<Vec<Ranked>>, ExecError> {
         let mut by_rank: Vec<Vec<Ranked>> = (0..spec.ranks).map(|_| Vec::new()).collect();
         for policy in policies {
             let config = WorldConfig { limit: self.limit, poison: false, ..WorldConfig::default() };
-            for (rank, prepared) in spec.prepare(&self.machine, *policy, config)?.into_iter().enumerate() {
+            let ranks = spec.prepare_groups(&self.machine, groups.clone(), *policy, config)?;
+            for (rank, prepared) in ranks.into_iter().enumerate() {
                 by_rank[rank].push(prepared);
             }
         }

@@ -85,6 +85,8 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     ];
     // Each launcher's module adds its own arguments here.
     let kernels = [
+        super::signal_litmus::layouts(),
+        super::signal_wait::layouts(),
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),
         super::attention_finish::layouts(),
@@ -98,10 +100,12 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::portable_backward::layouts(),
         super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),
+        super::rms_norm::layouts(),
         super::row_check::layouts(),
         super::row_copy::layouts(),
         super::row_merge::layouts(),
         super::row_reduce::layouts(),
+        super::user_kernel::layouts(),
     ];
     schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
 }

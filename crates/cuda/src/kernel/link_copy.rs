@@ -29,6 +29,31 @@ pub enum LinkDirection {
     Push,
 }
 
+/// What of a call one launch does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkPhase {
+    /// All: ranks meet, rows are copied, ranks part.
+    Whole,
+    /// Ranks meet: what is enqueued behind it may write the others' tensors.
+    Begin,
+    /// The rows of the list are copied, between begin and end.
+    Work,
+    /// Ranks part, once all that was enqueued before it is done.
+    End,
+}
+
+impl LinkPhase {
+    /// `LinkPhases` of the kernel.
+    fn bits(self) -> u32 {
+        match self {
+            Self::Work => 0,
+            Self::Begin => 1,
+            Self::End => 2,
+            Self::Whole => 3,
+        }
+    }
+}
+
 impl LinkDirection {
     /// Pieces that a warp loads ahead of what it stores: the remote side is the slow one.
     const fn ahead(self) -> u32 {
@@ -97,8 +122,13 @@ impl LinkCopy {
         })
     }
 
-    /// Enqueues the copies. The kernel ends when they are made and when all others that work on what `call` announces have
-    /// made theirs. `started` is marked once all its blocks have begun.
+    /// Whether there is anything in the list.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Enqueues the copies, or a phase of the call. The whole ends when the copies are made and when all others that work on what
+    /// `call` announces have made theirs. `started` is marked once all blocks of the launch have begun.
     ///
     /// # Safety
     /// The tensors of `call` on both sides have the rows that were prepared for, are aligned to 16 bytes and live until the
@@ -110,10 +140,15 @@ impl LinkCopy {
         &self,
         stream: &Stream,
         call: &LinkCall,
+        phase: LinkPhase,
         started: Option<&Event>,
     ) -> Result<(), CudaError> {
-        let launch = Launch::linear(self.blocks, THREADS).shared_bytes(SHARED_BYTES);
-        let arguments = (*call, self.pieces.address(), self.count);
+        let (blocks, count) = match phase {
+            LinkPhase::Whole | LinkPhase::Work => (self.blocks, self.count),
+            LinkPhase::Begin | LinkPhase::End => (1, 0),
+        };
+        let launch = Launch::linear(blocks, THREADS).shared_bytes(SHARED_BYTES);
+        let arguments = (*call, self.pieces.address(), count, phase.bits());
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
         unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
@@ -175,10 +210,10 @@ fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
         ))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(
-            "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count) {{"
+            "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count, u32 phases) {{"
         ))
         .line(format_args!(
-            "  link_copy<{push}, {WARPS}, {STAGES}, {ahead}, {PIECE_BYTES}>(call, pieces, count);"
+            "  link_copy<{push}, {WARPS}, {STAGES}, {ahead}, {PIECE_BYTES}>(call, pieces, count, phases);"
         ))
         .line("}")
 }

@@ -26,13 +26,17 @@ mod portable_backward_query;
 mod portable_forward;
 mod portable_shape;
 mod random_fill;
+mod rms_norm;
 mod row_check;
 mod row_copy;
 mod row_merge;
 mod row_reduce;
 mod scalar;
+mod signal_litmus;
+mod signal_wait;
 mod specialisation;
 mod start_litmus;
+mod user_kernel;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::{AttentionBackward, MissedTurn};
@@ -57,7 +61,7 @@ pub use gemm::{
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
-pub use link_copy::{LinkCopy, LinkDirection};
+pub use link_copy::{LinkCopy, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
     LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkShifts, LinkStep, MissedRank,
@@ -66,13 +70,17 @@ pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;
+pub use rms_norm::{RmsNorm, RmsNormSpec, RmsNormTensors};
 pub use row_check::{CheckedRows, RowCheck, RowContents, RowOrigin};
 pub use row_copy::{RowCopy, RowCopyTensor, RowMove};
 pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
+pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
+pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use start_litmus::StartLitmus;
+pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

@@ -9,14 +9,17 @@ use crate::{CudaError, Device, DeviceBuffer, Function, KernelSource, Launch, Str
 
 const THREADS: u32 = 256;
 const WARPS: u64 = 8;
+/// Blocks of a multiprocessor, and the registers that this leaves a thread.
+const BLOCKS: u32 = 3;
+const REGISTERS: u32 = 80;
 /// Pointers of one launch (`kRowReduceSources`).
 const SOURCES: usize = 256;
-/// Elements that a warp sums at most before it looks for more, and at least unless there are no more. A multiple of what
-/// the kernel packs.
-const MOST_ELEMENTS: u64 = 4 << 10;
+/// Elements that a warp sums at most before it looks for more, and at least unless there are no more. Multiples of what
+/// the kernel packs, the first of what a warp of it loads at once too.
+const MOST_ELEMENTS: u64 = 9 << 9;
 const LEAST_ELEMENTS: u64 = 512;
-/// Elements that the kernel loads at once where it can.
-const PACK: u64 = 4;
+/// Elements that the kernel loads at once at most, where it can: 16 bytes of the narrowest.
+const PACK: u64 = 8;
 
 /// The element types of a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -235,7 +238,7 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
     KernelSource::new(&name, arch)
         .line("#include \"row_reduce.cuh\"")
         .line("using namespace counterpoint;")
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, {BLOCKS})"))
         .line(format_args!(
             "{name}(const __grid_constant__ RowReduceSources sources, const RowReducePiece* pieces,"
         ))
@@ -255,7 +258,7 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
     let specialisation = |types| Specialisation {
         source: source(arch, types),
         matrix_unit: MatrixUnit::None,
-        register_limit: 64,
+        register_limit: REGISTERS,
     };
     ReduceTypes::shipped().into_iter().map(specialisation).collect()
 }

@@ -1,8 +1,8 @@
 use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
     cast, column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
-    portable_backward_query, portable_forward, random_fill, row_check, row_copy, row_merge, row_reduce,
-    start_litmus,
+    portable_backward_query, portable_forward, random_fill, rms_norm, row_check, row_copy, row_merge,
+    row_reduce, signal_litmus, signal_wait, start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -41,10 +41,12 @@ pub fn specialisations() -> Vec<Specialisation> {
             column_sum::specialisations(arch),
             head_resize::specialisations(arch),
             random_fill::specialisations(arch),
+            rms_norm::specialisations(arch),
             row_check::specialisations(arch),
             row_copy::specialisations(arch),
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
+            signal_wait::specialisations(arch),
         ]
     });
     let products = [
@@ -59,6 +61,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         link_copy::specialisations(),
         link_reduce::specialisations(),
         link_litmus::specialisations(),
+        signal_litmus::specialisations(),
         start_litmus::specialisations(),
     ];
     helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()

@@ -17,7 +17,7 @@ use child::output_of;
 pub(crate) use cublaslt::CublasLt;
 pub(crate) use driver::{Driver, call};
 pub use nccl::{LibraryVersion, nccl_version};
-pub(crate) use nccl::{Nccl, NcclCalls, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
+pub(crate) use nccl::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 pub(crate) use nvrtc::Nvrtc;
 pub(crate) use search::{CUBLASLT_VARIABLE, NCCL_VARIABLE, NVRTC_VARIABLE, SEARCH_VARIABLES};
 

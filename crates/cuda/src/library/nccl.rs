@@ -51,24 +51,15 @@ pub(crate) struct NcclConfig {
     split_share: c_int,
 }
 
-/// When a call of a rank comes back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NcclCalls {
-    /// When it is done.
-    Block,
-    /// At once; it is done when the rank says so.
-    ComeBack,
-}
-
 impl NcclConfig {
-    /// The configuration of a rank whose calls come back like this.
-    pub(crate) fn new(calls: NcclCalls) -> Self {
+    /// Calls come back when they are done.
+    pub(crate) fn blocking() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Self {
             size: size_of::<Self>(),
             magic: 0xcafe_beef,
             version: 21_800,
-            blocking: c_int::from(calls == NcclCalls::Block),
+            blocking: 1,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
             max_ctas: UNDEFINED,

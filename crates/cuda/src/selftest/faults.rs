@@ -1,16 +1,18 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use counterpoint_exec::{
-    AttentionInputs, Backend, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
+    AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
     Prepared, World, WorldConfig, random_inputs,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
 
-use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport, Device, Timing, TransportKind};
+use crate::{
+    CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
+};
 
 const ROWS: usize = 2048;
 /// Limit of every wait. Connecting the ranks of NCCL has it too, which takes seconds where all cores are busy.
@@ -27,6 +29,7 @@ const GRACE: Duration = Duration::from_secs(2);
 pub fn selftest_faults(
     machine: &CudaMachine,
     extent: Extent,
+    share: Share,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Result<Vec<SelfCheck>, ExecError> {
     let problem = Problem::new(machine.devices().len().max(2))?;
@@ -37,14 +40,27 @@ pub fn selftest_faults(
     };
     let kinds = std::iter::repeat_n(FaultKind::Panic, deaths)
         .chain(std::iter::repeat_n(FaultKind::Stall(LIMIT + GRACE / 2), stalls));
-    let count = deaths + stalls;
+    let count = share.count(deaths + stalls);
     let mut checks = Vec::new();
-    for (seed, kind) in kinds.enumerate() {
+    for (seed, kind) in kinds.enumerate().filter(|(seed, _)| share.takes(*seed)) {
         let check = problem.strike(machine, seed, kind, &expected);
         checked(&check, count);
         checks.push(check);
     }
     Ok(checks)
+}
+
+/// The last rank's GPU has no memory left, of which nobody else may want any meanwhile: every rank must say so within the limit, and
+/// the run after it must give the bits of the run before. Each rank has a GPU to itself.
+///
+/// # Errors
+/// When the undisturbed run fails.
+pub fn selftest_exhaustion(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    let problem = Problem::new(machine.devices().len())?;
+    let expected = problem.undisturbed(machine)?;
+    let check = problem.exhaust(machine, &expected);
+    let name = format!("{}: {}", machine.transport(), check.name);
+    Ok(vec![SelfCheck { name, ..check }])
 }
 
 /// GPUs that do not reach each other's memory: transports that need it must be refused with their names, and the one that is chosen
@@ -75,6 +91,20 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
         Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
     };
     Ok(vec![check().unwrap_or_else(|reason| SelfCheck::failed(name.clone(), 0, reason))])
+}
+
+/// All memory that a device gives.
+fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
+    const SMALLEST: usize = 64 << 10;
+    let mut all = Vec::new();
+    let mut bytes = 64 << 30;
+    while bytes >= SMALLEST {
+        match DeviceBuffer::new(device, bytes) {
+            Ok(buffer) => all.push(buffer),
+            Err(_) => bytes /= 2,
+        }
+    }
+    all
 }
 
 struct Problem {
@@ -118,11 +148,22 @@ impl Problem {
         machine: &CudaMachine,
         faults: Vec<FaultInjection>,
     ) -> Result<Vec<Result<HostTensor, ExecError>>, ExecError> {
+        Ok(self.run_on(self.connect(machine, faults)?))
+    }
+
+    fn connect(
+        &self,
+        machine: &CudaMachine,
+        faults: Vec<FaultInjection>,
+    ) -> Result<Vec<Ends<CudaMachine>>, ExecError> {
         let config = WorldConfig { limit: LIMIT, faults, ..WorldConfig::default() };
-        let world = World::new(self.programs.len(), config);
-        let ends = machine.connect(&world)?;
-        Ok(thread::scope(|scope| {
-            let run = |(rank, (backend, transport)): (usize, (CudaBackend, CudaTransport))| {
+        machine.connect(&World::new(self.programs.len(), config))
+    }
+
+    /// The same with ranks that are connected.
+    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
+        thread::scope(|scope| {
+            let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
                 scope.spawn(move || self.run_rank(rank, backend, transport))
             };
             let threads: Vec<_> = ends.into_iter().enumerate().map(run).collect();
@@ -133,7 +174,42 @@ impl Problem {
                 })
             };
             threads.into_iter().enumerate().map(join).collect()
-        }))
+        })
+    }
+
+    /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
+    fn exhaust(&self, machine: &CudaMachine, expected: &[HostTensor]) -> SelfCheck {
+        let victim = self.programs.len() - 1;
+        let name = format!("rank {victim} has no memory left: seconds until all ranks say so");
+        let Some(device) = machine.devices().get(victim) else {
+            return SelfCheck::failed(name, 0, "it shares its GPU".to_owned());
+        };
+        let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
+        let ends = match self.connect(machine, Vec::new()) {
+            Ok(ends) => ends,
+            Err(error) => return fail(error.to_string()),
+        };
+        let hog = all_memory(device);
+        let began = Instant::now();
+        let ended = self.run_on(ends);
+        let took = began.elapsed();
+        drop(hog);
+        for (rank, ended) in ended.iter().enumerate() {
+            let said = match ended {
+                Err(error) => error.to_string(),
+                Ok(_) => "nothing, and had results".to_owned(),
+            };
+            if !(said.contains(&format!("rank {victim}")) && said.contains("memory")) {
+                return fail(format!("rank {rank} said: {said}"));
+            }
+        }
+        match self.undisturbed(machine) {
+            Ok(results) if results == expected => {
+                SelfCheck::of(name, 0, took.as_secs_f64(), (LIMIT + GRACE).as_secs_f64())
+            }
+            Ok(_) => fail("the run after it has other bits".to_owned()),
+            Err(error) => fail(format!("the run after it failed: {error}")),
+        }
     }
 
     fn run_rank(
@@ -145,7 +221,8 @@ impl Problem {
         let AttentionInputs { q, k, v, .. } = &self.inputs[rank];
         let mut inputs = Vec::new();
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-            inputs.push((name, backend.upload(name, tensor.clone())?));
+            let uploaded = backend.upload(name, tensor.clone());
+            inputs.push((name, uploaded.map_err(|error| backend.fail(error))?));
         }
         let told = backend.clone();
         let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;

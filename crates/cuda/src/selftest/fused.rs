@@ -8,17 +8,17 @@ use counterpoint_exec::{
     Backend, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, RunConfig, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use crate::backend::exec_error;
 use crate::collective_bench::Delays;
 use crate::kernel::{BitCheck, GEMM_DESTINATIONS};
-use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
+use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, Stream};
 
 /// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
 /// rows are a single tile's, and columns and terms end inside of one.
-const SHAPES: [[usize; 3]; 2] = [[256, 256, 128], [128, 1000, 200]];
+pub(super) const SHAPES: [[usize; 3]; 2] = [[256, 256, 128], [128, 1000, 200]];
 /// Calls after which the host waits, and so notices what failed.
 const BATCH: usize = 1000;
 /// What delays a rank, at most: it fills memory meanwhile.
@@ -32,15 +32,26 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// # Errors
 /// Whatever ends a run.
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
+    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
     let cases =
         SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
-    cases.map(|(shape, collective)| examine(machine, shape, collective, calls)).collect()
+    cases.map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
 }
 
-fn examine(
+/// How a product and its collective are run.
+pub(super) struct Way {
+    pub(super) name: &'static str,
+    pub(super) policy: OverlapPolicy,
+    pub(super) groups: WaveGroups,
+}
+
+/// One collective's calls in one shape.
+pub(super) fn examine(
     machine: &CudaMachine,
     [own, n, k]: [usize; 3],
     collective: GemmCollective,
+    way: &Way,
     calls: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
@@ -63,9 +74,8 @@ fn examine(
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
-    let prepared = spec.prepare(machine, policy, world)?;
+    let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
             .into_iter()
@@ -85,8 +95,9 @@ fn examine(
         joined.sum::<Result<u64, ExecError>>()
     })?;
     let name = format!(
-        "{calls} products of {m} x {n} x {k} with {} on {ranks} GPUs, random delays, wrong words",
-        collective.name()
+        "{calls} products of {m} x {n} x {k} with {}, {}, on {ranks} GPUs, random delays, wrong words",
+        collective.name(),
+        way.name
     );
     Ok(SelfCheck::of(name, 0, wrong as f64, 0.0))
 }
@@ -101,6 +112,8 @@ struct Caller {
     check: BitCheck,
     noise: DeviceBuffer,
     delays: Delays,
+    /// Of each stream: what of a call is on it has run, or may begin.
+    marks: Vec<Event>,
 }
 
 impl Caller {
@@ -124,6 +137,7 @@ impl Caller {
             check: BitCheck::new(backend.setup()).map_err(failed)?,
             noise: DeviceBuffer::new(backend.device(), NOISE_BYTES).map_err(failed)?,
             delays: Delays::of_rank(rank),
+            marks: prepared.streams().iter().map(|_| backend.create_event()).collect::<Result<_, _>>()?,
             prepared,
         })
     }
@@ -142,17 +156,28 @@ impl Caller {
     }
 
     fn call(&mut self, which: usize) -> Result<(), ExecError> {
-        let Self { rank, prepared, x, expected, check, noise, delays } = self;
+        let Self { rank, prepared, x, expected, check, noise, delays, marks } = self;
         let failed = |error: CudaError| exec_error(*rank, "a selftest", error);
-        let queue = prepared.streams()[0].queue().clone();
+        let queues: Vec<Stream> = prepared.streams().iter().map(|stream| stream.queue().clone()).collect();
+        let Some((queue, others)) = queues.split_first() else { return Ok(()) };
         if let Some(bytes) = delays.next(NOISE_BYTES) {
-            noise.slice(0..bytes).and_then(|noise| noise.fill(&queue, 0)).map_err(failed)?;
+            noise.slice(0..bytes).and_then(|noise| noise.fill(queue, 0)).map_err(failed)?;
         }
         prepared.bind("x", x[which].clone())?;
         prepared.start(Instant::now())?;
         let y = prepared
             .buffer("y")
             .ok_or_else(|| ExecError::Tensor { name: "y".to_owned(), reason: "is no output".to_owned() })?;
-        check.compare(&queue, y.memory(), expected[which].memory()).map_err(failed)
+        let compare = || {
+            for (other, mark) in others.iter().zip(&marks[1..]) {
+                mark.record(other)?;
+                queue.wait(mark)?;
+            }
+            check.compare(queue, y.memory(), expected[which].memory())?;
+            // The next call begins after that, on all streams.
+            marks[0].record(queue)?;
+            others.iter().try_for_each(|other| other.wait(&marks[0]))
+        };
+        compare().map_err(failed)
     }
 }

@@ -13,6 +13,8 @@ use crate::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, StreamPriority
 
 /// Bytes that outputs hold before a run, and where nothing may be written after it.
 const POISON: u8 = 0xff;
+/// Rows of a tile.
+const TILE_ROWS: usize = 128;
 /// Launches of a case, so that what a launch leaves behind is met by the next one.
 const LAUNCHES: usize = 2;
 
@@ -124,13 +126,19 @@ impl Case {
         spec.grid = dice.of(&[GemmGrid::Persistent, GemmGrid::PerUnit]);
         let shape = dice.of(&Gemm::shapes(stream.device(), &spec)?);
         let units = Gemm::with_shape(stream, &spec, shape)?.units().len();
-        if spec.order == TileOrder::Grouped && dice.below(3) == 0 {
-            spec.order = TileOrder::Table((0..units as u32).rev().collect());
+        if spec.order == TileOrder::Grouped {
+            let cut = spec.m.div_ceil(TILE_ROWS).min(1 + dice.below(3));
+            spec.order = match dice.below(4) {
+                0 => TileOrder::Table((0..units as u32).rev().collect()),
+                1 => TileOrder::Cuts([cut].into()),
+                _ => TileOrder::Grouped,
+            };
         }
         let groups = 1 + dice.below(units.min(5));
         let sizes = (0..groups).map(|i| ((i + 1) * units / groups - i * units / groups) as u32).collect();
-        spec.signals = match dice.below(3) {
+        spec.signals = match dice.below(4) {
             0 => GemmSignals::None,
+            3 => GemmSignals::Shares,
             1 => GemmSignals::Device { sizes },
             _ => GemmSignals::System { sizes },
         };
@@ -144,10 +152,12 @@ impl Case {
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
+            TileOrder::Cuts(_) => "with cuts",
             TileOrder::Table(_) => "by a table",
         };
         let signals = match &self.spec.signals {
             GemmSignals::None => 0,
+            GemmSignals::Shares => shares.len(),
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
@@ -230,6 +240,12 @@ impl Case {
             all.extend(share.download::<u8>(stream, 0, share.len())?);
         }
         let mut heard = vec![0; groups];
+        if spec.signals == GemmSignals::Shares {
+            for (share, counter) in heard.iter_mut().zip(&counters) {
+                *share = counter.download::<u32>(stream, 0, 1)?[0];
+            }
+            return Ok((all, heard));
+        }
         for counter in &counters {
             for (sum, value) in heard.iter_mut().zip(counter.download::<u32>(stream, 0, groups)?) {
                 *sum += value;

@@ -2,17 +2,19 @@ use std::time::Duration;
 
 use counterpoint_exec::selftest::{Case, Extent, SelfCheck, unlike_elements};
 use counterpoint_exec::{
-    AttentionInputs, Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig,
+    Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig, random_inputs,
 };
-use counterpoint_plan::{DType, Plan, PlanConfig};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, Program, lower_attention_backward, lower_attention_forward,
+    BufferRole, GradientReduction, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
 };
 
+use crate::bench::StepBench;
 use crate::{CudaBackend, CudaBuffer, CudaMachine, CudaTransport, GraphRun};
 
-/// Whole Programs captured as CUDA graphs, a rank on every GPU of the machine in one graph, and replayed twice over poisoned outputs:
-/// the bits must be those of the direct run. `checked` hears of every check, with how many there are.
+/// Whole Programs captured as CUDA graphs and replayed twice over poisoned outputs: the bits must be those of the direct run.
+/// `checked` hears of every check, with how many there are.
 pub fn selftest_graphs(
     machine: &CudaMachine,
     extent: Extent,
@@ -26,8 +28,8 @@ pub fn selftest_graphs(
     for seed in 0..count {
         let mut case = Case::random(5000 + seed, &[DType::Bf16, DType::F16]);
         case.pass = Pass::ForwardBackward;
-        let PlanConfig { chunk_size, stages, .. } = case.plan;
-        case.plan = PlanConfig { chunk_size, stages, ..PlanConfig::new(machine.devices().len()) };
+        // A graph holds the run of one rank.
+        case.plan = PlanConfig::new(1);
         case.name = "graph".to_owned();
         let name = case.describe();
         let check = match replay(machine, &case) {
@@ -48,66 +50,105 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
         rank: 0,
         reason: error.to_string(),
     })?;
-    let ranks = plan.ranks.len();
     let inputs = case.inputs();
+    let named = [
+        ("q", Some(&inputs.q)),
+        ("k", Some(&inputs.k)),
+        ("v", Some(&inputs.v)),
+        ("sink", inputs.sink.as_ref()),
+        ("dout", inputs.dout.as_ref()),
+    ];
     let config = WorldConfig { limit: Duration::from_secs(30), ..WorldConfig::default() };
-    // What each rank's Programs are given.
-    let mut bound: Vec<Vec<(&str, CudaBuffer)>> = Vec::new();
+    let world = World::new(1, config);
+    let mut bound: Vec<(&str, CudaBuffer)> = Vec::new();
     let mut unlike = 0;
-    let policy = case.run.policy;
-    let forward = |rank| lower_attention_forward(&plan, rank, spec, policy);
-    let backward =
-        |rank| lower_attention_backward(&plan, rank, spec, policy, GradientReduction::Deterministic);
-    for programs in [
-        (0..ranks).map(forward).collect::<Vec<Program>>(),
-        (0..ranks).map(backward).collect::<Vec<Program>>(),
-    ] {
-        let world = World::new(ranks, config.clone());
-        let outputs = names(&programs[0], BufferRole::Output);
-        let mut prepared = Vec::new();
-        for (rank, ((backend, transport), program)) in
-            machine.connect(&world)?.into_iter().zip(programs).enumerate()
-        {
-            if bound.len() == rank {
-                bound.push(upload(&backend, inputs.of_rank(&plan.ranks[rank])?)?);
+    let policy = OverlapPolicy::default();
+    let forward = lower_attention_forward(&plan, 0, spec, policy);
+    let backward = lower_attention_backward(&plan, 0, spec, policy, GradientReduction::Deterministic);
+    for program in [forward, backward] {
+        let Some((backend, transport)) = machine.connect(&world)?.pop() else { return Ok(unlike) };
+        if bound.is_empty() {
+            for (name, tensor) in named {
+                if let Some(tensor) = tensor {
+                    bound.push((name, backend.upload(name, tensor.clone())?));
+                }
             }
-            let wanted = names(&program, BufferRole::Input);
-            let mut one = Prepared::new(program, backend, transport)?;
-            for (name, buffer) in
-                bound[rank].iter().filter(|(name, _)| wanted.iter().any(|wanted| wanted == name))
-            {
-                one.bind(name, buffer.clone())?;
-            }
-            prepared.push(one);
         }
-        Prepared::run_ranks(&mut prepared)?;
+        let outputs = names(&program, BufferRole::Output);
+        let wanted = names(&program, BufferRole::Input);
+        let mut prepared = Prepared::new(program, backend, transport)?;
+        let given: Vec<_> =
+            bound.iter().filter(|(name, _)| wanted.iter().any(|wanted| wanted == name)).cloned().collect();
+        prepared.run(&given)?;
         let direct = download(&prepared, &outputs)?;
-        let mut graph = GraphRun::capture_ranks(&mut prepared)?;
+        let mut graph = GraphRun::capture(&mut prepared)?;
         for _ in 0..2 {
-            graph.ranks().iter().try_for_each(|rank| poison(rank, &outputs))?;
+            poison(graph.prepared(), &outputs)?;
             graph.start()?;
             graph.finish()?;
-            let replayed = download(graph.ranks(), &outputs)?;
+            let replayed = download(graph.prepared(), &outputs)?;
             unlike += direct.iter().zip(&replayed).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
         }
         // The backward reads what the forward wrote.
-        for (rank, bound) in prepared.iter().zip(&mut bound) {
-            let written = ["out", "lse"].map(|name| (name, rank.buffer(name).cloned()));
-            bound.extend(written.into_iter().filter_map(|(name, buffer)| Some((name, buffer?))));
+        for name in ["out", "lse"] {
+            if let Some(buffer) = prepared.buffer(name) {
+                bound.push((name, buffer.clone()));
+            }
         }
     }
     Ok(unlike)
 }
 
-/// A rank's tensors by the names that Programs have for them.
-fn upload(
-    backend: &CudaBackend,
-    inputs: AttentionInputs,
-) -> Result<Vec<(&'static str, CudaBuffer)>, ExecError> {
-    let AttentionInputs { q, k, v, sink, dout } = inputs;
-    let named = [("q", Some(q)), ("k", Some(k)), ("v", Some(v)), ("sink", sink), ("dout", dout)];
-    let given = named.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
-    given.map(|(name, tensor)| Ok((name, backend.upload(name, tensor)?))).collect()
+/// A whole step, forward and backward, of a rank on each GPU captured as one CUDA graph and replayed a hundred times over poisoned
+/// outputs, under the machine's transport: the bits must be those of the step that was enqueued.
+///
+/// # Errors
+/// When the machine cannot run the step at all.
+pub fn selftest_step_graphs(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfCheck>, ExecError> {
+    let (replays, masks) = match extent {
+        Extent::Full => (100, &["causal", "full"][..]),
+        Extent::Quick => (10, &["causal"][..]),
+    };
+    let ranks = machine.devices().len();
+    let spec = AttentionSpec {
+        heads_q: 4,
+        heads_kv: 2,
+        head_dim: 64,
+        head_dim_v: 64,
+        dtype: DType::Bf16,
+        scale: 0.125,
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+    let mut checks = Vec::new();
+    for mask_name in masks {
+        for stages in [1, 3] {
+            let refuse =
+                |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
+            let rows = 1024 * ranks;
+            let mask = if *mask_name == "causal" { Mask::causal(rows) } else { Mask::full(rows) };
+            let mask = mask.map_err(|error| refuse(error.to_string()))?;
+            let config = PlanConfig {
+                chunk_size: Some(128),
+                stages: StageCount::Fixed(stages),
+                ..PlanConfig::new(ranks)
+            };
+            let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
+            let inputs = random_inputs(&mask, &spec, 6, true);
+            let (policy, reduction) = (OverlapPolicy::default(), GradientReduction::Deterministic);
+            let name = format!(
+                "{replays} replays of a step by {} on {ranks} GPUs, {mask_name}, {stages} remote stages: with other bits",
+                machine.transport()
+            );
+            let unlike = StepBench::new(machine, &plan, &spec, &inputs, policy, reduction)
+                .and_then(|mut step| step.unlike_replays(replays));
+            checks.push(match unlike {
+                Ok(unlike) => SelfCheck::of(name, 6, unlike as f64, 0.0),
+                Err(error) => SelfCheck::failed(name, 6, error.to_string()),
+            });
+        }
+    }
+    Ok(checks)
 }
 
 type Rank = Prepared<CudaBackend, CudaTransport>;
@@ -117,13 +158,9 @@ fn names(program: &Program, role: BufferRole) -> Vec<String> {
     buffers.map(|buffer| buffer.name.clone()).collect()
 }
 
-/// The tensors of these names of all ranks.
-fn download(ranks: &[Rank], names: &[String]) -> Result<Vec<HostTensor>, ExecError> {
-    let of_rank = |rank: &Rank| -> Vec<Result<HostTensor, ExecError>> {
-        let buffers = names.iter().filter_map(|name| rank.buffer(name));
-        buffers.map(|buffer| rank.backend().download(buffer)).collect()
-    };
-    ranks.iter().flat_map(of_rank).collect()
+fn download(prepared: &Rank, names: &[String]) -> Result<Vec<HostTensor>, ExecError> {
+    let buffers = names.iter().filter_map(|name| prepared.buffer(name));
+    buffers.map(|buffer| prepared.backend().download(buffer)).collect()
 }
 
 /// NaN in every element.

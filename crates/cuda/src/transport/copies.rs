@@ -134,12 +134,12 @@ impl CopyStreams {
         Ok(Self { streams: peers.map(stream).collect::<Result<_, _>>()? })
     }
 
-    /// Enqueues the copies to all of `peers` between what is on `queue` and what will be: each after the event that says that
-    /// its target may be written. `inputs` are the tensors' addresses, `targets` those of a rank's.
+    /// Enqueues the copies to all of `peers` behind what is on `queue`, where their ends are awaited by [`CopyStreams::join`]: each
+    /// after the event that says that its target may be written. `inputs` are the tensors' addresses, `targets` those of a rank's.
     ///
     /// # Safety
     /// The runs lie inside the tensors, which live until the copies are made, and nobody else touches them meanwhile.
-    pub(super) unsafe fn launch(
+    pub(super) unsafe fn start(
         &self,
         queue: &Stream,
         ready: &Event,
@@ -162,6 +162,11 @@ impl CopyStreams {
                 unsafe { run.launch(stream, inputs[run.tensor], targets(peer.rank, run.tensor)) }?;
             }
         }
+        Ok(())
+    }
+
+    /// What is enqueued on `queue` from now on comes after the copies to `peers`.
+    pub(super) fn join(&self, queue: &Stream, peers: &[PeerCopies]) -> Result<(), CudaError> {
         for (_, stream, copied) in
             self.streams.iter().filter(|(rank, ..)| peers.iter().any(|peer| peer.rank == *rank))
         {

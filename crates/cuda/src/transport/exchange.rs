@@ -1,10 +1,10 @@
-//! NCCL: a pass that packs what is sent, grouped sends and receives, and a pass that puts what is received in its place or
-//! sums it.
+//! NCCL: grouped sends and receives of rows where they lie together; else a pass before that packs what is sent, and one after that
+//! puts what is received in its place. Sums are always formed by a pass of ours, in the order of ranks.
 
 use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::Collective;
+use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
 use super::push::{staged_input, staged_rows};
@@ -18,12 +18,50 @@ use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
 /// One rank's part.
 pub(super) struct ExchangeWork {
+    /// Bytes of a row of each tensor.
+    row_bytes: Vec<u64>,
+    /// Rows that go from their tensors and come into theirs.
+    direct: [Vec<Stretch>; 2],
     sent: Packed,
     received: Packed,
+    /// What is received there, and the own rows.
+    staged: Vec<PeerRows>,
     pack: RowCopy,
     place: RowWork,
     /// Set once the other ranks' parts were found to fit.
     met: OnceLock<Arc<ExchangeMarks>>,
+}
+
+/// Rows of a peer that lie together.
+struct Stretch {
+    peer: usize,
+    first: usize,
+    rows: usize,
+}
+
+impl Stretch {
+    /// `None` where they do not.
+    fn of(peer: &PeerRows) -> Option<Self> {
+        let first = peer.rows.first()?;
+        let together = peer.rows.windows(2).all(|pair| pair[0].end == pair[1].start);
+        together.then(|| Self { peer: peer.rank, first: first.start, rows: peer.total() })
+    }
+
+    /// One of each tensor.
+    fn messages<'a>(
+        stretches: &'a [Self],
+        tensors: &'a [u64],
+        row_bytes: &'a [u64],
+    ) -> impl Iterator<Item = NcclMessage> + 'a {
+        let each = stretches.iter().flat_map(move |stretch| {
+            tensors.iter().zip(row_bytes).map(move |(&tensor, &row)| NcclMessage {
+                peer: stretch.peer,
+                address: tensor + stretch.first as u64 * row,
+                bytes: stretch.rows as u64 * row,
+            })
+        });
+        each.filter(|message| message.bytes > 0)
+    }
 }
 
 /// A packed buffer and where each rank's rows are in it.
@@ -59,8 +97,21 @@ impl ExchangeWork {
         let setup = Stream::new(device, StreamPriority::Low)?;
         let row_bytes = rows::row_bytes(collective);
         let pattern = &collective.pattern;
-        let sent = Staging::new(&pattern.outgoing, &row_bytes, rank);
-        let received = Staging::new(&pattern.incoming, &row_bytes, rank);
+        let stretches = |peers: &[PeerRows]| -> Vec<Stretch> {
+            peers.iter().filter(|peer| peer.rank != rank).filter_map(Stretch::of).collect()
+        };
+        // What is summed or rounded is looked at by a pass of ours.
+        let as_it_is =
+            collective.reduction.is_none() && !collective.contract.tensors.iter().any(rows::is_rounded);
+        let direct =
+            [stretches(&pattern.outgoing), if as_it_is { stretches(&pattern.incoming) } else { Vec::new() }];
+        let others = |peers: &[PeerRows], direct: &[Stretch]| -> Vec<PeerRows> {
+            let is_direct = |peer: &PeerRows| direct.iter().any(|stretch| stretch.peer == peer.rank);
+            peers.iter().filter(|peer| !is_direct(peer)).cloned().collect()
+        };
+        let sent = Staging::new(&others(&pattern.outgoing, &direct[0]), &row_bytes, rank);
+        let staged = others(&pattern.incoming, &direct[1]);
+        let received = Staging::new(&staged, &row_bytes, rank);
         let moves = sent.peers.iter().flat_map(|peer| {
             pattern.to(peer.rank).iter().zip(&peer.rows).map(|(&from, &to)| RowMove { peer: 0, from, to })
         });
@@ -68,9 +119,12 @@ impl ExchangeWork {
         let tensors: Vec<_> = collective.contract.tensors.iter().map(rows::unconverted).collect();
         Ok(Self {
             pack: RowCopy::new(&setup, &tensors, &moves)?,
-            place: staged_rows(&setup, rank, collective, outputs, &received)?,
+            place: staged_rows(&setup, rank, (collective, outputs), &staged, &received)?,
             sent: Packed::new(device, sent)?,
             received: Packed::new(device, received)?,
+            staged,
+            direct,
+            row_bytes,
             met: OnceLock::new(),
         })
     }
@@ -104,18 +158,23 @@ impl CudaTransport {
         let marks = work.met.get().filter(|_| !backend.is_capturing());
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
-        let ExchangeWork { sent, received, pack, place, .. } = work;
+        let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;
+        let sends: Vec<NcclMessage> =
+            Stretch::messages(&direct[0], &inputs, row_bytes).chain(sent.messages.iter().copied()).collect();
+        let receives: Vec<NcclMessage> = Stretch::messages(&direct[1], &outputs, row_bytes)
+            .chain(received.messages.iter().copied())
+            .collect();
         let targets: Vec<u64> =
             sent.staging.tensors.iter().map(|(begin, _)| sent.memory.address() + begin).collect();
-        // SAFETY: the rows lie inside the tensors and the staging buffers, which live as long as this collective; the stream
-        // orders their uses.
+        // SAFETY: the rows lie inside the tensors and the staging buffers, which live as long as this collective and what is enqueued;
+        // the stream orders their uses.
         unsafe {
             pack.launch(queue, |_, tensor| inputs[tensor], &targets)?;
             marks.as_ref().map_or(Ok(()), |marks| marks.begun.record(queue))?;
-            nccl.exchange(queue, &sent.messages, &received.messages)?;
+            nccl.exchange(queue, &sends, &receives)?;
         }
         marks.map_or(Ok(()), |marks| marks.ended.record(queue))?;
-        let input = staged_input(self.rank, &pattern.incoming, &inputs, &received.staging, &received.memory);
+        let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
         place.launch(queue, input, &outputs)?;
         Ok(())
     }
@@ -128,5 +187,26 @@ impl CudaTransport {
         peers.dedup();
         peers.retain(|peer| *peer != self.rank);
         ExchangeMarks::new(&self.device, call.place.to_string(), peers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+
+    use super::*;
+
+    #[test]
+    fn rows_that_lie_together_are_one_message_a_tensor() {
+        let peer = |rank, rows: &[(usize, usize)]| PeerRows {
+            rank,
+            rows: rows.iter().map(|&(start, end)| Range::new(start, end)).collect(),
+        };
+        let together = Stretch::of(&peer(3, &[(5, 8), (8, 12)])).unwrap();
+        let found: Vec<_> = Stretch::messages(&[together], &[1000, 9000], &[16, 0]).collect();
+        assert_eq!(found, [NcclMessage { peer: 3, address: 1080, bytes: 112 }]);
+        for apart in [&[(5, 8), (9, 12)][..], &[(8, 12), (5, 8)], &[]] {
+            assert!(Stretch::of(&peer(3, apart)).is_none(), "{apart:?}");
+        }
     }
 }

@@ -1,17 +1,18 @@
 //! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
-//! rows and mailboxes; from then on a run is one launch.
+//! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
 use std::sync::{Arc, OnceLock};
 
-use counterpoint_exec::CollectiveCall;
-use counterpoint_exec::collective::{Collective, PeerRows, WireTensor};
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, WireTensor};
+use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
+use super::engine::{EngineUse, LinkEngine};
 use super::process::KnownShifts;
 use super::rows;
-use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
+use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
-    LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkReduce,
+    LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkPhase, LinkReduce,
     LinkReduceSpec, RowMove, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
@@ -24,6 +25,7 @@ pub(super) struct LinkWork {
     end: Arc<LinkEnd>,
     abort: LinkAbort,
     num_sms: u32,
+    engines: EngineUse,
     /// Of a group-reduce.
     spec: Option<LinkReduceSpec>,
     /// Made when ranks first meet.
@@ -32,6 +34,8 @@ pub(super) struct LinkWork {
 
 struct Met {
     kernel: LinkKernel,
+    /// Of a group-cast some of whose rows are not in the kernel's list.
+    engine: Option<LinkEngine>,
     peers: LinkPeers,
     /// Where ranks are processes.
     shifts: KnownShifts,
@@ -72,6 +76,7 @@ impl LinkWork {
         outputs: &[BufferSpec],
         num_sms: u32,
         abort: &LinkAbort,
+        engines: EngineUse,
     ) -> Result<Self, CudaError> {
         let spec = collective.reduction.as_ref().map(|reduction| {
             let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
@@ -98,12 +103,22 @@ impl LinkWork {
         }
         let setup = Stream::new(device, StreamPriority::Low)?;
         let end = Arc::new(LinkEnd::new(&setup)?);
-        Ok(Self { end, abort: abort.clone(), num_sms, spec, met: OnceLock::new() })
+        Ok(Self { end, abort: abort.clone(), num_sms, engines, spec, met: OnceLock::new() })
     }
 
-    /// Whether the ranks know each other.
+    /// Whether the ranks know each other, and all that they need to know in every run.
     pub(super) fn has_met(&self) -> bool {
-        self.met.get().is_some()
+        self.met.get().is_some_and(|met| met.engine.is_none())
+    }
+
+    /// Who needs to know where the outputs are: in the first run all that send rows of a group-cast, for any may leave them to an
+    /// engine.
+    pub(super) fn told_of_outputs<'a>(&'a self, pattern: &'a Pattern) -> &'a [PeerRows] {
+        match self.met.get() {
+            None if self.spec.is_none() => &pattern.incoming,
+            None => &[],
+            Some(met) => met.engine.as_ref().map_or(&[], LinkEngine::senders),
+        }
     }
 
     pub(super) fn mailbox(&self) -> DeviceBuffer {
@@ -118,7 +133,8 @@ impl CudaTransport {
         meeting: &CudaMeeting,
         work: &LinkWork,
     ) -> Result<(), CallError> {
-        let CollectiveCall { backend, stream, place, barrier, .. } = *call;
+        let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
+        let is_first = work.met.get().is_none();
         let met = match work.met.get() {
             Some(met) => met,
             None => {
@@ -151,9 +167,20 @@ impl CudaTransport {
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
-            LinkKernel::Copy(copy) => unsafe { copy.launch(stream.queue(), &link, started) }?,
+            LinkKernel::Copy(copy) => match &met.engine {
+                Some(engine) => self.link_by_engines(call, meeting, (copy, engine), &link, started)?,
+                None => unsafe { copy.launch(stream.queue(), &link, LinkPhase::Whole, started) }?,
+            },
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
+        // Those that have told where their outputs are.
+        let pattern = &collective.collective.pattern;
+        let told: Vec<usize> = match (&met.kernel, &met.engine) {
+            (LinkKernel::Copy(_), _) if is_first => pattern.outgoing.iter().map(|peer| peer.rank).collect(),
+            (_, Some(engine)) => engine.receivers().collect(),
+            _ => Vec::new(),
+        };
+        told.into_iter().try_for_each(|rank| self.acknowledge(rank, meeting.sequence))?;
         Ok(())
     }
 
@@ -165,17 +192,28 @@ impl CudaTransport {
             pattern.incoming.iter().chain(&pattern.outgoing).map(|peer| peer.rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
-        let mut mailboxes = Vec::with_capacity(ranks.len());
+        let posts = ranks.into_iter().map(|rank| Ok((rank, self.post_of(call, meeting, rank)?)));
+        let posts: Vec<(usize, Arc<Post<Part>>)> = posts.collect::<Result<_, ExecError>>()?;
+        let row_bytes = rows::row_bytes(&collective.collective);
+        let engine = match &work.spec {
+            None => {
+                let place = (self.rank, self.world.size());
+                LinkEngine::new(&self.device, work.engines, place, pattern, &posts, &row_bytes)?
+            }
+            Some(_) => None,
+        };
+        let mut mailboxes = Vec::with_capacity(posts.len());
         let mut moves = Vec::new();
         let pushes = work.spec.is_none() && CAST == LinkDirection::Push;
-        for rank in ranks {
-            let post = self.post_of(call, meeting, rank)?;
+        for (rank, post) in posts {
             let theirs = &post.collective.pattern;
             let pairs = match pushes {
                 true => pattern.to(rank).iter().zip(theirs.from(self.rank)),
                 false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
             };
-            moves.extend(pairs.map(|(&from, &to)| RowMove { peer: rank, from, to }));
+            if !engine.as_ref().is_some_and(|engine| engine.sends_to(rank)) {
+                moves.extend(pairs.map(|(&from, &to)| RowMove { peer: rank, from, to }));
+            }
             if let Some(mailbox) = &post.payload.mailbox {
                 mailboxes.push((rank, mailbox.clone()));
             }
@@ -185,13 +223,10 @@ impl CudaTransport {
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
         let setup = backend.setup();
         let kernel = match &work.spec {
-            None => {
-                let row_bytes = rows::row_bytes(&collective.collective);
-                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &moves, work.num_sms)?)
-            }
+            None => LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &moves, work.num_sms)?),
             Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, peers, shifts: KnownShifts::default() })
+        Ok(Met { kernel, engine, peers, shifts: KnownShifts::default() })
     }
 }

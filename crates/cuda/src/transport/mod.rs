@@ -12,6 +12,7 @@
 
 mod cast_gemm;
 mod copies;
+mod engine;
 mod exchange;
 mod fused;
 mod gemm_reduce;
@@ -37,6 +38,7 @@ use crate::kernel::LinkAbort;
 use crate::nccl::NcclRank;
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
+pub use engine::EngineUse;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
 pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
@@ -60,8 +62,8 @@ pub struct CudaTransport {
 pub(crate) enum Means {
     /// Kernels that read the other ranks' memory, after events.
     Pull,
-    /// Kernels of `num_sms` blocks that do so and meet by themselves.
-    Link { num_sms: u32, abort: LinkAbort },
+    /// Kernels of `num_sms` blocks that do so and meet by themselves, and copy engines beside them.
+    Link { num_sms: u32, abort: LinkAbort, engines: EngineUse },
     /// Copy engines.
     Push,
     /// NCCL.
@@ -71,11 +73,16 @@ pub(crate) enum Means {
 impl Means {
     /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
     /// behind them.
-    pub(crate) fn link(world: &World, device: &Device, num_sms: u32) -> Result<Self, CudaError> {
+    pub(crate) fn link(
+        world: &World,
+        device: &Device,
+        num_sms: u32,
+        engines: EngineUse,
+    ) -> Result<Self, CudaError> {
         let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
         let ended = abort.clone();
         world.when_failed(move || ended.set());
-        Ok(Self::Link { num_sms, abort })
+        Ok(Self::Link { num_sms, abort, engines })
     }
 }
 
@@ -208,8 +215,8 @@ impl CudaTransport {
         };
         match &self.means {
             Means::Pull => pull(),
-            Means::Link { num_sms, abort } if link::takes(collective) => {
-                LinkWork::new(&self.device, collective, outputs, *num_sms, abort).map(Work::Link)
+            Means::Link { num_sms, abort, engines } if link::takes(collective) => {
+                LinkWork::new(&self.device, collective, outputs, *num_sms, abort, *engines).map(Work::Link)
             }
             Means::Link { .. } => pull(),
             // No copy engine rounds.
@@ -358,19 +365,23 @@ impl CudaTransport {
             }
             Work::Link(link) => {
                 part.mailbox = Some(link.mailbox());
-                &[][..]
+                let told = link.told_of_outputs(pattern);
+                if !told.is_empty() {
+                    part.outputs = outputs();
+                }
+                told
             }
             Work::GemmReduce(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.exchange());
                 part.outputs = work.written_by_others(buffers);
-                &[][..]
+                &pattern.incoming[..]
             }
             Work::CastGemm(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.arrivals());
                 part.outputs = vec![work.written_by_others(buffers)];
-                &[][..]
+                &pattern.outgoing[..]
             }
             Work::Exchange(_) => &[][..],
         };
@@ -393,6 +404,10 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
+            // Who has not learnt yet where this rank's memory is must find it told.
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
+                self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
+            }
             Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
         }
         self.board.finish(self.rank, meeting.sequence, place);
@@ -459,6 +474,12 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
+}
+
+/// The error of a rank that has not told where its memory is: nothing may be enqueued then.
+fn untold(rank: usize) -> CallError {
+    let reason = format!("rank {rank} has not told where its memory is; this is a bug, please report it");
+    CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
 }
 
 /// Why a collective cannot be enqueued.

@@ -50,7 +50,7 @@ impl PushWork {
             Some(_) => {
                 let setup = Stream::new(device, StreamPriority::Low)?;
                 let staging = Staging::new(&pattern.incoming, &row_bytes, rank);
-                let rows = staged_rows(&setup, rank, collective, outputs, &staging)?;
+                let rows = staged_rows(&setup, rank, (collective, outputs), &pattern.incoming, &staging)?;
                 let memory = DeviceBuffer::new(device, staging.bytes as usize)?;
                 Some(StagedReduction { staging, memory, rows })
             }
@@ -70,17 +70,16 @@ impl PushWork {
     }
 }
 
-/// The kernels that take received rows from a staging buffer, and the own ones from where they are. See [`staged_input`].
+/// The kernels that take the rows of `incoming` from a staging buffer, and the own ones from where they are. See [`staged_input`].
 pub(super) fn staged_rows(
     setup: &Stream,
     rank: usize,
-    collective: &Collective,
-    outputs: &[BufferSpec],
+    (collective, outputs): (&Collective, &[BufferSpec]),
+    incoming: &[PeerRows],
     staging: &Staging,
 ) -> Result<RowWork, CudaError> {
-    let pattern = &collective.pattern;
-    let incoming = pattern.incoming.iter().map(|peer| {
-        let from = if peer.rank == rank { pattern.to(rank) } else { staging.of(peer.rank) };
+    let incoming = incoming.iter().map(|peer| {
+        let from = if peer.rank == rank { collective.pattern.to(rank) } else { staging.of(peer.rank) };
         Incoming { from, to: &peer.rows }
     });
     RowWork::new(setup, collective, outputs, &incoming.collect::<Vec<_>>())
@@ -111,8 +110,11 @@ impl CudaTransport {
         let Some(own) = &meeting.own else { return Ok(()) };
         let pattern = &collective.collective.pattern;
         let reduces = work.reduction.is_some();
-        let receivers: Vec<&PeerRows> =
+        let mut receivers: Vec<&PeerRows> =
             pattern.outgoing.iter().filter(|peer| !(reduces && peer.rank == self.rank)).collect();
+        // An engine takes one copy after another: all ranks would else send to the first of them at once.
+        let ranks = self.world.size();
+        receivers.sort_by_key(|peer| (peer.rank + ranks - self.rank) % ranks);
         let posts: Vec<_> =
             receivers.iter().map(|peer| self.post_of(call, meeting, peer.rank)).collect::<Result<_, _>>()?;
         let mut copies = lock(&work.copies);
@@ -148,8 +150,9 @@ impl CudaTransport {
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
         unsafe {
-            work.streams.launch(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
+            work.streams.start(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
         }?;
+        work.streams.join(queue, peers)?;
         own.payload.done.record(queue)?;
         for peer in &pattern.outgoing {
             self.acknowledge(peer.rank, meeting.sequence)?;

@@ -1,16 +1,17 @@
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState, BufferId,
-    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RowBlock,
+    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RmsNorm, RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
 use super::buffer::{CpuBuffer, ReadGuard, WriteGuard};
+use super::user_kernel::{self, CpuUserKernels};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResultArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta, attention_finish,
-    attention_forward, attention_share, cast, column_sum, gemm,
+    ResultArgs, RmsNormArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta,
+    attention_finish, attention_forward, attention_share, cast, column_sum, gemm, rms_norm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -19,21 +20,43 @@ use crate::{ExecError, OpPlace};
 #[derive(Clone)]
 pub struct CpuKernel {
     op: Op,
+    user_kernels: CpuUserKernels,
 }
 
 impl CpuKernel {
-    pub(super) fn new(program: &Program, index: usize) -> Result<Self, ExecError> {
+    pub(super) fn new(
+        program: &Program,
+        index: usize,
+        user_kernels: &CpuUserKernels,
+    ) -> Result<Self, ExecError> {
         check_operands(program, index)?;
-        Ok(Self { op: program.ops[index].op.clone() })
+        let op = program.ops[index].op.clone();
+        if let Op::UserKernel(user) = &op
+            && user_kernels.get(&user.kernel).is_none()
+        {
+            let (name, label) = (&user.kernel, &program.ops[index].label);
+            return Err(ExecError::Program {
+                program: program.name.clone(),
+                rank: program.rank,
+                reason: format!("op {index} ({label}): this machine was given no kernel `{name}`"),
+            });
+        }
+        Ok(Self { op, user_kernels: user_kernels.clone() })
     }
 
-    /// On a stream's thread: runs it on `workers`.
+    /// The signal that it raises, and to what.
+    pub(super) fn raises(&self) -> Option<(SignalId, u64)> {
+        self.op.raises().map(|(signal, parts)| (signal, parts as u64))
+    }
+
+    /// On a stream's thread: runs it on `workers`. `raise` raises its signal.
     pub(super) fn run(
         &self,
         rank: usize,
         place: &OpPlace,
         buffers: &[CpuBuffer],
         workers: &ThreadPool,
+        raise: impl Fn(u64),
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers };
         let dtype = |id: BufferId| buffers[id.0].dtype();
@@ -57,9 +80,22 @@ impl CpuKernel {
                 })
             }
             Op::Gemm(op) => multiply(op, &access, workers),
+            Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
+                multiply(group, &access, workers)?;
+                raise(done as u64 + 1);
+                Ok(())
+            }),
             // Its collectives are operations of their own here.
             Op::GemmReduce(op) => multiply(&op.gemm, &access, workers),
             Op::CastGemm(op) => multiply(&op.gemm, &access, workers),
+            Op::UserKernel(op) => match self.user_kernels.get(&op.kernel) {
+                Some(body) => user_kernel::run(op, body, &access, raise),
+                // `new` has found it.
+                None => Ok(()),
+            },
+            Op::RmsNorm(op) => {
+                with_host_element!(dtype(op.out), T => normalise_rows::<T>(op, &access, workers))
+            }
             Op::ColumnSum(op) => {
                 with_host_element!(dtype(op.src[0].buffer), T => if dtype(op.dst) == T::DTYPE {
                     sum_columns::<T, T>(op, &access, workers)
@@ -281,6 +317,27 @@ where
     Ok(())
 }
 
+fn normalise_rows<T: Element>(
+    op: &RmsNorm,
+    access: &Access<'_>,
+    workers: &ThreadPool,
+) -> Result<(), ExecError> {
+    let (src, weight) = (access.read_blocks(&op.src)?, access.read(op.weight)?);
+    let residual = op.residual.map(|(residual, _)| access.read(residual)).transpose()?;
+    let mut sum = op.residual.map(|(_, sum)| access.write(sum)).transpose()?;
+    let mut out = access.write(op.out)?;
+    let args = RmsNormArgs {
+        src: pieces::<T>(&op.src, &src),
+        columns: weight.len(),
+        residual: residual.as_ref().zip(sum.as_mut()).map(|(from, to)| (elements(from), elements_mut(to))),
+        weight: elements(&weight),
+        epsilon: op.epsilon,
+        out: elements_mut(&mut out),
+    };
+    rms_norm(args, workers);
+    Ok(())
+}
+
 /// The rows of each block.
 fn pieces<'a, T: HostElement>(blocks: &[RowBlock], tensors: &'a [ReadGuard<'_>]) -> Vec<&'a [T]> {
     let rows = |(block, tensor): (&RowBlock, &'a ReadGuard<'_>)| {
@@ -343,7 +400,7 @@ fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [
 }
 
 /// Gives an operation its tensors.
-struct Access<'a> {
+pub(super) struct Access<'a> {
     rank: usize,
     place: &'a OpPlace,
     /// The Program's table.
@@ -351,7 +408,7 @@ struct Access<'a> {
 }
 
 impl<'a> Access<'a> {
-    fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
+    pub(super) fn read(&self, id: BufferId) -> Result<ReadGuard<'a>, ExecError> {
         self.buffers[id.0].read(self.rank, self.place)
     }
 
@@ -359,7 +416,7 @@ impl<'a> Access<'a> {
         blocks.iter().map(|block| self.read(block.buffer)).collect()
     }
 
-    fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
+    pub(super) fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {
         self.buffers[id.0].write(self.rank, self.place)
     }
 }

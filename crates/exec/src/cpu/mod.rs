@@ -7,6 +7,7 @@ mod event;
 mod kernel_barrier;
 mod signal;
 mod stream;
+mod user_kernel;
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -26,6 +27,8 @@ pub use kernel_barrier::KernelBarrier;
 pub use signal::CpuSignal;
 pub use stream::CpuStream;
 pub(crate) use stream::{StreamShared, panic_message};
+pub(crate) use user_kernel::CpuUserKernels;
+pub use user_kernel::CpuUserPart;
 
 use crate::memory::available_memory;
 use crate::monitor::lock;
@@ -41,6 +44,7 @@ pub struct CpuBackend {
     workers: Arc<ThreadPool>,
     /// `None` until the first run of a Program.
     run: Arc<Mutex<Option<Run>>>,
+    user_kernels: CpuUserKernels,
 }
 
 struct Run {
@@ -56,7 +60,13 @@ impl CpuBackend {
     /// When the world has no such rank.
     pub fn new(world: &Arc<World>, rank: usize, workers: Arc<ThreadPool>) -> Self {
         assert!(rank < world.size(), "rank {rank} of a world of {}", world.size());
-        Self { world: world.clone(), rank, workers, run: Arc::default() }
+        let (world, user_kernels) = (world.clone(), CpuUserKernels::default());
+        Self { world, rank, workers, run: Arc::default(), user_kernels }
+    }
+
+    /// The same with users' own kernels.
+    pub(crate) fn with_user_kernels(self, user_kernels: CpuUserKernels) -> Self {
+        Self { user_kernels, ..self }
     }
 
     /// A pool of as many threads as the machine has cores, less `sm_margin`, but at least one.
@@ -111,7 +121,8 @@ impl Backend for CpuBackend {
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         let refuse = |reason: &str| {
-            let reason = format!("{reason}; use sequential, concurrent or kernel-barrier, with sm-margin=N");
+            let reason =
+                format!("{reason}; use sequential, concurrent, kernel-barrier or signals, with sm-margin=N");
             Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason })
         };
         match policy {
@@ -135,7 +146,7 @@ impl Backend for CpuBackend {
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CpuBuffer, ExecError> {
         if let Some(available) = available_memory().filter(|available| *available < spec.bytes()) {
-            return Err(ExecError::OutOfMemory { needed: spec.bytes(), available });
+            return Err(ExecError::OutOfMemory { rank: Some(self.rank), needed: spec.bytes(), available });
         }
         Ok(CpuBuffer::new(self.rank, &spec.name, HostTensor::zeros(spec.shape.clone(), spec.dtype)))
     }
@@ -173,7 +184,7 @@ impl Backend for CpuBackend {
     }
 
     fn prepare(&self, program: &Program, index: usize) -> Result<CpuKernel, ExecError> {
-        CpuKernel::new(program, index)
+        CpuKernel::new(program, index, &self.user_kernels)
     }
 
     fn begin_run(
@@ -202,12 +213,22 @@ impl Backend for CpuBackend {
         place: &OpPlace,
         kernel: &CpuKernel,
         buffers: &[CpuBuffer],
+        signals: &[CpuSignal],
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
+        let raised = kernel.raises().map(|(signal, most)| {
+            let counter = signals[signal.0].0.clone();
+            let last = counter.issue_value(stream, place, most);
+            (counter, last - most)
+        });
         stream.push(self.program(), place, move |_| {
-            kernel.run(rank, &at, &buffers, &workers)?;
+            kernel.run(rank, &at, &buffers, &workers, |value| {
+                if let Some((counter, base)) = &raised {
+                    counter.raise(base + value);
+                }
+            })?;
             Ok(Some(SpanKind::Compute))
         })
     }

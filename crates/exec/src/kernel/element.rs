@@ -29,6 +29,8 @@ pub trait Real:
     fn fast_tanh(self) -> Self;
     /// Natural logarithm.
     fn ln(self) -> Self;
+    /// Square root.
+    fn square_root(self) -> Self;
 
     /// The larger one; `other` when `self` is NaN. This order of operands is one machine instruction.
     #[inline(always)]
@@ -66,6 +68,11 @@ impl Real for f64 {
     fn ln(self) -> f64 {
         f64::ln(self)
     }
+
+    #[inline(always)]
+    fn square_root(self) -> f64 {
+        f64::sqrt(self)
+    }
 }
 
 impl Real for f32 {
@@ -88,5 +95,10 @@ impl Real for f32 {
     #[inline(always)]
     fn ln(self) -> f32 {
         f32::ln(self)
+    }
+
+    #[inline(always)]
+    fn square_root(self) -> f32 {
+        f32::sqrt(self)
     }
 }

@@ -12,6 +12,7 @@ mod matmul;
 mod normalise;
 mod poison;
 mod queue;
+mod rms_norm;
 mod score;
 mod shape;
 mod square_product;
@@ -27,5 +28,6 @@ pub use attention_forward::{
 pub use cast::cast;
 pub use element::{Element, Real};
 pub(crate) use gemm::{GemmArgs, column_sum, gemm};
+pub(crate) use rms_norm::{RmsNormArgs, rms_norm};
 pub use shape::HeadShape;
 pub(crate) use square_product::square_product;

@@ -87,9 +87,23 @@ impl GemmCollectiveSpec {
         policy: OverlapPolicy,
         config: WorldConfig,
     ) -> Result<Vec<PreparedOn<M>>, ExecError> {
+        self.prepare_groups(machine, WaveGroups::Auto, policy, config)
+    }
+
+    /// As [`GemmCollectiveSpec::prepare`], in these groups where it is not to be one.
+    ///
+    /// # Errors
+    /// As [`GemmCollectiveSpec::prepare`]; [`ExecError::Tensor`] for groups that do not add up.
+    pub fn prepare_groups<M: Machine>(
+        &self,
+        machine: &M,
+        groups: WaveGroups,
+        policy: OverlapPolicy,
+        config: WorldConfig,
+    ) -> Result<Vec<PreparedOn<M>>, ExecError> {
         let groups = match (policy.mover, policy.start) {
             (Mover::Fused, _) | (_, StartOrder::Sequential) => WaveGroups::Fixed(1),
-            _ => WaveGroups::Auto,
+            _ => groups,
         };
         let plan = self.plan(groups, &CostModel::H200).map_err(|error| ExecError::Tensor {
             name: "the product".to_owned(),

@@ -200,8 +200,20 @@ impl<M: Machine> LinearLayer<M> {
             let reason = format!("{} of its {} parts are in this process", parts.len(), self.plan.tp_size);
             return Err(ExecError::Tensor { name, reason });
         }
-        let parts = self.forward.iter().zip(parts).map(|(rank, part)| rank.backend().download(part));
-        Ok(tensor.shard(&self.plan).join(&parts.collect::<Result<Vec<_>, _>>()?))
+        Ok(tensor.shard(&self.plan).join(&self.download(parts)?))
+    }
+
+    /// Those ranks whose parts of tensors are in this process.
+    pub fn ranks(&self) -> impl Iterator<Item = usize> {
+        self.forward.iter().map(|rank| rank.backend().rank())
+    }
+
+    /// The parts of a tensor that the ranks here have, in their order.
+    ///
+    /// # Errors
+    /// As the backend's.
+    pub fn download(&self, parts: &RankBuffers<M>) -> Result<Vec<HostTensor>, ExecError> {
+        self.forward.iter().zip(parts).map(|(rank, part)| rank.backend().download(part)).collect()
     }
 
     fn shape(&self, tensor: LinearTensor) -> Vec<usize> {

@@ -21,7 +21,7 @@ pub use gemm_collective::{
 };
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
-pub use reference::{LinearSample, check_linear};
+pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};
 
 /// Tensors of a whole layer, in global order.

@@ -1,7 +1,9 @@
-use counterpoint_plan::{DType, LinearKind, LinearPlan};
+use counterpoint_mask::Range;
+use counterpoint_plan::{DType, LinearKind, LinearPlan, LinearSpec};
 use counterpoint_schedule::WeightGradient;
 use rayon::prelude::*;
 
+use super::shard::Shard;
 use super::{LinearInputs, LinearOutputs};
 use crate::host_element::with_host_element;
 use crate::{HostElement, HostTensor};
@@ -16,21 +18,44 @@ pub enum LinearSample {
 }
 
 impl LinearSample {
-    fn of(self, length: usize) -> Vec<usize> {
+    fn of(self, range: Range) -> Vec<usize> {
+        let length = range.len();
         match self {
             Self::Spread(count) if count < length => {
                 let last = count.max(2) - 1;
-                (0..=last).map(|index| index * (length - 1) / last).collect()
+                (0..=last).map(|index| range.start + index * (length - 1) / last).collect()
             }
-            _ => (0..length).collect(),
+            _ => (range.start..range.end).collect(),
         }
+    }
+}
+
+/// Elements of a result that are compared, by rows and columns of the whole, and where the part that there is begins.
+struct Places {
+    rows: Vec<usize>,
+    columns: Vec<usize>,
+    first: [usize; 2],
+}
+
+impl Places {
+    /// Of a rank's part of a tensor of `[rows, columns]`, or of all of it.
+    fn of(
+        plan: &LinearPlan,
+        shard: Shard,
+        rank: Option<usize>,
+        size: [usize; 2],
+        sample: LinearSample,
+    ) -> Self {
+        let whole = size.map(|size| Range::new(0, size));
+        let [rows, columns] = rank.map_or(whole, |rank| shard.window(plan, rank, size));
+        let first = [rows.start, columns.start];
+        Self { rows: sample.of(rows), columns: sample.of(columns), first }
     }
 }
 
 /// Some rows and columns of a result in f64, with what its elements' bounds follow from.
 struct Exact {
-    rows: Vec<usize>,
-    columns: Vec<usize>,
+    places: Places,
     /// Products, without what they are added to.
     product: Vec<f64>,
     /// Sums over ranks of the magnitudes of their shares, which are rounded before they are summed; 0 where there is one rank.
@@ -104,22 +129,20 @@ fn product(a: &Matrix, b: &Matrix, ranks: usize) -> [Vec<f64>; 3] {
     [sums, magnitudes, norms]
 }
 
-fn exact(rows: Vec<usize>, columns: Vec<usize>, a: &Matrix, b: &Matrix, ranks: usize) -> Exact {
+fn exact(places: Places, a: &Matrix, b: &Matrix, ranks: usize) -> Exact {
     let [product, shares, norms] = product(a, b, ranks);
-    Exact { rows, columns, product, shares, norms, terms: a.columns }
+    Exact { places, product, shares, norms, terms: a.columns }
 }
 
 /// `y = x W^T + bias`
-fn exact_y(plan: &LinearPlan, inputs: &LinearInputs, sample: LinearSample) -> Exact {
-    let spec = &plan.spec;
-    let (rows, columns) = (sample.of(spec.tokens), sample.of(spec.out_features));
-    let ranks = if spec.kind == LinearKind::Row { plan.tp_size } else { 1 };
-    let (a, b) = (rows_of(&inputs.x, &rows), rows_of(&inputs.weight, &columns));
-    let mut y = exact(rows, columns, &a, &b, ranks);
+fn exact_y(plan: &LinearPlan, inputs: &LinearInputs, places: Places) -> Exact {
+    let ranks = if plan.spec.kind == LinearKind::Row { plan.tp_size } else { 1 };
+    let (a, b) = (rows_of(&inputs.x, &places.rows), rows_of(&inputs.weight, &places.columns));
+    let mut y = exact(places, &a, &b, ranks);
     if let Some(bias) = &inputs.bias {
-        let bias = rows_of(bias, &y.columns).values;
+        let bias = rows_of(bias, &y.places.columns).values;
         for (index, (product, shares)) in y.product.iter_mut().zip(&mut y.shares).enumerate() {
-            let bias = bias[index % y.columns.len()];
+            let bias = bias[index % bias.len()];
             *product += bias;
             *shares += if ranks > 1 { bias.abs() } else { 0.0 };
         }
@@ -128,28 +151,23 @@ fn exact_y(plan: &LinearPlan, inputs: &LinearInputs, sample: LinearSample) -> Ex
 }
 
 /// `dx = dy W`
-fn exact_dx(plan: &LinearPlan, inputs: &LinearInputs, dy: &HostTensor, sample: LinearSample) -> Exact {
-    let spec = &plan.spec;
-    let (rows, columns) = (sample.of(spec.tokens), sample.of(spec.in_features));
-    let ranks = if spec.kind == LinearKind::Column { plan.tp_size } else { 1 };
-    let (a, b) = (rows_of(dy, &rows), columns_of(&inputs.weight, &columns));
-    exact(rows, columns, &a, &b, ranks)
+fn exact_dx(plan: &LinearPlan, inputs: &LinearInputs, dy: &HostTensor, places: Places) -> Exact {
+    let ranks = if plan.spec.kind == LinearKind::Column { plan.tp_size } else { 1 };
+    let (a, b) = (rows_of(dy, &places.rows), columns_of(&inputs.weight, &places.columns));
+    exact(places, &a, &b, ranks)
 }
 
 /// `dW = dy^T x`
-fn exact_dweight(plan: &LinearPlan, inputs: &LinearInputs, dy: &HostTensor, sample: LinearSample) -> Exact {
-    let spec = &plan.spec;
-    let (rows, columns) = (sample.of(spec.out_features), sample.of(spec.in_features));
-    let (a, b) = (columns_of(dy, &rows), columns_of(&inputs.x, &columns));
-    exact(rows, columns, &a, &b, 1)
+fn exact_dweight(inputs: &LinearInputs, dy: &HostTensor, places: Places) -> Exact {
+    let (a, b) = (columns_of(dy, &places.rows), columns_of(&inputs.x, &places.columns));
+    exact(places, &a, &b, 1)
 }
 
 /// Sums of `dy`'s columns.
-fn exact_dbias(plan: &LinearPlan, dy: &HostTensor, sample: LinearSample) -> Exact {
-    let rows = sample.of(plan.spec.out_features);
+fn exact_dbias(plan: &LinearPlan, dy: &HostTensor, places: Places) -> Exact {
     let ones = Matrix { values: vec![1.0; plan.spec.tokens], columns: plan.spec.tokens };
-    let a = columns_of(dy, &rows);
-    exact(rows, vec![0], &a, &ones, 1)
+    let a = columns_of(dy, &places.rows);
+    exact(places, &a, &ones, 1)
 }
 
 /// Half a unit in the last place of 1.
@@ -178,8 +196,37 @@ pub fn check_linear(
     outputs: &LinearOutputs,
     sample: LinearSample,
 ) -> Result<f64, String> {
-    let dtype = plan.spec.dtype;
-    let mut worst = judge("y", &outputs.y, &exact_y(plan, inputs, sample), None, dtype)?;
+    check_part(plan, None, inputs, gradient, outputs, sample)
+}
+
+/// The same of what one rank has: its parts of the results.
+///
+/// # Errors
+/// As [`check_linear`].
+pub fn check_linear_part(
+    plan: &LinearPlan,
+    rank: usize,
+    inputs: &LinearInputs,
+    gradient: WeightGradient,
+    outputs: &LinearOutputs,
+    sample: LinearSample,
+) -> Result<f64, String> {
+    check_part(plan, Some(rank), inputs, gradient, outputs, sample)
+}
+
+/// Of one rank, or of all of them put together.
+fn check_part(
+    plan: &LinearPlan,
+    rank: Option<usize>,
+    inputs: &LinearInputs,
+    gradient: WeightGradient,
+    outputs: &LinearOutputs,
+    sample: LinearSample,
+) -> Result<f64, String> {
+    let LinearSpec { tokens, in_features, out_features, dtype, has_bias, .. } = plan.spec;
+    let places = |shard, size| Places::of(plan, shard, rank, size, sample);
+    let y = exact_y(plan, inputs, places(Shard::of_output(plan), [tokens, out_features]));
+    let mut worst = judge("y", &outputs.y, &y, None, dtype)?;
     let (weight, bias) = match &inputs.main_grad {
         Some((weight, bias)) => (Some(weight), bias.as_ref()),
         None => (None, None),
@@ -189,7 +236,7 @@ pub fn check_linear(
     for (name, found, wanted) in [
         ("dx", &outputs.dx, backward),
         ("dweight", &outputs.dweight, gradients),
-        ("dbias", &outputs.dbias, gradients && plan.spec.has_bias),
+        ("dbias", &outputs.dbias, gradients && has_bias),
     ] {
         if found.is_some() != wanted {
             return Err(format!(
@@ -199,9 +246,12 @@ pub fn check_linear(
         }
         let (Some(found), Some(dy)) = (found, &inputs.dy) else { continue };
         let (exact, before) = match name {
-            "dx" => (exact_dx(plan, inputs, dy, sample), None),
-            "dweight" => (exact_dweight(plan, inputs, dy, sample), weight),
-            _ => (exact_dbias(plan, dy, sample), bias),
+            "dx" => (exact_dx(plan, inputs, dy, places(Shard::of_input(plan), [tokens, in_features])), None),
+            "dweight" => {
+                let places = places(Shard::of_weight(plan), [out_features, in_features]);
+                (exact_dweight(inputs, dy, places), weight)
+            }
+            _ => (exact_dbias(plan, dy, places(Shard::of_bias(plan), [out_features, 1])), bias),
         };
         worst = f64::max(worst, judge(name, found, &exact, before, dtype)?);
     }
@@ -215,16 +265,20 @@ fn judge(
     before: Option<&HostTensor>,
     dtype: DType,
 ) -> Result<f64, String> {
-    let pick = |tensor: &HostTensor| -> Vec<f64> {
+    let Places { rows, columns, first } = &exact.places;
+    let (Some(last_row), Some(last_column)) = (rows.last(), columns.last()) else { return Ok(0.0) };
+    let pick = |tensor: &HostTensor, [first_row, first_column]: [usize; 2]| -> Vec<f64> {
         let width = tensor.row_elements();
-        let rows = rows_of(tensor, &exact.rows).values;
-        rows.chunks_exact(width).flat_map(|row| exact.columns.iter().map(|&column| row[column])).collect()
+        let rows: Vec<usize> = rows.iter().map(|row| row - first_row).collect();
+        let values = rows_of(tensor, &rows).values;
+        let of_row =
+            |row: &[f64]| columns.iter().map(|column| row[column - first_column]).collect::<Vec<_>>();
+        values.chunks_exact(width).flat_map(of_row).collect()
     };
-    let ends = [exact.rows.last(), exact.columns.last()].map(|last| last.copied().unwrap_or(0));
-    if found.rows() <= ends[0] || found.row_elements() <= ends[1] {
+    if found.rows() + first[0] <= *last_row || found.row_elements() + first[1] <= *last_column {
         return Err(format!("{name} is {:?}, which is too small", found.shape()));
     }
-    let (values, before) = (pick(found), before.map(pick));
+    let (values, before) = (pick(found, *first), before.map(|before| pick(before, [0; 2])));
     let sums = half_unit(dtype.accumulator());
     let steps = (exact.terms as f64 / 16.0).ceil() + 2.0;
     // Elements of f16 may be smaller than it has normal numbers.
@@ -240,8 +294,7 @@ fn judge(
             + smallest;
         let share = (value - right).abs() / bound;
         if share.is_nan() || share > 1.0 {
-            let width = exact.columns.len();
-            let (row, column) = (exact.rows[index / width], exact.columns[index % width]);
+            let (row, column) = (rows[index / columns.len()], columns[index % columns.len()]);
             return Err(format!(
                 "{name}[{row}, {column}] is {value:e}, not {right:e}: {share:.2} of its bound"
             ));

@@ -45,6 +45,20 @@ impl Shard {
         if plan.spec.kind == LinearKind::Column { Self::Rows } else { Self::Whole }
     }
 
+    /// Rows and columns of a rank's part of a tensor of so many.
+    pub(super) fn window(self, plan: &LinearPlan, rank: usize, [rows, columns]: [usize; 2]) -> [Range; 2] {
+        let stretch = |all: usize| {
+            let some = all / plan.tp_size;
+            Range::new(rank * some, (rank + 1) * some)
+        };
+        match self {
+            Self::Whole => [Range::new(0, rows), Range::new(0, columns)],
+            Self::Tokens => [plan.tokens_of(rank), Range::new(0, columns)],
+            Self::Rows => [stretch(rows), Range::new(0, columns)],
+            Self::Columns => [Range::new(0, rows), stretch(columns)],
+        }
+    }
+
     /// A rank's part of a whole tensor.
     pub(super) fn cut(
         self,
@@ -54,17 +68,17 @@ impl Shard {
     ) -> Result<HostTensor, ExecError> {
         match self {
             Self::Whole => Ok(whole.clone()),
-            Self::Tokens => dispatch(whole, &[plan.tokens_of(rank)]),
-            Self::Rows => {
-                let rows = whole.rows() / plan.tp_size;
-                dispatch(whole, &[Range::new(rank * rows, (rank + 1) * rows)])
+            Self::Tokens | Self::Rows => {
+                let [rows, _] = self.window(plan, rank, [whole.rows(), whole.row_elements()]);
+                dispatch(whole, &[rows])
             }
             Self::Columns => {
-                let (all, some) = (whole.row_elements(), whole.row_elements() / plan.tp_size);
-                let shape = vec![whole.rows(), some];
+                let all = whole.row_elements();
+                let [_, some] = self.window(plan, rank, [whole.rows(), all]);
+                let shape = vec![whole.rows(), some.len()];
                 Ok(with_host_element!(whole.dtype(), T => {
                     let rows = whole.as_slice::<T>().unwrap_or(&[]).chunks_exact(all.max(1));
-                    let elements = rows.flat_map(|row| &row[rank * some..(rank + 1) * some]).copied();
+                    let elements = rows.flat_map(|row| &row[some.start..some.end]).copied();
                     HostTensor::from_vec(shape, elements.collect())
                 }))
             }

@@ -116,7 +116,7 @@ fn the_first_error_is_everybodys() {
         let world = World::new(3, WorldConfig::default());
         rank.attach(&world);
         rank.barrier("attached").unwrap();
-        let own = ExecError::OutOfMemory { needed: 7, available: rank.rank() as u64 };
+        let own = ExecError::OutOfMemory { rank: None, needed: 7, available: rank.rank() as u64 };
         match rank.rank() {
             1 => world.fail(own),
             _ => {
@@ -128,7 +128,7 @@ fn the_first_error_is_everybodys() {
         }
     });
     // Its own words on the rank itself; elsewhere with the rank.
-    assert_eq!(errors[1], ExecError::OutOfMemory { needed: 7, available: 1 });
+    assert_eq!(errors[1], ExecError::OutOfMemory { rank: None, needed: 7, available: 1 });
     for error in [&errors[0], &errors[2]] {
         assert_eq!(error.to_string(), format!("rank 1 failed: {}", errors[1]));
     }

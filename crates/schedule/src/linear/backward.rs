@@ -130,7 +130,7 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             Some(AllInputs { arrived: Some(_), .. }) => Mover::Transport,
             _ => lowering.p.policy().mover,
         };
-        let mut sums = ReducedTokens::new(lowering, "dx", features, mover);
+        let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, mover);
         for group in 0..plan.groups() {
             if group > 0 {
                 sums.after_start(lowering, group);

@@ -7,7 +7,7 @@ use super::{GATHER, REDUCE};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BarrierId, BufferId, BufferRole, Gemm, GemmReduce, GroupCast, GroupReduce, Mover, Op,
-    ReduceOp, RowBlock, StreamId, StreamKind,
+    OverlapPolicy, ReduceOp, RowBlock, SignalId, StartOrder, StreamId, StreamKind, WaveGemm, WorkerShare,
 };
 
 /// One rank's Program of a layer in the making.
@@ -185,14 +185,43 @@ pub(super) struct ReducedTokens {
     done: Vec<(BufferId, Mark)>,
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
+    /// Shares that are computed by the mark and not yet sent.
+    waiting: Option<(Mark, Travel)>,
     name: String,
     columns: usize,
+    /// Of the sums once they are together.
+    role: BufferRole,
     mover: Mover,
+    /// Products that one kernel computes, with what becomes of each.
+    waves: Option<Waves>,
+}
+
+/// Groups whose sums travel while one kernel computes all of them.
+struct Waves {
+    signal: SignalId,
+    products: Vec<Gemm>,
+    travels: Vec<Travel>,
+}
+
+/// What becomes of a group's shares.
+struct Travel {
+    group: usize,
+    reduce: GroupReduce,
+    spread: Option<GroupCast>,
+    /// What it ends as.
+    result: BufferId,
 }
 
 impl ReducedTokens {
-    /// The output `name` is `[local tokens, columns]`. Under [`Mover::Fused`] no other collective may run beside the products.
-    pub(super) fn new(lowering: &mut Lowering<'_>, name: &str, columns: usize, mover: Mover) -> Self {
+    /// The sums are `[local tokens, columns]`, called `name` where they are together: an output, or scratch of an operation behind them.
+    /// Under [`Mover::Fused`] no other collective may run beside the products.
+    pub(super) fn new(
+        lowering: &mut Lowering<'_>,
+        name: &str,
+        columns: usize,
+        role: BufferRole,
+        mover: Mover,
+    ) -> Self {
         let plan = lowering.plan;
         let p = &mut lowering.p;
         let reduce = p.stream("reduce-scatter", StreamKind::Communication);
@@ -201,10 +230,25 @@ impl ReducedTokens {
         if plan.spec.activations == Activations::Replicated {
             gather = Some(p.stream("all-gather", StreamKind::Communication));
             let shape = [plan.spec.tokens, columns];
-            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, BufferRole::Output));
+            replicated = Some(p.buffer(name, plan.spec.dtype, &shape, role));
         }
-        let name = name.to_owned();
-        Self { reduce, gather, barrier, started: 0, done: Vec::new(), replicated, name, columns, mover }
+        let (name, done, waiting) = (name.to_owned(), Vec::new(), None);
+        let in_waves = p.policy().start == StartOrder::Signals && mover != Mover::Fused && plan.groups() > 1;
+        let waves = in_waves.then(|| Waves { signal: p.signal(), products: Vec::new(), travels: Vec::new() });
+        Self {
+            reduce,
+            gather,
+            barrier,
+            started: 0,
+            done,
+            replicated,
+            waiting,
+            name,
+            columns,
+            role,
+            mover,
+            waves,
+        }
     }
 
     /// The buffer for this rank's shares of a group: `[rows of the group, columns]`.
@@ -216,7 +260,11 @@ impl ReducedTokens {
     }
 
     /// Computes a group's shares, under the label given, and sends them on their way; the product's result is
-    /// [`ReducedTokens::share`].
+    /// [`ReducedTokens::share`]. Where one kernel computes all groups, it does so once it has been given the last.
+    ///
+    /// Where computation leaves communication its workers, shares are enqueued behind the computation that hides them: on a
+    /// single hardware queue a collective that waits for other ranks would else hold that one up, and where computation starts
+    /// first its blocks find whole clusters of multiprocessors.
     pub(super) fn compute(&mut self, lowering: &mut Lowering<'_>, group: usize, label: &str, gemm: Gemm) {
         let (plan, rank, compute) = (lowering.plan, lowering.rank, lowering.compute);
         let p = &mut lowering.p;
@@ -225,12 +273,12 @@ impl ReducedTokens {
         let part = Arc::new(plan.packed_group_part(rank, group));
         let rows = plan.group_rows(rank, group).len();
         let role = match self.replicated {
-            None if plan.groups() == 1 => BufferRole::Output,
+            None if plan.groups() == 1 => self.role,
             _ => BufferRole::Scratch,
         };
         let name = match role {
-            BufferRole::Output => self.name.clone(),
-            _ => format!("{}_sum_{group}", self.name),
+            BufferRole::Scratch => format!("{}_sum_{group}", self.name),
+            _ => self.name.clone(),
         };
         let sum = p.buffer(&name, dtype, &[rows, self.columns], role);
         let reduce = GroupReduce {
@@ -254,9 +302,45 @@ impl ReducedTokens {
             p.push(compute, here, label, Op::GemmReduce(Box::new(GemmReduce { gemm, reduce, spread })));
             return self.done.push((result, p.mark(compute, here, "sums done")));
         }
-        p.push(compute, here, label, Op::Gemm(gemm));
-        let ready = p.mark(compute, here, "shares done");
-        p.after(self.reduce, here, "wait for shares", ready);
+        let travel = Travel { group, reduce, spread, result };
+        let Some(waves) = &mut self.waves else {
+            p.push(compute, here, label, Op::Gemm(gemm));
+            let ready = p.mark(compute, here, "shares done");
+            self.send(lowering);
+            self.waiting = Some((ready, travel));
+            if !leaves_workers(lowering.p.policy()) {
+                self.send(lowering);
+            }
+            return;
+        };
+        waves.products.push(gemm);
+        waves.travels.push(travel);
+        if waves.products.len() < plan.groups() {
+            return;
+        }
+        // The kernel is queued before whoever waits for its signal.
+        let (signal, groups) = (waves.signal, std::mem::take(&mut waves.products));
+        let travels = std::mem::take(&mut waves.travels);
+        p.push(compute, None, label, Op::WaveGemm(WaveGemm { groups, signal }));
+        for (wave, travel) in travels.into_iter().enumerate() {
+            let value = wave as u64 + 1;
+            let wait = Op::WaitSignal { signal, value };
+            lowering.p.push(self.reduce, Some(travel.group), "wait for shares", wait);
+            self.depart(lowering, travel);
+        }
+    }
+
+    /// Sends the shares that wait for it on their way, if there are any.
+    pub(super) fn send(&mut self, lowering: &mut Lowering<'_>) {
+        let Some((ready, travel)) = self.waiting.take() else { return };
+        lowering.p.after(self.reduce, Some(travel.group), "wait for shares", ready);
+        self.depart(lowering, travel);
+    }
+
+    /// Sends a group's shares on their way, for which `reduce` has waited.
+    fn depart(&mut self, lowering: &mut Lowering<'_>, travel: Travel) {
+        let Travel { group, reduce, spread, result } = travel;
+        let (p, here) = (&mut lowering.p, Some(group));
         p.push(self.reduce, here, REDUCE, Op::GroupReduce(reduce));
         self.started += 1;
         let mut end = p.mark(self.reduce, here, "sums done");
@@ -280,20 +364,43 @@ impl ReducedTokens {
     }
 
     /// Has the computation wait for all groups, and puts them together where they are apart.
-    pub(super) fn finish(self, lowering: &mut Lowering<'_>) {
+    pub(super) fn finish(mut self, lowering: &mut Lowering<'_>) {
+        self.send(lowering);
         let (plan, compute) = (lowering.plan, lowering.compute);
         let tokens = lowering.local_tokens();
+        self.wait(lowering);
         let p = &mut lowering.p;
-        // Within one stream the last is the end of all.
-        if let Some((_, last)) = self.done.last() {
-            p.after(compute, None, "wait for the last sums", *last);
-        }
         if self.replicated.is_none() && plan.groups() > 1 {
-            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], BufferRole::Output);
+            let dst = p.buffer(&self.name, plan.spec.dtype, &[tokens, self.columns], self.role);
             let srcs = self.done.iter().map(|(buffer, _)| *buffer).collect();
             p.push(compute, None, "put sums together", Op::Concat { srcs, dst });
         }
     }
+
+    /// Has the computation wait for all groups; the rows of the sums in their order, wherever they are.
+    pub(super) fn rows(mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        self.send(lowering);
+        self.wait(lowering);
+        let p = &lowering.p;
+        let all = |buffer| block(buffer, Range::new(0, p.rows(buffer)));
+        match self.replicated {
+            Some(buffer) => all(buffer),
+            None => self.done.iter().flat_map(|(buffer, _)| all(*buffer)).collect(),
+        }
+    }
+
+    fn wait(&self, lowering: &mut Lowering<'_>) {
+        // Within one stream the last is the end of all.
+        if let Some((_, last)) = self.done.last() {
+            lowering.p.after(lowering.compute, None, "wait for the last sums", *last);
+        }
+    }
+}
+
+/// Whether communication can start however much computation has started before it.
+fn leaves_workers(policy: &OverlapPolicy) -> bool {
+    let apart = policy.workers != WorkerShare::Common || policy.mover == Mover::CopyEngine;
+    policy.start == StartOrder::Concurrent && apart
 }
 
 /// The way back of a group's sums to the tokens of all ranks: this rank owns the packed rows of its sums, and receives all

@@ -4,7 +4,7 @@ use counterpoint_plan::{LinearKind, LinearPlan};
 use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program,
+    Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RmsNorm,
     RowBlock, StreamKind,
 };
 
@@ -17,7 +17,45 @@ pub fn lower_linear_forward(plan: &LinearPlan, rank: usize, policy: OverlapPolic
     let mut lowering = Lowering { p, plan, rank, compute };
     match plan.spec.kind {
         LinearKind::Column => column(&mut lowering),
-        LinearKind::Row => row(&mut lowering),
+        LinearKind::Row => {
+            if let RowResult::Sums(sums) = row(&mut lowering, "y", BufferRole::Output) {
+                sums.finish(&mut lowering);
+            }
+        }
+    }
+    lowering.p.finish()
+}
+
+/// Lowers one rank's forward of a row-parallel layer and the RMSNorm behind it. Inputs as [`lower_linear_forward`]'s, `residual`
+/// (as `y`) and `norm_weight` `[out_features]`; outputs `sum`, the layer's result and the residual together, rounded, and `y`, that
+/// normalised. Rows that were summed in groups come into their order in that pass.
+///
+/// # Panics
+/// For a column-parallel layer, whose rows are not whole.
+pub fn lower_normalised_forward(
+    plan: &LinearPlan,
+    rank: usize,
+    epsilon: f64,
+    policy: OverlapPolicy,
+) -> Program {
+    assert_eq!(plan.spec.kind, LinearKind::Row, "only a row-parallel layer has whole rows");
+    let mut p = ProgramBuilder::new("normalised linear forward", rank, plan.tp_size, policy);
+    let compute = p.stream("compute", StreamKind::Compute);
+    let mut lowering = Lowering { p, plan, rank, compute };
+    let (rows, features, dtype) = (lowering.local_tokens(), plan.spec.out_features, plan.spec.dtype);
+    let src = row(&mut lowering, "shares", BufferRole::Scratch);
+    let src = match src {
+        RowResult::One(buffer) => lowering.whole(buffer, rows),
+        RowResult::Sums(sums) => sums.rows(&mut lowering),
+    };
+    let residual = lowering.input("residual", &[rows, features]);
+    let weight = lowering.input("norm_weight", &[features]);
+    let sum = lowering.p.buffer("sum", dtype, &[rows, features], BufferRole::Output);
+    let out = lowering.p.buffer("y", dtype, &[rows, features], BufferRole::Output);
+    // A rank without tokens has nothing to normalise.
+    if rows > 0 {
+        let op = RmsNorm { src, residual: Some((residual, sum)), weight, epsilon, out };
+        lowering.p.push(compute, None, "normalise", Op::RmsNorm(op));
     }
     lowering.p.finish()
 }
@@ -73,7 +111,16 @@ fn column(lowering: &mut Lowering<'_>) {
     }
 }
 
-fn row(lowering: &mut Lowering<'_>) {
+/// What a row-parallel layer's products become.
+enum RowResult {
+    /// All rows are here.
+    One(BufferId),
+    /// They are summed over ranks.
+    Sums(ReducedTokens),
+}
+
+/// The layer's result, in buffers called `name` of this role.
+fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
     let plan = lowering.plan;
     let (tokens, features) = (plan.spec.tokens, plan.spec.out_features);
     let x = lowering.input("x", &[tokens, plan.local_in_features()]);
@@ -82,11 +129,12 @@ fn row(lowering: &mut Lowering<'_>) {
     let bias = plan.spec.has_bias.then(|| lowering.input("bias", &[features]));
     let bias = bias.filter(|_| lowering.rank == 0);
     if plan.tp_size == 1 {
-        let y = lowering.p.buffer("y", plan.spec.dtype, &[tokens, features], BufferRole::Output);
+        let y = lowering.p.buffer(name, plan.spec.dtype, &[tokens, features], role);
         let all = (lowering.whole(x, tokens), vec![Range::new(0, tokens)]);
-        return multiply(lowering, 0, all, weight, bias, y);
+        multiply(lowering, 0, all, weight, bias, y);
+        return RowResult::One(y);
     }
-    let mut sums = ReducedTokens::new(lowering, "y", features, lowering.p.policy().mover);
+    let mut sums = ReducedTokens::new(lowering, name, features, role, lowering.p.policy().mover);
     for group in 0..plan.groups() {
         if group > 0 {
             sums.after_start(lowering, group);
@@ -95,7 +143,7 @@ fn row(lowering: &mut Lowering<'_>) {
         let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
         sums.compute(lowering, group, "y", gemm);
     }
-    sums.finish(lowering);
+    RowResult::Sums(sums)
 }
 
 /// The rows of a group in a buffer of all tokens, and where they go in a buffer of the group's rows alone.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 pub use backward::{lower_linear_backward, lower_linear_weight_gradient};
 pub use clock::{ClockError, SimulatedClock, travel_seconds};
-pub use forward::lower_linear_forward;
+pub use forward::{lower_linear_forward, lower_normalised_forward};
 pub use parts::{GATHER, REDUCE, lower_collective, lower_join, lower_product};
 
 /// What becomes of the gradient of the weight.

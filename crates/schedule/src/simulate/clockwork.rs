@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, compute_seconds, transfer};
+use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
 use crate::{Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
@@ -146,7 +146,10 @@ impl<'a> Clockwork<'a> {
                 }
                 _ => {
                     match collective {
-                        None => self.start_computation(rank, stream, op, now),
+                        None => {
+                            self.ranks[rank].reached[stream] = now;
+                            self.start_computation(rank, stream, op, now);
+                        }
                         Some(number) if state.has_workers(sharing) => {
                             self.start_collective(rank, stream, op, number, now);
                         }
@@ -199,9 +202,9 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let left = compute_seconds(state.program, &state.program.ops[op], cost);
+        let part = state.parts[stream];
+        let Some(left) = part_seconds(state.program, &state.program.ops[op], part, cost) else { return };
         let speed = state.speed(cost.sharing);
-        state.reached[stream] = now;
         state.computing.push(Computing { stream, left, since: now, speed });
         let number = self.enter(now + left / speed, rank, stream);
         self.ranks[rank].heads[stream] = Head::Running(number);
@@ -308,6 +311,9 @@ impl<'a> Clockwork<'a> {
             }
             None => {
                 state.computing.retain(|computing| computing.stream != stream);
+                if self.go_on(rank, stream, op, now) {
+                    return;
+                }
                 SpanKind::Compute
             }
         };
@@ -322,6 +328,26 @@ impl<'a> Clockwork<'a> {
         for stream in self.pending(rank, |reached| reached == now) {
             self.enter(now, rank, stream);
         }
+    }
+
+    /// A part of an operation has ended. Whether there is another one, which has started then.
+    fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
+        let state = &mut self.ranks[rank];
+        let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
+        state.parts[stream] += 1;
+        let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);
+        *signal = (*signal).max(done as u64);
+        self.wake_waiting(rank, now);
+        if done == parts {
+            self.ranks[rank].parts[stream] = 0;
+            return false;
+        }
+        // A grid that nothing is kept free of lets others in between two parts.
+        for waiting in self.pending(rank, |reached| reached < now) {
+            self.advance(rank, waiting, now);
+        }
+        self.start_computation(rank, stream, op, now);
+        true
     }
 
     /// Streams at whose head is a collective that has not started, of those reached at such a time.

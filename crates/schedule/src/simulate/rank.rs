@@ -11,6 +11,8 @@ pub(super) struct Rank<'a> {
     pub(super) collectives: usize,
     /// The head of every stream.
     pub(super) next: Vec<usize>,
+    /// Of the head of every stream, the parts that have ended.
+    pub(super) parts: Vec<usize>,
     /// What the head of every stream does.
     pub(super) heads: Vec<Head>,
     /// When the head of every stream was reached.
@@ -63,6 +65,7 @@ impl<'a> Rank<'a> {
             queues,
             collectives,
             next: vec![0; streams],
+            parts: vec![0; streams],
             heads: vec![Head::Waiting; streams],
             reached: vec![0.0; streams],
             events: vec![false; program.num_events],

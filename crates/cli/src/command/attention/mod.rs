@@ -120,7 +120,8 @@ impl Ended<'_> {
 fn open_machine(arguments: &AttentionArguments, dtype: DType) -> Result<RankMachine, CliError> {
     refuse_what_the_device_lacks(arguments, dtype)?;
     let run = &arguments.run;
-    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)
+    RankMachine::open(run.device, Some(arguments.cp_size), run.transport)?
+        .measured(arguments.planning.profile.as_deref())
 }
 
 /// Types and imitations that only the CPU has.

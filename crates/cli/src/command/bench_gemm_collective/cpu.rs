@@ -88,7 +88,7 @@ impl Inputs {
     ) -> Result<Vec<Ranked>, ExecError> {
         let config = WorldConfig { limit: arguments.limit, poison: true, ..WorldConfig::default() };
         let machine = CpuMachine::new(policy.sm_margin(), None)?;
-        let mut ranks = spec.prepare(&machine, policy, config)?;
+        let mut ranks = spec.prepare_groups(&machine, super::groups(arguments), policy, config)?;
         for (rank, prepared) in ranks.iter_mut().enumerate() {
             for (name, tensor) in [("x", &self.x[rank]), ("weight", &self.weight[rank])] {
                 let buffer = prepared.backend().upload(name, tensor.clone())?;

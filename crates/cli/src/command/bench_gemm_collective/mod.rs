@@ -6,8 +6,9 @@ mod peers;
 mod row;
 
 use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
-use counterpoint_cuda::{CudaMachine, Timing};
+use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_plan::WaveGroups;
 
 use self::row::Row;
 use crate::arguments::{BenchGemmCollectiveArguments, Device};
@@ -60,6 +61,11 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
 }
 
+/// In which groups an overlapped product's rows travel.
+fn groups(arguments: &BenchGemmCollectiveArguments) -> WaveGroups {
+    arguments.groups.map_or(WaveGroups::Auto, |groups| WaveGroups::Fixed(groups as usize))
+}
+
 /// What `--device` names.
 enum Where {
     Cpu,
@@ -68,12 +74,19 @@ enum Where {
 
 impl Where {
     fn open(arguments: &BenchGemmCollectiveArguments) -> Result<Self, CliError> {
+        if arguments.device == Device::Cpu && arguments.transport != TransportKind::Auto {
+            let reason = "is for GPUs; add --device cuda".to_owned();
+            let value = arguments.transport.to_string();
+            return Err(CliError::Flag { flag: "--transport", value, reason });
+        }
         if arguments.device == Device::Cpu {
             return Ok(Self::Cpu);
         }
         let failed = |source| CliError::Cuda { source };
         let ranks = arguments.ranks as usize;
-        let machine = CudaMachine::for_ranks(ranks, Timing::Off).map_err(failed)?;
+        let machine = CudaMachine::for_ranks(ranks, Timing::Off)
+            .and_then(|machine| machine.with_transport(arguments.transport))
+            .map_err(failed)?;
         if machine.devices().len() < ranks {
             let reason = format!("needs a GPU for each rank, and there are {}", machine.devices().len());
             return Err(CliError::Flag { flag: "--ranks", value: ranks.to_string(), reason });
@@ -106,7 +119,7 @@ impl Where {
                 let iterations =
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
-                Ok(Row::of(spec, policies, &bench.measure(spec, policies, runs)?))
+                Ok(Row::of(spec, policies, &bench.measure(spec, policies, &groups(arguments), runs)?))
             }
         }
     }

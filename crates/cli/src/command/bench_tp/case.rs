@@ -1,12 +1,15 @@
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample,
-    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear,
+    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear_part,
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
 use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
+use rayon::prelude::*;
 
+use super::connections;
+use super::measured::{Measured, digest};
 use super::parts::Parts;
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
@@ -47,24 +50,19 @@ struct Sums<M: Machine> {
     bias: Option<RankBuffers<M>>,
 }
 
-/// What is measured of one policy.
-struct Measured {
-    policy: OverlapPolicy,
-    groups: usize,
-    /// Of each pass that was asked for, all runs.
-    passes: Vec<(BenchTpPass, Vec<Timeline>)>,
-    /// The largest share of an element's bound, or what is wrong.
-    checked: Result<f64, String>,
-}
-
 impl Case<'_> {
-    /// Rows of all passes: first those with nothing side by side, then those of the policies.
-    pub(super) fn measure_on<M: Machine>(&self, machine: &M) -> Result<Vec<Row>, CliError> {
+    /// Rows of all passes: first those with nothing side by side, then those of the policies. `joined` is given what the ranks here
+    /// measured and has what all of them did, or `None` where another process has that.
+    pub(super) fn measure_on<M: Machine>(
+        &self,
+        machine: &M,
+        joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
+    ) -> Result<Vec<Row>, CliError> {
         let scratch = &mut LinearScratch::new();
         let mut tensors = None;
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
         let plain = self.plan(WaveGroups::Fixed(1))?;
-        let mut all = vec![self.measure(machine, sequential, plain, &mut tensors, scratch)?];
+        let mut all = vec![joined(self.measure(machine, sequential, plain, &mut tensors, scratch)?)?];
         for policy in &self.arguments.overlap {
             let mut done = Vec::new();
             for &groups in &self.arguments.groups {
@@ -74,16 +72,17 @@ impl Case<'_> {
                 })?;
                 if !done.contains(&plan) {
                     done.push(plan.clone());
-                    all.push(self.measure(machine, *policy, plan, &mut tensors, scratch)?);
+                    all.push(joined(self.measure(machine, *policy, plan, &mut tensors, scratch)?)?);
                 }
             }
         }
-        let (plain, _) = all.split_at(1);
+        let all: Vec<Measured> = all.into_iter().flatten().collect();
+        let Some(plain) = all.first() else { return Ok(Vec::new()) };
         let rows = self
             .arguments
             .passes
             .iter()
-            .flat_map(|&pass| all.iter().filter_map(move |measured| self.row(pass, measured, &plain[0])));
+            .flat_map(|&pass| all.iter().filter_map(move |measured| self.row(pass, measured, plain)));
         Ok(rows.collect())
     }
 
@@ -114,11 +113,12 @@ impl Case<'_> {
         layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
         let sums = self.zeros(&layer).map_err(failed)?;
         layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
-        let checked = self.check(&mut layer, tensors, &sums, &plan)?;
+        let (checked, bits) = self.check(&mut layer, tensors, &sums, &plan)?;
         let mut passes = Vec::new();
         for &pass in &self.arguments.passes {
             let mut timelines = Vec::new();
             for run in 0..WARM_UPS + self.arguments.iterations as usize {
+                machine.meet("a run").map_err(failed)?;
                 let done = match pass {
                     BenchTpPass::Forward => layer.forward(&tensors.x),
                     BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy),
@@ -130,7 +130,7 @@ impl Case<'_> {
             }
             passes.push((pass, timelines));
         }
-        Ok(Measured { policy, groups: plan.groups(), passes, checked })
+        Ok(Measured { policy, groups: plan.groups(), passes, checked, bits })
     }
 
     fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {
@@ -157,34 +157,48 @@ impl Case<'_> {
         })
     }
 
-    /// Runs each pass once and compares a sample of all results with f64.
+    /// Runs each pass once and compares a sample of all results with f64; and what tells these bits from others, by rank.
     fn check<M: Machine>(
         &self,
         layer: &mut LinearLayer<M>,
         tensors: &Tensors<M>,
         sums: &Sums<M>,
         plan: &LinearPlan,
-    ) -> Result<Result<f64, String>, CliError> {
-        let outputs = (|| {
+    ) -> Result<(Result<f64, String>, Vec<u64>), CliError> {
+        let mut outputs = || -> Result<Vec<LinearOutputs>, ExecError> {
             let y = layer.forward(&tensors.x)?.result;
             let dx = layer.backward(&tensors.x, &tensors.dy)?.result;
-            Ok(LinearOutputs {
-                y: layer.gather(LinearTensor::Output, &y)?,
-                dx: Some(layer.gather(LinearTensor::Input, &dx)?),
-                dweight: Some(layer.gather(LinearTensor::Weight, &sums.weight)?),
-                dbias: sums.bias.as_ref().map(|bias| layer.gather(LinearTensor::Bias, bias)).transpose()?,
-            })
-        })();
-        let outputs = outputs.map_err(|source| CliError::Run { source })?;
-        let gradient = WeightGradient::Written;
-        Ok(check_linear(plan, self.inputs, gradient, &outputs, LinearSample::Spread(SAMPLED)))
+            let (ys, dxs) = (layer.download(&y)?, layer.download(&dx)?);
+            let dweights = layer.download(&sums.weight)?;
+            let dbiases = match &sums.bias {
+                Some(bias) => layer.download(bias)?.into_iter().map(Some).collect(),
+                None => vec![None; ys.len()],
+            };
+            let all = ys.into_iter().zip(dxs).zip(dweights).zip(dbiases);
+            let outputs = |(((y, dx), dweight), dbias)| LinearOutputs {
+                y,
+                dx: Some(dx),
+                dweight: Some(dweight),
+                dbias,
+            };
+            Ok(all.map(outputs).collect())
+        };
+        let outputs = outputs().map_err(|source| CliError::Run { source })?;
+        let (gradient, sample) = (WeightGradient::Written, LinearSample::Spread(SAMPLED));
+        let of_rank = |(rank, outputs): (usize, &LinearOutputs)| {
+            check_linear_part(plan, rank, self.inputs, gradient, outputs, sample)
+                .map_err(|reason| format!("rank {rank}: {reason}"))
+        };
+        let mut checks = layer.ranks().zip(&outputs).map(of_rank);
+        let checked = checks.try_fold(0.0, |worst, share| Ok(f64::max(worst, share?)));
+        Ok((checked, outputs.par_iter().map(digest).collect()))
     }
 
-    fn row(&self, pass: BenchTpPass, measured: &Measured, plain: &Measured) -> Option<Row> {
+    fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
         let of = |measured: &Measured| {
             measured.passes.iter().find(|(found, _)| *found == pass).map(|(_, timelines)| timelines.clone())
         };
-        let (timelines, plain) = (of(measured)?, of(plain)?);
+        let (timelines, plain) = (of(measured)?, of(of_plain)?);
         let seconds = |timelines: &[Timeline]| {
             Statistics::of(&timelines.iter().map(Timeline::duration).collect::<Vec<_>>())
         };
@@ -200,13 +214,14 @@ impl Case<'_> {
             * (self.spec.tokens * self.spec.in_features) as f64
             * self.spec.out_features as f64;
         Some(Row {
-            by: "counterpoint",
+            by: "counterpoint".to_owned(),
             kind: self.spec.kind,
             pass,
             activations: self.spec.activations,
             shape: self.shape,
             ranks: self.tp_size,
             device: self.device.to_owned(),
+            connections: connections::here(),
             policy: measured.policy.to_string(),
             transport: self.transport.to_string(),
             groups: measured.groups,
@@ -226,7 +241,12 @@ impl Case<'_> {
             communication_seconds: overlap.communication_seconds,
             exposed_seconds: overlap.exposed_seconds,
             of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
-            wrong: measured.checked.clone().err(),
+            bits: measured.bits_in_words(),
+            wrong: match (&measured.checked, measured.bits == of_plain.bits) {
+                (Err(reason), _) => Some(reason.clone()),
+                (Ok(_), false) => Some("its bits are not those of the sequential run".to_owned()),
+                (Ok(_), true) => None,
+            },
         })
     }
 }

@@ -1,16 +1,19 @@
 //! `counterpoint bench tp`.
 
 mod case;
+mod connections;
+mod measured;
 mod parts;
 mod peers;
 mod row;
 
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, LinearInputs, random_linear_inputs};
-use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, TunedPlans};
+use counterpoint_exec::{CpuMachine, Facet, LinearInputs, RunConfig, random_linear_inputs};
+use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, TunedPlans};
 
 use self::case::Case;
 use self::row::Row;
+use super::launched::{as_rank, ended, launch, refuse_other_sizes};
 use super::rank_machine::RankMachine;
 use crate::arguments::{BenchTpArguments, Device};
 use crate::console;
@@ -20,27 +23,89 @@ use crate::tuned;
 
 /// `counterpoint bench tp`.
 pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
-    let open =
-        |kind: &TransportKind| Ok((*kind, RankMachine::open(arguments.device, arguments.tp_size, *kind)?));
-    let machines = arguments.transport.iter().map(open).collect::<Result<Vec<_>, CliError>>()?;
+    match launch()? {
+        None if !arguments.connections.is_empty() => {
+            // GPUs are those processes' meanwhile.
+            let shapes = shapes(arguments);
+            let rows = connections::run(arguments, &shapes)?;
+            match rows.first() {
+                Some(row) if !arguments.peers.is_empty() => {
+                    peers::run(&arguments.peers, arguments, row.ranks, &shapes, &rows)
+                }
+                _ => Ok(()),
+            }
+        }
+        None => {
+            let open = |kind| RankMachine::open(arguments.device, arguments.tp_size, kind);
+            measure_all(arguments, &machines(arguments, open)?)
+        }
+        Some(launch) => {
+            refuse_other_sizes(&launch, "--tp-size", arguments.tp_size.unwrap_or(launch.world_size))?;
+            refuse_threads_alone(arguments)?;
+            as_rank(&launch, RunConfig::default().limit, |rendezvous| {
+                let given = Facet::new("the arguments", format!("{arguments:?}"));
+                rendezvous.agree("arguments", &[given]).map_err(ended)?;
+                let topology = Topology::flat(launch.world_size);
+                let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
+                measure_all(arguments, &machines(arguments, join)?)
+            })
+        }
+    }
+}
+
+/// One for every transport.
+fn machines(
+    arguments: &BenchTpArguments,
+    open: impl Fn(TransportKind) -> Result<RankMachine, CliError>,
+) -> Result<Vec<(TransportKind, RankMachine)>, CliError> {
+    arguments.transport.iter().map(|&kind| Ok((kind, open(kind)?))).collect()
+}
+
+/// What only ranks that are threads do.
+fn refuse_threads_alone(arguments: &BenchTpArguments) -> Result<(), CliError> {
+    let alone = |flag, value, what: &str| {
+        let reason = format!("{what}; run it without a launcher");
+        Err(CliError::Flag { flag, value, reason })
+    };
+    let numbers = |numbers: &[u32]| numbers.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    match arguments {
+        BenchTpArguments { peers, .. } if !peers.is_empty() => {
+            alone("--peers", numbers(peers), "starts processes of its own")
+        }
+        BenchTpArguments { connections, .. } if !connections.is_empty() => {
+            alone("--connections", numbers(connections), "starts processes of its own")
+        }
+        BenchTpArguments { device: Device::Cpu, .. } => {
+            alone("--device", "cpu".to_owned(), "is timed with ranks as threads")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn measure_all(
+    arguments: &BenchTpArguments,
+    machines: &[(TransportKind, RankMachine)],
+) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
-    console::note_development_build();
-    if !arguments.json {
-        console::print(&format!(
-            "tensor-parallel linear layers on {}, {}\n{}\n",
-            first.name(),
-            console::count(tp_size, "rank"),
-            row::HEADER
-        ))?;
+    if first.prints() {
+        console::note_development_build();
+        if !arguments.json {
+            console::print(&format!(
+                "tensor-parallel linear layers on {}, {}\n{}\n",
+                first.name(),
+                console::count(tp_size, "rank"),
+                row::HEADER
+            ))?;
+        }
     }
+    let shapes = shapes(arguments);
     let tuned = tuned::kept()?;
     let progress = Progress::new();
-    let shapes = shapes(arguments);
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
     for (shape, spec) in specs(arguments, &shapes, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
-        for (transport, machine) in &machines {
+        for (transport, machine) in machines {
             let words = format!("{:?} {:?} {shape:?} {transport}", spec.kind, spec.activations);
             progress.step(words.to_lowercase());
             let on = On { transport: *transport, machine, tuned: &tuned };
@@ -82,17 +147,20 @@ fn measure(
     let measured = profile.as_ref().map(|profile| &profile.cost);
     let cost = match machine {
         RankMachine::Cuda(gpus) => gpus.cost(measured, tp_size),
-        RankMachine::Cpu(_) | RankMachine::Process(_) => measured.copied().unwrap_or(CostModel::H200),
+        RankMachine::Process(process) => process.machine().cost(measured),
+        RankMachine::Cpu(_) => measured.copied().unwrap_or(CostModel::H200),
     };
     let device = machine.name();
     let case = Case { arguments, spec, shape, tp_size, transport, cost, device, inputs, tuned };
     match machine {
-        // Ranks are threads: `open` makes no other.
-        RankMachine::Cpu(_) | RankMachine::Process(_) => {
+        RankMachine::Cpu(_) => {
             let ranks = CpuMachine::new(0, None).map_err(|source| CliError::Run { source })?;
-            case.measure_on(&ranks)
+            case.measure_on(&ranks, |measured| Ok(Some(measured)))
         }
-        RankMachine::Cuda(gpus) => case.measure_on(gpus),
+        RankMachine::Cuda(gpus) => case.measure_on(gpus, |measured| Ok(Some(measured))),
+        RankMachine::Process(process) => {
+            case.measure_on(process.machine(), |measured| measured.of_all(process.rendezvous()))
+        }
     }
 }
 

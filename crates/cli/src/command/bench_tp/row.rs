@@ -1,13 +1,13 @@
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::Statistics;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
 
 /// One pass of one layer under one policy.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Row {
-    pub(super) by: &'static str,
+    pub(super) by: String,
     pub(super) kind: LinearKind,
     pub(super) pass: BenchTpPass,
     pub(super) activations: Activations,
@@ -15,6 +15,8 @@ pub(super) struct Row {
     pub(super) shape: [usize; 3],
     pub(super) ranks: usize,
     pub(super) device: String,
+    /// Hardware queues that the driver was told to use; `None` where it was told nothing.
+    pub(super) connections: Option<u32>,
     pub(super) policy: String,
     pub(super) transport: String,
     pub(super) groups: usize,
@@ -37,6 +39,8 @@ pub(super) struct Row {
     pub(super) exposed_seconds: f64,
     /// The largest share of what an element may err.
     pub(super) of_bound: f64,
+    /// The same word for the same bits of all results.
+    pub(super) bits: String,
     #[serde(skip)]
     pub(super) wrong: Option<String>,
 }

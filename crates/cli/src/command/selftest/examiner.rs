@@ -6,10 +6,11 @@ use std::thread;
 use std::time::Instant;
 
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_faults, selftest_fused, selftest_gemm, selftest_graphs,
-    selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_repeats,
+    CudaSubject, selftest_cache, selftest_exhaustion, selftest_faults, selftest_fused, selftest_gemm,
+    selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
+    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_step_graphs,
 };
-use counterpoint_cuda::{CudaError, Device, TransportKind};
+use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
 use counterpoint_exec::selftest::{
     CpuSubject, Extent, SelfCheck, Share, Subject, selftest_attention, selftest_collectives, selftest_linear,
 };
@@ -65,16 +66,19 @@ struct Examiner {
 struct Calls {
     /// Meetings inside a kernel, in each direction.
     meetings: u32,
-    /// Each collective with its product, in each shape.
+    /// Products whose tiles are read as they are signalled.
+    signals: u32,
+    /// Each collective with its product, in each shape and way.
     products: usize,
     /// Each group collective.
     collectives: usize,
 }
 
 impl Calls {
-    const QUICK: Self = Self { meetings: 50_000, products: 100, collectives: 100 };
-    const FULL: Self = Self { meetings: 1_000_000, products: 2_000, collectives: 2_000 };
-    const STRESS: Self = Self { meetings: 10_000_000, products: 500_000, collectives: 500_000 };
+    const QUICK: Self = Self { meetings: 50_000, signals: 1000, products: 100, collectives: 100 };
+    const FULL: Self = Self { meetings: 500_000, signals: 8000, products: 2_000, collectives: 2_000 };
+    const STRESS: Self =
+        Self { meetings: 10_000_000, signals: 200_000, products: 500_000, collectives: 500_000 };
 }
 
 type Checks = Result<Vec<SelfCheck>, CannotBegin>;
@@ -142,7 +146,10 @@ impl Examiner {
             Group::Graphs => Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |_, _| ())),
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
             Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
+            Group::Signals => Ok(selftest_signals(over_gpus(Nvlink)?.machine().devices(), calls.signals)?),
             Group::ProcessBits => self.processes(|bench| bench.bits(extent)),
+            Group::ProcessCrossing => self.processes(Bench::crossing),
+            Group::ProcessLayers => self.processes(Bench::layers),
             Group::ProcessDisagreement => self.processes(Bench::disagreement),
             Group::ProcessDeaths => self.processes(Bench::deaths),
             Group::ProcessLateDeaths => self.processes(Bench::late_deaths),
@@ -153,14 +160,26 @@ impl Examiner {
             Group::CopyEngineFaults => self.faults(CopyEngine),
             Group::NcclFaults => self.faults(Nccl),
             Group::Isolation => Ok(selftest_isolation(over_gpus(Nvlink)?.machine())?),
+            Group::NvlinkExhaustion => Ok(selftest_exhaustion(over_gpus(Nvlink)?.machine())?),
+            Group::CopyEngineExhaustion => Ok(selftest_exhaustion(over_gpus(CopyEngine)?.machine())?),
+            Group::NcclExhaustion => Ok(selftest_exhaustion(over_gpus(Nccl)?.machine())?),
             // Its problems are those of one GPU; what is new is who has which rank.
             Group::GpusAttention => Ok(attention(&over_gpus(Nvlink)?, Extent::Quick, share)),
-            Group::GpusGraphs => Ok(selftest_graphs(over_gpus(Nvlink)?.machine(), extent, |_, _| ())),
             Group::NvlinkCollectives => self.collectives_over(Nvlink, 1),
             Group::SharedCollectives => self.collectives_over(Nvlink, 2),
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
             Group::NcclCollectives => self.collectives_over(Nccl, 1),
+            Group::EngineCollectives => {
+                let machine = over_gpus(Nvlink)?.machine().clone().with_engines(EngineUse::ALWAYS);
+                self.collectives(&machine, extent, machine.devices().len())
+            }
+            Group::NvlinkSteps => Ok(selftest_step_graphs(over_gpus(Nvlink)?.machine(), extent)?),
+            Group::CopyEngineSteps => Ok(selftest_step_graphs(over_gpus(CopyEngine)?.machine(), extent)?),
+            Group::NcclSteps => Ok(selftest_step_graphs(over_gpus(Nccl)?.machine(), extent)?),
             Group::Fused => Ok(selftest_fused(over_gpus(Nvlink)?.machine(), calls.products)?),
+            Group::NvlinkSignalled => self.signalled(Nvlink),
+            Group::CopyEngineSignalled => self.signalled(CopyEngine),
+            Group::NcclSignalled => self.signalled(Nccl),
             Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
             // Each layer connects NCCL's ranks twice, for half a second.
@@ -193,7 +212,14 @@ impl Examiner {
     }
 
     fn faults(&self, transport: TransportKind) -> Checks {
-        Ok(selftest_faults(over_gpus(transport)?.machine(), self.extent, |_, _| ())?)
+        Ok(selftest_faults(over_gpus(transport)?.machine(), self.extent, self.share, |_, _| ())?)
+    }
+
+    fn signalled(&self, transport: TransportKind) -> Checks {
+        let subject = over_gpus(transport)?;
+        let mut checks = selftest_signalled_products(subject.machine(), self.calls.products)?;
+        checks.extend(selftest_normalised(subject.machine())?);
+        Ok(checks)
     }
 
     fn repeats(&self, transport: TransportKind) -> Checks {

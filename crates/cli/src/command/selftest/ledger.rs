@@ -81,6 +81,12 @@ impl Ledger {
                 text.push_str(&line(&check));
                 self.checks.push((place, share.clone(), check));
             }
+            // Of a selftest that is cut off, this is what tells where its time went.
+            let _ = writeln!(
+                text,
+                "took    {group} {share}, {count} checks: {began:.1} s to {:.1} s",
+                began + seconds
+            );
             self.groups.push(GroupFigures { group, share, checks: count, failed, began, seconds });
         }
         if self.quiet { Ok(()) } else { console::print(&text) }

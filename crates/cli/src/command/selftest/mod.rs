@@ -2,6 +2,7 @@
 
 mod compile_only;
 mod crew;
+mod crossing;
 mod examiner;
 mod job;
 mod ledger;

@@ -96,12 +96,17 @@ pub(super) fn parts(
 
 /// What meets between the GPUs of a machine, one after the other.
 pub(super) fn stress_parts(machine: Machine, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
-    let mut groups = vec![];
+    let mut groups = Vec::new();
     if machine.hopper {
-        groups.push(Group::Meetings);
+        groups.extend([Group::Meetings, Group::Signals]);
     }
     if machine.hopper && machine.gpus > 1 {
-        groups.push(Group::Fused);
+        groups.extend([
+            Group::Fused,
+            Group::NvlinkSignalled,
+            Group::CopyEngineSignalled,
+            Group::NcclSignalled,
+        ]);
     }
     groups.extend([Group::NvlinkRepeats, Group::CopyEngineRepeats]);
     if machine.gpus > 1 {
@@ -139,13 +144,15 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::PortableKernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full && hopper);
     // Half a minute of one thread, which makes its inputs.
     add(&[G::LongSequence], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
-    let (everywhere, jobs) = (Place::AllGpus(USUAL), Place::AllGpus(JOBS));
-    add(&[G::NcclFaults, G::Isolation], everywhere, When::AtOnce, 1, several);
+    let [light, everywhere, jobs] = [LIGHT, USUAL, JOBS].map(Place::AllGpus);
+    add(&[G::NcclFaults], everywhere, When::AtOnce, if full { 4 } else { 1 }, several);
     add(&[G::ProcessStops], jobs, When::AtOnce, 1, true);
     add(&[G::ProcessDeaths], jobs, When::AtOnce, 1, true);
     add(&[G::NvlinkFaults], everywhere, When::AtOnce, 1, true);
     add(&[G::CopyEngineFaults], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
+    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
+    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
     add(&[G::ProcessLateDeaths, G::ProcessDisagreement], jobs, When::AtOnce, 1, true);
     let shares = machine.shares(extent);
     let any = Place::AnyGpu(USUAL);
@@ -155,24 +162,31 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::Gemm], any, When::Compiled, shares, hopper);
     add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
     // Every world of NCCL takes half a second to connect.
-    add(&[G::NcclCollectives], everywhere, When::Compiled, 4, several);
-    add(&[G::NcclLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NcclCollectives], light, When::Compiled, 6, several);
+    add(&[G::NcclLinear], light, When::Compiled, 4, several && hopper);
+    add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
+    add(&[G::Isolation, G::NcclSteps], light, When::Compiled, 1, several);
     add(&[G::NvlinkLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::NvlinkCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::SharedCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 1, several);
-    add(&[G::GpusAttention, G::GpusGraphs], everywhere, When::Compiled, 1, several);
+    add(&[G::EngineCollectives], everywhere, When::Compiled, 1, several);
+    add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
+    add(&[G::NvlinkSteps, G::CopyEngineSteps], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
     add(&[G::NcclRepeats], everywhere, When::Compiled, 1, several);
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
-    add(&[G::Meetings], alone, When::Compiled, 1, hopper);
-    add(&[G::Fused], alone, When::Compiled, 1, several && hopper);
+    add(&[G::Meetings, G::Signals], alone, When::Compiled, 1, hopper);
+    let products = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
+    add(&products, alone, When::Compiled, 1, several && hopper);
     add(&[G::ProcessBitsAfter], jobs, When::Last, 1, true);
     add(&[G::CompiledKernels], Place::AnyGpu(LIGHT), When::Last, 1, true);
-    // It uses up all memory.
+    // They use up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);
+    let memory = [G::NvlinkExhaustion, G::CopyEngineExhaustion, G::NcclExhaustion];
+    add(&memory, alone, When::Last, 1, several);
 }
 
 #[cfg(test)]
@@ -208,7 +222,7 @@ mod tests {
     fn stress_is_alone_on_all_gpus() {
         for gpus in [1, 2] {
             let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 }, |_| true);
-            assert_eq!(parts.len(), if gpus > 1 { 5 } else { 3 });
+            assert_eq!(parts.len(), if gpus > 1 { 9 } else { 4 });
             assert!(parts.iter().all(|part| part.place == Place::AllGpus(SLOTS)));
         }
     }

@@ -1,6 +1,8 @@
 //! Ranks as processes: they give the bits of threads; and where one of them dies, stops, lacks memory or was given something
 //! else, the others end within the limit with a sentence that names it, and the GPUs are as before.
 
+mod layers;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io, thread};
@@ -9,6 +11,7 @@ use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_exec::selftest::{Extent, SelfCheck};
 use tempfile::TempDir;
 
+use super::crossing;
 use super::examiner::CannotBegin;
 use super::job::{Ended, Gpus, start};
 
@@ -132,6 +135,17 @@ impl Bench {
         }
     }
 
+    /// What crosses between nodes.
+    pub(super) fn crossing(&self) -> Vec<SelfCheck> {
+        let lines = vec![crossing::LINE.to_owned(); crossing::RANKS];
+        let ended = start(self.folder.path(), "crossing", &lines, Gpus::All)
+            .map(|job| job.end(&(0..crossing::RANKS).collect::<Vec<_>>(), LONG));
+        match ended {
+            Ok(ended) => crossing::checks(&ended[0]),
+            Err(error) => vec![SelfCheck::failed("a job".to_owned(), 0, error.to_string())],
+        }
+    }
+
     /// Ranks with different masks.
     pub(super) fn disagreement(&self) -> Vec<SelfCheck> {
         let line = |mask: &str| format!("attention --device cuda --mask {mask} --cp-size 2 --limit 20");
@@ -193,28 +207,35 @@ impl Bench {
         }
     }
 
-    /// A GPU whose memory is used up: its rank says how much it lacks, and the others that it does.
+    /// A GPU whose memory is used up: its rank says how much it lacks, and the others that it does, under each transport.
     pub(super) fn exhaustion(&self, device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
-        const LEFT: usize = 2 << 30;
+        /// For the drivers of all jobs.
+        const LEFT: usize = 4 << 30;
         let free = device.memory()?.free;
         let hog = DeviceBuffer::new(device, free.saturating_sub(LEFT))?;
-        let line = "bench group-cast -b 2G -e 2G -n 1 -c 1 -w 0 --limit 20 --transports nvlink".to_owned();
-        let name = "ranks, of which one has no memory left: how many do not say so".to_owned();
-        let job = start(self.folder.path(), "memory", &[line.clone(), line], Gpus::All);
-        let silent = job.map(|job| {
-            let ended = job.end(&[0, 1], LONG);
-            let says = |rank: &&Ended| {
-                let text = last_line(&rank.text);
-                rank.code.is_some_and(|code| code != 0) && text.contains("memory")
-            };
-            let names = last_line(&ended[0].text).contains("rank 1");
-            ended.len() - ended.iter().filter(says).count() + usize::from(!names)
+        let checks = side_by_side(self.transports(), |transport| {
+            let line =
+                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 20 --transports {transport}");
+            let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
+            let job =
+                start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
+            let silent = job.map(|job| {
+                let ended = job.end(&[0, 1], LONG);
+                let says = |rank: &&Ended| {
+                    let text = last_line(&rank.text);
+                    rank.code.is_some_and(|code| code != 0)
+                        && text.contains("memory")
+                        && text.contains("rank 1")
+                };
+                ended.len() - ended.iter().filter(says).count()
+            });
+            match silent {
+                Ok(silent) => SelfCheck::of(name, 0, silent as f64, 0.0),
+                Err(error) => SelfCheck::failed(name, 0, error.to_string()),
+            }
         });
         drop(hog);
-        Ok(vec![match silent {
-            Ok(silent) => SelfCheck::of(name, 0, silent as f64, 0.0),
-            Err(error) => SelfCheck::failed(name, 0, error.to_string()),
-        }])
+        Ok(checks.into_iter().map(|check| check.unwrap_or_else(lost_check)).collect())
     }
 }
 

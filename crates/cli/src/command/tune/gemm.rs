@@ -127,6 +127,7 @@ fn searcher(
     }
     let starts = match policy.start {
         StartOrder::KernelBarrier => ProductStart::AfterCommunication,
+        StartOrder::Signals => ProductStart::OneKernel,
         StartOrder::Sequential | StartOrder::Concurrent => ProductStart::Free,
     };
     let most_groups = arguments.most_groups as usize;

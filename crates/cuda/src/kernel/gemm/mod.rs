@@ -17,7 +17,7 @@ use order::GemmUnit;
 pub use order::TileOrder;
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
-use rows::{GemmRowTile, GemmTerm, Stretch};
+use rows::{Destination, GemmRowTile, GemmTerm};
 use shape::TILE_ROWS;
 pub use shape::{GemmShape, TilePair};
 pub(super) use source::specialisations;
@@ -45,7 +45,7 @@ pub struct Gemm {
     function: Function,
     spec: GemmSpec,
     shape: GemmShape,
-    stretches: Vec<Stretch>,
+    destinations: Vec<Destination>,
     tile_list: Vec<GemmRowTile>,
     unit_list: Vec<GemmUnit>,
     units: DeviceBuffer,
@@ -137,6 +137,7 @@ impl Gemm {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => {
                 order::group(&mut unit_list, sizes, &shape, rows, spec.n).map_err(refused)?
             }
+            GemmSignals::Shares => Self::signals_of_shares(spec, shape, &unit_list),
         };
         Self::with_units(stream, spec, shape, GemmEnds::Memory, unit_list, signals)
     }
@@ -152,6 +153,7 @@ impl Gemm {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let (stretches, rows) = (rows::stretches(spec), spec.tiled_rows());
+        let destinations = rows::destinations(&stretches).0;
         let tile_list = rows::row_tiles(&stretches);
         let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element, ends };
         let function = device.function(&choice.source())?;
@@ -178,7 +180,7 @@ impl Gemm {
             function,
             spec: spec.clone(),
             shape,
-            stretches,
+            destinations,
             tile_list,
             unit_list,
             units,
@@ -216,8 +218,26 @@ impl Gemm {
 
     /// The row of D, all shares one after the other, with which a tile begins.
     fn first_row(&self, tile: &GemmRowTile) -> usize {
-        let before = &self.stretches[..usize::from(tile.destination)];
-        before.iter().map(|stretch| stretch.rows).sum::<usize>() + tile.destination_row as usize
+        let before = &self.destinations[..usize::from(tile.destination)];
+        before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
+    }
+
+    /// How often a launch tells of each share: once from each of the two warpgroups of every tile that has elements.
+    fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
+        let stretches = rows::stretches(spec);
+        let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
+        let mut signals = vec![0; spec.shares.len()];
+        for unit in units {
+            for of_unit in 0..2 {
+                let (down, across) = if shape.pair == TilePair::Rows { (of_unit, 0) } else { (0, of_unit) };
+                let column = (usize::from(unit.column_tile) + across) * shape.columns as usize;
+                let tile = &tiles[usize::from(unit.row_tile) + down];
+                if tile.rows > 0 && column < spec.n {
+                    signals[destinations[usize::from(tile.destination)].share] += 2;
+                }
+            }
+        }
+        signals
     }
 
     /// By how much one launch raises each group's counters, those of all destinations together. Counters are never reset:
@@ -250,8 +270,8 @@ impl Gemm {
         let mut d = [0; GEMM_DESTINATIONS];
         let mut counters = [0; GEMM_DESTINATIONS];
         let row_bytes = spec.strides[2] as u64 * spec.output.bytes();
-        for (index, stretch) in self.stretches.iter().enumerate() {
-            let Stretch { share, share_row, rows, .. } = *stretch;
+        for (index, destination) in self.destinations.iter().enumerate() {
+            let Destination { share, share_row, rows } = *destination;
             let address = tensors.d[share] + share_row as u64 * row_bytes;
             d_maps[index] = Some(self.map_of_d(address, rows)?);
             d[index] = address;

@@ -18,6 +18,9 @@ pub enum TileOrder {
         /// The first one.
         first: usize,
     },
+    /// Rows of tiles are cut behind so many each, ascending; what lies before a cut is begun before what lies behind it. Units with
+    /// rows of both come before it.
+    Cuts(Arc<[usize]>),
     /// Units by their number, row after row of the grid of units; each once.
     Table(Arc<[u32]>),
 }
@@ -74,6 +77,19 @@ pub(super) fn units(
             shards
                 .flat_map(|shard| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows))
                 .collect()
+        }
+        TileOrder::Cuts(cuts) => {
+            let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows)).chain([grid.rows]);
+            let mut from = 0;
+            let mut rows = Vec::with_capacity(cuts.len() + 1);
+            for to in ends {
+                if to < from || to > grid.rows {
+                    return Err(format!("cuts behind {cuts:?} of {} rows of tiles", m.div_ceil(TILE_ROWS)));
+                }
+                rows.push(from..to);
+                from = to;
+            }
+            rows.into_iter().flat_map(|rows| grouped(rows, grid.columns, unit_rows)).collect()
         }
         TileOrder::Table(table) => {
             let mut seen = vec![false; grid.count()];
@@ -170,7 +186,8 @@ mod tests {
     #[test]
     fn every_order_has_every_unit_once() {
         let table = TileOrder::Table((0..120).rev().collect());
-        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, table] {
+        let cuts = TileOrder::Cuts([3, 3, 10].into());
+        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, cuts, table] {
             let mut numbers = numbers(&order, 3072, 2500);
             numbers.sort_unstable();
             assert_eq!(numbers, (0..120).collect::<Vec<_>>(), "{order:?}");
@@ -186,6 +203,10 @@ mod tests {
         assert_eq!(numbers(&TileOrder::Grouped, 3072, 512)[..8], [0, 2, 4, 6, 8, 10, 1, 3]);
         let rows: Vec<_> = numbers(&TileOrder::Shards { shards: 4, first: 3 }, 1024, 256);
         assert_eq!(rows, [3, 0, 1, 2]);
+        // Three rows of tiles: the second unit has the last of them and one that lies behind the cut.
+        let cut = numbers(&TileOrder::Cuts([3].into()), 1024, 512);
+        assert_eq!(cut, [0, 2, 1, 3, 4, 6, 5, 7]);
+        assert!(units(&TileOrder::Cuts([9].into()), &shape(TilePair::Rows), 1024, 512).is_err());
     }
 
     #[test]

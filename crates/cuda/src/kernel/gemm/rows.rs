@@ -28,6 +28,14 @@ pub(super) struct Stretch {
     pub(super) rows: usize,
 }
 
+/// Rows of D that the copy engine knows as one tensor: stretches that follow each other in a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Destination {
+    pub(super) share: usize,
+    pub(super) share_row: usize,
+    pub(super) rows: usize,
+}
+
 /// `GemmRowTile` of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
 #[repr(C)]
@@ -61,8 +69,9 @@ pub(super) fn check(spec: &GemmSpec) -> Result<(), String> {
         return Err(format!("D has {} rows, its shares have {:?}", spec.m, spec.shares));
     }
     let stretches = stretches(spec);
-    if stretches.len() > GEMM_DESTINATIONS {
-        return Err(format!("{} stretches of rows; it takes {GEMM_DESTINATIONS}", stretches.len()));
+    let destinations = destinations(&stretches).0.len();
+    if destinations > GEMM_DESTINATIONS {
+        return Err(format!("{destinations} stretches of rows; it takes {GEMM_DESTINATIONS}"));
     }
     if spec.layout == GemmLayout::Tn && !GemmRows::are_terms(&spec.sources) {
         return Err(format!(
@@ -132,17 +141,35 @@ pub(super) fn tile_rows(spec: &GemmSpec) -> usize {
     stretches(spec).iter().map(|stretch| stretch.rows.div_ceil(TILE_ROWS)).sum()
 }
 
+/// Where stretches go, and for each of them the destination and its first row there. The copy engine stores 64 rows at once and
+/// stops at a destination's end, so a stretch that others follow in it has whole boxes of rows.
+pub(super) fn destinations(stretches: &[Stretch]) -> (Vec<Destination>, Vec<(usize, usize)>) {
+    const BOX_ROWS: usize = 64;
+    let mut destinations: Vec<Destination> = Vec::new();
+    let mut places = Vec::with_capacity(stretches.len());
+    for &Stretch { share, share_row, rows, .. } in stretches {
+        match destinations.last_mut() {
+            Some(last) if last.share == share && last.rows.is_multiple_of(BOX_ROWS) => last.rows += rows,
+            _ => destinations.push(Destination { share, share_row, rows }),
+        }
+        let last = destinations.len() - 1;
+        places.push((last, share_row - destinations[last].share_row));
+    }
+    (destinations, places)
+}
+
 /// The tiles of stretches, and one more for a unit that needs a second.
 pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<GemmRowTile> {
     let mut tiles = Vec::new();
-    for (index, stretch) in stretches.iter().enumerate() {
+    let (_, places) = destinations(stretches);
+    for (stretch, (destination, first)) in stretches.iter().zip(places) {
         for begin in (0..stretch.rows).step_by(TILE_ROWS) {
             // A product's rows are fewer than 2^22, tensors and stretches a few.
             tiles.push(GemmRowTile {
                 source_row: (stretch.source_row + begin) as u32,
-                destination_row: begin as u32,
+                destination_row: (first + begin) as u32,
                 source: stretch.source as u16,
-                destination: index as u16,
+                destination: destination as u16,
                 rows: TILE_ROWS.min(stretch.rows - begin) as u32,
             });
         }
@@ -191,20 +218,42 @@ mod tests {
             .chain((0..20).map(|row| (0, row)))
             .chain((400..480).map(|row| (1, row)))
             .collect();
-        let stretches = stretches(&spec);
+        assert_eq!(rows_of_tiles(&spec), wanted);
+        assert_eq!(destinations(&stretches(&spec)).0.len(), 4);
+    }
+
+    /// Where D's rows come from, as its tiles say.
+    fn rows_of_tiles(spec: &GemmSpec) -> Vec<(u16, u32)> {
+        let stretches = stretches(spec);
+        let destinations = destinations(&stretches).0;
         let tiles = row_tiles(&stretches);
-        assert_eq!(tiles.len(), tile_rows(&spec) + 1);
+        assert_eq!(tiles.len(), tile_rows(spec) + 1);
         let mut found = Vec::new();
         for tile in &tiles {
-            let stretch = stretches[usize::from(tile.destination)];
+            let destination = destinations[usize::from(tile.destination)];
             for row in 0..tile.rows {
-                let before: usize = spec.shares[..stretch.share].iter().sum();
-                let at = before + stretch.share_row + (tile.destination_row + row) as usize;
+                let before: usize = spec.shares[..destination.share].iter().sum();
+                let at = before + destination.share_row + (tile.destination_row + row) as usize;
                 assert_eq!(at, found.len());
                 found.push((tile.source, tile.source_row + row));
             }
         }
-        assert_eq!(found, wanted);
+        found
+    }
+
+    /// Groups of rows of several ranks' tokens, as wave groups have them.
+    #[test]
+    fn stretches_of_whole_boxes_are_one_destination() {
+        let pieces = [(0, 0, 128), (0, 512, 192), (0, 128, 384), (0, 704, 320)];
+        let spec = spec(GemmLayout::Nt, &pieces, &[320, 704]);
+        let wanted: Vec<(u16, u32)> = pieces
+            .iter()
+            .flat_map(|&(_, first, count)| (first..first + count).map(|row| (0, row as u32)))
+            .collect();
+        assert_eq!(rows_of_tiles(&spec), wanted);
+        let (destinations, places) = destinations(&stretches(&spec));
+        assert_eq!(destinations.iter().map(|d| (d.share, d.rows)).collect::<Vec<_>>(), [(0, 320), (1, 704)]);
+        assert_eq!(places, [(0, 0), (0, 128), (1, 0), (1, 384)]);
     }
 
     #[test]

@@ -78,6 +78,8 @@ pub enum GemmSignals {
         /// As above.
         sizes: Arc<[u32]>,
     },
+    /// Others on this GPU: a counter for each share of D.
+    Shares,
 }
 
 /// How many CTAs a product has.
@@ -203,7 +205,7 @@ pub struct GemmTensors<'a> {
     pub d: &'a [u64],
     /// The bias `[n]`, under [`GemmEpilogue::StoreBias`].
     pub bias: u64,
-    /// Counters, one u32 a group, of each share, where there are [`GemmSignals`]. A launch adds to those of the share that a
+    /// Counters, one u32 a group (one, where groups are shares), of each share, where there are [`GemmSignals`]. A launch adds to those of the share that a
     /// tile goes to; see [`Gemm::signals_of`](super::Gemm::signals_of).
     pub counters: &'a [u64],
 }

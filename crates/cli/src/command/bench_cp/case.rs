@@ -1,0 +1,222 @@
+use counterpoint_exec::{AttentionRun, CheckReport, Pass, RunConfig, Sample, check_sample};
+use counterpoint_mask::Mask;
+use counterpoint_plan::{RankPlan, Topology};
+use counterpoint_report::{
+    BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
+    format_seconds,
+};
+use counterpoint_schedule::Timeline;
+use serde_json::json;
+
+use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
+use crate::arguments::{BenchMask, Exchange, dtype_name};
+use crate::command::bench_attention::{BACKWARD, FORWARD, shape_text, verified};
+use crate::command::bench_mask;
+use crate::command::launched::ended;
+use crate::command::prediction::Prediction;
+use crate::command::solution::Solution;
+use crate::console;
+use crate::error::CliError;
+
+/// The last run of a row.
+pub(super) struct Traced {
+    name: String,
+    measured: Timeline,
+    predicted: Option<Timeline>,
+}
+
+pub(super) fn trace(rows: &[Traced]) -> String {
+    let sections: Vec<TraceSection<'_>> = rows
+        .iter()
+        .map(|row| TraceSection {
+            name: &row.name,
+            timelines: TimelinePair { predicted: row.predicted.as_ref(), measured: Some(&row.measured) },
+        })
+        .collect();
+    chrome_trace(&sections)
+}
+
+impl Bench<'_> {
+    /// Plans, predicts, runs and checks; `None` in a process that has no results.
+    pub(super) fn case(
+        &self,
+        mask: &Mask,
+        topology: Topology,
+        exchange: Exchange,
+    ) -> Result<Option<Case>, CliError> {
+        let (solution, config) = self.solve(mask, topology, exchange)?;
+        let backward = self.inputs.dout.as_ref().map(|_| self.reduction());
+        let policy = self.policy;
+        let predicted = Prediction::of(&solution.plan, &self.spec, policy, backward, &config)?;
+        let run_config = RunConfig {
+            policy,
+            deterministic: self.arguments.deterministic,
+            poison: false,
+            warmups: WARM_UPS,
+            samples: self.arguments.iterations as usize,
+            ..RunConfig::default()
+        };
+        let before = self.ranks.sent_between_nodes();
+        let run = self.ranks.run(&solution.plan, &self.spec, &self.inputs, &run_config).map_err(ended)?;
+        let crossing = match topology.nodes() {
+            1 => None,
+            _ => {
+                let planned =
+                    predicted.forward_crossing_bytes + predicted.backward_crossing_bytes.unwrap_or(0);
+                let runs = (run_config.warmups + run_config.samples) as u64;
+                Some(Crossing { planned, counted: self.ranks.crossed_since(before, runs)? })
+            }
+        };
+        let Some(run) = run else { return Ok(None) };
+        let pass = if backward.is_some() { Pass::ForwardBackward } else { Pass::Forward };
+        let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
+        let check = check_sample(mask, &self.spec, &self.inputs, &run.outputs, &sample);
+        let (area, cp_size) = (mask.area(), topology.world_size);
+        Ok(Some(Case { area, cp_size, exchange, crossing, solution, predicted, run, check }))
+    }
+}
+
+/// Bytes that cross between nodes in a forward and a backward, all ranks together.
+struct Crossing {
+    /// By the Programs.
+    planned: u64,
+    /// Those that were sent, where the transport counts them.
+    counted: Option<u64>,
+}
+
+/// What came out of one mask on so many ranks.
+pub(super) struct Case {
+    area: u64,
+    cp_size: usize,
+    exchange: Exchange,
+    /// Between several nodes.
+    crossing: Option<Crossing>,
+    solution: Solution,
+    predicted: Prediction,
+    run: AttentionRun,
+    check: CheckReport,
+}
+
+impl Case {
+    /// The row of one pass, where it ran; beside the same on one rank.
+    pub(super) fn row(
+        &self,
+        bench: &Bench<'_>,
+        mask: BenchMask,
+        pass: Pass,
+        baseline: Option<&Case>,
+    ) -> Option<(BenchRow, serde_json::Value, &CheckReport)> {
+        let (seconds, measured, predicted) = self.pass(pass)?;
+        let statistics = Statistics::of(seconds)?;
+        let (name, key, flops, tensors) = match pass {
+            Pass::Forward => ("attention forward", "forward", bench.spec.flops_forward(self.area), FORWARD),
+            Pass::ForwardBackward => {
+                ("attention backward", "backward", bench.spec.flops_backward(self.area), BACKWARD)
+            }
+        };
+        let rate = |case: &Case, median: f64| flops / median / case.cp_size as f64 / 1e12;
+        let tflops = rate(self, statistics.median);
+        let scaling = baseline.and_then(|alone| {
+            let alone_median = Statistics::of(alone.pass(pass)?.0)?.median;
+            Some(tflops / rate(alone, alone_median))
+        });
+        let plan = &self.solution.plan;
+        let rank = &plan.ranks[0];
+        let stages = if pass == Pass::Forward { &rank.forward } else { &rank.backward };
+        let overlap = measured.overlap();
+        let predicted = predicted.map(Timeline::duration);
+        let row = BenchRow {
+            name: format!("{name}{}", if baseline.is_some() { bench.way(self.exchange) } else { "" }),
+            shape: shape_text(&bench.inputs.q, &bench.inputs.k),
+            dtype: dtype_name(bench.spec.dtype).to_owned(),
+            mask: Some(bench_mask::name(mask)),
+            device: bench.ranks.name().to_owned(),
+            ranks: self.cp_size,
+            seconds: statistics,
+            rate: Some(Rate::Compute { tflops }),
+            ratio: scaling,
+            verified: verified(&self.check, tensors),
+        };
+        let detail = json!({
+            "by": "counterpoint",
+            "pass": key,
+            "area": self.area,
+            "tokens_per_rank": bench.tokens,
+            "heads_q": bench.spec.heads_q,
+            "heads_kv": bench.spec.heads_kv,
+            "head_dim": bench.spec.head_dim,
+            "overlap": bench.policy.to_string(),
+            "deterministic": bench.arguments.deterministic,
+            "chunk_size": plan.k_dispatch.chunk_size(),
+            // Stage 0 is the local work.
+            "stages": stages.len() - 1,
+            "nodes": bench.topology.nodes(),
+            "exchange": bench_mask::value_name(&self.exchange),
+            "planned_crossing_bytes": self.crossing.as_ref().map(|crossing| crossing.planned),
+            "counted_crossing_bytes": self.crossing.as_ref().and_then(|crossing| crossing.counted),
+            "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
+            "communication_seconds": overlap.communication_seconds,
+            "exposed_seconds": overlap.exposed_seconds,
+            "overlap_efficiency": overlap.efficiency,
+            "predicted_seconds": predicted,
+            "measured_over_predicted": predicted.map(|predicted| statistics.median / predicted),
+            "scaling": scaling,
+        });
+        Some((row, detail, &self.check))
+    }
+
+    /// What to read from one pass, and its timelines.
+    pub(super) fn finding(&self, bench: &Bench<'_>, mask: BenchMask, pass: Pass) -> Option<(String, Traced)> {
+        let (seconds, measured, predicted) = self.pass(pass)?;
+        let median = Statistics::of(seconds)?.median;
+        let key = if pass == Pass::Forward { "forward" } else { "backward" };
+        let way = bench.way(self.exchange);
+        let name = format!("{} {key}{way}, {} tokens a rank", bench_mask::name(mask), bench.tokens);
+        let rank = &self.solution.plan.ranks[0];
+        let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
+        let predicted_seconds = predicted.map(Timeline::duration);
+        let told = predicted_seconds.map_or_else(String::new, |predicted| {
+            let ratio = format_ratio(median / predicted);
+            format!(", predicted {} (measured {ratio})", format_seconds(predicted))
+        });
+        let overlap = measured.overlap();
+        let hidden =
+            overlap.efficiency.map_or_else(String::new, |share| format!(", {:.0} % hidden", 100.0 * share));
+        let stages = console::count(stages, "remote stage");
+        let communication = format_seconds(overlap.communication_seconds);
+        let finding = format!(
+            "{name}: {}{told}; {stages}, communication {communication}{hidden}",
+            format_seconds(median)
+        );
+        Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
+    }
+
+    /// What crosses between nodes, where there are several.
+    pub(super) fn crossing_text(&self, bench: &Bench<'_>, mask: BenchMask) -> Option<String> {
+        let Crossing { planned, counted } = self.crossing.as_ref()?;
+        let counted = match counted {
+            Some(bytes) if bytes == planned => ", as many counted".to_owned(),
+            Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
+            None => ", not counted by this transport".to_owned(),
+        };
+        let (mask, way) = (bench_mask::name(mask), bench.way(self.exchange));
+        Some(format!("{mask}{way}: {} between nodes{counted}", format_bytes(*planned)))
+    }
+
+    /// What is wrong, where other bytes crossed than planned.
+    pub(super) fn miscounted(&self, mask: BenchMask) -> Option<String> {
+        let Crossing { planned, counted } = *self.crossing.as_ref()?;
+        let counted = counted.filter(|counted| *counted != planned)?;
+        Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", bench_mask::name(mask)))
+    }
+
+    /// Seconds, the timeline of the last run and the predicted one.
+    fn pass(&self, pass: Pass) -> Option<(&[f64], &Timeline, Option<&Timeline>)> {
+        Some(match pass {
+            Pass::Forward => (&self.run.forward_seconds, &self.run.forward, Some(&self.predicted.forward)),
+            Pass::ForwardBackward => {
+                (&self.run.backward_seconds, self.run.backward.as_ref()?, self.predicted.backward.as_ref())
+            }
+        })
+    }
+}

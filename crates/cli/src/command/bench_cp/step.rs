@@ -1,0 +1,99 @@
+use counterpoint_cuda::CudaMachine;
+use counterpoint_cuda::bench::StepBench;
+use counterpoint_exec::{Pass, Sample, check_sample};
+use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
+use serde_json::json;
+
+use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS};
+use crate::arguments::{BenchMask, dtype_name};
+use crate::command::bench_attention::{BACKWARD, FORWARD, Section, shape_text, verified};
+use crate::command::bench_mask;
+use crate::command::launched::ended;
+use crate::command::rank_machine::RankMachine;
+use crate::error::CliError;
+use crate::progress::Progress;
+
+impl Bench<'_> {
+    /// Whole steps by the host's clock, enqueued operation by operation and replayed as one CUDA graph.
+    pub(super) fn measure_steps(&self, masks: &[BenchMask]) -> Result<Section, CliError> {
+        let RankMachine::Cuda(machine) = self.ranks else {
+            let (value, reason) = (String::new(), "is for GPUs; add --device cuda".to_owned());
+            return Err(CliError::Flag { flag: "--step", value, reason });
+        };
+        let mut section = Section {
+            title: format!(
+                "steps of distributed attention, {} tokens a rank on {} GPUs by {}, {}, {}; vs baseline: enqueued",
+                self.tokens,
+                machine.devices().len(),
+                machine.transport(),
+                self.ranks.name(),
+                self.policy
+            ),
+            rows: Vec::new(),
+            findings: Vec::new(),
+            wrong: Vec::new(),
+        };
+        let progress = Progress::new();
+        for &mask in masks {
+            progress.step(format!("{}, steps", bench_mask::name(mask)));
+            self.step(machine, mask, &mut section)?;
+        }
+        Ok(section)
+    }
+
+    fn step(&self, machine: &CudaMachine, name: BenchMask, section: &mut Section) -> Result<(), CliError> {
+        let mask = bench_mask::load(name, self.inputs.q.rows())?;
+        let (solution, _) = self.solve(&mask, self.topology, self.exchanges()[0])?;
+        let (policy, reduction) = (self.policy, self.reduction());
+        let mut step = StepBench::new(machine, &solution.plan, &self.spec, &self.inputs, policy, reduction)
+            .map_err(ended)?;
+        let flops = self.spec.flops_forward(mask.area()) + self.spec.flops_backward(mask.area());
+        let iterations = self.arguments.iterations as usize;
+        let mut enqueued: Option<f64> = None;
+        for (how, is_graph) in [("enqueued", false), ("replayed", true)] {
+            let seconds = if is_graph { step.replayed(iterations) } else { step.enqueued(iterations) };
+            let Some(seconds) = Statistics::of(&seconds.map_err(ended)?) else { continue };
+            let outputs = step.outputs().map_err(ended)?;
+            let pass = Pass::ForwardBackward;
+            let sample = Sample::random(&mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
+            let check = check_sample(&mask, &self.spec, &self.inputs, &outputs, &sample);
+            let median = seconds.median;
+            let ranks = self.topology.world_size;
+            let row = BenchRow {
+                name: format!("attention step, {how}"),
+                shape: shape_text(&self.inputs.q, &self.inputs.k),
+                dtype: dtype_name(self.spec.dtype).to_owned(),
+                mask: Some(bench_mask::name(name)),
+                device: self.ranks.name().to_owned(),
+                ranks,
+                seconds,
+                rate: Some(Rate::Compute { tflops: flops / median / ranks as f64 / 1e12 }),
+                ratio: enqueued.map(|enqueued| enqueued / median),
+                verified: verified(&check, &[FORWARD, BACKWARD].concat()),
+            };
+            let detail = json!({
+                "by": "counterpoint",
+                "pass": "step",
+                "transport": machine.transport().name(),
+                "area": mask.area(),
+                "tokens_per_rank": self.tokens,
+                "heads_q": self.spec.heads_q,
+                "heads_kv": self.spec.heads_kv,
+                "head_dim": self.spec.head_dim,
+                "overlap": self.policy.to_string(),
+                "deterministic": self.arguments.deterministic,
+            });
+            section.add(row, detail, &check);
+            match enqueued {
+                None => enqueued = Some(median),
+                Some(enqueued) => section.findings.push(format!(
+                    "{}: a replay takes {} less than the step enqueued ({})",
+                    bench_mask::name(name),
+                    format_seconds((enqueued - median).max(0.0)),
+                    format_ratio(enqueued / median)
+                )),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,130 @@
+//! The same cases with several numbers of hardware queues. The driver reads their number when a process starts, so each has a
+//! process of its own.
+
+use std::process::{Command, Stdio};
+
+use clap::ValueEnum;
+
+use super::row::{HEADER, Row};
+use crate::arguments::BenchTpArguments;
+use crate::console;
+use crate::error::CliError;
+
+/// The driver's own variable.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
+/// What this process's driver was told.
+pub(super) fn here() -> Option<u32> {
+    std::env::var(CONNECTIONS).ok()?.parse().ok()
+}
+
+/// Measures with each number in turn. A number may be named several times: its best median counts.
+pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<Vec<Row>, CliError> {
+    let mut all: Vec<Row> = Vec::new();
+    for &connections in &arguments.connections {
+        let rows = in_child(arguments, shapes, connections)?;
+        if let (true, Some(first)) = (all.is_empty() && !arguments.json, rows.first()) {
+            let Row { device, ranks, .. } = first;
+            console::print(&format!(
+                "tensor-parallel linear layers on {device}, {}\n{HEADER}\n",
+                console::count(*ranks, "rank")
+            ))?;
+        }
+        if !arguments.json {
+            console::print(&format!("{}:\n", console::count(connections as usize, "hardware queue")))?;
+        }
+        for row in rows {
+            match arguments.json {
+                true => console::print_json(&row)?,
+                false => console::print(&row.line())?,
+            }
+            all.push(row);
+        }
+    }
+    if !arguments.json {
+        console::print(&spreads(&all))?;
+    }
+    Ok(all)
+}
+
+fn in_child(
+    arguments: &BenchTpArguments,
+    shapes: &[[usize; 3]],
+    connections: u32,
+) -> Result<Vec<Row>, CliError> {
+    let failed = |reason: String| CliError::CheckFailed {
+        what: format!("the process with {connections} connections: {reason}"),
+    };
+    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
+    let mut child = Command::new(program);
+    child.args(flags(arguments, shapes)).env(CONNECTIONS, connections.to_string());
+    let output = child.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let output = output.map_err(|error| failed(error.to_string()))?;
+    if !output.status.success() {
+        return Err(failed(format!("it ended with {}", output.status)));
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let rows = text.lines().map(|line| serde_json::from_str(line).map_err(|error| failed(error.to_string())));
+    rows.collect()
+}
+
+/// Those that make a process measure the same, with what its driver was told.
+fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
+    fn names<T>(values: &[T], name: impl Fn(&T) -> String) -> String {
+        values.iter().map(name).collect::<Vec<_>>().join(",")
+    }
+    fn word<T: ValueEnum>(value: &T) -> String {
+        value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+    let shape = |shape: &[usize; 3]| shape.map(|size| size.to_string()).join(":");
+    let mut flags: Vec<String> = ["bench", "tp", "--json", "--device"].map(str::to_owned).into();
+    flags.push(word(&arguments.device));
+    let mut flag = |name: &str, value: String| flags.extend([name.to_owned(), value]);
+    flag("--shapes", names(shapes, shape));
+    flag("--kinds", names(&arguments.kinds, word));
+    flag("--passes", names(&arguments.passes, word));
+    flag("--activations", names(&arguments.activations, word));
+    flag("--overlap", names(&arguments.overlap, ToString::to_string));
+    flag("--groups", names(&arguments.groups, ToString::to_string));
+    flag("--transport", names(&arguments.transport, ToString::to_string));
+    flag("--iterations", arguments.iterations.to_string());
+    if let Some(ranks) = arguments.tp_size {
+        flag("--tp-size", ranks.to_string());
+    }
+    if arguments.bias {
+        flags.push("--bias".to_owned());
+    }
+    flags
+}
+
+/// Of each case its best median with every number of queues, and the largest of them over the smallest.
+fn spreads(rows: &[Row]) -> String {
+    let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);
+    let mut text =
+        "\nby hardware queues: us with each number, and the largest over the smallest\n".to_owned();
+    for (at, row) in rows.iter().enumerate() {
+        if rows[..at].iter().any(|before| same(before, row)) {
+            continue;
+        }
+        let mut best: Vec<(u32, f64)> = Vec::new();
+        for other in rows.iter().filter(|other| same(other, row)) {
+            let (queues, seconds) = (other.connections.unwrap_or(0), other.seconds.median);
+            match best.iter_mut().find(|(found, _)| *found == queues) {
+                Some((_, least)) => *least = least.min(seconds),
+                None => best.push((queues, seconds)),
+            }
+        }
+        let most = best.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
+        let least = best.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+        let each: Vec<String> =
+            best.iter().map(|(queues, seconds)| format!("{queues}: {:.1}", 1e6 * seconds)).collect();
+        text += &format!(
+            "{}, {}: {}; {:.3}\n",
+            row.name(),
+            console::count(row.groups, "group"),
+            each.join(", "),
+            most / least
+        );
+    }
+    text
+}

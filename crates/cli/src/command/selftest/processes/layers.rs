@@ -1,0 +1,59 @@
+use counterpoint_exec::selftest::SelfCheck;
+
+use super::super::job::{Ended, Gpus, start};
+use super::{Bench, LONG, last_line, lost_check, lost_thread, side_by_side};
+
+/// Layers whose passes gather, scatter and sum, under policies of each kind; tokens and features that fill tiles, and some that do not.
+const LAYERS: &str = "bench tp --device cuda --tp-size 2 --shapes 512:256:192,184:136:96 --iterations 3 --groups 1,2 \
+                      --overlap concurrent,fused,sm-margin=2 --json";
+/// A row's word for the bits of its results.
+const BITS: &str = "\"bits\":\"";
+
+impl Bench {
+    /// Tensor-parallel layers on processes beside the same on threads, row by row.
+    pub(in super::super) fn layers(&self) -> Vec<SelfCheck> {
+        let jobs: Vec<(usize, &str)> = [(1, "auto")]
+            .into_iter()
+            .chain(self.transports().iter().map(|transport| (2, *transport)))
+            .collect();
+        let words = side_by_side(&jobs, |&(processes, transport)| self.words(processes, transport));
+        let threads = words.first().cloned().flatten().unwrap_or_else(lost_thread);
+        let checks = jobs.iter().zip(words).skip(1).map(|((_, transport), words)| {
+            let name =
+                format!("layers on 2 processes by {transport}: rows of other bits than those of threads");
+            let Some(words) = words else { return lost_check() };
+            match threads.clone().and_then(|threads| Ok((threads, words?))) {
+                Ok((threads, words)) => {
+                    let unlike = threads.iter().zip(&words).filter(|(a, b)| a != b).count();
+                    let unlike =
+                        unlike + threads.len().abs_diff(words.len()) + usize::from(threads.is_empty());
+                    SelfCheck::of(name, 0, unlike as f64, 0.0)
+                }
+                Err(reason) => SelfCheck::failed(name, 0, reason),
+            }
+        });
+        checks.collect()
+    }
+
+    /// Of every row.
+    fn words(&self, processes: usize, transport: &str) -> Result<Vec<String>, String> {
+        let line = format!("{LAYERS} --transport {transport}");
+        let name = format!("layers-{transport}-{processes}");
+        let job = start(self.folder.path(), &name, &vec![line; processes], Gpus::All);
+        let job = job.map_err(|error| error.to_string())?;
+        let all: Vec<usize> = (0..processes).collect();
+        let ended = job.end(&all, LONG);
+        match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
+            Some((rank, Ended { code, text })) => {
+                Err(format!("rank {rank} ended with {code:?}: {}", last_line(text)))
+            }
+            None => {
+                let of_row = |line: &str| line.split(BITS).nth(1)?.split('"').next().map(str::to_owned);
+                Ok(ended
+                    .first()
+                    .map(|rank| rank.text.lines().filter_map(of_row).collect())
+                    .unwrap_or_default())
+            }
+        }
+    }
+}
