@@ -219,7 +219,13 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         let place = OpPlace::new(0, "bench");
         let prepared = match collective {
             BenchCollective::GroupCast => {
-                let op = GroupCast { part: Arc::new(part.clone()), tensors, wire_dtype: dtype, arrive: None };
+                let op = GroupCast {
+                    part: Arc::new(part.clone()),
+                    tensors,
+                    wire_dtype: dtype,
+                    arrive: None,
+                    delivery: None,
+                };
                 transport.prepare_cast(&place, &op, &specs)?
             }
             BenchCollective::GroupReduce => {
@@ -255,6 +261,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
             collective: &self.collective,
             buffers: &self.buffers,
             barrier: None,
+            signal: None,
         };
         let check = || -> Result<u64, ExecError> {
             self.fill().map_err(failed)?;

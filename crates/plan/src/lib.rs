@@ -26,6 +26,7 @@ mod machine_profile;
 mod outline;
 mod plan;
 mod prediction;
+mod ready_work;
 mod receive_order;
 mod runs;
 mod spec;
@@ -61,6 +62,7 @@ pub use machine_profile::{
 };
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
+pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{

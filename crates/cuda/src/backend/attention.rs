@@ -5,42 +5,79 @@ use std::sync::Arc;
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd};
+use counterpoint_schedule::{
+    ArrivingKeys, AttentionForward, AttentionState, BufferId, Delivery, ForwardBegin, ForwardEnd,
+};
 
-use super::CudaBuffer;
 use super::compute::Prepare;
 use super::padding::{Padding, padded_dim};
+use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
-    AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd,
-    ForwardTarget, ForwardTensors, ResultTensors, Scalar, StateTensors,
+    ArrivingTensors, AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode,
+    ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, Scalar, StateTensors,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A buffer of the Program as a kernel sees it.
 pub(super) struct Operand {
-    id: BufferId,
+    rows: Rows,
     padding: Option<Padding>,
+}
+
+/// Where the rows of an operand are.
+enum Rows {
+    /// In a buffer.
+    Of(BufferId),
+    /// In two, for a kernel that takes one: they are copied before it.
+    Gathered { from: [BufferId; 2], memory: DeviceBuffer },
 }
 
 impl Operand {
     pub(super) fn new(prepare: &Prepare<'_>, id: BufferId) -> Result<Self, ExecError> {
         let padding = Padding::of(prepare.setup(), prepare.spec(id));
-        Ok(Self { id, padding: padding.map_err(|error| prepare.device_error(error))? })
+        Ok(Self { rows: Rows::Of(id), padding: padding.map_err(|error| prepare.device_error(error))? })
+    }
+
+    /// The rows of two buffers, one after the other.
+    pub(super) fn gathered(prepare: &Prepare<'_>, from: [BufferId; 2]) -> Result<Self, ExecError> {
+        let mut spec = prepare.spec(from[0]).clone();
+        spec.shape[0] += prepare.spec(from[1]).rows();
+        let gather = || -> Result<Self, CudaError> {
+            let memory = DeviceBuffer::new(prepare.setup().device(), (spec.bytes() as usize).max(1))?;
+            Ok(Self { rows: Rows::Gathered { from, memory }, padding: Padding::of(prepare.setup(), &spec)? })
+        };
+        gather().map_err(|error| prepare.device_error(error))
+    }
+
+    /// Where the rows are before they are padded.
+    fn unpadded(&self, buffers: &[CudaBuffer]) -> u64 {
+        match &self.rows {
+            Rows::Of(id) => buffers[id.0].address(),
+            Rows::Gathered { memory, .. } => memory.address(),
+        }
     }
 
     /// The address that the kernel is given.
     pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
-        self.padding.as_ref().map_or_else(|| buffers[self.id.0].address(), Padding::address)
+        self.padding.as_ref().map_or_else(|| self.unpadded(buffers), Padding::address)
     }
 
     /// Before a kernel that reads it.
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        self.padding.as_ref().map_or(Ok(()), |padding| padding.enter(stream, buffers[self.id.0].address()))
+        if let Rows::Gathered { from, memory } = &self.rows {
+            let mut offset = 0;
+            for id in from {
+                let rows = buffers[id.0].memory();
+                memory.copy_from(stream, offset, rows)?;
+                offset += rows.len();
+            }
+        }
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.enter(stream, self.unpadded(buffers)))
     }
 
     /// After a kernel that wrote it.
     pub(super) fn leave(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        self.padding.as_ref().map_or(Ok(()), |padding| padding.leave(stream, buffers[self.id.0].address()))
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.leave(stream, self.unpadded(buffers)))
     }
 }
 
@@ -105,12 +142,68 @@ impl Share {
     }
 }
 
+/// The keys and values of a stage.
+pub(super) struct Keys {
+    pub(super) k: Operand,
+    pub(super) v: Operand,
+    arriving: Arriving,
+}
+
+/// What of them comes while the kernel runs.
+enum Arriving {
+    Nothing,
+    /// Rows that the kernel takes where they are.
+    Inside(ArrivingKeys),
+    /// Rows that are waited for, and gathered with the others.
+    Before(Delivery),
+}
+
+impl Keys {
+    /// Of a kernel that may take rows `inside`.
+    pub(super) fn new(
+        prepare: &Prepare<'_>,
+        (k, v): (BufferId, BufferId),
+        arriving: Option<&ArrivingKeys>,
+        inside: bool,
+    ) -> Result<Self, ExecError> {
+        let operand = |id| Operand::new(prepare, id);
+        Ok(match arriving {
+            None => Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Nothing },
+            Some(keys) if inside => {
+                Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Inside(*keys) }
+            }
+            Some(keys) => Self {
+                k: Operand::gathered(prepare, [k, keys.k])?,
+                v: Operand::gathered(prepare, [v, keys.v])?,
+                arriving: Arriving::Before(keys.delivery),
+            },
+        })
+    }
+
+    /// What the kernel, which is enqueued next, is told of the rows that arrive. Before it the operands may enter.
+    pub(super) fn arriving(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<Option<ArrivingTensors>, CudaError> {
+        match &self.arriving {
+            Arriving::Nothing => Ok(None),
+            Arriving::Inside(ArrivingKeys { k, v, delivery }) => {
+                let [k, v] = [k, v].map(|id| buffers[id.0].address());
+                let arrivals = signals[delivery.signal.0].arrivals(stream)?;
+                Ok(Some(ArrivingTensors { k, v, arrivals }))
+            }
+            Arriving::Before(delivery) => signals[delivery.signal.0].wait_for_all(stream).map(|()| None),
+        }
+    }
+}
+
 /// A stage of the forward.
 pub(super) struct Forward {
     kernel: ForwardKernel,
     q: Operand,
-    k: Operand,
-    v: Operand,
+    keys: Keys,
     begin: Option<State>,
     end: End,
 }
@@ -129,7 +222,8 @@ enum End {
 
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
-        let problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let mode = ForwardMode {
@@ -149,8 +243,7 @@ impl Forward {
         Ok(Self {
             kernel: kernel.map_err(|error| prepare.device_error(error))?,
             q: Operand::new(prepare, op.q)?,
-            k: Operand::new(prepare, op.k)?,
-            v: Operand::new(prepare, op.v)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
@@ -165,10 +258,17 @@ impl Forward {
         })
     }
 
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        for operand in
-            [&self.q, &self.k, &self.v].into_iter().chain(self.begin.as_ref().map(|state| &state.acc))
+        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        for operand in [&self.q, &self.keys.k, &self.keys.v]
+            .into_iter()
+            .chain(self.begin.as_ref().map(|state| &state.acc))
         {
             operand.enter(stream, buffers)?;
         }
@@ -188,8 +288,9 @@ impl Forward {
         };
         let tensors = ForwardTensors {
             q: self.q.address(buffers),
-            k: self.k.address(buffers),
-            v: self.v.address(buffers),
+            k: self.keys.k.address(buffers),
+            v: self.keys.v.address(buffers),
+            arriving,
             begin,
             end,
         };
@@ -216,6 +317,25 @@ impl Prepare<'_> {
         }
     }
 
+    /// Adds the rows of keys that arrive after those of `k` to a problem; whether its kernel takes them where they are. Portable
+    /// kernels and padded heads do not, nor does what `takes` refuses.
+    pub(super) fn arrive(
+        &self,
+        problem: &mut AttentionProblem,
+        k: BufferId,
+        arriving: Option<&ArrivingKeys>,
+        takes: impl Fn(&AttentionProblem) -> bool,
+    ) -> bool {
+        let Some(keys) = arriving else { return false };
+        let rows = self.spec(keys.k).rows();
+        problem.rows_k += rows;
+        let padded = [(k, problem.head_dim), (keys.v, problem.head_dim_v)];
+        let padded = padded.iter().any(|&(id, dim)| self.spec(id).shape[2] != dim);
+        let inside = self.setup().device().arch().is_hopper() && !padded && takes(problem);
+        problem.rows_arriving = if inside { rows } else { 0 };
+        inside
+    }
+
     /// The problem of `q`, `k` and `v`, whose heads are as long as they are padded to.
     pub(super) fn problem(
         &self,
@@ -230,6 +350,7 @@ impl Prepare<'_> {
             bands: bands.clone(),
             rows_q: q.rows(),
             rows_k: k.rows(),
+            rows_arriving: 0,
             heads_q: q.shape[1],
             heads_kv: k.shape[1],
             head_dim: padded_dim(q.shape[2]),

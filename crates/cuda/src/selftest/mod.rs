@@ -23,5 +23,7 @@ pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;
 pub use repeats::selftest_repeats;
-pub use signals::{selftest_normalised, selftest_signalled_products, selftest_signals};
+pub use signals::{
+    selftest_normalised, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+};
 pub use subject::CudaSubject;

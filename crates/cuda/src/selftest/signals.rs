@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, GemmCollective, HostTensor, Machine, Prepared, World, WorldConfig,
-    random_tensor,
+    Backend, CpuMachine, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Machine, Prepared,
+    Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
@@ -16,7 +16,10 @@ use crate::kernel::{
     ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, MissedSignal, SignalLitmus,
     SignalLitmusRound, SignalWait, SignalWaits,
 };
-use crate::{CudaError, CudaMachine, Device, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::{
+    CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Event, GraphRun, Stream,
+    StreamPriority,
+};
 
 /// Rows, columns and terms of the product whose tiles are read. Its elements are multiples of its terms, which bf16 has.
 const SIZE: [usize; 3] = [4096, 4096, 256];
@@ -152,6 +155,76 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
     Ok(checks)
 }
 
+/// A whole run of all ranks under the policy `signals` as a CUDA graph, replayed: counters go on from run to run without the host, so the
+/// bits of every replay must be those of the direct run. Not by copy engines, whose ranks meet on the host.
+///
+/// # Errors
+/// Whatever ends a run.
+pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    const REPLAYS: usize = 20;
+    let ranks = machine.devices().len();
+    let policy = OverlapPolicy::new(StartOrder::Signals);
+    let mut checks = Vec::new();
+    for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
+        let spec = GemmCollectiveSpec {
+            collective,
+            ranks,
+            m: SHAPES[0][0] * ranks,
+            n: 512,
+            k: 256,
+            dtype: DType::Bf16,
+        };
+        let world = WorldConfig { limit: LIMIT, ..WorldConfig::default() };
+        let mut prepared = spec.prepare_groups(machine, WaveGroups::Fixed(2), policy, world)?;
+        bind_inputs(&mut prepared)?;
+        Prepared::run_ranks(&mut prepared)?;
+        let results = |ranks: &[Prepared<CudaBackend, CudaTransport>]| -> Result<Vec<HostTensor>, ExecError> {
+            ranks.iter().map(|rank| output(rank, "y")).collect()
+        };
+        let direct = results(&prepared)?;
+        let mut graph = GraphRun::capture_ranks(&mut prepared)?;
+        let mut unlike = 0;
+        for _ in 0..REPLAYS {
+            for rank in graph.passes().iter().flat_map(|ranks| ranks.iter()) {
+                if let Some(y) = rank.buffer("y") {
+                    let setup = rank.backend().setup();
+                    let filled = y.memory().fill(setup, 0xff).and_then(|()| setup.synchronize());
+                    filled.map_err(|error| rank.backend().error(&"poisoning", error))?;
+                }
+            }
+            graph.start()?;
+            graph.finish()?;
+            let replayed = results(&*graph.passes()[0])?;
+            unlike += direct.iter().zip(&replayed).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
+        }
+        let name = format!(
+            "{REPLAYS} replays of a graph of a signalled product with {} on {ranks} GPUs, unlike elements",
+            collective.name()
+        );
+        checks.push(SelfCheck::of(name, 0, unlike as f64, 0.0));
+    }
+    Ok(checks)
+}
+
+/// Inputs from seeds: all that a rank's Program has.
+fn bind_inputs<B: Backend, T: Transport<B>>(ranks: &mut [Prepared<B, T>]) -> Result<(), ExecError> {
+    for (rank, prepared) in ranks.iter_mut().enumerate() {
+        let inputs = prepared.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
+        for spec in inputs.cloned().collect::<Vec<_>>() {
+            let seed = (1000 * rank + spec.name.len()) as u64;
+            let tensor = random_tensor(spec.shape.clone(), spec.dtype, seed);
+            let buffer = prepared.backend().upload(&spec.name, tensor)?;
+            prepared.bind(&spec.name, buffer)?;
+        }
+    }
+    Ok(())
+}
+
+fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
+    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
+    rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
+}
+
 /// What is added to the mean of squares.
 const EPSILON: f64 = 1e-5;
 
@@ -219,19 +292,7 @@ fn normalised<M: Machine>(
             Prepared::new(lower_normalised_forward(plan, rank, EPSILON, policy), backend, transport)
         })
         .collect::<Result<Vec<_>, _>>()?;
-    for (rank, prepared) in ranks.iter_mut().enumerate() {
-        let inputs = prepared.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
-        for spec in inputs.cloned().collect::<Vec<_>>() {
-            let seed = (1000 * rank + spec.name.len()) as u64;
-            let tensor = random_tensor(spec.shape.clone(), spec.dtype, seed);
-            let buffer = prepared.backend().upload(&spec.name, tensor)?;
-            prepared.bind(&spec.name, buffer)?;
-        }
-    }
+    bind_inputs(&mut ranks)?;
     Prepared::run_ranks(&mut ranks)?;
-    let missing = |name: &str| ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
-    let of = |rank: &Prepared<M::Backend, M::Transport>, name: &str| {
-        rank.backend().download(rank.buffer(name).ok_or_else(|| missing(name))?)
-    };
-    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| of(rank, name))).collect()
+    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| output(rank, name))).collect()
 }

@@ -65,10 +65,11 @@ impl LevelledTransport {
         &'a self,
         call: &'a CollectiveCall<'a, CudaBackend, LevelledCollective>,
     ) -> impl Iterator<Item = (&'a CudaTransport, CollectiveCall<'a, CudaBackend, CudaCollective>)> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, signal } = *call;
         self.levels.iter().zip(&collective.0).enumerate().map(move |(at, ((_, transport), collective))| {
             let barrier = barrier.filter(|_| at == 0);
-            (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier })
+            let signal = signal.filter(|_| self.levels.len() == 1);
+            (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier, signal })
         })
     }
 }
@@ -140,7 +141,15 @@ impl Transport<CudaBackend> for LevelledTransport {
         meeting: LevelledMeeting,
     ) -> Result<(), ExecError> {
         let mut levels = self.calls(call).zip(meeting.0);
-        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))
+        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))?;
+        // Rows of several levels are there when all are.
+        let parts = call.collective.0.first().and_then(CudaCollective::delivery_parts);
+        match call.signal.zip(parts).filter(|_| self.levels.len() > 1) {
+            Some((signal, parts)) => signal
+                .raise(call.stream.queue(), parts as u64)
+                .map_err(|error| call.backend.error(call.place, error)),
+            None => Ok(()),
+        }
     }
 }
 

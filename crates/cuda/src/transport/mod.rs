@@ -131,6 +131,11 @@ enum Work {
 }
 
 impl CudaCollective {
+    /// Parts in which its rows are told of as they come.
+    fn delivery_parts(&self) -> Option<usize> {
+        self.collective.delivery_parts
+    }
+
     /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
     fn has_met(&self) -> bool {
         match &self.work {
@@ -325,7 +330,7 @@ pub struct CudaMeeting {
 
 impl CudaTransport {
     fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
         let queue = stream.queue();
         backend.device().bind()?;
         stream.status().begin(place);
@@ -409,6 +414,9 @@ impl CudaTransport {
                 self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
             }
             Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
+        }
+        if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
+            signal.raise(stream.queue(), parts as u64)?;
         }
         self.board.finish(self.rank, meeting.sequence, place);
         let kind = match &collective.work {

@@ -82,6 +82,7 @@ impl GatheredTokens {
             tensors: vec![(self.own, buffer)],
             wire_dtype: plan.spec.dtype,
             arrive: self.barrier,
+            delivery: None,
         };
         p.push(self.stream, Some(group + 1), GATHER, Op::GroupCast(op));
         self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
@@ -153,6 +154,7 @@ pub(super) fn rows_on_their_way(
         tensors: vec![(own, all)],
         wire_dtype: dtype,
         arrive: None,
+        delivery: None,
     };
     let rows = plan.tokens_of(rank);
     let mut blocks = block(all, Range::new(0, rows.start));
@@ -296,6 +298,7 @@ impl ReducedTokens {
             tensors: vec![(sum, all)],
             wire_dtype: dtype,
             arrive: None,
+            delivery: None,
         });
         let result = self.replicated.unwrap_or(sum);
         if fused {

@@ -116,7 +116,7 @@ enum RowResult {
     /// All rows are here.
     One(BufferId),
     /// They are summed over ranks.
-    Sums(ReducedTokens),
+    Sums(Box<ReducedTokens>),
 }
 
 /// The layer's result, in buffers called `name` of this role.
@@ -143,7 +143,7 @@ fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
         let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
         sums.compute(lowering, group, "y", gemm);
     }
-    RowResult::Sums(sums)
+    RowResult::Sums(Box::new(sums))
 }
 
 /// The rows of a group in a buffer of all tokens, and where they go in a buffer of the group's rows alone.

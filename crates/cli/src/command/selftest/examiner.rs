@@ -8,7 +8,8 @@ use std::time::Instant;
 use counterpoint_cuda::selftest::{
     CudaSubject, selftest_cache, selftest_exhaustion, selftest_faults, selftest_fused, selftest_gemm,
     selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
-    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_step_graphs,
+    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
+    selftest_step_graphs,
 };
 use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
 use counterpoint_exec::selftest::{
@@ -219,6 +220,10 @@ impl Examiner {
         let subject = over_gpus(transport)?;
         let mut checks = selftest_signalled_products(subject.machine(), self.calls.products)?;
         checks.extend(selftest_normalised(subject.machine())?);
+        // Ranks meet on the host where copy engines move their rows.
+        if transport != TransportKind::CopyEngine {
+            checks.extend(selftest_signals_in_graphs(subject.machine())?);
+        }
         Ok(checks)
     }
 
