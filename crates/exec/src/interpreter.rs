@@ -31,7 +31,7 @@ struct PlacedStep<B: Backend, T: Transport<B>> {
 /// An operation made ready.
 enum Step<B: Backend, T: Transport<B>> {
     Compute(B::Kernel),
-    Collective { collective: T::Collective, arrive: Option<usize> },
+    Collective { collective: T::Collective, arrive: Option<usize>, signal: Option<usize> },
     Record(usize),
     Wait(usize),
     Await { barrier: usize, arrivals: u64 },
@@ -103,11 +103,13 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let place = OpPlace { index, label: op.label.as_str().into(), stage: op.stage };
             let cast = |cast: &GroupCast| -> Result<_, ExecError> {
                 let collective = transport.prepare_cast(&place, cast, &program.buffers)?;
-                Ok(Step::Collective { collective, arrive: cast.arrive.map(|barrier| barrier.0) })
+                let (arrive, signal) = (cast.arrive, cast.delivery.map(|delivery| delivery.signal.0));
+                Ok(Step::Collective { collective, arrive: arrive.map(|barrier| barrier.0), signal })
             };
             let reduce = |reduce: &GroupReduce| -> Result<_, ExecError> {
                 let collective = transport.prepare_reduce(&place, reduce, &program.buffers)?;
-                Ok(Step::Collective { collective, arrive: reduce.arrive.map(|barrier| barrier.0) })
+                let arrive = reduce.arrive.map(|barrier| barrier.0);
+                Ok(Step::Collective { collective, arrive, signal: None })
             };
             let stream = op.stream.0;
             let mut push = |step| steps.push(PlacedStep { place: place.clone(), stream, step });
@@ -117,7 +119,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::CastGemm(op) => {
                     let arrive = op.cast.arrive.map(|barrier| barrier.0);
                     match transport.prepare_cast_gemm(&backend, &place, op, &program)? {
-                        Some(collective) => Step::Collective { collective, arrive },
+                        Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
                             push(cast(&op.cast)?);
                             Step::Compute(backend.prepare(&program, index)?)
@@ -127,7 +129,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::GemmReduce(op) => {
                     let arrive = op.reduce.arrive.map(|barrier| barrier.0);
                     match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {
-                        Some(collective) => Step::Collective { collective, arrive },
+                        Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
                             push(Step::Compute(backend.prepare(&program, index)?));
                             push(reduce(&op.reduce)?);
@@ -307,6 +309,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
         // Poisoning takes as long as a run: first all of that, so that ranks start together.
         Self::poison_ranks(ranks)?;
+        let streams: Vec<_> = ranks.iter().map(|rank| (&rank.backend, rank.streams.as_slice())).collect();
+        B::start_together(&streams)?;
         Self::enqueue_ranks(ranks, Instant::now())?;
         let mut whole = Timeline::default();
         for rank in ranks.iter_mut() {
@@ -363,12 +367,14 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                         backend.launch(stream, place, kernel, &self.table, signals)?;
                         return Ok(Reached::Computation);
                     }
-                    Step::Collective { collective, arrive } => {
+                    Step::Collective { collective, arrive, signal } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);
+                        let signal = signal.map(|signal| &signals[signal]);
                         let buffers = &self.table;
-                        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier };
+                        let call =
+                            CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
                         let meeting = transport.begin(&call)?;
-                        let meeting = Meeting { place, stream, collective, barrier, meeting };
+                        let meeting = Meeting { place, stream, collective, barrier, signal, meeting };
                         return Ok(Reached::Collective(meeting));
                     }
                     Step::Record(event) => backend.record(stream, place, &events[*event])?,
@@ -391,15 +397,17 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
 
     fn fetch(&self, meeting: &mut Meeting<'a, B, T>) -> Result<(), ExecError> {
         let Prepared { backend, transport, .. } = self.rank;
-        let Meeting { place, stream, collective, barrier, ref mut meeting } = *meeting;
-        let call = CollectiveCall { backend, stream, place, collective, buffers: &self.table, barrier };
+        let Meeting { place, stream, collective, barrier, signal, ref mut meeting } = *meeting;
+        let buffers = &self.table;
+        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         transport.fetch(&call, meeting).map_err(|error| backend.fail(error))
     }
 
     fn end(&self, meeting: Meeting<'a, B, T>) -> Result<(), ExecError> {
         let Prepared { backend, transport, .. } = self.rank;
-        let Meeting { place, stream, collective, barrier, meeting } = meeting;
-        let call = CollectiveCall { backend, stream, place, collective, buffers: &self.table, barrier };
+        let Meeting { place, stream, collective, barrier, signal, meeting } = meeting;
+        let buffers = &self.table;
+        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         transport.end(&call, meeting).map_err(|error| backend.fail(error))
     }
 }
@@ -419,6 +427,7 @@ struct Meeting<'a, B: Backend, T: Transport<B>> {
     stream: &'a B::Stream,
     collective: &'a T::Collective,
     barrier: Option<&'a B::Barrier>,
+    signal: Option<&'a B::Signal>,
     meeting: T::Meeting,
 }
 

@@ -10,6 +10,7 @@ mod cost;
 mod counters;
 mod exchange_marks;
 mod graph_run;
+mod keys;
 mod linear;
 mod machine;
 mod matrix_rows;
@@ -18,6 +19,7 @@ mod padding;
 mod pass_order;
 mod process;
 mod signal;
+mod start_line;
 mod stream;
 mod user_kernel;
 mod waves;
@@ -50,6 +52,7 @@ use clock::{Clock, RunClock};
 pub(crate) use counters::lock;
 pub(crate) use exchange_marks::ExchangeMarks;
 use exchange_marks::LastCalls;
+use start_line::StartLine;
 
 use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn, UserKernelSource};
 use crate::partition::{Part, Partition};
@@ -90,6 +93,7 @@ struct Rank {
     user_kernels: UserKernels,
     /// What faults strike: the Program that runs, and how many runs there were.
     program: Mutex<(String, u64)>,
+    start_line: StartLine,
 }
 
 impl CudaBackend {
@@ -121,6 +125,7 @@ impl CudaBackend {
             margin: AtomicU32::new(0),
             user_kernels,
             program: Mutex::default(),
+            start_line: StartLine::default(),
         })))
     }
 
@@ -243,16 +248,18 @@ impl CudaBackend {
         for (label, link) in lock(links).iter() {
             let missed = link.missed().map_err(|error| self.error(label, error))?;
             let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
-            let what = match step {
-                LinkStep::Begin => "begun",
-                LinkStep::Pass => "read or written this rank's rows in",
-                LinkStep::Send => "sent all of its rows in",
+            let of_call =
+                |what: &str| format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}");
+            let evidence = match step {
+                LinkStep::Begin => of_call("begun"),
+                LinkStep::Pass => of_call("read or written this rank's rows in"),
+                LinkStep::Send => of_call("sent all of its rows in"),
+                LinkStep::Deliver => {
+                    format!("rank {awaited} has delivered {seen} parts of its rows, and not part {wanted}")
+                }
             };
-            let awaited = Awaited {
-                name: format!("rank {awaited}"),
-                evidence: format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}"),
-                blocker: Some(Blocker::Rank(awaited)),
-            };
+            let awaited =
+                Awaited { name: format!("rank {awaited}"), evidence, blocker: Some(Blocker::Rank(awaited)) };
             return Err(world.stalled(*rank, label.clone(), began, awaited));
         }
         // Those that nobody else holds belong to calls that were made once.
@@ -455,6 +462,18 @@ impl Backend for CudaBackend {
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
         Ok(())
+    }
+
+    fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
+        match ranks {
+            [(first, _), _, ..] if first.timed() => {
+                let streams: Vec<&Stream> =
+                    ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
+                let held = first.0.start_line.hold(&first.0.setup, ranks.len(), &streams);
+                held.map_err(|error| first.error(&"the start of a run", error))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {

@@ -7,7 +7,7 @@ use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
 use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
-use crate::{Op, Program, Span, SpanKind};
+use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
 pub(super) fn run(
@@ -144,10 +144,14 @@ impl<'a> Clockwork<'a> {
                     *signal = (*signal).max(*value);
                     self.wake_waiting(rank, now);
                 }
+                // What it can do before its rows are there is done.
+                computation if state.parts[stream] > 0 && !state.is_released(computation) => return,
                 _ => {
                     match collective {
                         None => {
-                            self.ranks[rank].reached[stream] = now;
+                            if state.parts[stream] == 0 {
+                                state.reached[stream] = now;
+                            }
                             self.start_computation(rank, stream, op, now);
                         }
                         Some(number) if state.has_workers(sharing) => {
@@ -191,7 +195,9 @@ impl<'a> Clockwork<'a> {
         let waits = |&stream: &usize| {
             state.head(stream).is_some_and(|(op, _)| {
                 let op = &state.program.ops[op].op;
-                matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) && state.is_released(op)
+                let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
+                (waits || (state.parts[stream] > 0 && state.heads[stream] == Head::Waiting))
+                    && state.is_released(op)
             })
         };
         let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
@@ -202,8 +208,10 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let part = state.parts[stream];
-        let Some(left) = part_seconds(state.program, &state.program.ops[op], part, cost) else { return };
+        let (part, computed) = (state.parts[stream], state.computed_seconds);
+        let op = &state.program.ops[op];
+        let Some(left) = part_seconds(state.program, op, part, computed, cost) else { return };
+        state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
         state.computing.push(Computing { stream, left, since: now, speed });
         let number = self.enter(now + left / speed, rank, stream);
@@ -289,7 +297,8 @@ impl<'a> Clockwork<'a> {
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
         if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
-            let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
+            let multiplying = compute_seconds(program, &program.ops[op], 0.0, self.cost);
+            let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
         }
         let number = self.enter(end, rank, stream);
@@ -317,6 +326,11 @@ impl<'a> Clockwork<'a> {
                 SpanKind::Compute
             }
         };
+        let state = &mut self.ranks[rank];
+        if let Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) = &state.program.ops[op].op {
+            state.signals[delivery.signal.0] = delivery.parts as u64;
+            self.wake_waiting(rank, now);
+        }
         self.span(rank, stream, op, kind, start, now);
         self.pass(rank, stream, now);
         self.change_speed(rank, now);
@@ -330,9 +344,19 @@ impl<'a> Clockwork<'a> {
         }
     }
 
-    /// A part of an operation has ended. Whether there is another one, which has started then.
+    /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
     fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
         let state = &mut self.ranks[rank];
+        if state.program.ops[op].op.arriving().is_some() {
+            state.parts[stream] += 1;
+            state.heads[stream] = Head::Waiting;
+            let more = state.parts[stream] < 2;
+            if more {
+                self.change_speed(rank, now);
+                self.advance(rank, stream, now);
+            }
+            return more;
+        }
         let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
         state.parts[stream] += 1;
         let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);

@@ -26,6 +26,8 @@ pub(super) struct Rank<'a> {
     pub(super) communicating: usize,
     /// Computations under way.
     pub(super) computing: Vec<Computing>,
+    /// Seconds of all computations so far, had nothing slowed them.
+    pub(super) computed_seconds: f64,
     /// When each port has carried what it was given.
     pub(super) port_free: [f64; 2],
 }
@@ -74,6 +76,7 @@ impl<'a> Rank<'a> {
             queue_head: (program.policy.queues == HardwareQueues::Single).then(|| holding_up(program, 0)),
             communicating: 0,
             computing: Vec::new(),
+            computed_seconds: 0.0,
             port_free: [0.0; 2],
         }
     }
@@ -100,7 +103,9 @@ impl<'a> Rank<'a> {
             Op::Wait(event) => self.events[event.0],
             Op::Await { barrier, arrivals } => self.arrivals[barrier.0] >= *arrivals,
             Op::WaitSignal { signal, value } => self.signals[signal.0] >= *value,
-            _ => true,
+            other => other
+                .arriving()
+                .is_none_or(|keys| self.signals[keys.delivery.signal.0] >= keys.delivery.parts as u64),
         }
     }
 
