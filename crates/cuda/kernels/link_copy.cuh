@@ -88,6 +88,8 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
     tma_store_commit();
   };
+  // A short list has no third turn, and whoever asked for one would wait for the answer.
+  const bool is_long = count > 2 * walkers * kLinkTurn;
   u32 n = 0;  // pieces so far
   // Pieces are taken in the list's order, so with one behind a part's end this warp has had all of its share of that part.
   constexpr u32 kUnknown = ~0u;
@@ -96,10 +98,10 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   bool more = true;
   for (u32 turn = 0; more; ++turn) {
     u64 taken = 0;
-    if (turn != 0 && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
+    if (turn != 0 && is_long && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
 #pragma unroll
     for (u32 e = 0; e < kLinkTurn; ++e) {
-      if (turn != 0 && e == kLinkTurn / 2) {
+      if (turn != 0 && is_long && e == kLinkTurn / 2) {
         next_turn = 2 * walkers + __shfl_sync(0xffffffffu, taken, 0);
         next = listed(next_turn);
       }
@@ -139,6 +141,7 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     }
     held = next;
     held_turn = next_turn;
+    if (turn != 0 && !is_long) more = false;
   }
   if (lane == 0) {
     for (u32 m = n > kAhead ? n - kAhead : 0; m < n; ++m) store(m);

@@ -19,7 +19,7 @@ namespace counterpoint {
 #define LINK_STAGES 12
 #endif
 constexpr u32 kLinkFetchers = LINK_FETCHERS;
-constexpr u32 kLinkAdders = 512;
+constexpr u32 kLinkAdders = 256;
 constexpr u32 kLinkElements = LINK_ELEMENTS;
 constexpr u32 kLinkOperandStages = LINK_STAGES;
 constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;

@@ -110,6 +110,20 @@ pub trait Backend: Clone + Send {
         signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
 
+    /// Has all that is enqueued from now on for the `ranks` of this process start at one time, once there was time to enqueue
+    /// it: on a device that runs behind its host, the rank that is enqueued first would else wait for the last one, which no
+    /// rank of a training step does. Nothing where operations start when they are enqueued.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn start_together(ranks: &[(&Self, &[Self::Stream])]) -> Result<(), ExecError>
+    where
+        Self: Sized,
+    {
+        let _ = ranks;
+        Ok(())
+    }
+
     /// Fills a buffer with NaN where the backend is set to do so. Called between runs only.
     ///
     /// # Errors

@@ -24,6 +24,8 @@ pub struct AttentionWork<'a> {
     pub staged: bool,
     /// Bytes beside operands and results: a state read or written, sums cleared or rounded.
     pub passed_bytes: u64,
+    /// Seconds that the run has computed before it: the clock has fallen meanwhile.
+    pub computed_seconds: f64,
 }
 
 impl AttentionWork<'_> {
@@ -166,11 +168,20 @@ impl TileCost {
     }
 
     /// A long run is slower than one that takes `seconds` at the clock of a short one.
-    pub(crate) fn sustained(&self, seconds: f64) -> f64 {
+    fn sustained(&self, seconds: f64) -> f64 {
         if seconds <= 0.0 {
             return 0.0;
         }
         seconds * (1.0 + self.slowdown * seconds / (seconds + self.slowdown_seconds))
+    }
+
+    /// What takes `seconds` at the clock of a short run, after `computed` seconds of the same run.
+    fn sustained_after(&self, computed: f64, seconds: f64) -> f64 {
+        // The solution of sustained(begun) = computed.
+        let half = computed - self.slowdown_seconds;
+        let product = (1.0 + self.slowdown) * computed * self.slowdown_seconds;
+        let begun = (half + (half * half + 4.0 * product).sqrt()) / (2.0 * (1.0 + self.slowdown));
+        self.sustained(begun + seconds) - self.sustained(begun)
     }
 
     /// Seconds of one pair of one query head in the middle of a large mask, in stages.
@@ -203,6 +214,18 @@ impl TileCost {
         pair_flops: f64,
         flops_per_second: f64,
     ) -> Option<f64> {
+        let columns = self.least(work, direction, |walk| walk.until_last(workers))?;
+        let seconds = columns * self.column_seconds(workers, pair_flops, flops_per_second);
+        Some(self.start_seconds + self.sustained_after(work.computed_seconds, seconds))
+    }
+
+    /// Columns of `work` in the shape of tiles that has the fewest.
+    fn least(
+        &self,
+        work: &AttentionWork<'_>,
+        direction: TileDirection,
+        columns: impl Fn(&Walk) -> f64,
+    ) -> Option<f64> {
         let group = work.heads_q / work.heads_kv.max(1);
         let packs = [1, if group.is_multiple_of(self.pack) { self.pack } else { 1 }];
         let blocks = [self.staged_block, if work.staged { self.staged_block } else { self.block }];
@@ -210,23 +233,19 @@ impl TileCost {
         for (pack, block) in packs.into_iter().flat_map(|pack| blocks.map(|block| (pack, block))) {
             let config = TileScheduleConfig::new(direction, self.tile_rows / pack, block);
             let schedule = TileSchedule::new(work.bands, work.q_rows, work.k_rows, &config).ok()?;
-            let columns = self.columns(&schedule, work, direction, pack, workers);
+            let columns = columns(&self.walk(&schedule, work, direction, pack));
             least = Some(least.map_or(columns, |least| least.min(columns)));
         }
-        let seconds = least? * self.column_seconds(workers, pair_flops, flops_per_second);
-        Some(self.start_seconds + self.sustained(seconds))
+        least
     }
 
-    /// Columns until the last of `workers` has finished. Tiles are taken heaviest first, so whoever is last is half an average
-    /// tile behind; and nobody finishes before the longest tile.
-    fn columns(
+    fn walk(
         &self,
         schedule: &TileSchedule,
         work: &AttentionWork<'_>,
         direction: TileDirection,
         pack: usize,
-        workers: usize,
-    ) -> f64 {
+    ) -> Walk {
         let TileStatistics { tiles, longest_tile, blocks, bounded_blocks, .. } = schedule.statistics();
         let heads = (work.heads_q / pack) as f64;
         // Key tiles of the backward are walked by all query heads of their key head, one after the other.
@@ -241,10 +260,34 @@ impl TileCost {
         };
         let block = schedule.config().block as f64 + self.block_columns;
         let walked = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
-        let all = walked * heads + tiles as f64 * self.tile_columns * tile_heads;
-        let behind = all / (tiles as f64 * tile_heads).max(1.0) / 2.0;
-        let longest = longest_tile as f64 * block * walks + self.tile_columns;
-        (all / workers as f64 + behind).max(longest)
+        let tiles = tiles as f64 * tile_heads;
+        Walk {
+            blocks: walked * heads,
+            all: walked * heads + tiles * self.tile_columns,
+            tiles,
+            longest: longest_tile as f64 * block * walks + self.tile_columns,
+        }
+    }
+}
+
+/// What all CTAs walk, in columns.
+struct Walk {
+    /// Blocks alone.
+    blocks: f64,
+    /// And what tiles cost beside them.
+    all: f64,
+    /// Number of tiles of all heads.
+    tiles: f64,
+    /// The tile that takes longest.
+    longest: f64,
+}
+
+impl Walk {
+    /// Columns until the last of `workers` has finished. Tiles are taken heaviest first, so whoever is last is half an average
+    /// tile behind; and nobody finishes before the longest tile.
+    fn until_last(&self, workers: usize) -> f64 {
+        let behind = self.all / self.tiles.max(1.0) / 2.0;
+        (self.all / workers as f64 + behind).max(self.longest)
     }
 }
 
@@ -285,9 +328,42 @@ impl CostModel {
         self.operation_seconds(by_tiles.unwrap_or(2.5 * work.flops() / rate), work)
     }
 
+    /// Seconds that `work` adds to a long forward and a long backward in which it is among other work; `None` without tiles.
+    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>) -> Option<f64> {
+        let tiles = self.tiles?;
+        let share = |tile: TileCost, direction, pair_flops, rate, columns: fn(&Walk) -> f64| {
+            let seconds = tile.column_seconds(tiles.workers, pair_flops, rate) / tiles.workers as f64;
+            Some(tile.least(work, direction, columns)? * seconds)
+        };
+        let (flops, rate) = (work.pair_flops(), self.forward_flops_per_second);
+        let forward = share(tiles.forward, TileDirection::Forward, flops, rate, |walk| walk.all)?;
+        // Key tiles are there for other rows, too.
+        let (flops, rate) = (2.5 * flops, self.backward_flops_per_second);
+        let backward = share(tiles.backward, TileDirection::Backward, flops, rate, |walk| walk.blocks)?;
+        Some(forward + backward)
+    }
+
     fn operation_seconds(&self, computing: f64, work: &AttentionWork<'_>) -> f64 {
         // Without measured tiles these bytes are part of the rates.
         let passed = if self.tiles.is_some() { work.passed_bytes as f64 } else { 0.0 };
         self.launch_seconds + computing + passed / self.memory_bytes_per_second
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_in_parts_is_as_slow_as_in_one() {
+        for tile in [TileCosts::H200.forward, TileCosts::H200.backward] {
+            let whole = tile.sustained_after(0.0, 9e-3);
+            assert!((whole - tile.sustained(9e-3)).abs() < 1e-12);
+            let first = tile.sustained_after(0.0, 2e-3);
+            let rest = tile.sustained_after(first, 7e-3);
+            assert!((first + rest - whole).abs() < 1e-12, "{first} {rest} {whole}");
+            // What comes later is slower.
+            assert!(tile.sustained_after(whole, 2e-3) > 1.01 * first);
+        }
     }
 }

@@ -17,10 +17,6 @@ impl Direction {
         spec: &AttentionSpec,
         cost: &CostModel,
     ) -> StagePrediction {
-        let reduce_bytes = match self {
-            Direction::Forward => 0,
-            Direction::Backward => spec.kv_gradient_row_bytes(),
-        };
         let compute_seconds = match stage.area {
             0 => 0.0,
             area => {
@@ -33,8 +29,17 @@ impl Direction {
                     + area as f64 * self.pair_seconds(spec, cost)
             }
         };
+        StagePrediction { compute_seconds, ..self.transfers(rows, spec, cost) }
+    }
+
+    /// A stage whose links carry `rows` in their busier direction, without its computation.
+    pub(crate) fn transfers(self, rows: LinkRows, spec: &AttentionSpec, cost: &CostModel) -> StagePrediction {
+        let reduce_bytes = match self {
+            Direction::Forward => 0,
+            Direction::Backward => spec.kv_gradient_row_bytes(),
+        };
         StagePrediction {
-            compute_seconds,
+            compute_seconds: 0.0,
             ready_seconds: 0.0,
             cast_seconds: rows.seconds(spec.kv_row_bytes(), cost),
             reduce_seconds: rows.seconds(reduce_bytes, cost),
@@ -78,7 +83,7 @@ impl Direction {
     }
 
     /// Seconds to copy the gradients of own rows out of those of a stage that does all work.
-    fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
+    pub(crate) fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
         if own_rows == 0 || self == Direction::Forward {
             return 0.0;
         }

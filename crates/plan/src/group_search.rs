@@ -1,8 +1,8 @@
 //! Searches for the fastest groups of a layer's forward, whatever it is that says how long things take.
 
 use crate::{
-    CostModel, LinearKind, LinearPlan, LinearSpec, LinkUse, PassCurves, PlanError, ProductStart, WaveGroups,
-    compositions,
+    CostModel, LinearKind, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError, ProductStart,
+    WaveGroups, compositions,
 };
 
 /// Says how long a forward and its parts take: a machine that runs them, or a simulator.
@@ -103,8 +103,9 @@ impl GroupSearcher {
         Ok(best.unwrap_or((whole, f64::INFINITY)))
     }
 
-    /// Times products and collectives of some sizes by themselves, and returns the groups that are fastest by these times, with
-    /// the seconds expected.
+    /// Times products and collectives of some sizes by themselves, has the fastest groups follow from these times, and tries
+    /// them: one group and [`TRIALS`] more sequences at most. What the parts take from each other shows in a trial only, so each one
+    /// corrects what is expected of the sequences left. Returns the fastest that was tried, with its seconds.
     ///
     /// # Errors
     /// When the clock fails.
@@ -113,6 +114,49 @@ impl GroupSearcher {
         clock: &mut C,
         mut told: impl FnMut(SearchStep),
     ) -> Result<(LinearPlan, f64), C::Error> {
+        let costs = self.costs(clock, &mut told)?;
+        let whole = self.plan(WaveGroups::Fixed(1))?;
+        let mut tell = |what, done| told(SearchStep { what, done, all: TRIALS + 1 });
+        tell("one group".to_owned(), 0);
+        let mut best = (whole.clone(), clock.pass(&whole)?);
+        let Some(mut costs) = costs else { return Ok(best) };
+        let mut tried = vec![vec![costs.waves()]];
+        for trial in 1..=TRIALS {
+            let Some(groups) = self.untried(&costs, &tried, best.1) else { break };
+            tell(format!("groups of {groups:?} waves"), trial);
+            let plan = self.of_waves(&groups)?;
+            let seconds = clock.pass(&plan)?;
+            costs.correct(&groups, seconds);
+            if seconds < best.1 {
+                best = (plan, seconds);
+            }
+            tried.push(groups);
+        }
+        Ok(best)
+    }
+
+    /// The speed of products beside collectives with which a forward in two groups takes what the clock says: by the times of its
+    /// parts, and of the whole. `None` where nothing overlaps.
+    ///
+    /// # Errors
+    /// When the clock fails.
+    pub fn speed_beside<C: PassClock>(&self, clock: &mut C) -> Result<Option<f64>, C::Error> {
+        let Some(mut costs) = self.costs(clock, &mut |_| {})? else { return Ok(None) };
+        let waves = costs.waves();
+        let groups = [waves.div_ceil(2), waves / 2];
+        if groups.contains(&0) {
+            return Ok(None);
+        }
+        costs.correct(&groups, clock.pass(&self.of_waves(&groups)?)?);
+        Ok(Some(costs.speed_beside))
+    }
+
+    /// What the parts take, each by itself; `None` where there is one only.
+    fn costs<C: PassClock>(
+        &self,
+        clock: &mut C,
+        told: &mut impl FnMut(SearchStep),
+    ) -> Result<Option<PassCosts>, C::Error> {
         let whole = self.plan(WaveGroups::Fixed(1))?;
         let rows = whole.tokens_of(0).len();
         let waves = self.waves()?;
@@ -133,9 +177,9 @@ impl GroupSearcher {
             travel.add(size, there);
             back.add(size, home);
         }
-        told(SearchStep { what: "a product of a rank's own rows".to_owned(), done: all - 2, all });
+        told(SearchStep { what: "a product of a rank's own rows".to_owned(), done: 2 * sizes.len(), all });
         product.add(rows, clock.product(rows)?);
-        told(SearchStep { what: "putting groups together".to_owned(), done: all - 1, all });
+        told(SearchStep { what: "putting groups together".to_owned(), done: 2 * sizes.len() + 1, all });
         let curves = PassCurves {
             join: clock.join()?,
             starts: self.starts,
@@ -145,13 +189,26 @@ impl GroupSearcher {
             back: &|rows| back.at(rows),
             speed_beside: self.speed_beside,
         };
-        let Some(costs) = whole.pass_costs(self.wave, &curves) else {
-            return Ok((whole, product.at(self.spec.tokens)));
-        };
-        let groups = costs.fastest(self.most_groups);
-        Ok((self.of_waves(&groups)?, costs.seconds(&groups)))
+        Ok(whole.pass_costs(self.wave, &curves))
+    }
+
+    /// The sequence that is expected to be fastest, of the fastest ones with up to 2, 4, 8 groups and so on; `None` where all were
+    /// tried or none can be expected to beat `least` seconds.
+    fn untried(&self, costs: &PassCosts, tried: &[Vec<usize>], least: f64) -> Option<Vec<usize>> {
+        let all = self.most_groups.min(costs.waves());
+        let doubled = std::iter::successors(Some(2), |most| Some(2 * most)).take_while(|&most| most < all);
+        let fastest = doubled.chain([all]).map(|most| costs.fastest(most));
+        let fresh = fastest.filter(|groups| !tried.contains(groups));
+        let timed = fresh.map(|groups| (costs.seconds(&groups), groups));
+        let (seconds, groups) = timed.min_by(|a, b| a.0.total_cmp(&b.0))?;
+        (seconds < least * WORTH_A_TRIAL).then_some(groups)
     }
 }
+
+/// Sequences that are tried beside one group.
+const TRIALS: usize = 4;
+/// A sequence that is expected to take this much longer than the fastest that was tried is left out.
+const WORTH_A_TRIAL: f64 = 1.1;
 
 /// Numbers of waves that are timed: all small ones, then each half as much again as the one before, and all.
 fn sampled(waves: usize) -> impl Iterator<Item = usize> {

@@ -112,6 +112,9 @@ struct Ends {
     pending: usize,
 }
 
+/// Of computation beside communication: below it, what was seen has another reason.
+const LEAST_SPEED: f64 = 0.25;
+
 /// Sequences that are kept for each number of waves done.
 const FRONT: usize = 64;
 
@@ -133,6 +136,17 @@ impl PassCosts {
             ends = self.step(ends, waves, left);
         }
         self.end(ends, groups.len())
+    }
+
+    /// Sets the speed of computation beside communication such that `groups` take the `seconds` that they were seen to take, as
+    /// far as it can account for them.
+    pub(crate) fn correct(&mut self, groups: &[usize], seconds: f64) {
+        // The seconds fall with the speed.
+        let (mut slow, mut fast) = (LEAST_SPEED, 1.0);
+        for _ in 0..30 {
+            self.speed_beside = 0.5 * (slow + fast);
+            if self.seconds(groups) > seconds { slow = self.speed_beside } else { fast = self.speed_beside }
+        }
     }
 
     /// The fastest sequence of at most `most` groups, in waves. Exact up to sequences whose ends differ by less than a

@@ -95,6 +95,7 @@ fn an_h200_takes_what_is_predicted() {
                 head_dim_v: 128,
                 staged: false,
                 passed_bytes,
+                computed_seconds: 0.0,
             };
             // The backward also reads out and dout for delta, clears its sums of dq and rounds them.
             let predicted = [cost.forward_seconds(&work(0)), cost.backward_seconds(&work(12 * elements))];
@@ -128,6 +129,7 @@ fn without_tiles_time_is_in_proportion_to_pairs() {
             head_dim_v: 32,
             staged: false,
             passed_bytes: 0,
+            computed_seconds: 0.0,
         };
         let flops = 2.0 * 96.0 * 2.0 * mask.area() as f64;
         let expected = [

@@ -209,7 +209,8 @@ fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
     ReadyWork::of(bands, own_rows).part(q.shape[1], cost)
 }
 
-fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+/// Seconds of an operation, of a rank that has computed for so many before.
+fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cost: &CostModel) -> f64 {
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
     let work = match &op.op {
         Op::AttentionForward(a) => {
@@ -221,6 +222,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
                 staged: begun + left > 0,
                 // A tile waits for its state before it can end, so it is read at half the rate.
                 passed_bytes: 2 * begun + left,
+                computed_seconds,
                 ..work
             });
         }
@@ -229,7 +231,8 @@ fn compute_seconds(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
             let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
             let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
             let work = attention_work(program, &a.bands, [a.q, a.k, a.v], a.arriving.as_ref());
-            return cost.backward_seconds(&AttentionWork { passed_bytes: cleared + rounded, ..work });
+            let passed_bytes = cleared + rounded;
+            return cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work });
         }
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
@@ -271,8 +274,14 @@ fn waves_seconds(program: &Program, groups: &[Gemm], cost: &CostModel) -> f64 {
 }
 
 /// Seconds from the start of an operation, or from the end of its part before, to the end of part `part`; `None` when it has
-/// fewer parts.
-fn part_seconds(program: &Program, op: &ProgramOp, part: usize, cost: &CostModel) -> Option<f64> {
+/// fewer parts. The rank has computed for `computed_seconds` before.
+fn part_seconds(
+    program: &Program,
+    op: &ProgramOp,
+    part: usize,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> Option<f64> {
     match &op.op {
         Op::WaveGemm(waves) => {
             let until = |groups| waves_seconds(program, &waves.groups[..groups], cost);
@@ -289,9 +298,9 @@ fn part_seconds(program: &Program, op: &ProgramOp, part: usize, cost: &CostModel
         arriving if arriving.arriving().is_some() => {
             let ready = ready_part(program, op, cost);
             let share = *[ready, 1.0 - ready].get(part)?;
-            Some(share * compute_seconds(program, op, cost))
+            Some(share * compute_seconds(program, op, computed_seconds, cost))
         }
-        _ => (part == 0).then(|| compute_seconds(program, op, cost)),
+        _ => (part == 0).then(|| compute_seconds(program, op, computed_seconds, cost)),
     }
 }
 
@@ -324,5 +333,6 @@ fn attention_work<'a>(
         head_dim_v: v.shape[2],
         staged: false,
         passed_bytes: 0,
+        computed_seconds: 0.0,
     }
 }

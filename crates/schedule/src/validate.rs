@@ -531,16 +531,17 @@ impl Program {
                 Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
             }
-            let start = clock.clone();
+            // What this rank sends in the same cast may be under way for longer, so later operations know nothing more.
+            let mut delivered = clock.clone();
             if let Some(keys) = op.op.arriving() {
                 let Some(raised) = signals.get(keys.delivery.signal.0) else {
                     return Err(self.unknown(index, "a signal"));
                 };
-                let [(parts, delivered)] = &raised[..] else { return Err(no_producer(index, "a delivery")) };
+                let [(parts, cast)] = &raised[..] else { return Err(no_producer(index, "a delivery")) };
                 if *parts != keys.delivery.parts as u64 {
                     return Err(no_producer(index, "a delivery in as many parts"));
                 }
-                clock.join(delivered);
+                delivered.join(cast);
             }
             if let Some((signal, parts)) = op.op.raises() {
                 let Some(raised) = signals.get_mut(signal.0) else {
@@ -552,7 +553,7 @@ impl Program {
                     raised.push((part as u64 + 1, so_far));
                 }
             }
-            out.push(Clocks { start, delivered: clock.clone() });
+            out.push(Clocks { start: clock.clone(), delivered });
             clock.finished[stream] = Some(Step::whole(index));
             streams[stream] = clock;
         }

@@ -1,4 +1,4 @@
-use counterpoint_plan::{CostModel, Link, TileCosts};
+use counterpoint_plan::{CostModel, Link, TileCosts, WorkerSharing};
 
 use super::CudaMachine;
 
@@ -23,6 +23,7 @@ pub(super) fn estimate(sm_count: u32) -> CostModel {
         backward_flops_per_second: h200.backward_flops_per_second * share,
         matmul_flops_per_second: h200.matmul_flops_per_second * share,
         memory_bytes_per_second: h200.memory_bytes_per_second * share,
+        sharing: Some(WorkerSharing { workers: sm_count as usize, ..WorkerSharing::H200 }),
         tiles: h200.tiles.map(|tiles| TileCosts { workers: sm_count as usize, ..tiles }),
         ..h200
     }
@@ -42,6 +43,8 @@ pub(super) fn shared(one: CostModel, ranks: usize) -> CostModel {
         memory_bytes_per_second,
         // A copy reads and writes each byte.
         link: Link { alpha_seconds: 20e-6, bytes_per_second: memory_bytes_per_second / 2.0 },
+        // Kernels of several ranks find room among each other in ways that this does not know.
+        sharing: None,
         tiles: one.tiles.map(|tiles| TileCosts { workers: tiles.workers.div_ceil(ranks), ..tiles }),
         ..one
     }

@@ -3,6 +3,7 @@
 mod kernels;
 mod links;
 mod policies;
+mod sharing;
 mod starts;
 
 pub use starts::{StartCount, count_starts};
@@ -47,6 +48,10 @@ pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<Ma
         let used = profile.transports.iter().find(|one| one.transport == machine.transport().to_string());
         if let Some(link) = used.and_then(links::link) {
             profile.cost.link = link;
+        }
+        if let Some(assumed) = profile.cost.sharing {
+            told("products beside collectives");
+            profile.cost.sharing = Some(sharing::measure(machine, assumed)?);
         }
         profile.policies = policies::measure(machine, &profile.cost, told)?;
     }

@@ -11,7 +11,7 @@ use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Laun
 
 /// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
 const FETCHERS: u32 = 1;
-const ADDERS: u32 = 512;
+const ADDERS: u32 = 256;
 const THREADS: u32 = 32 * FETCHERS + ADDERS;
 /// Stages, and bytes of each: an operand of a piece.
 const STAGES: u32 = 12;
@@ -232,7 +232,7 @@ fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
         .line(format_args!(
             "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1)"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!("{name}(const __grid_constant__ LinkCall call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
         .line(format_args!("  link_reduce<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
@@ -247,7 +247,7 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
     let specialisation = |types| Specialisation {
         source: source(Arch::SM_90A, types),
         matrix_unit: MatrixUnit::None,
-        register_limit: 120,
+        register_limit: 224,
     };
     types.map(specialisation).collect()
 }

@@ -3,6 +3,7 @@
 mod columns;
 mod profile;
 mod solver;
+mod tiles;
 mod traffic;
 
 use counterpoint_mask::{Band, Range};
@@ -13,10 +14,11 @@ use crate::outline::RankOutline;
 use crate::prediction::busier_rows;
 use crate::runs::Runs;
 use crate::work::{KeySegment, cut_into_stages};
-use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, ReadyWork, StageCount, StagePrediction};
+use crate::{AttentionSpec, KEY_BLOCK, PlanConfig, StageCount, StagePrediction};
 
 use profile::Profile;
 use solver::{Cuts, Rates};
+use tiles::Candidate;
 use traffic::Traffic;
 
 /// The cuts of every rank's list of remote rows, for one direction.
@@ -139,45 +141,43 @@ pub(crate) fn cut(
             Some(direction.predict_hosted(hosted, rows, spec, &config.cost))
         };
         let hosted: Vec<Option<StagePrediction>> = ranks.iter().enumerate().map(predict_hosted).collect();
-        let choice = match config.stages {
-            StageCount::Auto => {
-                let (choice, seconds) = Choice::quickest(&solved, most, |choice, limit| {
-                    choice.seconds(&profiles, &traffic, &hosted, limit, |rank, area, remote, rows| {
-                        let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
-                        direction.predict(work, rows, spec, &config.cost)
-                    })
-                });
-                // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
-                let may_gather = can_gather && config.cost.tiles.is_some();
-                let all_at_once = StageCuts::gathered(ranks);
-                let gathered = |(rank, outline): (usize, &RankOutline)| {
-                    let profile = &profiles[rank];
-                    let last = profile.places.len() - 1;
-                    let work = StageWork {
-                        area: profile.local_area + profile.area_before[last],
-                        q_rows: outline.q_rows,
-                        own_rows: outline.own_rows(),
-                        remote: false,
-                    };
-                    let rows = LinkRows::busier(sent[rank], traffic.received(rank, profile, 0, last));
-                    let ready = ReadyWork::of(&all_at_once.bands(rank, outline)[1], work.own_rows);
-                    let all = direction.predict(work, rows, spec, &config.cost);
-                    let all = all.as_rows_arrive(&ready, spec, &config.cost);
-                    makespan(hosted[rank].into_iter().chain([all]))
-                };
-                if may_gather && ranks.iter().enumerate().map(gathered).fold(0.0, f64::max) < seconds {
-                    return all_at_once;
-                }
-                choice
-            }
-            StageCount::Fixed(stages) => Choice::new(&solved, stages.max(1), Cuts::most_up_to),
+        let cuts = |choice: &Choice| {
+            let places = profiles
+                .iter()
+                .zip(&choice.cuts)
+                .map(|(profile, cut)| cut.iter().map(|&index| profile.places[usize::from(index)]).collect());
+            StageCuts::new(ranks, &places.collect::<Vec<Vec<usize>>>(), choice.stages + 1)
         };
-        let places: Vec<Vec<usize>> = profiles
-            .iter()
-            .zip(&choice.cuts)
-            .map(|(profile, cut)| cut.iter().map(|&index| profile.places[usize::from(index)]).collect())
-            .collect();
-        StageCuts::new(ranks, &places, choice.stages + 1)
+        if let StageCount::Fixed(stages) = config.stages {
+            return cuts(&Choice::new(&solved, stages.max(1), Cuts::most_up_to));
+        }
+        let by_pairs = |rank: usize, area, remote, rows| {
+            let work = StageWork { area, q_rows: ranks[rank].q_rows, own_rows: 0, remote };
+            direction.predict(work, rows, spec, &config.cost)
+        };
+        let quickest = Choice::quickest(&solved, most, |choice, limit| {
+            let links = choice.links(&profiles, &traffic);
+            slowest_below(limit, choice.seconds(&links, &profiles, &hosted, &by_pairs))
+        });
+        if config.cost.tiles.is_none() {
+            // What the CPU's rates say of one launch more or less is too coarse to give up overlap for.
+            return cuts(&quickest);
+        }
+        let single = Choice::new(&solved, 1, Cuts::best_up_to);
+        let links = single.links(&profiles, &traffic);
+        let by_rank: Vec<f64> = single.seconds(&links, &profiles, &hosted, &by_pairs).collect();
+        let probed = tiles::slowest(&by_rank);
+        let mut candidates = vec![Candidate { cuts: cuts(&single), links: links.clone() }];
+        if quickest.stages > 1 {
+            let links = quickest.links(&profiles, &traffic);
+            candidates.push(Candidate { cuts: cuts(&quickest), links });
+        }
+        if can_gather {
+            candidates.push(Candidate { cuts: StageCuts::gathered(ranks), links });
+        }
+        tiles::quickest(candidates, |candidate| {
+            candidate.seconds(direction, ranks, &hosted, &probed, spec, &config.cost)
+        })
     })
 }
 
@@ -205,8 +205,8 @@ impl Choice {
     ///
     /// Each rank cuts for itself, as if its sending were spread over its stages. Who sends what when follows only from all
     /// cuts together, and can undo what stages gain: then every rank waits for one owner at a time. So the number of stages
-    /// is chosen by what they really send, and is never worse than a single stage. With it the seconds of the choice.
-    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> (Self, f64) {
+    /// is chosen by what they really send, and is never worse than a single stage.
+    fn quickest(solved: &[Cuts], most: usize, seconds: impl Fn(&Choice, f64) -> f64) -> Self {
         let mut best = Choice::new(solved, 1, Cuts::best_up_to);
         let mut least = seconds(&best, f64::INFINITY);
         for stages in 2..=most {
@@ -220,19 +220,11 @@ impl Choice {
                 (best, least) = (choice, seconds);
             }
         }
-        (best, least)
+        best
     }
 
-    /// Predicted makespan of the slowest rank, every stage charged what it really sends and receives; or that of any rank
-    /// that needs `limit` or more.
-    fn seconds(
-        &self,
-        profiles: &[Profile],
-        traffic: &Traffic,
-        hosted: &[Option<StagePrediction>],
-        limit: f64,
-        predict: impl Fn(usize, u64, bool, LinkRows) -> StagePrediction,
-    ) -> f64 {
+    /// Rows in the busier direction of the links of every rank, by remote stage.
+    fn links(&self, profiles: &[Profile], traffic: &Traffic) -> Vec<Vec<LinkRows>> {
         let stage_of: Vec<Vec<u8>> = self
             .cuts
             .iter()
@@ -242,22 +234,46 @@ impl Choice {
             })
             .collect();
         let sent = traffic.sent(&stage_of, self.stages);
-        let mut slowest = 0.0;
-        for (rank, (cut, profile)) in self.cuts.iter().zip(profiles).enumerate() {
-            let local = predict(rank, profile.local_area, false, LinkRows::default());
-            let remote = cut.windows(2).zip(&sent[rank * self.stages..]).map(|(ends, &sent)| {
-                let (from, to) = (usize::from(ends[0]), usize::from(ends[1]));
-                let received = traffic.received(rank, profile, from, to);
-                let area = profile.area_before[to] - profile.area_before[from];
-                predict(rank, area, true, LinkRows::busier(sent, received))
-            });
-            slowest = f64::max(slowest, makespan(std::iter::once(local).chain(hosted[rank]).chain(remote)));
-            if slowest >= limit {
-                break;
-            }
-        }
-        slowest
+        let of_rank = |(rank, (cut, profile)): (usize, (&Vec<u16>, &Profile))| {
+            let stages = cut.windows(2).zip(&sent[rank * self.stages..]);
+            let busier = |(ends, &sent): (&[u16], &LinkRows)| {
+                let received = traffic.received(rank, profile, usize::from(ends[0]), usize::from(ends[1]));
+                LinkRows::busier(sent, received)
+            };
+            stages.map(busier).collect()
+        };
+        self.cuts.iter().zip(profiles).enumerate().map(of_rank).collect()
     }
+
+    /// Predicted makespan of rank after rank, every stage charged what it really sends and receives.
+    fn seconds<'a>(
+        &'a self,
+        links: &'a [Vec<LinkRows>],
+        profiles: &'a [Profile],
+        hosted: &'a [Option<StagePrediction>],
+        predict: &'a impl Fn(usize, u64, bool, LinkRows) -> StagePrediction,
+    ) -> impl Iterator<Item = f64> + 'a {
+        self.cuts.iter().zip(profiles).enumerate().map(move |(rank, (cut, profile))| {
+            let local = predict(rank, profile.local_area, false, LinkRows::default());
+            let remote = cut.windows(2).zip(&links[rank]).map(|(ends, &rows)| {
+                let (from, to) = (usize::from(ends[0]), usize::from(ends[1]));
+                predict(rank, profile.area_before[to] - profile.area_before[from], true, rows)
+            });
+            makespan(std::iter::once(local).chain(hosted[rank]).chain(remote))
+        })
+    }
+}
+
+/// The largest of `seconds`; or the first that reaches `limit`.
+fn slowest_below(limit: f64, seconds: impl Iterator<Item = f64>) -> f64 {
+    let mut slowest = 0.0;
+    for seconds in seconds {
+        slowest = f64::max(slowest, seconds);
+        if slowest >= limit {
+            break;
+        }
+    }
+    slowest
 }
 
 impl Direction {

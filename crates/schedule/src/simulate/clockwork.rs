@@ -208,8 +208,10 @@ impl<'a> Clockwork<'a> {
 
     fn start_computation(&mut self, rank: usize, stream: usize, op: usize, now: f64) {
         let (cost, state) = (self.cost, &mut self.ranks[rank]);
-        let part = state.parts[stream];
-        let Some(left) = part_seconds(state.program, &state.program.ops[op], part, cost) else { return };
+        let (part, computed) = (state.parts[stream], state.computed_seconds);
+        let op = &state.program.ops[op];
+        let Some(left) = part_seconds(state.program, op, part, computed, cost) else { return };
+        state.computed_seconds += left;
         let speed = state.speed(cost.sharing);
         state.computing.push(Computing { stream, left, since: now, speed });
         let number = self.enter(now + left / speed, rank, stream);
@@ -295,7 +297,8 @@ impl<'a> Clockwork<'a> {
         let mut end = ends[0].max(ends[1]);
         let program = self.ranks[rank].program;
         if matches!(program.ops[op].op, Op::GemmReduce(_) | Op::CastGemm(_)) {
-            let multiplied = now + moved.alpha[0] + compute_seconds(program, &program.ops[op], self.cost);
+            let multiplying = compute_seconds(program, &program.ops[op], 0.0, self.cost);
+            let multiplied = now + moved.alpha[0] + multiplying;
             end = end.max(multiplied);
         }
         let number = self.enter(end, rank, stream);

@@ -26,6 +26,8 @@ pub(super) struct Rank<'a> {
     pub(super) communicating: usize,
     /// Computations under way.
     pub(super) computing: Vec<Computing>,
+    /// Seconds of all computations so far, had nothing slowed them.
+    pub(super) computed_seconds: f64,
     /// When each port has carried what it was given.
     pub(super) port_free: [f64; 2],
 }
@@ -74,6 +76,7 @@ impl<'a> Rank<'a> {
             queue_head: (program.policy.queues == HardwareQueues::Single).then(|| holding_up(program, 0)),
             communicating: 0,
             computing: Vec::new(),
+            computed_seconds: 0.0,
             port_free: [0.0; 2],
         }
     }

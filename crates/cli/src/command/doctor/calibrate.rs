@@ -94,6 +94,10 @@ fn describe(profile: &MachineProfile) -> String {
         format_gbps(cost.link.bytes_per_second)
     );
     line("link", link);
+    if let Some(sharing) = cost.sharing {
+        let value = format!("{} of {} workers", sharing.communication, sharing.workers);
+        line("a collective takes", value);
+    }
     for transport in transports {
         for (what, points) in [("group-cast", &transport.cast), ("group-reduce", &transport.reduce)] {
             let each = points

@@ -31,6 +31,7 @@
 mod coverage;
 mod pairing;
 mod segments;
+mod settle;
 mod stretch;
 mod trade;
 
@@ -40,6 +41,7 @@ use super::sequential::sequential;
 use super::{ChunkWork, Home};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
+pub(crate) use settle::{Prices, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;
 

@@ -45,7 +45,7 @@ pub(super) fn trade(work: &ChunkWork, segments: &Segments, rank_chunks: &mut [Ve
     }
     let mut coverage = Coverage::new(segments, rank_chunks);
     let received = (0..ranks).map(|rank| coverage.received(rank)).sum::<i64>() / ranks as i64;
-    let mut draw = Draw(0);
+    let mut draw = Draw::default();
     let mut since_gain = 0;
     let mut left = STEPS;
     for _ in 0..PROPOSALS {
@@ -113,11 +113,12 @@ struct Seat {
 }
 
 /// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) from a fixed seed.
-struct Draw(u64);
+#[derive(Default)]
+pub(super) struct Draw(u64);
 
 impl Draw {
     /// A number below `end`, which must be at least 1.
-    fn below(&mut self, end: usize) -> usize {
+    pub(super) fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,0 +1,169 @@
+use super::segments::{Segments, bits_in, words_of};
+use super::trade::Draw;
+use crate::dispatch::{ChunkWork, Dispatch, Home};
+
+/// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
+const MOST_CHUNKS: usize = 1024;
+const MOST_RANKS: usize = 16;
+/// Swaps that are proposed. A budget and no clock: the result is the same on every machine.
+const PROPOSALS: usize = 8_000;
+/// The first worsening that is accepted, as a part of the whole; they shrink evenly to none.
+const FIRST_THRESHOLD: i64 = 48;
+/// How much of the time of the slowest rank all others' counts for: so that a swap that helps only these is a step.
+const OTHERS: i64 = 8;
+
+/// A dispatch is left alone unless another one is predicted to take less by this part: what is predicted is no better.
+const LEAST_GAIN: i64 = 100;
+/// By which part of an average chunk each piece costs more that ranks' rows are cut into: blocks end where pieces do.
+const PIECE: i64 = 16;
+
+/// What a step of work takes, in picoseconds.
+#[derive(Clone, Debug)]
+pub(crate) struct Prices {
+    /// Computing each chunk.
+    pub(crate) chunks: Vec<i64>,
+    /// A key row on the busier side of a rank's links.
+    pub(crate) row: i64,
+}
+
+/// Whether a dispatch is one that is settled: of a few ranks, in pieces that are not too many.
+pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
+    let (chunks, ranks) = (work.num_chunks(), dispatch.cp_size());
+    (2..=MOST_RANKS).contains(&ranks) && (2 * ranks..=MOST_CHUNKS).contains(&chunks)
+}
+
+/// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
+/// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
+pub(crate) fn settle(work: &ChunkWork, prices: &Prices, dispatch: Dispatch) -> Dispatch {
+    let segments = Segments::new(work, Home::WithQueries);
+    let mut state = State::new(&segments, prices, &dispatch);
+    let mut seconds = state.seconds();
+    let limit = seconds - seconds / LEAST_GAIN;
+    let mut best = (seconds, state.rank_chunks.clone());
+    let mut draw = Draw::default();
+    for step in 0..PROPOSALS {
+        let threshold = best.0 / FIRST_THRESHOLD * (PROPOSALS - step) as i64 / PROPOSALS as i64;
+        let Some(swap) = state.propose(&mut draw) else { continue };
+        state.swap(swap);
+        let after = state.seconds();
+        if after > seconds + threshold {
+            state.swap(swap);
+            continue;
+        }
+        seconds = after;
+        if seconds < best.0 {
+            best = (seconds, state.rank_chunks.clone());
+        }
+    }
+    match best.0 < limit {
+        true => Dispatch::new(work.seqlen_q(), work.chunk_size(), best.1),
+        false => dispatch,
+    }
+}
+
+/// Two seats: rank and place in its list.
+type Swap = [(usize, usize); 2];
+
+/// Who has which chunks, and what follows from it.
+struct State<'a> {
+    segments: &'a Segments,
+    prices: &'a Prices,
+    rank_chunks: Vec<Vec<u32>>,
+    /// By chunk.
+    rank_of: Vec<usize>,
+    loads: Vec<i64>,
+    /// Segments that each rank reads and owns, `[rank * words + word]`.
+    read: Vec<u64>,
+    own: Vec<u64>,
+}
+
+impl<'a> State<'a> {
+    fn new(segments: &'a Segments, prices: &'a Prices, dispatch: &Dispatch) -> Self {
+        let ranks = dispatch.cp_size();
+        let rank_chunks: Vec<Vec<u32>> = (0..ranks).map(|rank| dispatch.chunks(rank).to_vec()).collect();
+        let mut rank_of = vec![0; prices.chunks.len()];
+        for (rank, chunks) in rank_chunks.iter().enumerate() {
+            chunks.iter().for_each(|&chunk| rank_of[chunk as usize] = rank);
+        }
+        let sets = || vec![0; ranks * segments.words()];
+        let (read, own) = (sets(), sets());
+        let mut state = Self { segments, prices, rank_chunks, rank_of, loads: vec![0; ranks], read, own };
+        (0..ranks).for_each(|rank| state.refresh(rank));
+        state
+    }
+
+    fn refresh(&mut self, rank: usize) {
+        let words = self.segments.words();
+        let set = rank * words..(rank + 1) * words;
+        let (read, own) = (&mut self.read[set.clone()], &mut self.own[set]);
+        read.fill(0);
+        own.fill(0);
+        for &chunk in &self.rank_chunks[rank] {
+            for &range in self.segments.needs(chunk) {
+                words_of(range).for_each(|word| read[word] |= bits_in(range, word));
+            }
+            let rows = self.segments.own(chunk);
+            words_of(rows).for_each(|word| own[word] |= bits_in(rows, word));
+        }
+        let prices = &self.prices.chunks;
+        self.loads[rank] = self.rank_chunks[rank].iter().map(|&chunk| prices[chunk as usize]).sum();
+    }
+
+    /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
+    fn propose(&self, draw: &mut Draw) -> Option<Swap> {
+        let a = draw.below(self.rank_of.len());
+        let to = match draw.below(4) {
+            0 => draw.below(self.rank_chunks.len()),
+            way if way % 2 == 0 => self.rank_of[(a + 1).min(self.rank_of.len() - 1)],
+            _ => self.rank_of[a.saturating_sub(1)],
+        };
+        let from = self.rank_of[a];
+        if from == to || self.rank_chunks[to].is_empty() {
+            return None;
+        }
+        let place = self.rank_chunks[from].iter().position(|&chunk| chunk as usize == a)?;
+        Some([(from, place), (to, draw.below(self.rank_chunks[to].len()))])
+    }
+
+    fn swap(&mut self, [a, b]: Swap) {
+        let (chunk_a, chunk_b) = (self.rank_chunks[a.0][a.1], self.rank_chunks[b.0][b.1]);
+        self.rank_chunks[a.0][a.1] = chunk_b;
+        self.rank_chunks[b.0][b.1] = chunk_a;
+        self.rank_of[chunk_a as usize] = b.0;
+        self.rank_of[chunk_b as usize] = a.0;
+        self.refresh(a.0);
+        self.refresh(b.0);
+    }
+
+    /// Picoseconds of the slowest rank, and a part of everybody's.
+    fn seconds(&self) -> i64 {
+        let (ranks, words) = (self.loads.len(), self.segments.words());
+        let (mut received, mut sent) = (vec![0; ranks], vec![0; ranks]);
+        for to in 0..ranks {
+            for word in 0..words {
+                let missing = self.read[to * words + word] & !self.own[to * words + word];
+                if missing == 0 {
+                    continue;
+                }
+                for from in (0..ranks).filter(|&from| from != to) {
+                    let shared = missing & self.own[from * words + word];
+                    if shared != 0 {
+                        let rows = self.segments.rows(word, shared);
+                        sent[from] += rows;
+                        received[to] += rows;
+                    }
+                }
+            }
+        }
+        let busier = |rank: usize| i64::max(sent[rank], received[rank]) * self.prices.row;
+        let most_computed = self.loads.iter().copied().max().unwrap_or(0);
+        let most_moved = (0..ranks).map(busier).max().unwrap_or(0);
+        let all: i64 = self.loads.iter().sum();
+        let mean = all / ranks as i64;
+        let pieces = self.rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
+        let cut = pieces * (all / self.rank_of.len() as i64) / (PIECE * ranks as i64);
+        let uneven: i64 = self.loads.iter().map(|load| (load - mean).abs()).sum();
+        let moved: i64 = (0..ranks).map(busier).sum();
+        most_computed + most_moved + cut + (uneven + moved) / (OTHERS * ranks as i64)
+    }
+}
