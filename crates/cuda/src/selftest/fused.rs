@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{
-    Backend, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, RunConfig, WorldConfig,
+    Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, WaveGroups};
@@ -17,8 +17,9 @@ use crate::kernel::{BitCheck, GEMM_DESTINATIONS};
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, Stream};
 
 /// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
-/// rows are a single tile's, and columns and terms end inside of one.
-pub(super) const SHAPES: [[usize; 3]; 2] = [[256, 256, 128], [128, 1000, 200]];
+/// rows are a single tile's, and columns and terms end inside of one; in the last they are a slice of a tile.
+pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [TILE_ROWS / 4, 256, 128]];
+const TILE_ROWS: usize = 128;
 /// Calls after which the host waits, and so notices what failed.
 const BATCH: usize = 1000;
 /// What delays a rank, at most: it fills memory meanwhile.
@@ -34,9 +35,11 @@ const LIMIT: Duration = Duration::from_secs(20);
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
-    let cases =
-        SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
-    cases.map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
+    let all = SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
+    // A gather of less than a tile is not fused.
+    let fused =
+        all.filter(|(shape, collective)| shape[0] >= TILE_ROWS || *collective != GemmCollective::AllGather);
+    fused.map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
 }
 
 /// How a product and its collective are run.
@@ -62,19 +65,15 @@ pub(super) fn examine(
     let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(n, 900 + rank as u64)).collect();
     let inputs: [Vec<HostTensor>; 2] =
         [0, 100].map(|turn| (0..ranks).map(|rank| tensor(rows, turn + rank as u64)).collect());
-    let apart = RunConfig {
-        policy: OverlapPolicy::new(StartOrder::Sequential),
-        limit: LIMIT,
-        ..RunConfig::default()
-    };
+    let apart = GemmOverlap::Policy(OverlapPolicy::new(StartOrder::Sequential));
+    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let expected = inputs.each_ref().map(|x| match collective {
-        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, &apart),
-        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, &apart),
-        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, &apart),
+        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, apart, &world),
+        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, apart, &world),
+        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, apart, &world),
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared

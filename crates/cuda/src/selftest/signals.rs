@@ -138,7 +138,7 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
 /// # Errors
 /// Whatever ends a run.
 pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
-    let [shape @ [rows, _, _], _] = SHAPES;
+    let [shape @ [rows, _, _], ..] = SHAPES;
     // Nothing is left free, so units of tiles are placed one by one; and 16 multiprocessors are.
     let policies = ["signals", "signals+sm-margin=16"].map(str::parse);
     let groups = [WaveGroups::Sizes(vec![rows / 2, rows / 4, rows / 4]), WaveGroups::Fixed(5)];
