@@ -42,6 +42,7 @@ impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
             collective: &self.collective,
             buffers: &self.buffers,
             barrier: None,
+            signal: None,
         };
         // Sums begin with what their owner has, which is new in each call too.
         let (made, contents) = match self.case.collective {
