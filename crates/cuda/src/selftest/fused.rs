@@ -17,9 +17,10 @@ use crate::kernel::{BitCheck, GEMM_DESTINATIONS};
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, Stream};
 
 /// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
-/// rows are a single tile's, and columns and terms end inside of one; in the last they are a slice of a tile.
-pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [TILE_ROWS / 4, 256, 128]];
-const TILE_ROWS: usize = 128;
+/// rows are a single tile's, and columns and terms end inside of one; in the third they are a slice of one.
+pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [32, 256, 128]];
+/// Rows of a tile: a gather of fewer is not fused.
+const TILE: usize = 128;
 /// Calls after which the host waits, and so notices what failed.
 const BATCH: usize = 1000;
 /// What delays a rank, at most: it fills memory meanwhile.
@@ -35,11 +36,11 @@ const LIMIT: Duration = Duration::from_secs(20);
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
-    let all = SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
-    // A gather of less than a tile is not fused.
-    let fused =
-        all.filter(|(shape, collective)| shape[0] >= TILE_ROWS || *collective != GemmCollective::AllGather);
-    fused.map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
+    let cases =
+        SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
+    let fits =
+        |&(shape, collective): &([usize; 3], _)| shape[0] >= TILE || collective != GemmCollective::AllGather;
+    cases.filter(fits).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
 }
 
 /// How a product and its collective are run.
