@@ -361,7 +361,9 @@ impl Program {
         // Of the barriers: how many have arrived, and how many each stream has awaited.
         let mut arrived = vec![0u64; self.num_barriers];
         let mut awaited = vec![vec![0u64; self.num_barriers]; self.streams.len()];
-        let mut casts: Vec<Option<(usize, Option<(usize, u64)>)>> = vec![None; self.num_signals];
+        // Of the signals: the cast that raises it, and the barrier with its arrivals that tell of its start.
+        type Start = Option<(usize, u64)>;
+        let mut casts: Vec<Option<(usize, Start)>> = vec![None; self.num_signals];
         for (index, op) in self.ops.iter().enumerate() {
             let arrives = match &op.op {
                 Op::GroupCast(cast) => cast.arrive,
