@@ -361,7 +361,8 @@ impl Program {
         // Of the barriers: how many have arrived, and how many each stream has awaited.
         let mut arrived = vec![0u64; self.num_barriers];
         let mut awaited = vec![vec![0u64; self.num_barriers]; self.streams.len()];
-        let mut casts: Vec<Option<(usize, Option<(usize, u64)>)>> = vec![None; self.num_signals];
+        // By signal: the group-cast that raises it, and its arrival at a barrier.
+        let mut casts: Vec<Option<(usize, Option<Arrival>)>> = vec![None; self.num_signals];
         for (index, op) in self.ops.iter().enumerate() {
             let arrives = match &op.op {
                 Op::GroupCast(cast) => cast.arrive,
@@ -572,6 +573,9 @@ impl Program {
         Ok(())
     }
 }
+
+/// A barrier, and how many have arrived at it by then.
+type Arrival = (usize, u64);
 
 /// What is certainly finished at points of an operation.
 #[derive(Clone, Debug)]
