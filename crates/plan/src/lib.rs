@@ -16,6 +16,7 @@ mod division;
 mod error;
 mod exchange;
 mod fingerprint;
+mod gemm_collective;
 mod group_part;
 mod group_search;
 mod hierarchy;
@@ -52,6 +53,7 @@ pub use dispatch::{
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
+pub use gemm_collective::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
 pub use group_part::GroupPartError;
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::{Extent, SelfCheck};
 use counterpoint_exec::{
-    Backend, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Prepared, RunConfig, WorldConfig,
+    Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, WaveGroups};
@@ -16,8 +16,10 @@ use crate::backend::exec_error;
 use crate::kernel::GEMM_DESTINATIONS;
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
 
-/// Rows of each rank, columns and terms: few tiles, so that calls follow each other closely.
+/// Rows of each rank: two tiles, and a slice of one.
 pub(super) const ROWS: usize = 256;
+const SLICE: usize = 32;
+/// Columns and terms: few tiles, so that calls follow each other closely.
 const COLUMNS: usize = 256;
 const TERMS: usize = 128;
 /// Calls whose results are kept until they are looked at.
@@ -39,7 +41,12 @@ pub fn selftest_fused(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfC
     };
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
-    GemmCollective::ALL.into_iter().map(|collective| examine(machine, collective, &way, batches)).collect()
+    let all = GemmCollective::ALL.map(|collective| (collective, ROWS));
+    // A gather of less than a tile is not fused.
+    let slices =
+        [GemmCollective::ReduceScatter, GemmCollective::AllReduce].map(|collective| (collective, SLICE));
+    let cases = all.into_iter().chain(slices);
+    cases.map(|case| examine(machine, case, &way, batches)).collect()
 }
 
 /// How a product and its collective are run.
@@ -52,31 +59,27 @@ pub(super) struct Way {
 /// One collective's calls, so many batches of them.
 pub(super) fn examine(
     machine: &CudaMachine,
-    collective: GemmCollective,
+    (collective, own_rows): (GemmCollective, usize),
     way: &Way,
     batches: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
-    let m = ROWS * ranks;
+    let m = own_rows * ranks;
     let spec = GemmCollectiveSpec { collective, ranks, m, n: COLUMNS, k: TERMS, dtype: DType::Bf16 };
-    let rows = if collective == GemmCollective::AllGather { ROWS } else { m };
+    let rows = if collective == GemmCollective::AllGather { own_rows } else { m };
     let tensor = |rows, seed| random_tensor(vec![rows, TERMS], DType::Bf16, seed);
     let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(COLUMNS, 900 + rank as u64)).collect();
     let inputs: [Vec<HostTensor>; 2] =
         [0, 100].map(|turn| (0..ranks).map(|rank| tensor(rows, turn + rank as u64)).collect());
-    let apart = RunConfig {
-        policy: OverlapPolicy::new(StartOrder::Sequential),
-        limit: LIMIT,
-        ..RunConfig::default()
-    };
+    let apart = GemmOverlap::Policy(OverlapPolicy::new(StartOrder::Sequential));
+    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let expected = inputs.each_ref().map(|x| match collective {
-        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, &apart),
-        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, &apart),
-        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, &apart),
+        GemmCollective::ReduceScatter => gemm_reduce_scatter(machine, x, &weights, apart, &world),
+        GemmCollective::AllReduce => gemm_all_reduce(machine, x, &weights, apart, &world),
+        GemmCollective::AllGather => all_gather_gemm(machine, x, &weights, apart, &world),
     });
     let [first, second] = expected;
     let expected = [first?, second?];
-    let world = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
     let prepared = spec.prepare_groups(machine, way.groups.clone(), way.policy, world)?;
     let wrong = thread::scope(|scope| {
         let threads: Vec<_> = prepared
@@ -98,7 +101,7 @@ pub(super) fn examine(
     })?;
     let calls = batches * BATCH;
     let name = format!(
-        "{calls} products with {}, {}, on {ranks} GPUs, random delays, wrong elements",
+        "{calls} products of {m} rows with {}, {}, on {ranks} GPUs, random delays, wrong elements",
         collective.name(),
         way.name
     );

@@ -151,6 +151,7 @@ impl Case {
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
+            TileOrder::ShardBlocks { .. } => "by blocks of shards",
             TileOrder::Cuts(_) => "with cuts",
             TileOrder::Table(_) => "by a table",
         };

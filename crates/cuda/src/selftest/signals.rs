@@ -158,7 +158,7 @@ pub fn selftest_signalled_products(
         for groups in &groups {
             let way = Way { name, policy, groups: groups.clone() };
             for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
-                checks.push(examine(machine, collective, &way, batches)?);
+                checks.push(examine(machine, (collective, ROWS), &way, batches)?);
             }
         }
     }

@@ -7,7 +7,9 @@
 use std::ops::Range;
 
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
-use counterpoint_schedule::{Accumulate, BufferSpec, GroupCast, GroupReduce, ReduceOp};
+use counterpoint_schedule::{
+    Accumulate, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
+};
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
 use crate::backend::CudaBackend;
@@ -58,6 +60,14 @@ impl LevelledTransport {
     pub(crate) fn new(levels: Vec<(Level, CudaTransport)>) -> Self {
         assert!(!levels.is_empty(), "a transport reaches somebody");
         Self { levels }
+    }
+
+    /// The transport that reaches all ranks, where one does: a product and its collective are one kernel on one level only.
+    fn only(&self) -> Option<&CudaTransport> {
+        match self.levels.as_slice() {
+            [(Level::World, transport)] => Some(transport),
+            _ => None,
+        }
     }
 
     /// The calls of each level. The first one arrives at the barrier.
@@ -116,6 +126,30 @@ impl Transport<CudaBackend> for LevelledTransport {
             transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, specs)
         };
         self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
+    }
+
+    fn prepare_gemm_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &GemmReduce,
+        program: &Program,
+    ) -> Result<Option<LevelledCollective>, ExecError> {
+        let Some(transport) = self.only() else { return Ok(None) };
+        let work = transport.prepare_gemm_reduce(backend, place, op, program)?;
+        Ok(work.map(|work| LevelledCollective(vec![work])))
+    }
+
+    fn prepare_cast_gemm(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &CastGemm,
+        program: &Program,
+    ) -> Result<Option<LevelledCollective>, ExecError> {
+        let Some(transport) = self.only() else { return Ok(None) };
+        let work = transport.prepare_cast_gemm(backend, place, op, program)?;
+        Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 
     fn begin(

@@ -131,6 +131,17 @@ impl GatheredTokens {
         result
     }
 
+    /// Sends every group and has the computation wait for all: for one product of all tokens, where nothing is to hide.
+    pub(super) fn enter_all(&mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        for _ in 0..lowering.plan.groups() {
+            self.send(lowering);
+        }
+        if let Some(&(_, arrived)) = self.groups.last() {
+            lowering.p.after(lowering.compute, Some(0), "wait for tokens", arrived);
+        }
+        self.all(lowering.plan)
+    }
+
     /// All tokens in their order, once all have arrived.
     pub(super) fn all(&self, plan: &LinearPlan) -> Vec<RowBlock> {
         let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
