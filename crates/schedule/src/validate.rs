@@ -329,8 +329,11 @@ impl Program {
                 users[memory[buffer]].push((Step::whole(index), false, buffer));
             }
         }
+        // Such a buffer is read as it is delivered, unless the operation reads it otherwise too.
         let arriving = |op: usize, buffer: usize| {
-            self.ops[op].op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer))
+            let op = &self.ops[op].op;
+            let arrives = op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer));
+            arrives && !op.reads().contains(&BufferId(buffer))
         };
         for users in &users {
             for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
