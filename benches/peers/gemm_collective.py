@@ -1,5 +1,6 @@
-"""Products and collectives by PyTorch: torch.mm and NCCL one after the other, and the fused operators of async tensor
-parallelism (torch.ops.symm_mem). One process a GPU; `counterpoint bench gemm-collective --peers` starts it.
+"""Products and collectives by PyTorch: torch.mm and NCCL one after the other; the fused operators of async tensor parallelism
+(torch.ops.symm_mem), of which none does an all-reduce: there a gather follows the reduce-scatter; and torch.mm before its
+two-shot all-reduce in symmetric memory. One process a GPU; `counterpoint bench gemm-collective --peers` starts it.
 
 Times are taken as that benchmark takes them: one run that is not timed, then several one after the other between two events, by
 the device's clock, of the slowest rank. Every result is compared with the sequential one computed in f32 on a sample of rows.
@@ -18,7 +19,7 @@ except ImportError:
     sys.exit(3)
 
 COLLECTIVES = ("reduce-scatter", "all-reduce", "all-gather")
-PEERS = ("mm-nccl", "async-tp")
+PEERS = ("mm-nccl", "async-tp", "symm-mem")
 
 
 def arguments():
@@ -67,9 +68,29 @@ class Case:
         group = dist.group.WORLD.group_name
         if self.collective == "all-gather":
             return torch.ops.symm_mem.fused_all_gather_matmul(self.a, [self.b.t()], 0, group)[1][0]
+        sums = torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b.t(), "sum", 0, group)
         if self.collective == "reduce-scatter":
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b.t(), "sum", 0, group)
-        return None
+            return sums
+        dist.all_gather_into_tensor(self.out, sums)
+        return self.out
+
+    def symm_mem(self):
+        torch.mm(self.a, self.b.t(), out=self.shared)
+        return torch.ops.symm_mem.two_shot_all_reduce_(self.shared, "sum", dist.group.WORLD.group_name)
+
+    def share(self, symmetric):
+        """Memory of the result that all ranks reach."""
+        self.shared = symmetric.empty(self.m, self.n, device=self.a.device, dtype=self.a.dtype)
+        symmetric.rendezvous(self.shared, dist.group.WORLD.group_name)
+
+    def way(self, name):
+        """What runs under that name, or None."""
+        if name == "mm-nccl":
+            return self.sequential
+        if name == "async-tp":
+            return self.async_tp if self.m % self.world == 0 else None
+        # In pieces of 16 bytes, as many from every rank.
+        return self.symm_mem if self.collective == "all-reduce" and self.m * self.n % (8 * self.world) == 0 else None
 
     def expected(self):
         """Some rows of the result in f32 and which they are."""
@@ -113,8 +134,8 @@ def seconds(run, iterations, cycles):
     return statistics.median(samples)
 
 
-def enable_async_tp(rank):
-    """Whether this PyTorch has the fused operators; importing them registers them."""
+def symmetric_memory(rank):
+    """PyTorch's symmetric memory, if it has one; importing it registers the fused operators."""
     try:
         import torch.distributed._symmetric_memory as symmetric
 
@@ -124,9 +145,9 @@ def enable_async_tp(rank):
             symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     except (ImportError, AttributeError) as error:
         if rank == 0:
-            print(f"async-tp: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
+            print(f"symmetric memory: {error}", file=sys.stderr, flush=True)
+        return None
+    return symmetric
 
 
 def main():
@@ -141,8 +162,9 @@ def main():
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     names = PEERS if given.peers == "all" else tuple(given.peers.split(","))
-    if "async-tp" in names and not enable_async_tp(rank):
-        names = tuple(name for name in names if name != "async-tp")
+    symmetric = symmetric_memory(rank) if names != ("mm-nccl",) else None
+    if symmetric is None:
+        names = tuple(name for name in names if name == "mm-nccl")
     dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
     bound = 1e-2 if given.dtype == "bf16" else 2e-3
     wrong = []
@@ -154,11 +176,11 @@ def main():
             flops = 2.0 * shape[0] * shape[1] * shape[2]
             iterations = max(2, min(given.iterations, int(0.01 / (2e-5 + flops / 6e14))))
             for name in names:
-                run = case.sequential if name == "mm-nccl" else case.async_tp
-                if name == "async-tp" and collective == "all-reduce":
+                run = case.way(name)
+                if run is None:
                     continue
-                if name == "async-tp" and shape[0] % world:
-                    continue
+                if name == "symm-mem":
+                    case.share(symmetric)
                 error = case.error(run())
                 took = seconds(run, iterations, given.cycles)
                 row = {"by": name, "collective": collective, "ranks": world, "m": shape[0], "n": shape[1], "k": shape[2],

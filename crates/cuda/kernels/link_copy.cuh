@@ -20,6 +20,15 @@ struct LinkPiece {
 };
 static_assert(sizeof(LinkPiece) == 24, "layout shared with the host");
 
+// Entries of the list that a warp takes at a time.
+constexpr u32 kLinkTurn = 4;
+
+// Parts of the pieces that receivers are told of one after the other.
+struct LinkParts {
+  u32 count;
+  u32 ends[kLinkParts];  // in the list of pieces
+};
+
 // Of each warp its own stages: what one warp waits for holds no other up.
 template <u32 kWarps, u32 kStages, u32 kPieceBytes>
 struct alignas(128) LinkCopyShared {
@@ -36,23 +45,30 @@ struct alignas(128) LinkCopyShared {
 // other stages hold what is being stored. `phases`: LinkPhases.
 template <bool kPush, u32 kWarps, u32 kStages, u32 kAhead, u32 kPieceBytes>
 __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece* __restrict__ pieces, u32 count,
-                                          u32 phases) {
+                                          u32 phases, const LinkParts& parts) {
+  static_assert(kWarps == 1, "a block counts once for each part");
+  // Stores that may go on when a part is told of whose own stores are before them: waiting for all would empty the link.
+  constexpr u32 kLater = 4;
   using Shared = LinkCopyShared<kWarps, kStages, kPieceBytes>;
   extern __shared__ __align__(128) u8 shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
-  const u32 first_piece = blockIdx.x + warp * gridDim.x;
-  const u32 step = gridDim.x * kWarps;
-  const u32 mine = count > first_piece ? (count - first_piece + step - 1) / step : 0;
-  // The list is read 32 pieces at a time and as many ahead: a piece would otherwise wait for its entry as long as for its bytes.
-  const auto listed = [&](u32 first) {
+  // A warp begins with two turns of the list and then takes the next one that nobody has: two multiprocessors that share a way to
+  // the link get half of what others do, and a fixed share of the list would have all wait for them. What it takes it reads a turn
+  // ahead: a piece would otherwise wait for its entry as long as for its bytes.
+  const u32 walker = blockIdx.x * kWarps + warp;
+  const u32 walkers = gridDim.x * kWarps;
+  const auto listed = [&](u64 turn) {
     LinkPiece piece = {};
-    if (first + lane < mine) piece = pieces[first_piece + u64(first + lane) * step];
+    const u64 at = turn * kLinkTurn + lane;
+    if (lane < kLinkTurn && at < count) piece = pieces[at];
     return piece;
   };
-  LinkPiece held = {};
-  LinkPiece next = listed(0);
+  u64 held_turn = walker;
+  u64 next_turn = walkers + walker;
+  LinkPiece held = listed(held_turn);
+  LinkPiece next = listed(next_turn);
   if (lane == 0) {
     for (u32 s = 0; s < kStages; ++s) mbarrier_init(&shared.full[warp][s], 1);
     fence_mbarrier_init();
@@ -66,17 +82,38 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
   if (number == 0) return;
   // What the others wrote before they announced is read by this warp's copy engine too.
   fence_async_proxy_all();
-  for (u32 n = 0; n < mine + kAhead; ++n) {
-    if (n % 32 == 0) {
-      held = next;
-      next = listed(n + 32);
-    }
-    if (n < mine) {
+  const auto store = [&](u32 m) {
+    const u32 stage = m % kStages;
+    mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
+    bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
+    tma_store_commit();
+  };
+  // A short list has no third turn, and whoever asked for one would wait for the answer.
+  const bool is_long = count > 2 * walkers * kLinkTurn;
+  u32 n = 0;  // pieces so far
+  // Pieces are taken in the list's order, so with one behind a part's end this warp has had all of its share of that part.
+  constexpr u32 kUnknown = ~0u;
+  u32 part = 0;            // the next to be told of
+  u32 before = kUnknown;   // pieces of this warp that come before its end, at most
+  bool more = true;
+  for (u32 turn = 0; more; ++turn) {
+    u64 taken = 0;
+    if (turn != 0 && is_long && lane == 0) taken = add_relaxed(&call.state->taken, u64(1));
+#pragma unroll
+    for (u32 e = 0; e < kLinkTurn; ++e) {
+      if (turn != 0 && is_long && e == kLinkTurn / 2) {
+        next_turn = 2 * walkers + __shfl_sync(0xffffffffu, taken, 0);
+        next = listed(next_turn);
+      }
       LinkPiece piece;
-      piece.own = __shfl_sync(0xffffffffu, held.own, n % 32);
-      piece.remote = __shfl_sync(0xffffffffu, held.remote, n % 32);
-      piece.bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
-      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+      piece.own = __shfl_sync(0xffffffffu, held.own, e);
+      piece.remote = __shfl_sync(0xffffffffu, held.remote, e);
+      piece.bytes = __shfl_sync(0xffffffffu, held.bytes, e);
+      const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, e);
+      if (piece.bytes == 0) {
+        more = false;
+        continue;
+      }
       if (lane == 0) {
         // Its stage was stored from kStages pieces ago; younger stores may go on.
         if (n >= kStages) tma_store_wait_read<kStages - kAhead - 1>();
@@ -89,17 +126,28 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
         mbarrier_arrive_expect(&shared.full[warp][stage], piece.bytes);
         bulk_load(shared.stages[warp][stage], reinterpret_cast<const void*>(kPush ? own : remote), piece.bytes,
                   &shared.full[warp][stage]);
+        const u64 at = held_turn * kLinkTurn + e;
+        if (before == kUnknown && part < parts.count && at >= parts.ends[part]) before = n;
+        if (n >= kAhead) {
+          store(n - kAhead);
+          while (before != kUnknown && n - kAhead + 1 >= before + kLater) {
+            tma_store_wait<kLater>();
+            link_deliver(call, part++);
+            before = part < parts.count && at >= parts.ends[part] ? n : kUnknown;
+          }
+        }
       }
+      ++n;
     }
-    if (lane == 0 && n >= kAhead && n - kAhead < mine) {
-      const u32 m = n - kAhead;
-      const u32 stage = m % kStages;
-      mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
-      bulk_store(reinterpret_cast<void*>(shared.to[warp][stage]), shared.stages[warp][stage], shared.bytes[warp][stage]);
-      tma_store_commit();
-    }
+    held = next;
+    held_turn = next_turn;
+    if (turn != 0 && !is_long) more = false;
   }
-  if (lane == 0) tma_store_wait<0>();
+  if (lane == 0) {
+    for (u32 m = n > kAhead ? n - kAhead : 0; m < n; ++m) store(m);
+    tma_store_wait<0>();
+    for (; part < parts.count; ++part) link_deliver(call, part);
+  }
   fence_async_proxy_all();
   __syncthreads();
   if (warp == 0 && (phases & kLinkEnds) != 0) link_end(call, number);

@@ -16,12 +16,14 @@
 namespace counterpoint {
 
 constexpr u32 kLinkRanks = 16;
-constexpr u32 kLinkTensors = 14;
+constexpr u32 kLinkTensors = 13;
+constexpr u32 kLinkParts = 8;
 
 // What one rank tells another.
 struct LinkSlot {
   u64 announced;              // the call that it has begun
   u64 passed;                 // the last call in which it was through with what was announced to it
+  u64 delivered;              // parts of its rows that are there; who takes them as they come leaves 0
   u64 tensors[kLinkTensors];  // where its tensors are in that call
 };
 
@@ -30,6 +32,8 @@ struct LinkState {
   u64 calls;    // that have ended
   u32 arrived;  // blocks that are through
   u32 faults;   // waits that have given up
+  u64 taken;    // entries of a list that blocks have taken in this call, where they take turns
+  u32 parts[kLinkParts];  // blocks that are through with each part
 };
 
 // Told to the host, in its memory.
@@ -41,8 +45,9 @@ struct LinkFault {
   u64 wanted;
 };
 
-// What ranks wait for in each other: to begin a call, to be through with it, to send a piece of its rows.
-enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2 };
+// What ranks wait for in each other: to begin a call, to be through with it, to send a piece of its rows
+// or a part of them.
+enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2, kLinkDeliver = 3 };
 
 // What of a call one launch does: all of it, or in turn its begin by one block, its work, and its end by one block.
 enum LinkPhases : u32 { kLinkWorks = 0, kLinkBegins = 1, kLinkEnds = 2, kLinkWhole = 3 };
@@ -64,10 +69,24 @@ struct LinkCall {
   u32 announce_to;  // ranks, a bit each
   u32 work_on;
 };
-static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 16, "layouts shared with the host");
+static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 56, "layouts shared with the host");
 
-// Waits until a word of another rank's has come to `wanted`; false when it gave up.
-__device__ __forceinline__ bool link_wait(const LinkCall& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
+// Rows that others send while a kernel runs which takes them as they come. That it waits for them is safe: the kernels that send
+// them are on other GPUs, and this rank's, without which nobody sends to it, has begun.
+struct LinkArrivals {
+  LinkSlot* mailbox;  // null: all rows are there
+  LinkState* state;   // this and the next three as in LinkCall
+  LinkFault* fault;
+  const u64* abort;
+  u64 limit;
+  u32 senders;  // ranks, a bit each
+  u32 parts;
+  i32 ends[kLinkParts];  // the row at which each part ends
+};
+
+// Waits until a word of another rank's has come to `wanted`; false when it gave up. `Call` is LinkCall or LinkArrivals.
+template <typename Call>
+__device__ __forceinline__ bool link_wait(const Call& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
   constexpr u32 kLooks = 64;  // between looks at the clock
   // Between looks at the host's word: some milliseconds. Reads of one word over PCIe follow each other, and hundreds of threads
   // may wait.
@@ -150,7 +169,45 @@ __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {
     call.state->arrived = 0;
+    call.state->taken = 0;
     if (passed) call.state->calls = number;
+  }
+}
+
+// One thread of every block, once its stores of a part's rows are complete. The last one tells those to whom they went.
+__device__ __forceinline__ void link_deliver(const LinkCall& call, u32 part) {
+  fence_async_proxy_all();
+  fence_system();
+  if (add_acquire_release(&call.state->parts[part], 1) + 1 != gridDim.x) return;
+  call.state->parts[part] = 0;
+  for (u32 ranks = call.work_on; ranks != 0; ranks &= ranks - 1) {
+    store_release_system(&call.slots[__ffs(i32(ranks)) - 1]->delivered, part + 1);
+  }
+}
+
+// Whether all rows are there. Says nothing of other memory.
+__device__ __forceinline__ bool link_all_delivered(const LinkArrivals& arrivals) {
+  bool all = true;
+  for (u32 ranks = arrivals.senders; ranks != 0; ranks &= ranks - 1) {
+    all = all && load_relaxed_system(&arrivals.mailbox[__ffs(i32(ranks)) - 1].delivered) >= arrivals.parts;
+  }
+  return all;
+}
+
+// Waits until a part's rows are there. What this thread's copy engine reads of them after, it finds.
+__device__ __forceinline__ void link_await_part(const LinkArrivals& arrivals, u32 part) {
+  for (u32 ranks = arrivals.senders; ranks != 0; ranks &= ranks - 1) {
+    const u32 rank = __ffs(i32(ranks)) - 1;
+    // What is read when the wait gives up, nobody looks at.
+    link_wait(arrivals, &arrivals.mailbox[rank].delivered, part + 1, rank, kLinkDeliver);
+  }
+  fence_async_proxy_all();
+}
+
+// One thread of the kernel that took the rows, at its end. Nobody sends again before this rank's next call.
+__device__ __forceinline__ void link_take_back(const LinkArrivals& arrivals) {
+  for (u32 ranks = arrivals.senders; ranks != 0; ranks &= ranks - 1) {
+    store_relaxed_system(&arrivals.mailbox[__ffs(i32(ranks)) - 1].delivered, 0);
   }
 }
 

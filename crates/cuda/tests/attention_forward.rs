@@ -45,6 +45,7 @@ impl Case {
             bands: mask.bands().collect::<Vec<_>>().into(),
             rows_q: mask.seqlen_q(),
             rows_k: mask.seqlen_k(),
+            rows_arriving: 0,
             heads_q: heads.0,
             heads_kv: heads.1,
             head_dim: dims.0,
@@ -152,6 +153,7 @@ impl Case {
                 q: q.address(),
                 k: k.address(),
                 v: v.address(),
+                arriving: None,
                 begin: (stage > 0).then_some(state),
                 end: if last { ForwardTarget::Result(result) } else { ForwardTarget::State(state) },
             };

@@ -65,7 +65,13 @@ fn program(rank: usize, world_size: usize) -> Program {
     let send = |input, output| {
         let tensors = vec![(BufferId(input), BufferId(output))];
         let arrive = Some(BarrierId(0));
-        Op::GroupCast(GroupCast { part: Arc::new(part.clone()), tensors, wire_dtype: DType::F32, arrive })
+        Op::GroupCast(GroupCast {
+            part: Arc::new(part.clone()),
+            tensors,
+            wire_dtype: DType::F32,
+            arrive,
+            delivery: None,
+        })
     };
     let ops = vec![
         (1, "send x", send(0, 1)),

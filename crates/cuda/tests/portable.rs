@@ -86,6 +86,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         bands,
         rows_q,
         rows_k,
+        rows_arriving: 0,
         heads_q,
         heads_kv,
         head_dim,
@@ -115,7 +116,14 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         let forward =
             PortableForward::new(stream, &problem(bands.clone()), ForwardMode { continues, end }).unwrap();
         let begin = continues.then_some(state);
-        let tensors = ForwardTensors { q: q.address(), k: k.address(), v: v.address(), begin, end: target };
+        let tensors = ForwardTensors {
+            q: q.address(),
+            k: k.address(),
+            v: v.address(),
+            arriving: None,
+            begin,
+            end: target,
+        };
         // SAFETY: the tensors are those of the problem, and kept until the stream was waited for.
         unsafe { forward.launch(stream, &tensors) }.unwrap();
         // Tensors of the other mode are refused.

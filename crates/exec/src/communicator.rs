@@ -89,7 +89,13 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         wire_dtype: DType,
     ) -> Result<Handle<'_, B, T>, ExecError> {
         let table = Table::new(&self.backend, tensors);
-        let op = GroupCast { part: Arc::new(part.clone()), tensors: table.pairs, wire_dtype, arrive: None };
+        let op = GroupCast {
+            part: Arc::new(part.clone()),
+            tensors: table.pairs,
+            wire_dtype,
+            arrive: None,
+            delivery: None,
+        };
         let place = self.place(label);
         let collective = self.transport.prepare_cast(&place, &op, &table.specs)?;
         self.enqueue(&place, &collective, &table.buffers)
@@ -134,7 +140,15 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         buffers: &[B::Buffer],
     ) -> Result<Handle<'_, B, T>, ExecError> {
         let Self { backend, transport, stream, .. } = self;
-        transport.enqueue(&CollectiveCall { backend, stream, place, collective, buffers, barrier: None })?;
+        transport.enqueue(&CollectiveCall {
+            backend,
+            stream,
+            place,
+            collective,
+            buffers,
+            barrier: None,
+            signal: None,
+        })?;
         let finished = self.backend.create_event()?;
         self.backend.record(&self.stream, place, &finished)?;
         Ok(Handle { communicator: self, place: place.clone(), finished })

@@ -1,9 +1,10 @@
 //! Checks of an operation's tensors against each other, once, so that kernels need not.
 
 use counterpoint_mask::{Band, Range};
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, KEY_BLOCK};
 use counterpoint_schedule::{
-    AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op, Program, RowBlock,
+    ArrivingKeys, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op,
+    Program, RowBlock,
 };
 
 use crate::ExecError;
@@ -47,7 +48,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
                     }
                 }
             }
-            check.bands(&op.bands, q.rows(), k.rows())
+            let arriving = check.arriving(op.arriving.as_ref(), (op.k, op.v))?;
+            check.bands(&op.bands, q.rows(), k.rows() + arriving)
         }
         Op::AttentionFinish(op) => {
             let (out, merged) = (check.three_axes(op.out)?, check.three_axes(op.merged_out)?);
@@ -83,9 +85,10 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             }
             let dk = check.spec(op.dk).dtype;
             let dk = if dk == q.dtype { dk } else { acc };
-            check.tensor(op.dk, dk, &k.shape)?;
-            check.tensor(op.dv, dk, &v.shape)?;
-            check.bands(&op.bands, q.rows(), k.rows())
+            let key_rows = k.rows() + check.arriving(op.arriving.as_ref(), (op.k, op.v))?;
+            check.tensor(op.dk, dk, &with_rows(k, key_rows))?;
+            check.tensor(op.dv, dk, &with_rows(v, key_rows))?;
+            check.bands(&op.bands, q.rows(), key_rows)
         }
         Op::Gemm(op) => check.gemm(op),
         Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
@@ -160,7 +163,33 @@ struct Check<'a> {
     index: usize,
 }
 
+/// The shape of a tensor like this one with so many rows.
+fn with_rows(spec: &BufferSpec, rows: usize) -> Vec<usize> {
+    let mut shape = spec.shape.clone();
+    shape[0] = rows;
+    shape
+}
+
 impl<'a> Check<'a> {
+    /// Rows of keys that arrive after those of `k` and `v`.
+    fn arriving(
+        &self,
+        arriving: Option<&ArrivingKeys>,
+        (k, v): (BufferId, BufferId),
+    ) -> Result<usize, ExecError> {
+        let Some(keys) = arriving else { return Ok(0) };
+        let (k, v, rows) = (self.spec(k), self.spec(v), self.three_axes(keys.k)?.rows());
+        self.tensor(keys.k, k.dtype, &with_rows(k, rows))?;
+        self.tensor(keys.v, v.dtype, &with_rows(v, rows))?;
+        match k.rows().is_multiple_of(KEY_BLOCK) {
+            true => Ok(rows),
+            false => Err(self.error(format!(
+                "keys arrive after {} rows; that must be a multiple of {KEY_BLOCK}",
+                k.rows()
+            ))),
+        }
+    }
+
     fn spec(&self, id: BufferId) -> &'a BufferSpec {
         // `Program::validate` has checked the ids.
         &self.program.buffers[id.0]

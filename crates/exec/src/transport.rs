@@ -124,4 +124,6 @@ pub struct CollectiveCall<'a, B: Backend, C> {
     pub buffers: &'a [B::Buffer],
     /// Where it arrives.
     pub barrier: Option<&'a B::Barrier>,
+    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)).
+    pub signal: Option<&'a B::Signal>,
 }

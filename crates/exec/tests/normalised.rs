@@ -2,7 +2,8 @@
 //! have the same bits.
 
 use counterpoint_exec::{
-    Backend, CpuMachine, HostTensor, Machine, Prepared, World, WorldConfig, random_tensor,
+    Backend, CpuBackend, CpuMachine, CpuTransport, HostTensor, Machine, Prepared, World, WorldConfig,
+    random_tensor,
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{
@@ -58,7 +59,9 @@ fn outputs(
         }
     }
     Prepared::run_ranks(&mut ranks).unwrap();
-    let of = |rank: &Prepared<_, _>, name: &str| rank.backend().download(rank.buffer(name).unwrap()).unwrap();
+    let of = |rank: &Prepared<CpuBackend, CpuTransport>, name: &str| {
+        rank.backend().download(rank.buffer(name).unwrap()).unwrap()
+    };
     ranks.iter().map(|rank| names.iter().map(|name| of(rank, name)).collect()).collect()
 }
 

@@ -9,8 +9,8 @@ use crate::{CostModel, DispatchAlgorithm, PlanError, Topology};
 pub enum StageCount {
     /// The number that minimises the predicted makespan.
     Auto,
-    /// So many remote stages after stage 0 (the local work), on every rank. 0 is all work at once, after everything has
-    /// arrived: one stage whose key buffer begins with the rank's own rows. Where some rank's own rows are no multiple of
+    /// So many remote stages after stage 0 (the local work), on every rank. 0 is all work at once: one stage that begins with
+    /// what needs no received row and takes those as they arrive; its keys begin with the rank's own. Where some rank's own rows are no multiple of
     /// [`KEY_BLOCK`](crate::KEY_BLOCK), or rows cross nodes, that is not to be had, and 0 is as 1.
     Fixed(usize),
 }

@@ -40,6 +40,7 @@ impl Direction {
         };
         StagePrediction {
             compute_seconds: 0.0,
+            ready_seconds: 0.0,
             cast_seconds: rows.seconds(spec.kv_row_bytes(), cost),
             reduce_seconds: rows.seconds(reduce_bytes, cost),
         }
@@ -81,17 +82,14 @@ impl Direction {
         (q_rows * bytes) as f64 / cost.memory_bytes_per_second
     }
 
-    /// Seconds to copy own rows into the key buffer of a stage that does all work, and their gradients out of it.
+    /// Seconds to copy the gradients of own rows out of those of a stage that does all work.
     pub(crate) fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
-        if own_rows == 0 {
+        if own_rows == 0 || self == Direction::Forward {
             return 0.0;
         }
-        let (copies, bytes) = match self {
-            Direction::Forward => (2.0, spec.kv_row_bytes()),
-            Direction::Backward => (4.0, spec.kv_row_bytes() + spec.kv_gradient_row_bytes()),
-        };
-        // A copy reads and writes each byte.
-        copies * cost.launch_seconds + (2 * own_rows * bytes) as f64 / cost.memory_bytes_per_second
+        // Of dk and of dv; a copy reads and writes each byte.
+        2.0 * cost.launch_seconds
+            + (2 * own_rows * spec.kv_gradient_row_bytes()) as f64 / cost.memory_bytes_per_second
     }
 
     fn pair(self, spec: &AttentionSpec, cost: &CostModel) -> (f64, f64) {
@@ -116,7 +114,7 @@ pub(crate) struct StageWork {
     pub(crate) area: u64,
     /// The rank's query rows, all of them.
     pub(crate) q_rows: usize,
-    /// Own key rows that are copied beside those received; 0 where they are not.
+    /// Own key rows, where a stage does all work with those received; else 0.
     pub(crate) own_rows: usize,
     /// Whether it comes after the local work.
     pub(crate) remote: bool,
@@ -168,12 +166,13 @@ impl LinkRows {
 }
 
 /// From the start of the first stage to the end of the last; hosted work is a stage after the first. Casts follow each other; a stage's computation waits for
-/// its cast and for the stage before; reduces follow each other, each after its stage's computation.
+/// the stage before, and for its cast once it has done what is ready; reduces follow each other, each after its stage's computation.
 pub(crate) fn makespan(stages: impl IntoIterator<Item = StagePrediction>) -> f64 {
     let (mut cast_end, mut compute_end, mut reduce_end) = (0.0_f64, 0.0_f64, 0.0_f64);
     for stage in stages {
         cast_end += stage.cast_seconds;
-        compute_end = compute_end.max(cast_end) + stage.compute_seconds;
+        let begun = compute_end + stage.ready_seconds;
+        compute_end = begun.max(cast_end) + stage.compute_seconds - stage.ready_seconds;
         if stage.reduce_seconds > 0.0 {
             reduce_end = reduce_end.max(compute_end) + stage.reduce_seconds;
         }

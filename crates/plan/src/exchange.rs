@@ -21,6 +21,14 @@ pub struct RemoteSplit {
     pub rank: u32,
 }
 
+impl RemoteSplit {
+    /// The same rows of a buffer that lacks the first `rows` of this one.
+    #[must_use]
+    pub fn without_first(&self, rows: usize) -> Self {
+        Self { rows: Range::new(self.rows.start - rows, self.rows.end - rows), ..*self }
+    }
+}
+
 /// One rank's part in a group collective. A group-cast moves rows from `owned` to `remote`, a group-reduce brings
 /// partial results of `remote` back to `owned`; one pattern serves both.
 ///

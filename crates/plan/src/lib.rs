@@ -16,6 +16,7 @@ mod division;
 mod error;
 mod exchange;
 mod fingerprint;
+mod gemm_collective;
 mod group_part;
 mod group_search;
 mod hierarchy;
@@ -26,6 +27,7 @@ mod machine_profile;
 mod outline;
 mod plan;
 mod prediction;
+mod ready_work;
 mod receive_order;
 mod runs;
 mod spec;
@@ -51,6 +53,7 @@ pub use dispatch::{
 pub use error::PlanError;
 pub use exchange::{GroupPart, OwnedSplit, RemoteSplit};
 pub use fingerprint::Fingerprint;
+pub use gemm_collective::{GemmExchange, GemmExchangeSeconds, GemmTraffic};
 pub use group_part::GroupPartError;
 pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
@@ -61,6 +64,7 @@ pub use machine_profile::{
 };
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
+pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{

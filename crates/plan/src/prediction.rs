@@ -1,17 +1,28 @@
 use serde::{Deserialize, Serialize};
 
 use crate::direction::{Direction, LinkRows, StageWork, makespan};
-use crate::{AttentionSpec, GroupPart, Plan, PlanConfig, RankPlan, StagePlan, Topology};
+use crate::{
+    AttentionSpec, CostModel, GroupPart, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan, Topology,
+};
 
 /// Predicted seconds of one stage of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StagePrediction {
     /// Computation.
     pub compute_seconds: f64,
+    /// The part of it that needs no received rows, where it begins before these are there.
+    pub ready_seconds: f64,
     /// Group-cast of keys and values; 0 for stage 0.
     pub cast_seconds: f64,
     /// Group-reduce of their gradients; 0 for stage 0 and in a forward.
     pub reduce_seconds: f64,
+}
+
+impl StagePrediction {
+    /// The same of a stage that does all work, and begins with what is `ready` before its rows are there.
+    pub(crate) fn as_rows_arrive(self, ready: &ReadyWork, spec: &AttentionSpec, cost: &CostModel) -> Self {
+        Self { ready_seconds: ready.part(spec.heads_q, cost) * self.compute_seconds, ..self }
+    }
 }
 
 /// Predicted seconds of one rank in one direction.
@@ -48,9 +59,13 @@ impl Prediction {
                 .enumerate()
                 .map(|(index, stage)| {
                     let rows = busier_rows(&stage.part, rank, &config.topology);
-                    let StagePlan { area, own_rows, .. } = *stage;
+                    let StagePlan { area, own_rows, ref bands, .. } = *stage;
                     let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
-                    direction.predict(work, rows, spec, &config.cost)
+                    let predicted = direction.predict(work, rows, spec, &config.cost);
+                    match own_rows {
+                        0 => predicted,
+                        _ => predicted.as_rows_arrive(&ReadyWork::of(bands, own_rows), spec, &config.cost),
+                    }
                 })
                 .collect();
             let hosted = plan.hosted.as_ref().map(|hosted| {

@@ -16,10 +16,18 @@ use proptest::prelude::*;
 fn configs() -> impl Strategy<Value = TileScheduleConfig> {
     let placement = || prop_oneof![Just(TilePlacement::Tight), Just(TilePlacement::Aligned)];
     let split = proptest::option::of((1..200_usize, 1..9_usize));
-    (direction(), 1..70_usize, 1..50_usize, placement(), placement(), order(), split).prop_map(
-        |(direction, tile_rows, block, tiles, blocks, order, split)| {
+    let arrival = proptest::option::of(0..200_usize);
+    (direction(), 1..70_usize, 1..50_usize, placement(), placement(), order(), split, arrival).prop_map(
+        |(direction, tile_rows, block, tiles, blocks, order, split, arrival)| {
             let split = split.map(|(workers, heads)| TileSplit { workers, heads });
-            TileScheduleConfig { direction, tile_rows, block, tiles, blocks, order, split }
+            // Sizes that are aligned to divide it.
+            let unit = match (direction, tiles, blocks) {
+                (TileDirection::Forward, _, TilePlacement::Aligned) => block,
+                (TileDirection::Backward, TilePlacement::Aligned, _) => tile_rows,
+                _ => 1,
+            };
+            let arrival = arrival.map(|row| row / unit * unit);
+            TileScheduleConfig { direction, tile_rows, block, tiles, blocks, order, split, arrival }
         },
     )
 }
@@ -104,7 +112,17 @@ fn walked(schedule: &TileSchedule, picture: &[Vec<bool>]) -> Vec<Vec<u8>> {
                 );
             }
             for columns in blocks(run, block) {
-                assert!(columns.start >= last_block.saturating_add(block as i32), "blocks overlap");
+                let arrival =
+                    config.arrival.filter(|_| direction == TileDirection::Forward).map(|row| row as i32);
+                assert!(
+                    columns.start >= last_block.saturating_add(block as i32)
+                        || arrival.is_some_and(|row| last_block < row && row <= columns.start),
+                    "blocks overlap"
+                );
+                assert!(
+                    arrival.is_none_or(|row| columns.end <= row || row <= columns.start),
+                    "{columns:?} on both sides"
+                );
                 last_block = columns.start;
                 if config.blocks == TilePlacement::Aligned {
                     assert_eq!(columns.start as usize % block, 0);
@@ -137,7 +155,8 @@ fn walked(schedule: &TileSchedule, picture: &[Vec<bool>]) -> Vec<Vec<u8>> {
                 pair[0].end == pair[1].start && blocks(&pair[0], block).all(|rows| rows.len() == block);
             // Two different pieces may look alike, but full runs are one piece.
             let both_full = [pair[0], pair[1]].iter().all(|run| list(run).next().is_none());
-            assert!(!(contiguous && both_full), "{pair:?}");
+            let cut = config.arrival == Some(pair[0].end as usize) && direction == TileDirection::Forward;
+            assert!(cut || !(contiguous && both_full), "{pair:?}");
         }
     }
     count
@@ -176,7 +195,24 @@ fn check_rows(schedule: &TileSchedule, rows: usize) {
 }
 
 fn check_order(schedule: &TileSchedule) {
-    let tiles = schedule.tiles();
+    let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
+    let config = schedule.config();
+    let arrival = config.arrival.unwrap_or(usize::MAX);
+    let needs = |tile: &Tile| match config.direction {
+        TileDirection::Forward => schedule.runs_of(tile).iter().any(|run| run.end as usize > arrival),
+        TileDirection::Backward => tile.end as usize > arrival,
+    };
+    assert!(!ready.iter().any(needs) && waiting.iter().all(needs));
+    if config.order == TileOrder::Chains && config.direction == TileDirection::Forward && !waiting.is_empty()
+    {
+        // Nobody takes turns there.
+        return;
+    }
+    check_order_of(schedule, ready);
+    check_order_of(schedule, waiting);
+}
+
+fn check_order_of(schedule: &TileSchedule, tiles: &[Tile]) {
     match schedule.config().order {
         TileOrder::Work => {
             assert!(tiles.is_sorted_by_key(|tile| (u32::MAX - tile.blocks, tile.number)));
@@ -483,16 +519,16 @@ fn an_incomplete_last_round_is_cut() {
 fn heads_go_by_groups_that_a_cache_holds() {
     let config = TileScheduleConfig::new(TileDirection::Forward, 128, 128);
     let full = schedule(&Mask::full(1 << 15).unwrap(), &config);
-    assert_eq!(full.head_groups(16, 1, 16 << 15, 132), HeadGroups { tiles: 0, heads: 16 });
+    assert_eq!(full.head_groups(full.tiles(), 16, 1, 16 << 15, 132), HeadGroups { tiles: 0, heads: 16 });
     // Five fit: even groups of four. Query heads stay with their key head.
-    assert_eq!(full.head_groups(16, 1, 5 << 15, 132), HeadGroups { tiles: 256, heads: 4 });
-    assert_eq!(full.head_groups(4, 8, 1, 132), HeadGroups { tiles: 256, heads: 8 });
+    assert_eq!(full.head_groups(full.tiles(), 16, 1, 5 << 15, 132), HeadGroups { tiles: 256, heads: 4 });
+    assert_eq!(full.head_groups(full.tiles(), 4, 8, 1, 132), HeadGroups { tiles: 256, heads: 8 });
     // Tiles of up to 16 blocks, whose keys fit for all heads, come last.
     let causal = schedule(&Mask::causal(1 << 15).unwrap(), &config);
-    assert_eq!(causal.head_groups(16, 1, 1 << 15, 132), HeadGroups { tiles: 240, heads: 1 });
+    assert_eq!(causal.head_groups(causal.tiles(), 16, 1, 1 << 15, 132), HeadGroups { tiles: 240, heads: 1 });
     // A short launch must not end with the long tiles of its last group.
     let short = schedule(&Mask::causal(1 << 12).unwrap(), &config);
-    let HeadGroups { heads, .. } = short.head_groups(16, 1, 1, 132);
+    let HeadGroups { heads, .. } = short.head_groups(short.tiles(), 16, 1, 1, 132);
     assert!(heads > 1);
 }
 

@@ -63,13 +63,15 @@ impl ProgramBuilder {
 
     /// A barrier where the policy asks for one.
     pub(crate) fn barrier(&mut self) -> Option<BarrierId> {
-        (self.program.policy.start == StartOrder::KernelBarrier).then(|| {
-            self.program.num_barriers += 1;
-            BarrierId(self.program.num_barriers - 1)
-        })
+        (self.program.policy.start == StartOrder::KernelBarrier).then(|| self.start_barrier())
     }
 
-    /// A signal, at 0.
+    /// A barrier whatever the policy: for computation that waits for communication inside and must not keep it from starting.
+    pub(crate) fn start_barrier(&mut self) -> BarrierId {
+        self.program.num_barriers += 1;
+        BarrierId(self.program.num_barriers - 1)
+    }
+
     pub(crate) fn signal(&mut self) -> SignalId {
         self.program.num_signals += 1;
         SignalId(self.program.num_signals - 1)

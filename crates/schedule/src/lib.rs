@@ -19,18 +19,19 @@ mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
 pub use linear::{
-    ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL, SimulatedClock, WeightGradient,
-    lower_collective, lower_join, lower_linear_backward, lower_linear_forward, lower_linear_weight_gradient,
-    lower_normalised_forward, lower_product, travel_seconds,
+    ALL_TO_ALL as ALL_TO_ALL_LABEL, ClockError, GATHER as GATHER_LABEL, REDUCE as REDUCE_LABEL,
+    SimulatedClock, WeightGradient, lower_collective, lower_join, lower_linear_backward,
+    lower_linear_forward, lower_linear_weight_gradient, lower_normalised_forward, lower_product,
+    lower_product_all_to_all, travel_seconds,
 };
 pub use policy::{
     CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, PolicyError, StartOrder, WorkerShare,
 };
 pub use program::{
-    Accumulate, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, EventId, ForwardBegin, ForwardEnd,
-    Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp, ReduceOp, RmsNorm,
-    RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
+    Accumulate, ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward,
+    AttentionState, BarrierId, BufferId, BufferRole, BufferSpec, CastGemm, ColumnSum, Delivery, EventId,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, Program, ProgramOp,
+    ReduceOp, RmsNorm, RowBlock, SignalId, StreamId, StreamKind, StreamSpec, UserKernel, UserPart, WaveGemm,
 };
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};

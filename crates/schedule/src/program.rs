@@ -173,6 +173,34 @@ pub enum ForwardEnd {
     },
 }
 
+/// How a group-cast tells of its rows as they come, to an operation that has begun before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Delivery {
+    /// Raised to `n` once the first `n` of `parts` even parts of the outputs' rows are there. It is this group-cast's alone.
+    pub signal: SignalId,
+    /// At least 1, the same on all ranks.
+    pub parts: usize,
+}
+
+impl Delivery {
+    /// The end of part `part`, one of `parts`, of `rows` rows.
+    pub const fn end(part: usize, parts: usize, rows: usize) -> usize {
+        rows * (part + 1) / parts
+    }
+}
+
+/// Keys that come while an operation runs. It begins with work that needs none of them; rows of these buffers are read once
+/// they have been delivered, as part of the operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArrivingKeys {
+    /// `[rows, heads_kv, head_dim]`: these rows come after those of `k`.
+    pub k: BufferId,
+    /// `[rows, heads_kv, head_dim_v]`, likewise.
+    pub v: BufferId,
+    /// That of the group-cast that brings them.
+    pub delivery: Delivery,
+}
+
 /// One stage of the attention forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionForward {
@@ -182,11 +210,14 @@ pub struct AttentionForward {
     pub k: BufferId,
     /// `[key_rows, heads_kv, head_dim_v]`.
     pub v: BufferId,
+    /// More keys, which come while it runs; those of `k` are then a multiple of [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK)
+    /// rows, and all work is in this stage.
+    pub arriving: Option<ArrivingKeys>,
     /// What it goes on from.
     pub begin: ForwardBegin,
     /// What it leaves.
     pub end: ForwardEnd,
-    /// The work, in rows of `q` and of `k`.
+    /// The work, in rows of `q` and of all keys.
     pub bands: Arc<[Band]>,
     /// Factor on `q k^T`.
     pub scale: f64,
@@ -236,6 +267,8 @@ pub struct AttentionBackward {
     pub k: BufferId,
     /// `[key_rows, heads_kv, head_dim_v]`.
     pub v: BufferId,
+    /// As in [`AttentionForward::arriving`]; `dk` and `dv` have the rows of all keys.
+    pub arriving: Option<ArrivingKeys>,
     /// `[q_rows, heads_q, head_dim_v]`.
     pub dout: BufferId,
     /// `[q_rows, heads_q]`, of the whole row, accumulator type.
@@ -275,6 +308,8 @@ pub struct GroupCast {
     pub wire_dtype: DType,
     /// Arrives at this kernel barrier as soon as it has started.
     pub arrive: Option<BarrierId>,
+    /// Tells of its rows as they come.
+    pub delivery: Option<Delivery>,
 }
 
 /// Partial results back to their owners, reduced there: the partial results of one row are combined in the order of their

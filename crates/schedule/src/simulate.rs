@@ -4,12 +4,12 @@ mod clockwork;
 mod rank;
 
 use counterpoint_mask::Band;
-use counterpoint_plan::{AttentionWork, CostModel, DType, GroupPart, Topology};
+use counterpoint_plan::{AttentionWork, CostModel, DType, GroupPart, ReadyWork, Topology};
 use thiserror::Error;
 
 use crate::{
-    Accumulate, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op, Program, ProgramOp,
-    RowBlock, Span, Timeline,
+    Accumulate, ArrivingKeys, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op,
+    Program, ProgramOp, RowBlock, Span, Timeline,
 };
 
 /// Why a timeline cannot be predicted.
@@ -50,7 +50,8 @@ pub enum SimulateError {
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
 /// way; the slower of the two counts.
 ///
-/// A product whose rows travel while it is computed takes the longer of both, and the link's start.
+/// A product whose rows travel while it is computed takes the longer of both, and the link's start. Attention that takes rows
+/// as they arrive does what needs none of them ([`ReadyWork`]), and the rest once all are there.
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
 /// holds all workers but the policy's margin, so a collective that needs workers starts only where none runs, and
@@ -197,6 +198,17 @@ fn rows_moved(
     Transfer { alpha, moving }
 }
 
+/// Of a computation, the part that needs no rows that arrive while it runs.
+fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+    let (q, k, bands) = match &op.op {
+        Op::AttentionForward(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
+        Op::AttentionBackward(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
+        _ => return 1.0,
+    };
+    let (q, own_rows) = (&program.buffers[q.0], program.buffers[k.0].rows());
+    ReadyWork::of(bands, own_rows).part(q.shape[1], cost)
+}
+
 /// Seconds of an operation, of a rank that has computed for so many before.
 fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cost: &CostModel) -> f64 {
     let bytes = |id: BufferId| program.buffers[id.0].bytes();
@@ -205,7 +217,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cos
             let state = |state: &AttentionState| state.buffers().into_iter().map(bytes).sum::<u64>();
             let begun = if let ForwardBegin::Continue(begin) = &a.begin { state(begin) } else { 0 };
             let left = if let ForwardEnd::State(end) = &a.end { state(end) } else { 0 };
-            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v], a.arriving.as_ref());
             return cost.forward_seconds(&AttentionWork {
                 staged: begun + left > 0,
                 // A tile waits for its state before it can end, so it is read at half the rate.
@@ -218,7 +230,7 @@ fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cos
             let dq = bytes(a.dq);
             let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
             let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
-            let work = attention_work(program, &a.bands, [a.q, a.k, a.v]);
+            let work = attention_work(program, &a.bands, [a.q, a.k, a.v], a.arriving.as_ref());
             let passed_bytes = cleared + rounded;
             return cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work });
         }
@@ -283,6 +295,11 @@ fn part_seconds(
             let touched: u64 = of.reads.iter().chain(&of.writes).map(bytes).sum();
             Some(launch + touched as f64 / cost.memory_bytes_per_second)
         }
+        arriving if arriving.arriving().is_some() => {
+            let ready = ready_part(program, op, cost);
+            let share = *[ready, 1.0 - ready].get(part)?;
+            Some(share * compute_seconds(program, op, computed_seconds, cost))
+        }
         _ => (part == 0).then(|| compute_seconds(program, op, computed_seconds, cost)),
     }
 }
@@ -299,12 +316,17 @@ fn product_size(program: &Program, gemm: &Gemm) -> [usize; 3] {
 }
 
 /// A whole attention on `[q, k, v]`.
-fn attention_work<'a>(program: &Program, bands: &'a [Band], [q, k, v]: [BufferId; 3]) -> AttentionWork<'a> {
+fn attention_work<'a>(
+    program: &Program,
+    bands: &'a [Band],
+    [q, k, v]: [BufferId; 3],
+    arriving: Option<&ArrivingKeys>,
+) -> AttentionWork<'a> {
     let [q, k, v] = [q, k, v].map(|id| &program.buffers[id.0]);
     AttentionWork {
         bands,
         q_rows: q.rows(),
-        k_rows: k.rows(),
+        k_rows: k.rows() + arriving.map_or(0, |keys| program.buffers[keys.k.0].rows()),
         heads_q: q.shape[1],
         heads_kv: k.shape[1],
         head_dim: q.shape[2],

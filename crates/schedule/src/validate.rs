@@ -3,7 +3,8 @@
 use thiserror::Error;
 
 use crate::{
-    Accumulate, BufferId, BufferRole, ForwardBegin, ForwardEnd, Gemm, GroupReduce, Op, Program, SignalId,
+    Accumulate, ArrivingKeys, BufferId, BufferRole, ForwardBegin, ForwardEnd, Gemm, GroupCast, GroupReduce,
+    Op, Program, SignalId,
 };
 
 /// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
@@ -87,6 +88,17 @@ pub enum ProgramError {
         /// Its label.
         second_label: String,
     },
+    /// A computation waits inside for rows whose group-cast it may keep from starting.
+    #[error(
+        "op {op} ({label}) takes rows as they arrive and may hold all workers before their group-cast has started; await its \
+         start"
+    )]
+    StartNotAwaited {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+    },
     /// Two operations use one buffer (or one slot), at least one writes it, and nothing orders them.
     #[error(
         "ops {first} ({first_label}) and {second} ({second_label}) race on buffer `{buffer}`; order them by an event"
@@ -106,7 +118,17 @@ pub enum ProgramError {
 }
 
 impl Op {
-    /// Buffers that the operation reads. One that it reads and writes is in both lists.
+    /// What arrives while the operation runs.
+    pub fn arriving(&self) -> Option<&ArrivingKeys> {
+        match self {
+            Op::AttentionForward(op) => op.arriving.as_ref(),
+            Op::AttentionBackward(op) => op.arriving.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Buffers that the operation reads, those apart that it reads once their rows have been delivered
+    /// ([`Op::arriving`]). One that it reads and writes is in both lists.
     pub fn reads(&self) -> Vec<BufferId> {
         match self {
             Op::AttentionForward(op) => {
@@ -272,7 +294,8 @@ impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
     /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
     /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
-    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks.
+    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks. A
+    /// computation that takes rows as they arrive may as well, so the start of what brings them must have been awaited.
     ///
     /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
     ///
@@ -280,6 +303,7 @@ impl Program {
     /// The first thing found wrong.
     pub fn validate(&self) -> Result<(), ProgramError> {
         let clocks = self.clocks()?;
+        self.check_starts(&clocks)?;
         let memory = self.memory()?;
         self.check_fused(&clocks)?;
         // By piece of memory: who uses it, whether to write, and as which buffer.
@@ -298,13 +322,24 @@ impl Program {
                     users[memory[buffer]].push((Step { op: index, part }, write, buffer));
                 }
             }
+            for buffer in op.op.arriving().into_iter().flat_map(|keys| [keys.k.0, keys.v.0]) {
+                if buffer >= self.buffers.len() {
+                    return Err(self.unknown(index, "a buffer"));
+                }
+                users[memory[buffer]].push((Step::whole(index), false, buffer));
+            }
         }
+        let arriving = |op: usize, buffer: usize| {
+            self.ops[op].op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer))
+        };
         for users in &users {
             for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
                 let first = step.op;
                 for &(Step { op: second, .. }, second_writes, buffer) in &users[i + 1..] {
                     let together = first == second && first_buffer == buffer;
-                    let ordered = together || clocks[second].follows(self.ops[first].stream.0, step);
+                    let clocks = &clocks[second];
+                    let clock = if arriving(second, buffer) { &clocks.delivered } else { &clocks.start };
+                    let ordered = together || clock.follows(self.ops[first].stream.0, step);
                     if (first_writes || second_writes) && !ordered {
                         return Err(ProgramError::Race {
                             first,
@@ -321,7 +356,46 @@ impl Program {
         Ok(())
     }
 
-    fn check_fused(&self, clocks: &[Clock]) -> Result<(), ProgramError> {
+    /// That nobody keeps what it waits for from starting: where a group-cast need not be over, its start has been awaited.
+    fn check_starts(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
+        // Of the barriers: how many have arrived, and how many each stream has awaited.
+        let mut arrived = vec![0u64; self.num_barriers];
+        let mut awaited = vec![vec![0u64; self.num_barriers]; self.streams.len()];
+        let mut casts: Vec<Option<(usize, Option<(usize, u64)>)>> = vec![None; self.num_signals];
+        for (index, op) in self.ops.iter().enumerate() {
+            let arrives = match &op.op {
+                Op::GroupCast(cast) => cast.arrive,
+                Op::GroupReduce(reduce) => reduce.arrive,
+                Op::GemmReduce(both) => both.reduce.arrive,
+                Op::CastGemm(both) => both.cast.arrive,
+                _ => None,
+            };
+            if let Some(barrier) = arrives {
+                arrived[barrier.0] += 1;
+            }
+            match &op.op {
+                Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) => {
+                    let start = arrives.map(|barrier| (barrier.0, arrived[barrier.0]));
+                    casts[delivery.signal.0] = Some((index, start));
+                }
+                Op::Await { barrier, arrivals } => {
+                    let awaited = &mut awaited[op.stream.0][barrier.0];
+                    *awaited = (*awaited).max(*arrivals);
+                }
+                _ => {}
+            }
+            let Some(keys) = op.op.arriving() else { continue };
+            let Some((cast, start)) = casts[keys.delivery.signal.0] else { continue };
+            let over = clocks[index].start.follows(self.ops[cast].stream.0, Step::whole(cast));
+            let started = start.is_some_and(|(barrier, count)| awaited[op.stream.0][barrier] >= count);
+            if !over && !started {
+                return Err(ProgramError::StartNotAwaited { op: index, label: op.label.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_fused(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
         let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
             Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
             Op::GroupCast(_) | Op::GroupReduce(_) => Some((index, false)),
@@ -330,7 +404,7 @@ impl Program {
         let collectives: Vec<(usize, bool)> = collectives.collect();
         for (place, &(first, first_fused)) in collectives.iter().enumerate() {
             for &(second, second_fused) in &collectives[place + 1..] {
-                let ordered = clocks[second].follows(self.ops[first].stream.0, Step::whole(first));
+                let ordered = clocks[second].start.follows(self.ops[first].stream.0, Step::whole(first));
                 if (first_fused || second_fused) && !ordered {
                     return Err(ProgramError::UnorderedFused {
                         first,
@@ -388,8 +462,8 @@ impl Program {
         ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
     }
 
-    /// For every operation, what is certainly finished before it starts.
-    fn clocks(&self) -> Result<Vec<Clock>, ProgramError> {
+    /// For every operation, what is certainly finished before it starts and before it reads what arrives meanwhile.
+    fn clocks(&self) -> Result<Vec<Clocks>, ProgramError> {
         let no_producer =
             |op: usize, what| ProgramError::NoProducer { op, label: self.ops[op].label.clone(), what };
         let mut streams = vec![Clock::new(self.streams.len()); self.streams.len()];
@@ -437,7 +511,17 @@ impl Program {
                         Some(other) => clock.join(&other),
                     }
                 }
-                Op::GroupCast(cast) => self.arrive(index, cast.arrive, &mut arrivals)?,
+                Op::GroupCast(cast) => {
+                    self.arrive(index, cast.arrive, &mut arrivals)?;
+                    if let Some(delivery) = cast.delivery {
+                        let Some(raised) = signals.get_mut(delivery.signal.0) else {
+                            return Err(self.unknown(index, "a signal"));
+                        };
+                        let mut finished = clock.clone();
+                        finished.finished[stream] = Some(Step::whole(index));
+                        raised.push((delivery.parts as u64, finished));
+                    }
+                }
                 Op::GroupReduce(reduce) => self.arrive(index, reduce.arrive, &mut arrivals)?,
                 Op::GemmReduce(both) => {
                     self.arrive(index, both.reduce.arrive, &mut arrivals)?;
@@ -446,6 +530,18 @@ impl Program {
                 }
                 Op::CastGemm(both) => self.arrive(index, both.cast.arrive, &mut arrivals)?,
                 _ => {}
+            }
+            // What this rank sends in the same cast may be under way for longer, so later operations know nothing more.
+            let mut delivered = clock.clone();
+            if let Some(keys) = op.op.arriving() {
+                let Some(raised) = signals.get(keys.delivery.signal.0) else {
+                    return Err(self.unknown(index, "a signal"));
+                };
+                let [(parts, cast)] = &raised[..] else { return Err(no_producer(index, "a delivery")) };
+                if *parts != keys.delivery.parts as u64 {
+                    return Err(no_producer(index, "a delivery in as many parts"));
+                }
+                delivered.join(cast);
             }
             if let Some((signal, parts)) = op.op.raises() {
                 let Some(raised) = signals.get_mut(signal.0) else {
@@ -457,7 +553,7 @@ impl Program {
                     raised.push((part as u64 + 1, so_far));
                 }
             }
-            out.push(clock.clone());
+            out.push(Clocks { start: clock.clone(), delivered });
             clock.finished[stream] = Some(Step::whole(index));
             streams[stream] = clock;
         }
@@ -475,6 +571,15 @@ impl Program {
         }
         Ok(())
     }
+}
+
+/// What is certainly finished at points of an operation.
+#[derive(Clone, Debug)]
+struct Clocks {
+    /// When it starts.
+    start: Clock,
+    /// When what arrives meanwhile is there.
+    delivered: Clock,
 }
 
 /// An operation, or a part of one that others may see finished before the rest.

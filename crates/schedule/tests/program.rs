@@ -73,7 +73,7 @@ fn swap(rank: usize, src: usize, dst: usize, arrive: Option<BarrierId>) -> Op {
         remote: vec![RemoteSplit { rows, rank: other }],
     };
     let tensors = vec![(BufferId(src), BufferId(dst))];
-    Op::GroupCast(GroupCast { part: Arc::new(part), tensors, wire_dtype: DType::F32, arrive })
+    Op::GroupCast(GroupCast { part: Arc::new(part), tensors, wire_dtype: DType::F32, arrive, delivery: None })
 }
 
 fn spans(timeline: &Timeline, rank: usize) -> Vec<(usize, SpanKind, f64, f64)> {

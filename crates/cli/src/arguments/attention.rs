@@ -130,7 +130,7 @@ pub(crate) struct RunArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation: sequential, or concurrent or kernel-barrier with any of
+    /// How communication is brought to run under computation: sequential, or concurrent, kernel-barrier or signals with any of
     /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine
     #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
     pub(crate) overlap: OverlapChoice,

@@ -3,9 +3,9 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::GemmCollective;
-use counterpoint_schedule::OverlapPolicy;
 
 use super::bench::BenchDType;
+use super::value::OverlapChoice;
 use super::{Device, value};
 
 /// Time matrix products with their collective: each overlap policy, on GPUs beside cuBLASLt and NCCL one after the other
@@ -21,8 +21,8 @@ exit status is 1. Without --shapes it takes the shapes of published measurements
 and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
 --peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
-NCCL one after the other and PyTorch's async-TP operators in the same way, after
-our rows, on the same shapes.
+NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
+symmetric memory in the same way, after our rows, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2
@@ -57,9 +57,9 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<BenchDType>,
 
-    /// Overlap policies; results are compared with those of the first
-    #[arg(long, value_name = "POLICIES", default_value = "sequential,fused", value_delimiter = ',')]
-    pub(crate) overlap: Vec<OverlapPolicy>,
+    /// Overlap policies; results are compared with those of the first. auto: sequential or fused, by prediction
+    #[arg(long, value_name = "POLICIES", default_value = "sequential,auto", value_delimiter = ',', value_parser = value::overlap)]
+    pub(crate) overlap: Vec<OverlapChoice>,
 
     /// Runs of one time at most; long ones get fewer
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(1..=10_000), allow_hyphen_values = true)]
@@ -73,7 +73,7 @@ pub(crate) struct BenchGemmCollectiveArguments {
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = value::seconds, allow_hyphen_values = true)]
     pub(crate) limit: Duration,
 
-    /// Time PyTorch's ways too: mm-nccl, async-tp [given without names: all]
+    /// Time PyTorch's ways too: mm-nccl, async-tp, symm-mem [given without names: all]
     #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
     pub(crate) peers: Option<String>,
 

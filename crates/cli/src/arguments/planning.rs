@@ -17,8 +17,8 @@ pub(crate) struct PlanningArguments {
     #[arg(long, value_name = "ALGORITHM", default_value = "affinity", value_parser = value::dispatch())]
     pub(crate) dispatch: DispatchAlgorithm,
 
-    /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, when
-    /// everything has arrived
+    /// How many stages the remote work is cut into, communication of one under computation of another; 0: all work at once, which
+    /// takes rows of other ranks as they arrive
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::stages, allow_hyphen_values = true)]
     pub(crate) stages: StageCount,
 

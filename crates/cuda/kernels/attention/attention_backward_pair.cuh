@@ -37,10 +37,11 @@ __device__ __forceinline__ void attention_backward_pair(const AttentionBackwardA
   } else if (warpgroup == 1) {
     registers_decrease<backward_pair::kQueryRegisters>();
     query_role(params, shared, rank);
-    // The last CTA to finish leaves the queue as it found it.
+    // The last CTA to finish leaves the queue, and what has been delivered, as it found it.
     if (threadIdx.x == 128 && atomicAdd(params.queue + 1, 1u) == gridDim.x - 1) {
       params.queue[0] = 0;
       params.queue[1] = 0;
+      if (params.arrivals.mailbox != nullptr) link_take_back(params.arrivals);
     }
   } else {
     registers_increase<backward_pair::kKeyRegisters>();

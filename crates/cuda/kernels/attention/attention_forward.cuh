@@ -263,6 +263,10 @@ __device__ __forceinline__ void attention_forward(const AttentionForwardArgument
     tma_prefetch_map(&arguments.q_map);
     tma_prefetch_map(&arguments.k_map);
     tma_prefetch_map(&arguments.v_map);
+    if (arguments.own_rows < arguments.rows_k) {
+      tma_prefetch_map(&arguments.arriving_k_map);
+      tma_prefetch_map(&arguments.arriving_v_map);
+    }
     walker.find();
   }
   __syncthreads();

@@ -15,14 +15,34 @@ struct AttentionForwardLoader {
   i32 key_head = 0;
   i32 value_start = 0;  // of the step before
   i32 value_head = 0;
+  i32 there = arguments.arrivals.mailbox == nullptr ? arguments.rows_k : arguments.own_rows;  // rows that have come
+  u32 parts = 0;                                                                            // of the others that have come
+
+  // The map that has the rows from `start` on, and where they are in it.
+  __device__ __forceinline__ const TensorMap* map_of(const TensorMap& own, const TensorMap& arriving, i32& start) const {
+    if (start < arguments.own_rows) return &own;
+    start -= arguments.own_rows;
+    return &arriving;
+  }
+
+  // Until the rows of a step have come.
+  __device__ __forceinline__ void await_rows(i32 start) {
+    while (there < min(start + i32(C::kBlock), arguments.rows_k) && start < arguments.rows_k) {
+      link_await_part(arguments.arrivals, parts);
+      there = arguments.arrivals.ends[parts++];
+    }
+  }
 
   __device__ __forceinline__ void load_keys(const AttentionForwardStep& step) {
     const u32 stage = steps % C::kStages;
+    await_rows(step.start);
+    i32 start = step.start;
+    const TensorMap* map = map_of(arguments.k_map, arguments.arriving_k_map, start);
     mbarrier_arrive_expect(&shared.key_full[stage], C::kKeyChunks * C::kBlock * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kKeyChunks; ++chunk) {
-      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, &arguments.k_map, &shared.key_full[stage],
-                  i32(64 * chunk), key_head, step.start);
+      tma_load_3d(shared.keys[stage] + chunk * C::kBlock * kRowBytes, map, &shared.key_full[stage], i32(64 * chunk),
+                  key_head, start);
     }
   }
 
@@ -47,12 +67,14 @@ struct AttentionForwardLoader {
     if (steps == 0) return;
     const u32 number = steps - 1;
     const u32 stage = number % C::kStages;
+    i32 start = value_start;
+    const TensorMap* map = map_of(arguments.v_map, arguments.arriving_v_map, start);
     mbarrier_wait(&shared.value_empty[stage], ((number / C::kStages) & 1) ^ 1);
     mbarrier_arrive_expect(&shared.value_full[stage], C::kValueChunks * C::kBlock * kRowBytes);
 #pragma unroll
     for (u32 chunk = 0; chunk < C::kValueChunks; ++chunk) {
-      tma_load_3d(shared.values[stage] + chunk * C::kBlock * kRowBytes, &arguments.v_map, &shared.value_full[stage],
-                  i32(64 * chunk), value_head, value_start);
+      tma_load_3d(shared.values[stage] + chunk * C::kBlock * kRowBytes, map, &shared.value_full[stage],
+                  i32(64 * chunk), value_head, start);
     }
   }
 
@@ -70,6 +92,11 @@ struct AttentionForwardLoader {
         // Whoever waits for its keys sees that there is no more.
         mbarrier_arrive(&shared.key_full[stage]);
         load_values();
+        // By now this CTA's walker is through too. The last CTA leaves the queue, and what has been delivered, as it was found.
+        if (atomicInc(&arguments.queue[1], gridDim.x - 1) == gridDim.x - 1) {
+          arguments.queue[0] = arguments.queue[2] = 0;
+          if (arguments.arrivals.mailbox != nullptr) link_take_back(arguments.arrivals);
+        }
         return;
       }
       if (step.flags & kStepFirst) key_head = i32(item.key_head);

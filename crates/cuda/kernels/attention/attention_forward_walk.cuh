@@ -17,23 +17,38 @@ struct AttentionForwardWalker {
   u32 items = 0;  // planned so far
   u32 steps = 0;
 
-  __device__ __forceinline__ bool more() const { return index < arguments.tile_count * arguments.heads; }
+  // Which tiles are taken next, as long as there are some.
+  enum Order : u32 {
+    kReadyFirst,    // until the rows of the others are there
+    kWaitingFirst,  // they are heavy and light ones, and what comes last should be light
+    kReadyOnly,
+  };
+  u32 order = arguments.waiting.count != 0 ? kReadyFirst : kReadyOnly;
+
+  __device__ __forceinline__ u32 ready_items() const { return arguments.ready.count * arguments.heads; }
+  __device__ __forceinline__ u32 all_items() const {
+    return (arguments.ready.count + arguments.waiting.count) * arguments.heads;
+  }
+  __device__ __forceinline__ bool more() const { return index < all_items(); }
 
   // Reads the tile of item `index` and its first run. Heaviest tiles first, all heads of a group for one tile after
   // another; the lightest tiles come after those of all groups.
   __device__ __forceinline__ void find() {
     if (!more()) return;
-    const u32 grouped = arguments.grouped_tiles * arguments.heads;
-    u32 first_tile = arguments.grouped_tiles, first_head = 0, width = arguments.heads, within = index - grouped;
-    if (index < grouped) {
-      const u32 per_group = arguments.grouped_tiles * arguments.heads_per_group;
-      const u32 group = index / per_group;
+    const bool waits = index >= ready_items();
+    const ForwardTiles& tiles = waits ? arguments.waiting : arguments.ready;
+    const u32 place = waits ? index - ready_items() : index;
+    const u32 grouped = tiles.grouped * arguments.heads;
+    u32 first_tile = tiles.grouped, first_head = 0, width = arguments.heads, within = place - grouped;
+    if (place < grouped) {
+      const u32 per_group = tiles.grouped * tiles.heads_per_group;
+      const u32 group = place / per_group;
       first_tile = 0;
-      first_head = group * arguments.heads_per_group;
-      width = min(arguments.heads_per_group, arguments.heads - first_head);
-      within = index - group * per_group;
+      first_head = group * tiles.heads_per_group;
+      width = min(tiles.heads_per_group, arguments.heads - first_head);
+      within = place - group * per_group;
     }
-    tile = arguments.tiles[first_tile + within / width];
+    tile = arguments.tiles[tiles.first + first_tile + within / width];
     head = first_head + within % width;
     if (tile.run_begin != tile.run_end) run = arguments.runs[tile.run_begin];
   }
@@ -83,8 +98,27 @@ struct AttentionForwardWalker {
       const u32 scored = steps - kUnscored - 1;
       mbarrier_wait(&shared.step_empty[scored % kPlanned], (scored / kPlanned) & 1);
     }
-    index = gridDim.x + atomicAdd(&arguments.queue[0], 1u);
+    index = next();
     find();
+  }
+
+  __device__ __forceinline__ u32 next() {
+    const auto delivered = [&] {
+      return arguments.arrivals.mailbox == nullptr || link_all_delivered(arguments.arrivals);
+    };
+    if (order == kReadyFirst && delivered()) order = kWaitingFirst;
+    if (order == kWaitingFirst) {
+      const u32 waiting = next_waiting();
+      if (waiting < all_items()) return waiting;
+      order = kReadyOnly;
+    }
+    // The first ones were begun by CTAs that had just started.
+    const u32 ready = min(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[0], 1u);
+    if (ready < ready_items()) return ready;
+    return order == kReadyFirst ? next_waiting() : all_items();
+  }
+  __device__ __forceinline__ u32 next_waiting() const {
+    return max(gridDim.x, ready_items()) + atomicAdd(&arguments.queue[2], 1u);
   }
 
   // The first item is found before; it is not taken from the queue.
@@ -94,8 +128,6 @@ struct AttentionForwardWalker {
       take_next();
     }
     plan(AttentionForwardStep{0, 0, 0, kStepNone}, TileBound{});
-    // The last CTA leaves the queue as it was found.
-    if (atomicInc(&arguments.queue[1], gridDim.x - 1) == gridDim.x - 1) arguments.queue[0] = 0;
   }
 };
 

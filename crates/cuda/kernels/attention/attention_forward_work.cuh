@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/tile_schedule.cuh"
+#include "link_meeting.cuh"
 #include "ptx/tma.cuh"
 
 namespace counterpoint {
@@ -45,12 +46,23 @@ struct AttentionForwardConfig {
   static_assert(64 % kPack == 0, "a warpgroup's rows are whole tokens");
 };
 
+// Tiles that are handed out in one order, for all heads: some of them for one group of heads after another, then the others for
+// all together.
+struct ForwardTiles {
+  u32 first;
+  u32 count;
+  u32 grouped;
+  u32 heads_per_group;
+};
+
 // The kernel's parameter. Rows are tokens; pointers that a specialisation does not use may be null. Shared with the
 // host.
 struct AttentionForwardArguments {
   TensorMap q_map;  // [rows_q, heads_q, head_dim], box [64 / kPack, kPack, 64]
   TensorMap k_map;  // [rows_k, heads_kv, head_dim], box [kBlock, 1, 64]
   TensorMap v_map;  // [rows_k, heads_kv, head_dim_v], box [kBlock, 1, 64]
+  TensorMap arriving_k_map;  // likewise, of the rows from own_rows on
+  TensorMap arriving_v_map;
   const Tile* tiles;
   const TileRun* runs;
   const TileBound* bounds;
@@ -65,16 +77,18 @@ struct AttentionForwardArguments {
   float* end_sum;
   float* partial_out;      // [slots, kTileRows / kPack, heads_q, head_dim_v]
   float* partial_lse;      // [slots, kTileRows / kPack, heads_q]
-  u32* queue;  // two words, zero between launches: items handed out beyond the first of each CTA; CTAs that are done
-  u32 tile_count;
+  u32* queue;  // three words, zero between launches: items of ready tiles handed out beyond the first of each CTA; CTAs that are
+               // done; items of waiting tiles handed out
+  LinkArrivals arrivals;
+  ForwardTiles ready;    // those that need no rows from own_rows on
+  ForwardTiles waiting;  // the others
   u32 heads;            // heads_q / kPack
-  u32 grouped_tiles;    // tiles that are worked on by one group of heads after another; the others by all together
-  u32 heads_per_group;
   u32 heads_per_key;    // heads that read one key head: heads / heads_kv
   u32 heads_q;
   u32 head_dim_v;
   u32 sink_rows;
   i32 rows_k;
+  i32 own_rows;  // rows of k_map and v_map; no block has rows on both sides
   float scale_log2;     // scale * log2(e)
   float softcap_scale;  // 2 * scale * log2(e) / softcap
   float softcap_log2;   // softcap * log2(e), 0 for none

@@ -54,6 +54,7 @@ struct Storage {
   float delta[kDoutStages][kRows];
   Step steps[kSteps];
   Walk walk;  // of the first CTA
+  Delivered delivered;
   u64 announced[kAnnouncements];
   u64 full_k, full_v;
   u64 full_q[kStages], empty_q[kStages];

@@ -37,27 +37,29 @@ __device__ __forceinline__ bool has_rows(const Step& step) { return !(step.flags
 __device__ __forceinline__ void load_v(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
                                        u32 rank) {
   if (!has_rows(step)) return;
+  i32 key = step.key;
+  const TensorMap* map = key_map(params.v, params.arriving_v, params.own_rows, key);
   mbarrier_arrive_expect(&shared.full_v, sizeof(shared.v));
 #pragma unroll
   for (u32 c = 0; c < kChunksV; ++c) {
-    tma_load_3d(shared.v + c * kChunkBytes, &params.v, &shared.full_v, 64 * c, step.head_kv,
-                step.key + i32(rank * kOwnKeys));
+    tma_load_3d(shared.v + c * kChunkBytes, map, &shared.full_v, 64 * c, step.head_kv, key + i32(rank * kOwnKeys));
   }
 }
 
 __device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step,
                                        u32 rank) {
   if (!has_rows(step)) return;
+  i32 key = step.key;
+  const TensorMap* map = key_map(params.k, params.arriving_k, params.own_rows, key);
   mbarrier_arrive_expect(&shared.full_k, sizeof(shared.k) + sizeof(shared.peer_k));
 #pragma unroll
   for (u32 c = 0; c < kChunks; ++c) {
-    tma_load_3d(shared.k + c * kChunkBytes, &params.k, &shared.full_k, 64 * c, step.head_kv,
-                step.key + i32(rank * kOwnKeys));
+    tma_load_3d(shared.k + c * kChunkBytes, map, &shared.full_k, 64 * c, step.head_kv, key + i32(rank * kOwnKeys));
   }
-#pragma unroll
+#pragma unroll 1  // registers
   for (u32 c = 0; c < kWholeParts; ++c) {
-    tma_load_3d(shared.peer_k + c * kChunkBytes, &params.k, &shared.full_k, 64 * part_chunk(c, rank), step.head_kv,
-                step.key + i32((rank ^ 1) * kOwnKeys));
+    tma_load_3d(shared.peer_k + c * kChunkBytes, map, &shared.full_k, 64 * part_chunk(c, rank), step.head_kv,
+                key + i32((rank ^ 1) * kOwnKeys));
   }
 }
 
@@ -69,6 +71,7 @@ __device__ __forceinline__ void load_statistic(const AttentionBackwardArguments&
 
 // The thread that loads. In the first CTA it walks, for both.
 __device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared, u32 rank) {
+  shared.delivered.begin(params);
   if (rank == 0) {
     shared.walk.begin(params);
     announce(shared, 0);
@@ -107,6 +110,7 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
     if (first_step || shared.steps[(count - 1) % kSteps].flags & kLast) {
       // Who has computed dS of the last block reads V no more; when dQ of it is computed, nobody reads K.
       if (!first_step) mbarrier_wait(&shared.full_ds[slot_of(count - 1)], parity_of(count - 1));
+      if (rows) shared.delivered.await(params, step);
       load_v(params, shared, step, rank);
       if (!first_step) mbarrier_wait(&shared.empty_ds[slot_of(count - 1)], parity_of(count - 1));
       load_k(params, shared, step, rank);

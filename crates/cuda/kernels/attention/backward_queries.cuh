@@ -48,28 +48,46 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   if (!(flags & kExit)) walk.advance(params);
 }
 
-__device__ __forceinline__ void load_keys(const TensorMap* map, u8* to, u64* full, const Step& step) {
+__device__ __forceinline__ void load_keys(const AttentionBackwardArguments& params, const TensorMap& own,
+                                          const TensorMap& arriving, u8* to, u64* full, const Step& step) {
   if (step.flags & (kExit | kEmpty)) return;
+  i32 key = step.key;
+  const TensorMap* map = key_map(own, arriving, params.own_rows, key);
   mbarrier_arrive_expect(full, kKeyBytes);
 #pragma unroll
-  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, step.key);
+  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, key);
+}
+__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  load_keys(params, params.k, params.arriving_k, shared.k, &shared.full_k, step);
+}
+__device__ __forceinline__ void load_v(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  load_keys(params, params.v, params.arriving_v, shared.v, &shared.full_v, step);
+}
+
+// Before the first keys of an item are loaded.
+__device__ __forceinline__ void await_keys(const AttentionBackwardArguments& params, Delivered& delivered,
+                                           const Step& step) {
+  if (!(step.flags & (kExit | kEmpty))) delivered.await(params, step);
 }
 
 // The thread that loads.
 __device__ __forceinline__ void load_role(const AttentionBackwardArguments& params, Storage& shared) {
   shared.walk.begin(params);
   load_rows(params, shared);
-  load_keys(&params.k, shared.k, &shared.full_k, shared.steps[0]);
-  load_keys(&params.v, shared.v, &shared.full_v, shared.steps[0]);
+  shared.delivered.begin(params);
+  await_keys(params, shared.delivered, shared.steps[0]);
+  load_k(params, shared, shared.steps[0]);
+  load_v(params, shared, shared.steps[0]);
   for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
     load_rows(params, shared);
     if (shared.steps[count % kSteps].flags & kLast) {
       const Step& next = shared.steps[(count + 1) % kSteps];
       // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
       mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
-      load_keys(&params.v, shared.v, &shared.full_v, next);
+      await_keys(params, shared.delivered, next);
+      load_v(params, shared, next);
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
-      load_keys(&params.k, shared.k, &shared.full_k, next);
+      load_k(params, shared, next);
     }
   }
 }

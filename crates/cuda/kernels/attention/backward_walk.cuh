@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/tile_schedule.cuh"
+#include "link_meeting.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -78,6 +79,7 @@ constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have
 struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows / kCtas, swizzle 128
   TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x kOwnKeys, swizzle 128
+  TensorMap arriving_k, arriving_v;  // likewise, of the rows from own_rows on
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: lse and delta (attention_backward_rows.cuh)
   void* dk;           // [rows_k, heads_kv, head_dim], f32 or elements
@@ -107,6 +109,8 @@ struct AttentionBackwardArguments {
   u32 head_dim;
   u32 head_dim_v;
   u32 stretch;                            // blocks, see Walk
+  LinkArrivals arrivals;
+  i32 own_rows;                           // rows of k and v; no tile has rows on both sides
   u32 classes;                            // of tiles, see Walk
   u32 class_end[backward::kItemClasses];  // tiles up to which each class goes
   float scale;
@@ -319,6 +323,31 @@ struct Walk {
   }
 };
 
+// The map that has the keys of a tile from `key` on, and where they are in it.
+__device__ __forceinline__ const TensorMap* key_map(const TensorMap& own, const TensorMap& arriving, i32 own_rows, i32& key) {
+  if (key < own_rows) return &own;
+  key -= own_rows;
+  return &arriving;
+}
+
+// Rows of keys that have come, as far as the thread has waited for them which loads.
+struct Delivered {
+  i32 rows;
+  u32 parts;  // of those that others send
+
+  __device__ __forceinline__ void begin(const AttentionBackwardArguments& params) {
+    rows = params.arrivals.mailbox == nullptr ? 0x7fffffff : params.own_rows;
+    parts = 0;
+  }
+  // Until the keys of a step's item have come, which has some.
+  __device__ __forceinline__ void await(const AttentionBackwardArguments& params, const Step& step) {
+    while (rows < step.key_end) {
+      link_await_part(params.arrivals, parts);
+      rows = params.arrivals.ends[parts++];
+    }
+  }
+};
+
 struct Storage {
   u8 k[kKeyBytes];
   u8 v[kKeyBytes];
@@ -331,6 +360,7 @@ struct Storage {
   Step steps[kSteps];
   AddedItem added[2];
   Walk walk;
+  Delivered delivered;
   u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];

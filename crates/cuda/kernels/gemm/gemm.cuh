@@ -20,6 +20,8 @@ struct GemmToMemory {
   // Of a thread that loads or stores, and of one that multiplies.
   static constexpr u32 kProducerRegisters = 40;
   static constexpr u32 kConsumerRegisters = 232;
+  static constexpr u32 kLoadingThreads = 1;
+  using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
 
   __device__ __forceinline__ void begin(GemmShared<C>&) const {}
@@ -27,14 +29,18 @@ struct GemmToMemory {
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
-                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
+  template <typename Consumer>
+  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmRowTile& of, u32 column,
+                                       const GemmWalk& walk) const {
+    const auto& acc = consumer.acc;
     if (arguments.wide) {
       staging.template tile<true>(acc, of, column, walk.unit.group);
     } else {
       staging.template tile<false>(acc, of, column, walk.unit.group);
     }
   }
+  template <typename Consumer>
+  __device__ __forceinline__ void no_tile(Consumer&, const GemmRowTile&) const {}
   __device__ __forceinline__ void end() const {}
 };
 
@@ -48,8 +54,7 @@ struct GemmConsumer {
   const u32 thread = threadIdx.x % 128;
   const u32 warp = thread / 32;
   const u32 lane = thread % 32;
-  u32 stage = 0;  // of the next block of k
-  u32 round = 0;  // how often all stages were used
+  GemmRing<C> ring;
   float acc[C::kTileN / 2];
 
   // This warp has read a stage: both CTAs' loads wait for that.
@@ -59,7 +64,8 @@ struct GemmConsumer {
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_block() {
-    mbarrier_wait(&shared.full[stage], round & 1);
+    const u32 stage = ring.stage;
+    mbarrier_wait(&shared.full[stage], ring.round & 1);
     const u64 a = wgmma_descriptor(shared.a[stage] + group * 64 * kGemmRowBytes);
     const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
     constexpr u32 kStepA = C::kMajorA == Major::kK ? 32 : 16 * kGemmRowBytes;
@@ -76,25 +82,26 @@ struct GemmConsumer {
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void next_stage() {
-    if (++stage == C::kStages) {
-      stage = 0;
-      ++round;
-    }
-  }
 
-  // acc = the product over `count` blocks, at least one.
-  __device__ __forceinline__ void multiply(u32 count) {
+  // acc = the product over `count` blocks, at least one. `stop` is called kStops times meanwhile.
+  template <u32 kStops, typename Stop>
+  __device__ __forceinline__ void multiply(u32 count, Stop stop) {
     multiply_block<true>();
-    u32 before = stage;
-    next_stage();
+    u32 before = ring.stage;
+    ring.next();
+    u32 i = 1;
+#pragma unroll
+    for (u32 s = 0; s <= kStops; ++s) {
+      const u32 end = s == kStops ? count : count * (s + 1) / (kStops + 1);
 #pragma unroll 1
-    for (u32 i = 1; i < count; ++i) {
-      multiply_block<false>();
-      wgmma_wait<1>();
-      release(before);
-      before = stage;
-      next_stage();
+      for (; i < end; ++i) {
+        multiply_block<false>();
+        wgmma_wait<1>();
+        release(before);
+        before = ring.stage;
+        ring.next();
+      }
+      if (s != kStops) stop(s);
     }
     wgmma_wait<0>();
     pin(acc);
@@ -156,17 +163,23 @@ struct GemmConsumer {
 
   __device__ __forceinline__ void run() {
     GemmStaging<C> staging{arguments, shared, group, warp, lane};
+    typename Ends::Held held;
     for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
       walk.look_up();
       const GemmRowTile tile = walk.row_tile();
-      multiply(walk.k_end() - walk.k_begin());
+      multiply<Ends::Held::kCount>(walk.k_end() - walk.k_begin(), [&](u32 chunk) { held.stage(staging, chunk); });
       const u32 column = walk.template column<C::kTileN>();
       // A unit at the edge may have a tile without an element.
-      if (tile.rows == 0 || column >= arguments.n) continue;
+      if (tile.rows == 0 || column >= arguments.n) {
+        ends.no_tile(*this, tile);
+        continue;
+      }
       if (arguments.splits > 1 && !merge_parts(walk)) continue;
       if (arguments.bias != nullptr) add_bias(column);
-      ends.tile(staging, acc, tile, column, walk);
+      ends.tile(*this, staging, held, tile, column, walk);
     }
+#pragma unroll
+    for (u32 chunk = 0; chunk != Ends::Held::kCount; ++chunk) held.stage(staging, chunk);
     staging.finish();
   }
 };
@@ -195,7 +208,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
   cluster_sync();
   if (uniform(threadIdx.x / 128) == 0) {
     registers_decrease<Ends::kProducerRegisters>();
-    if (threadIdx.x == 0) gemm_load<C>(arguments, shared, ends);
+    if (threadIdx.x < Ends::kLoadingThreads) gemm_load<C>(arguments, shared, ends);
     if (threadIdx.x == 32) ends.store(shared, 0);
     if (threadIdx.x == 64) ends.store(shared, 1);
     if (uniform(threadIdx.x / 32) == 3) ends.begin(shared);

@@ -43,16 +43,20 @@ struct GemmFromRanks {
   // What is on its way through the registers of the warp that copies is what keeps the links busy.
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
+  static constexpr u32 kLoadingThreads = 1;
+  using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
   const GemmGathering& gathering;
 
   __device__ __forceinline__ u64 call() const { return gathering.link.state->calls + 1; }
 
-  // Blocks of rows go to groups of CTAs in turn: a fence for the whole system takes its turn among those of all multiprocessors
-  // (about 0.2 us each), and every CTA of a group makes one for each block.
-  static constexpr u32 kGroups = 4;
-  // CTAs that copy a block.
-  __device__ __forceinline__ u32 copying(u32 block) const { return (gridDim.x - block % kGroups + kGroups - 1) / kGroups; }
+  // Blocks of rows, those for one rank after those for another, go to groups of CTAs in turn: a fence for the whole system takes its
+  // turn among those of all multiprocessors (about 0.2 us each), and every CTA of a group makes one for each block.
+  __device__ __forceinline__ static u32 groups() { return min(4u, gridDim.x); }
+  // CTAs that copy the block with that number among all that a rank sends.
+  __device__ __forceinline__ static u32 copying(u32 number) {
+    return (gridDim.x - number % groups() + groups() - 1) / groups();
+  }
 
   // One warp of every CTA.
   __device__ __forceinline__ void begin(GemmShared<C>&) const {
@@ -62,22 +66,25 @@ struct GemmFromRanks {
     if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
       store_release_system(&link.slots[lane]->announced, number);
     }
-    for (u32 step = 1; step < gathering.ranks; ++step) {
-      const u32 peer = (gathering.rank + gathering.ranks - step) % gathering.ranks;
-      u32 began = 0;
-      if (lane == 0) began = link_wait(link, &link.mailbox[peer].announced, number, peer, kLinkBegin);
-      __syncwarp();
-      if (uniform(began) == 0) return;
+    u32 began = 0;  // ranks whose memory may be written, a bit each
 #pragma unroll 1
-      for (u32 block = blockIdx.x % kGroups; block < gathering.blocks; block += kGroups) {
-        const u64 begin = block * gathering.block_bytes;
-        const u64 end = min(begin + gathering.block_bytes, gathering.own_bytes);
-        copy_piece(gathering.gathered[peer], begin, end, blockIdx.x / kGroups, copying(block), lane);
-        // By every lane, and before the count.
-        fence_system();
+    for (u32 at = blockIdx.x % groups(); at < (gathering.ranks - 1) * gathering.blocks; at += groups()) {
+      const u32 block = at % gathering.blocks;
+      const u32 peer = (gathering.rank + gathering.ranks - 1 - at / gathering.blocks) % gathering.ranks;
+      if ((began >> peer & 1) == 0) {
+        u32 came = 0;
+        if (lane == 0) came = link_wait(link, &link.mailbox[peer].announced, number, peer, kLinkBegin);
         __syncwarp();
-        if (lane == 0) add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]) + block, u64(1));
+        if (uniform(came) == 0) return;
+        began |= 1u << peer;
       }
+      const u64 begin = block * gathering.block_bytes;
+      const u64 end = min(begin + gathering.block_bytes, gathering.own_bytes);
+      copy_piece(gathering.gathered[peer], begin, end, blockIdx.x / groups(), copying(at), lane);
+      // By every lane, and before the count.
+      fence_system();
+      __syncwarp();
+      if (lane == 0) add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]) + block, u64(1));
     }
   }
 
@@ -119,10 +126,12 @@ struct GemmFromRanks {
     const u32 owner = of.source_row / gathering.own_rows;
     const u32 within = of.source_row - owner * gathering.own_rows;
     const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
+    // What its owner sends before, to others.
+    const u32 before = (owner + gathering.ranks - gathering.rank - 1) % gathering.ranks * gathering.blocks;
     for (u32 block = within / gathering.block_rows; block <= last; ++block) {
       // What comes wrong when the wait gives up, nobody looks at.
-      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(block), owner,
-                kLinkSend);
+      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(before + block),
+                owner, kLinkSend);
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();
@@ -131,10 +140,13 @@ struct GemmFromRanks {
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
-                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
-    staging.template tile<false>(acc, of, column, walk.unit.group);
+  template <typename Consumer>
+  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmRowTile& of, u32 column,
+                                       const GemmWalk& walk) const {
+    staging.template tile<false>(consumer.acc, of, column, walk.unit.group);
   }
+  template <typename Consumer>
+  __device__ __forceinline__ void no_tile(Consumer&, const GemmRowTile&) const {}
 
   // One thread of every CTA, when all of its cluster are through.
   __device__ __forceinline__ void end() const {

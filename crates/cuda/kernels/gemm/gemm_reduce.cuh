@@ -3,9 +3,15 @@
 //
 // Every rank computes all of its product, the tiles of other ranks' rows first. A finished part of such a tile, rounded to
 // elements, is stored straight into its owner's memory, in the order in which its threads hold it, and stamped with the call's
-// number. When a rank comes to its own tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its
+// number; the part for which there is no room on the way follows while the next tile is multiplied. When a rank comes to its own tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its
 // own rounded like theirs, and rounds once: the bits are those of a product followed by a reduction. The sums go to the rank's
 // own rows, and in an all-reduce to every other rank's copy of them.
+//
+// The others' parts of a tile come through the ring of stages behind its operands: who loads fetches them while the tile is still
+// multiplied, for a warpgroup that waits for memory keeps the matrix unit waiting.
+//
+// Where a rank has fewer rows than a tile, tiles have slices of several owners: they are sent, and then those of this rank are
+// added up. All ranks then take tiles in the same order, so each tile's parts have been sent before anyone waits behind it.
 //
 // Ranks meet as link_meeting.cuh says: a rank writes into another's memory once that one has announced the call. Nobody reads
 // what another rank has, so only who spreads sums must wait at the end until all that come to it have come.
@@ -27,6 +33,7 @@ struct GemmReduction {
   u64 peer_stamps[kGemmDestinations];
   u64 part_bytes;
   u32 stamps_of_rank;
+  u32 own_rows;  // of each rank: a multiple of 64, or 32 or 16
   u32 rank;
   u32 ranks;
   u32 spreads;  // whether all ranks get the sums
@@ -40,16 +47,51 @@ struct GemmReduceArguments {
 
 template <typename C>
 struct GemmToRanks {
-  static constexpr u32 kProducerRegisters = 40;
-  static constexpr u32 kConsumerRegisters = 232;
+  static constexpr u32 kProducerRegisters = 56;
+  static constexpr u32 kConsumerRegisters = 224;
+  // The others of the warp look out for parts.
+  static constexpr u32 kLoadingThreads = 32;
+  using Held = GemmHeld<C>;
   const GemmArguments& arguments;
   const GemmReduction& reduction;
 
   static constexpr u32 kChunks = C::kTileN / C::kChunkColumns;
   static constexpr u32 kChunkBytes = 64 * C::kChunkColumns * sizeof(Element);
+  static constexpr u32 kRowBytes = kChunkBytes / 64;
   static constexpr u32 kPacks = C::kChunkColumns / 16;  // of 8 elements, of each thread
 
+  // A chunk of both warpgroups from one rank is a piece; a stage has some where A's block would be and some where B's.
+  static constexpr u32 kPieceBytes = kGemmConsumers * kChunkBytes;
+  static constexpr u32 kPiecesInA = C::kBytesA / kPieceBytes;
+  static constexpr u32 kPiecesOfStage = kPiecesInA + C::kBytesB / kPieceBytes;
+  static_assert(kPiecesInA > 0, "a piece fits a stage");
+
   __device__ __forceinline__ u64 call() const { return reduction.link.state->calls + 1; }
+
+  // Of rows of the product: whether some of those from `row` on are this rank's.
+  __device__ __forceinline__ bool keeps(u32 row, u32 rows) const {
+    const u32 first = reduction.rank * reduction.own_rows;
+    return row < first + reduction.own_rows && row + rows > first;
+  }
+  // Whether some of a warpgroup's are others'.
+  __device__ __forceinline__ bool sends(u32 row) const {
+    const u32 first = reduction.rank * reduction.own_rows;
+    const u32 end = min(row + 64, reduction.ranks * reduction.own_rows);
+    return row < first || end > first + reduction.own_rows;
+  }
+  // Calls `each` with the owner of every slice of a warpgroup's rows that others have, its first row and how many.
+  template <typename Each>
+  __device__ __forceinline__ void for_slices(u32 row, Each each) const {
+    const u32 slice = min(64u, reduction.own_rows);
+    u32 owner = row / reduction.own_rows;
+    for (u32 at = 0; at < 64 && owner < reduction.ranks; at += slice, ++owner) {
+      if (owner != reduction.rank) each(owner, at, slice);
+    }
+  }
+  // A unit's group is its number among its owner's.
+  __device__ __forceinline__ u32 first_part(const GemmWalk& walk) const {
+    return (walk.unit.group * 2 + walk.rank) * kGemmConsumers;
+  }
 
   // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all tell owners of
   // the parts that have been stored.
@@ -95,6 +137,61 @@ struct GemmToRanks {
   }
   __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
 
+  // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.
+  __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmRowTile& of, u32 column,
+                                             const GemmWalk& walk) const {
+    if (!keeps(of.source_row, kGemmTileM)) return;
+    // A tile without an element takes its turns all the same: the other CTA counts them.
+    const bool empty = of.rows == 0 || column >= arguments.n;
+    const u32 part = first_part(walk);
+    if (!empty) await_parts(of.source_row, part);
+    if (threadIdx.x == 0) fetch_parts(shared, ring, part, empty);
+  }
+
+  __device__ __forceinline__ void fetch_parts(GemmShared<C>& shared, GemmRing<C>& ring, u32 part, bool empty) const {
+    // What other ranks' copy engines wrote is read by this one's.
+    fence_async_proxy_all();
+    u32 chunk = 0, peer = reduction.rank == 0;
+    u32 left = kChunks * (reduction.ranks - 1);
+    while (left > 0) {
+      const u32 stage = ring.stage, count = min(kPiecesOfStage, left);
+      mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+      mbarrier_arrive_expect(&shared.full[stage], empty ? 0 : count * kPieceBytes);
+#pragma unroll 1
+      for (u32 i = 0; i < count && !empty; ++i) {
+        const u8* from = reduction.parts + peer * reduction.part_bytes + u64(part * kChunks + chunk) * kChunkBytes;
+#pragma unroll
+        for (u32 g = 0; g < kGemmConsumers; ++g) {
+          bulk_load(piece(shared, stage, i) + g * kChunkBytes, from + g * kChunks * kChunkBytes, kChunkBytes,
+                    &shared.full[stage]);
+        }
+        if (++peer == reduction.rank) ++peer;
+        if (peer >= reduction.ranks) {
+          peer = reduction.rank == 0;
+          ++chunk;
+        }
+      }
+      left -= count;
+      ring.next();
+    }
+  }
+
+  __device__ __forceinline__ u8* piece(GemmShared<C>& shared, u32 stage, u32 index) const {
+    return index < kPiecesInA ? shared.a[stage] + index * kPieceBytes : shared.b[stage] + (index - kPiecesInA) * kPieceBytes;
+  }
+
+  // All lanes together: until the parts of both warpgroups, if they have rows of this rank, have come from everyone.
+  __device__ __forceinline__ void await_parts(u32 row, u32 part) const {
+    const u64 number = call();
+    for (u32 at = threadIdx.x; at < kGemmConsumers * reduction.ranks; at += 32) {
+      const u32 peer = at / kGemmConsumers, group = at % kGemmConsumers;
+      if (peer == reduction.rank || !keeps(row + 64 * group, 64)) continue;
+      // What comes wrong when the wait gives up, nobody looks at.
+      link_wait(reduction.link, reduction.stamps + peer * reduction.stamps_of_rank + part + group, number, peer, kLinkSend);
+    }
+    __syncwarp();
+  }
+
   // Whether a rank's memory may be written, asked once of each: `known` has a bit for those that may.
   __device__ __forceinline__ bool may_write(u32 peer, u64 number, u32& known) const {
     if (known >> peer & 1) return true;
@@ -115,15 +212,14 @@ struct GemmToRanks {
       const GemmChunk chunk = shared.chunks[group][buffer];
       if (chunk.flags & kChunkNone) break;
       const u8* from = shared.staging[group][buffer];
-      bool sent = false;
-      const u32 owner = chunk.destination;
       if (chunk.flags & kChunkPart) {
-        sent = may_write(owner, number, known);
-        if (sent) {
-          bulk_store(reinterpret_cast<u8*>(reduction.peer_parts[owner]) + u64(u32(chunk.row)) * kChunkBytes, from,
-                     kChunkBytes);
-        }
+        for_slices(chunk.row, [&](u32 owner, u32 at, u32 rows) {
+          if (!may_write(owner, number, known)) return;
+          u8* to = reinterpret_cast<u8*>(reduction.peer_parts[owner]) + u64(u32(chunk.column)) * kChunkBytes;
+          bulk_store(to + at * kRowBytes, from + at * kRowBytes, rows * kRowBytes);
+        });
       } else if (u32(chunk.column) < arguments.n) {
+        // Rows of others above and below this rank's are outside of the tensor.
         tma_store_2d(&arguments.d_maps[own], from, chunk.column, chunk.row);
         for (u32 peer = 0; reduction.spreads != 0 && peer < reduction.ranks; ++peer) {
           if (peer != own && may_write(peer, number, known)) {
@@ -134,14 +230,17 @@ struct GemmToRanks {
       tma_store_commit();
       tma_store_wait_read<0>();
       mbarrier_arrive(&shared.chunk_empty[group][buffer]);
-      if (sent && (chunk.flags & kChunkLast)) {
-        // All of this thread's stores are complete, not only read, before the owner hears of them.
+      if ((chunk.flags & kChunkPart) && (chunk.flags & kChunkLast)) {
+        // All of this thread's stores are complete, not only read, before their owners hear of them.
         tma_store_wait<0>();
         fence_async_proxy_all();
-        while (stored - load_acquire_shared(&herald.told) == kHeraldParts) {
-        }
-        herald.parts[stored % kHeraldParts] = owner << kHeraldOwner | chunk.group;
-        store_release_shared(&herald.stored, ++stored);
+        for_slices(chunk.row, [&](u32 owner, u32, u32) {
+          if ((known >> owner & 1) == 0) return;
+          while (stored - load_acquire_shared(&herald.told) == kHeraldParts) {
+          }
+          herald.parts[stored % kHeraldParts] = owner << kHeraldOwner | chunk.group;
+          store_release_shared(&herald.stored, ++stored);
+        });
       }
     }
     // Complete before this CTA is counted as through: who counts last tells the others for all.
@@ -150,50 +249,43 @@ struct GemmToRanks {
     store_release_shared(&herald.stored, stored | kHeraldEnd);
   }
 
-  __device__ __forceinline__ void tile(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2],
-                                       const GemmRowTile& of, u32 column, const GemmWalk& walk) const {
-    // A unit's group is its number among its owner's.
-    const u32 part = (walk.unit.group * 2 + walk.rank) * kGemmConsumers + staging.group;
-    if (of.destination != reduction.rank) return send(staging, acc, of.destination, part);
-    add_parts(staging, acc, part);
-    staging.template tile<false>(acc, of, column, 0);
+  template <typename Consumer>
+  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held& held, const GemmRowTile& of,
+                                       u32 column, const GemmWalk& walk) const {
+    const u32 row = of.source_row + 64 * staging.group;
+    const bool kept = keeps(row, 64);
+    if (sends(row)) {
+      const u32 part = first_part(walk) + staging.group;
+      // Nobody waits for others' parts of a tile before its own of it are on their way.
+      held.take(staging, GemmChunk{i32(part * kChunks), i32(row), part, 0, 64, kChunkPart}, consumer.acc, kept);
+    }
+    if (!kept) return no_tile(consumer, of);
+    add_parts(consumer);
+    const i32 own_row = i32(row - reduction.rank * reduction.own_rows);
+    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, 0}, consumer.acc, false);
   }
 
-  __device__ __forceinline__ void send(GemmStaging<C>& staging, const float (&acc)[C::kTileN / 2], u16 owner,
-                                       u32 part) const {
-    const u32 thread = 32 * staging.warp + staging.lane;
-#pragma unroll
-    for (u32 c = 0; c < kChunks; ++c) {
-      const u8 flags = c + 1 == kChunks ? kChunkPart | kChunkLast : kChunkPart;
-      const GemmChunk chunk{0, i32(part * kChunks + c), part, owner, 64, flags};
-      staging.stage(chunk, [&](u8* to) {
-#pragma unroll
-        for (u32 p = 0; p < kPacks; ++p) {
-          const float* from = acc + (c * kPacks + p) * 8;
-          *reinterpret_cast<uint4*>(to + (p * 128 + thread) * 16) =
-              make_uint4(pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]), pack(from[6], from[7]));
-        }
-      });
+  // The others' parts of a tile take their turns, whoever adds them.
+  template <typename Consumer>
+  __device__ __forceinline__ void no_tile(Consumer& consumer, const GemmRowTile& of) const {
+    if (!keeps(of.source_row, kGemmTileM)) return;
+    for (u32 at = 0; at < kChunks * (reduction.ranks - 1); at += kPiecesOfStage) {
+      const u32 stage = consumer.ring.stage;
+      mbarrier_wait(&consumer.shared.full[stage], consumer.ring.round & 1);
+      consumer.release(stage);
+      consumer.ring.next();
     }
   }
 
-  // acc = the sum over ranks, their parts rounded to elements, in the order of ranks.
-  __device__ __forceinline__ void add_parts(GemmStaging<C>& staging, float (&acc)[C::kTileN / 2], u32 part) const {
-    if (staging.warp == 0 && staging.lane == 0) {
-      const u64 number = call();
-      for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-        if (peer == reduction.rank) continue;
-        // What comes wrong when the wait gives up, nobody looks at.
-        link_wait(reduction.link, reduction.stamps + peer * reduction.stamps_of_rank + part, number, peer, kLinkSend);
-      }
-    }
-    barrier_sync(kGemmGroupBarrier + staging.group, 128);
-    const uint4* parts = reinterpret_cast<const uint4*>(reduction.parts + u64(part) * kChunks * kChunkBytes);
-    parts += 32 * staging.warp + staging.lane;
+  // The accumulators become the sum over ranks, their parts rounded to elements, in the order of ranks.
+  template <typename Consumer>
+  __device__ __forceinline__ void add_parts(Consumer& consumer) const {
+    GemmShared<C>& shared = consumer.shared;
+    u32 index = 0, left = kChunks * (reduction.ranks - 1);
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
       float sums[kPacks * 8] = {};
-      float* own = acc + c * kPacks * 8;
+      float* own = consumer.acc + c * kPacks * 8;
 #pragma unroll 1
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
         uint4 words[kPacks];
@@ -204,9 +296,13 @@ struct GemmToRanks {
             words[p] = make_uint4(pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]), pack(from[6], from[7]));
           }
         } else {
-          const uint4* from = parts + peer * (reduction.part_bytes / 16) + c * kPacks * 128;
+          const u32 stage = consumer.ring.stage;
+          if (index == 0) mbarrier_wait(&shared.full[stage], consumer.ring.round & 1);
+          const u8* from = piece(shared, stage, index) + consumer.group * kChunkBytes;
 #pragma unroll
-          for (u32 p = 0; p < kPacks; ++p) words[p] = __ldcg(from + p * 128);
+          for (u32 p = 0; p < kPacks; ++p) {
+            words[p] = *reinterpret_cast<const uint4*>(from + Held::place(consumer.warp, p, consumer.lane));
+          }
         }
 #pragma unroll
         for (u32 p = 0; p < kPacks; ++p) {
@@ -216,6 +312,15 @@ struct GemmToRanks {
             sums[8 * p + 2 * e] += low_float(four[e]);
             sums[8 * p + 2 * e + 1] += high_float(four[e]);
           }
+        }
+        if (peer == reduction.rank) continue;
+        --left;
+        if (++index == kPiecesOfStage || left == 0) {
+          // It has been read by all lanes before two of them say so.
+          __syncwarp();
+          consumer.release(consumer.ring.stage);
+          consumer.ring.next();
+          index = 0;
         }
       }
 #pragma unroll

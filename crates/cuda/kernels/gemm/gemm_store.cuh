@@ -127,12 +127,18 @@ struct GemmStaging {
   }
 
   __device__ __forceinline__ void write_elements(u8* to, const float* from) const {
+    u32 elements[C::kChunkColumns / 4];
+#pragma unroll
+    for (u32 w = 0; w < C::kChunkColumns / 4; ++w) elements[w] = pack(from[2 * w], from[2 * w + 1]);
+    write_words(to, elements);
+  }
+  // Two elements in each word.
+  __device__ __forceinline__ void write_words(u8* to, const u32 (&elements)[C::kChunkColumns / 4]) const {
     const u32 row = 16 * warp + 8 * ((lane / 8) % 2) + lane % 8;
     const u32 address = shared_address(to);
 #pragma unroll
     for (u32 j = 0; j < C::kChunkColumns / 8; j += 2) {
-      const u32 matrices[4] = {pack(from[4 * j], from[4 * j + 1]), pack(from[4 * j + 2], from[4 * j + 3]),
-                               pack(from[4 * j + 4], from[4 * j + 5]), pack(from[4 * j + 6], from[4 * j + 7])};
+      const u32 matrices[4] = {elements[2 * j], elements[2 * j + 1], elements[2 * j + 2], elements[2 * j + 3]};
       store_matrix_x4(address + chunk_offset<C::kChunkColumns / 8>(row, j + lane / 16), matrices);
     }
   }
@@ -151,6 +157,77 @@ struct GemmStaging {
 
   __device__ __forceinline__ void finish() {
     stage(GemmChunk{0, 0, 0, 0, 0, kChunkNone}, [](u8*) {});
+  }
+};
+
+// What of a tile is not in shared memory yet when its warpgroup goes on with the next one: nothing.
+template <typename C>
+struct GemmNothingHeld {
+  static constexpr u32 kCount = 0;
+  __device__ __forceinline__ void stage(GemmStaging<C>&, u32) {}
+};
+
+// The chunks of a tile for which there is no room in shared memory, as elements in registers. Multiprocessors come to the ends of
+// their tiles together, and what they all send at once takes a link some microseconds: these chunks follow while the next tile is
+// multiplied.
+template <typename C>
+struct GemmHeld {
+  static constexpr u32 kChunks = C::kTileN / C::kChunkColumns;
+  // As many as buffers are staged at once.
+  static constexpr u32 kCount = kChunks > 2 ? kChunks - 2 : 0;
+  static constexpr u32 kWords = C::kChunkColumns / 4;  // of a thread in a chunk
+
+  GemmChunk first;  // the tile's
+  bool any = false;
+  u32 words[kCount > 0 ? kCount : 1][kWords];
+
+  // Stages what there is room for, or, where `now`, all, and keeps the rest. `chunk` is the tile's first.
+  __device__ __forceinline__ void take(GemmStaging<C>& staging, const GemmChunk& chunk, const float (&acc)[C::kTileN / 2],
+                                       bool now) {
+    first = chunk;
+#pragma unroll
+    for (u32 c = 0; c < kChunks; ++c) {
+      u32 elements[kWords];
+#pragma unroll
+      for (u32 w = 0; w < kWords; ++w) elements[w] = pack(acc[2 * (c * kWords + w)], acc[2 * (c * kWords + w) + 1]);
+      if (c < kChunks - kCount || now) {
+        write(staging, c, elements);
+      } else {
+#pragma unroll
+        for (u32 w = 0; w < kWords; ++w) words[c - (kChunks - kCount)][w] = elements[w];
+      }
+    }
+    any = !now;
+  }
+
+  // Stages one of those that were kept.
+  __device__ __forceinline__ void stage(GemmStaging<C>& staging, u32 held) {
+    if (any) write(staging, kChunks - kCount + held, words[held]);
+    if (held + 1 == kCount) any = false;
+  }
+
+  // Parts for other ranks as their threads hold them, 16 rows, those of a warp, together; rows for the copy engine otherwise.
+  __device__ __forceinline__ void write(GemmStaging<C>& staging, u32 c, const u32 (&elements)[kWords]) const {
+    const bool part = first.flags & kChunkPart;
+    GemmChunk chunk = first;
+    chunk.column += c * (part ? 1 : C::kChunkColumns);
+    if (c + 1 == kChunks) chunk.flags |= kChunkLast;
+    staging.stage(chunk, [&](u8* to) {
+      if (part) {
+#pragma unroll
+        for (u32 p = 0; p < kWords / 4; ++p) {
+          *reinterpret_cast<uint4*>(to + place(staging.warp, p, staging.lane)) =
+              make_uint4(elements[4 * p], elements[4 * p + 1], elements[4 * p + 2], elements[4 * p + 3]);
+        }
+      } else {
+        staging.write_words(to, elements);
+      }
+    });
+  }
+
+  // Of 8 elements of a thread in a part's chunk.
+  __device__ __forceinline__ static u32 place(u32 warp, u32 pack, u32 lane) {
+    return ((warp * (kWords / 4) + pack) * 32 + lane) * 16;
   }
 };
 

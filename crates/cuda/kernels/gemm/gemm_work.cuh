@@ -156,6 +156,19 @@ struct GemmWalk {
   }
 };
 
+// Which stage of operands comes next, for who fills stages and who empties them.
+template <typename C>
+struct GemmRing {
+  u32 stage = 0;
+  u32 round = 0;  // how often all were used
+  __device__ __forceinline__ void next() {
+    if (++stage == C::kStages) {
+      stage = 0;
+      ++round;
+    }
+  }
+};
+
 // The part of an operand's block that this CTA loads: all of it, or its half of what both read. Along k a box has all rows or
 // half of them; along m or n a box has 64 of them, and the CTAs take turns.
 template <u32 kRows, Major kMajor>
@@ -182,41 +195,58 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
   }
 }
 
-// The one thread that loads. `ends` knows whether rows of A have come.
+// Both operands of a tile, block by block of k.
+template <typename C>
+__device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
+                                                   const GemmWalk& walk, const GemmRowTile& tile, u32 column) {
+  const u32 end = walk.k_end();
+  const TensorMap* a_map = &arguments.a_maps[tile.source];
+#pragma unroll 1
+  for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
+    const u32 stage = ring.stage;
+    // Both CTAs' consumers are done with this stage: the halves that come are written into both.
+    mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+    mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
+    const i32 k = i32(k_block * kGemmBlockK);
+    i32 a_k = k;
+    if constexpr (C::kMajorA == Major::kMN) {
+      if (arguments.terms != nullptr) {
+        const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
+        a_map = &arguments.a_maps[term.x];
+        a_k = i32(term.y);
+      }
+    }
+    load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
+                                         arguments.pairs_columns != 0, walk.rank);
+    load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
+                                        arguments.pairs_columns == 0, walk.rank);
+    ring.next();
+  }
+}
+
+// The one thread that loads, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows whether
+// rows of A have come, and what is needed beside operands.
 template <typename C, typename Ends>
 __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
-  tma_prefetch_map(&arguments.a_maps[0]);
-  tma_prefetch_map(&arguments.b_map);
-  u32 stage = 0, round = 0;
+  const bool loads = threadIdx.x == 0;
+  if (loads) {
+    tma_prefetch_map(&arguments.a_maps[0]);
+    tma_prefetch_map(&arguments.b_map);
+  }
+  GemmRing<C> ring;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
     const GemmRowTile tile = walk.row_tile();
-    ends.await_rows(tile);
     const u32 column = walk.template column<C::kTileN>();
-    const u32 end = walk.k_end();
-    const TensorMap* a_map = &arguments.a_maps[tile.source];
-#pragma unroll 1
-    for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
-      // Both CTAs' consumers are done with this stage: the halves that come are written into both.
-      mbarrier_wait(&shared.empty[stage], (round & 1) ^ 1);
-      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
-      const i32 k = i32(k_block * kGemmBlockK);
-      i32 a_k = k;
-      if constexpr (C::kMajorA == Major::kMN) {
-        if (arguments.terms != nullptr) {
-          const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
-          a_map = &arguments.a_maps[term.x];
-          a_k = i32(term.y);
-        }
-      }
-      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
-                                           arguments.pairs_columns != 0, walk.rank);
-      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
-                                          arguments.pairs_columns == 0, walk.rank);
-      if (++stage == C::kStages) {
-        stage = 0;
-        ++round;
-      }
+    if (loads) {
+      ends.await_rows(tile);
+      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column);
+    }
+    if constexpr (Ends::kLoadingThreads > 1) {
+      // The others must not look out for anything while one of them loads: a warp does one or the other.
+      __syncwarp();
+      ends.load_parts(shared, ring, tile, column, walk);
+      __syncwarp();
     }
   }
 }

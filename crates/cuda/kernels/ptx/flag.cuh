@@ -30,6 +30,12 @@ __device__ __forceinline__ u32 add_relaxed(u32* word, u32 value) {
   return before;
 }
 
+__device__ __forceinline__ u64 add_relaxed(u64* word, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+  return before;
+}
+
 // Adds; who acquires the sum sees what this thread wrote before.
 __device__ __forceinline__ void add_release(u32* word, u32 value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");

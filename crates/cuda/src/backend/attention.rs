@@ -7,9 +7,10 @@ use counterpoint_mask::Band;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd};
 
-use super::CudaBuffer;
 use super::compute::Prepare;
+use super::keys::Keys;
 use super::padding::{Padding, padded_dim};
+use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
     AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd,
     ForwardTarget, ForwardTensors, ResultTensors, Scalar, StateTensors,
@@ -18,29 +19,64 @@ use crate::{CudaError, DeviceBuffer, Stream};
 
 /// A buffer of the Program as a kernel sees it.
 pub(super) struct Operand {
-    id: BufferId,
+    rows: Rows,
     padding: Option<Padding>,
+}
+
+/// Where the rows of an operand are.
+enum Rows {
+    /// In a buffer.
+    Of(BufferId),
+    /// In two, for a kernel that takes one: they are copied before it.
+    Gathered { from: [BufferId; 2], memory: DeviceBuffer },
 }
 
 impl Operand {
     pub(super) fn new(prepare: &Prepare<'_>, id: BufferId) -> Result<Self, ExecError> {
         let padding = Padding::of(prepare.setup(), prepare.spec(id));
-        Ok(Self { id, padding: padding.map_err(|error| prepare.device_error(error))? })
+        Ok(Self { rows: Rows::Of(id), padding: padding.map_err(|error| prepare.device_error(error))? })
+    }
+
+    /// The rows of two buffers, one after the other.
+    pub(super) fn gathered(prepare: &Prepare<'_>, from: [BufferId; 2]) -> Result<Self, ExecError> {
+        let mut spec = prepare.spec(from[0]).clone();
+        spec.shape[0] += prepare.spec(from[1]).rows();
+        let gather = || -> Result<Self, CudaError> {
+            let memory = DeviceBuffer::new(prepare.setup().device(), (spec.bytes() as usize).max(1))?;
+            Ok(Self { rows: Rows::Gathered { from, memory }, padding: Padding::of(prepare.setup(), &spec)? })
+        };
+        gather().map_err(|error| prepare.device_error(error))
+    }
+
+    /// Where the rows are before they are padded.
+    fn unpadded(&self, buffers: &[CudaBuffer]) -> u64 {
+        match &self.rows {
+            Rows::Of(id) => buffers[id.0].address(),
+            Rows::Gathered { memory, .. } => memory.address(),
+        }
     }
 
     /// The address that the kernel is given.
     pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
-        self.padding.as_ref().map_or_else(|| buffers[self.id.0].address(), Padding::address)
+        self.padding.as_ref().map_or_else(|| self.unpadded(buffers), Padding::address)
     }
 
     /// Before a kernel that reads it.
     pub(super) fn enter(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        self.padding.as_ref().map_or(Ok(()), |padding| padding.enter(stream, buffers[self.id.0].address()))
+        if let Rows::Gathered { from, memory } = &self.rows {
+            let mut offset = 0;
+            for id in from {
+                let rows = buffers[id.0].memory();
+                memory.copy_from(stream, offset, rows)?;
+                offset += rows.len();
+            }
+        }
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.enter(stream, self.unpadded(buffers)))
     }
 
     /// After a kernel that wrote it.
     pub(super) fn leave(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        self.padding.as_ref().map_or(Ok(()), |padding| padding.leave(stream, buffers[self.id.0].address()))
+        self.padding.as_ref().map_or(Ok(()), |padding| padding.leave(stream, self.unpadded(buffers)))
     }
 }
 
@@ -109,8 +145,7 @@ impl Share {
 pub(super) struct Forward {
     kernel: ForwardKernel,
     q: Operand,
-    k: Operand,
-    v: Operand,
+    keys: Keys,
     begin: Option<State>,
     end: End,
 }
@@ -129,7 +164,8 @@ enum End {
 
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
-        let problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
         let mode = ForwardMode {
@@ -149,8 +185,7 @@ impl Forward {
         Ok(Self {
             kernel: kernel.map_err(|error| prepare.device_error(error))?,
             q: Operand::new(prepare, op.q)?,
-            k: Operand::new(prepare, op.k)?,
-            v: Operand::new(prepare, op.v)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
             end: match &op.end {
                 ForwardEnd::State(_) if begin.is_some() => End::State(None),
                 ForwardEnd::State(state) => End::State(Some(State::new(prepare, state)?)),
@@ -165,10 +200,17 @@ impl Forward {
         })
     }
 
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        for operand in
-            [&self.q, &self.k, &self.v].into_iter().chain(self.begin.as_ref().map(|state| &state.acc))
+        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        for operand in [&self.q, &self.keys.k, &self.keys.v]
+            .into_iter()
+            .chain(self.begin.as_ref().map(|state| &state.acc))
         {
             operand.enter(stream, buffers)?;
         }
@@ -188,8 +230,9 @@ impl Forward {
         };
         let tensors = ForwardTensors {
             q: self.q.address(buffers),
-            k: self.k.address(buffers),
-            v: self.v.address(buffers),
+            k: self.keys.k.address(buffers),
+            v: self.keys.v.address(buffers),
+            arriving,
             begin,
             end,
         };
@@ -230,6 +273,7 @@ impl Prepare<'_> {
             bands: bands.clone(),
             rows_q: q.rows(),
             rows_k: k.rows(),
+            rows_arriving: 0,
             heads_q: q.shape[1],
             heads_kv: k.shape[1],
             head_dim: padded_dim(q.shape[2]),

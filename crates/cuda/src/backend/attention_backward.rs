@@ -4,11 +4,14 @@ use counterpoint_exec::ExecError;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
 
-use super::CudaBuffer;
 use super::attention::Operand;
 use super::compute::Prepare;
+use super::keys::Keys;
 use super::padding::padded_dim;
-use crate::kernel::{AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors};
+use super::{CudaBuffer, CudaSignal};
+use crate::kernel::{
+    AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors,
+};
 use crate::{CudaError, Stream};
 
 /// The row statistic of the backward.
@@ -59,8 +62,7 @@ impl Delta {
 pub(super) struct Backward {
     kernel: BackwardKernel,
     q: Operand,
-    k: Operand,
-    v: Operand,
+    keys: Keys,
     dout: Operand,
     lse: BufferId,
     delta: BufferId,
@@ -75,6 +77,7 @@ impl Backward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::AttentionBackward) -> Result<Self, ExecError> {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
         problem.deterministic = op.deterministic;
+        let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), AttentionBackward::takes);
         let mode = BackwardMode {
             continues_dq: op.accumulate_dq == Accumulate::Continue,
             rounds_queries: op.rounded_dq.is_some(),
@@ -87,8 +90,7 @@ impl Backward {
         Ok(Self {
             kernel,
             q: operand(op.q)?,
-            k: operand(op.k)?,
-            v: operand(op.v)?,
+            keys: Keys::new(prepare, (op.k, op.v), op.arriving.as_ref(), inside)?,
             dout: operand(op.dout)?,
             lse: op.lse,
             delta: op.delta,
@@ -100,15 +102,22 @@ impl Backward {
         })
     }
 
-    pub(super) fn launch(&self, stream: &Stream, buffers: &[CudaBuffer]) -> Result<(), CudaError> {
-        let read = [&self.q, &self.k, &self.v, &self.dout];
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<(), CudaError> {
+        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        let read = [&self.q, &self.keys.k, &self.keys.v, &self.dout];
         for operand in read.into_iter().chain(self.continues_dq.then_some(&self.dq)) {
             operand.enter(stream, buffers)?;
         }
         let tensors = BackwardTensors {
             q: self.q.address(buffers),
-            k: self.k.address(buffers),
-            v: self.v.address(buffers),
+            k: self.keys.k.address(buffers),
+            v: self.keys.v.address(buffers),
+            arriving,
             dout: self.dout.address(buffers),
             lse: buffers[self.lse.0].address(),
             delta: buffers[self.delta.0].address(),

@@ -88,11 +88,11 @@ impl CudaKernel {
         signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
         match &self.0 {
-            Work::Forward(work) => work.launch(stream, buffers),
+            Work::Forward(work) => work.launch(stream, buffers, signals),
             Work::Finish(work) => work.launch(stream, buffers),
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
-            Work::Backward(work) => work.launch(stream, buffers),
+            Work::Backward(work) => work.launch(stream, buffers, signals),
             Work::Product(work) => work.launch(stream, buffers),
             Work::Waves(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::counters::lock;
-use crate::kernel::{MissedSignal, SignalWait, SignalWaits};
+use crate::kernel::{LinkArrivals, MissedSignal, SignalWait, SignalWaits};
 use crate::{CudaError, Event, Stream};
 
 /// A counter that streams and kernels raise and streams wait for, within a run.
@@ -24,6 +24,8 @@ struct State {
     used: usize,
     /// Likewise waits for counters, with their operations' labels.
     waits: Option<Waits>,
+    /// Where kernels that meet raise it: what a kernel may wait for by itself, because those have started before.
+    arrivals: Option<LinkArrivals>,
 }
 
 #[derive(Clone, Copy)]
@@ -53,20 +55,22 @@ impl CudaSignal {
     /// `setup` has nothing of a run on it.
     pub(super) fn new(setup: &Stream) -> Self {
         let (raises, events) = (Vec::new(), Vec::new());
-        Self(Arc::new(Mutex::new(State { setup: setup.clone(), raises, events, used: 0, waits: None })))
+        let (waits, arrivals) = (None, None);
+        Self(Arc::new(Mutex::new(State { setup: setup.clone(), raises, events, used: 0, waits, arrivals })))
     }
 
     pub(super) fn begin_run(&self) {
         let mut state = lock(&self.0);
         state.raises.clear();
         state.used = 0;
+        state.arrivals = None;
         if let Some(waits) = &mut state.waits {
             waits.used = 0;
         }
     }
 
     /// What is enqueued on `stream` so far raises it.
-    pub(super) fn raise(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
+    pub(crate) fn raise(&self, stream: &Stream, value: u64) -> Result<(), CudaError> {
         let mut state = lock(&self.0);
         let index = state.used;
         if index == state.events.len() {
@@ -77,6 +81,26 @@ impl CudaSignal {
         state.used += 1;
         state.raises.push((value, Raise::Event(index)));
         Ok(())
+    }
+
+    /// What raises it is enqueued next, and a kernel may wait for that.
+    pub(crate) fn deliver(&self, arrivals: LinkArrivals) {
+        lock(&self.0).arrivals = Some(arrivals);
+    }
+
+    /// What a kernel that is enqueued next on `stream` waits for by itself; where it cannot, the stream waits for all.
+    pub(super) fn arrivals(&self, stream: &Stream) -> Result<LinkArrivals, CudaError> {
+        let arrivals = lock(&self.0).arrivals;
+        match arrivals {
+            Some(arrivals) => Ok(arrivals),
+            None => self.wait_for_all(stream).map(|()| LinkArrivals::NONE),
+        }
+    }
+
+    /// `stream` goes on once all raises by streams that were enqueued have happened.
+    pub(super) fn wait_for_all(&self, stream: &Stream) -> Result<(), CudaError> {
+        let state = lock(&self.0);
+        state.events[..state.used].iter().try_for_each(|event| stream.wait(event))
     }
 
     /// A kernel that has just been enqueued raises it to 1, 2 and so on, and says so by these counters.

@@ -23,7 +23,7 @@ pub(super) struct Waves {
 enum Work {
     /// One after the other, where no kernel stores results where they belong: those are copied, which is told by events.
     Apart(Vec<Product>),
-    Together(Together),
+    Together(Box<Together>),
 }
 
 /// As few launches as destinations allow: mostly one.
@@ -57,7 +57,7 @@ struct Share {
 impl Waves {
     pub(super) fn new(prepare: &Prepare<'_>, op: &schedule::WaveGemm) -> Result<Self, ExecError> {
         let work = match Together::new(prepare, &op.groups)? {
-            Some(together) => Work::Together(together),
+            Some(together) => Work::Together(Box::new(together)),
             None => {
                 let products = op.groups.iter().map(|group| Product::new(prepare, group));
                 Work::Apart(products.collect::<Result<_, _>>()?)

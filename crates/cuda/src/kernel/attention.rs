@@ -70,6 +70,8 @@ pub struct AttentionProblem {
     pub rows_q: usize,
     /// Rows of k, v and their gradients.
     pub rows_k: usize,
+    /// The last of them, which arrive while the kernel runs, from memory of their own.
+    pub rows_arriving: usize,
     /// Query heads, a multiple of `heads_kv`.
     pub heads_q: usize,
     /// Key and value heads.

@@ -7,6 +7,9 @@
 //! Tensors are dense and row-major; addresses are those of their first elements, aligned to 16 bytes. Rows of a head have a
 //! multiple of 8 elements (others are padded before they come here).
 
+use super::link_meeting::LinkArrivals;
+use crate::CudaError;
+
 /// What a stage of the forward goes on from and what it leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ForwardMode {
@@ -50,8 +53,33 @@ pub struct ResultTensors {
     pub lse: u64,
 }
 
+/// Keys and values that arrive while a kernel runs.
+#[derive(Clone, Copy, Debug)]
+pub struct ArrivingTensors {
+    /// `[rows_arriving, heads_kv, head_dim]`.
+    pub k: u64,
+    /// `[rows_arriving, heads_kv, head_dim_v]`.
+    pub v: u64,
+    /// How the kernel learns that they are there.
+    pub arrivals: LinkArrivals,
+}
+
+impl ArrivingTensors {
+    /// What a launch was told of so many rows.
+    pub(super) fn of(told: Option<Self>, rows_arriving: usize) -> Result<Self, CudaError> {
+        match told {
+            Some(arriving) => Ok(arriving),
+            None if rows_arriving == 0 => Ok(Self { k: 0, v: 0, arrivals: LinkArrivals::NONE }),
+            None => {
+                let reason = format!("{rows_arriving} rows of keys arrive, and it was not told where");
+                Err(CudaError::Launch { kernel: "attention".to_owned(), reason })
+            }
+        }
+    }
+}
+
 /// Addresses of the tensors of a forward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct ForwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,
@@ -59,6 +87,8 @@ pub struct ForwardTensors {
     pub k: u64,
     /// `[rows_k, heads_kv, head_dim_v]`.
     pub v: u64,
+    /// Of the last rows of k and v, where the problem has some that arrive.
+    pub arriving: Option<ArrivingTensors>,
     /// Of the stage before, where the mode continues it.
     pub begin: Option<StateTensors>,
     /// What is left, as the mode says.
@@ -101,7 +131,7 @@ pub struct BackwardMode {
 }
 
 /// Addresses of the tensors of a backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct BackwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
     pub q: u64,
@@ -109,6 +139,8 @@ pub struct BackwardTensors {
     pub k: u64,
     /// `[rows_k, heads_kv, head_dim_v]`.
     pub v: u64,
+    /// As in [`ForwardTensors::arriving`].
+    pub arriving: Option<ArrivingTensors>,
     /// `[rows_q, heads_q, head_dim_v]`.
     pub dout: u64,
     /// `[rows_q, heads_q]`, f32, of the whole row, natural logarithm.

@@ -1,6 +1,6 @@
 use bytemuck::NoUninit;
 
-use super::link_meeting::{LINK_RANKS, LINK_TENSORS, LinkCall};
+use super::link_meeting::{LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkCall};
 use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
@@ -72,6 +72,24 @@ pub struct LinkCopy {
     pieces: DeviceBuffer,
     count: u32,
     blocks: u32,
+    parts: LinkParts,
+}
+
+/// `LinkParts` of the kernel.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct LinkParts {
+    count: u32,
+    ends: [u32; LINK_PARTS],
+}
+
+/// Whether receivers are told of parts of their rows as these are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkDelivery {
+    /// Of none.
+    Whole,
+    /// Of each.
+    Parts,
 }
 
 /// `LinkPiece` of the kernel.
@@ -99,22 +117,34 @@ impl LinkCopy {
         device.function(&source(device.arch(), direction)).map(|_| ())
     }
 
-    /// Makes `moves`, whose peers are ranks, ready for tensors with rows of these many bytes, for a kernel of at most
-    /// `num_sms` blocks. The list is uploaded by `stream`, which is waited for.
+    /// Makes moves, whose peers are ranks, ready for tensors with rows of these many bytes, for a kernel of at most `num_sms`
+    /// blocks: those of each of the `parts`, one after the other. The list is uploaded by `stream`, which is waited for.
     ///
     /// # Errors
-    /// When the kernel cannot be compiled, or the list does not fit into memory.
+    /// [`CudaError::Launch`] for more parts than a call has; when the kernel cannot be compiled, or the list does not fit into
+    /// memory.
     pub fn new(
         stream: &Stream,
         direction: LinkDirection,
         row_bytes: &[u64],
-        moves: &[RowMove],
+        parts: &[Vec<RowMove>],
+        delivery: LinkDelivery,
         num_sms: u32,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let function = device.function(&source(device.arch(), direction))?;
-        let pieces = pieces(direction, row_bytes, moves, num_sms);
+        if parts.len() > LINK_PARTS {
+            let reason = format!("rows in {} parts; at most {LINK_PARTS}", parts.len());
+            return Err(CudaError::Launch { kernel: function.name().to_owned(), reason });
+        }
+        let (pieces, ends) = pieces(direction, row_bytes, parts, num_sms);
+        let mut told = LinkParts::default();
+        if delivery == LinkDelivery::Parts {
+            told.count = ends.len() as u32;
+            told.ends[..ends.len()].copy_from_slice(&ends);
+        }
         Ok(Self {
+            parts: told,
             function,
             count: pieces.len() as u32,
             blocks: num_sms.min(pieces.len() as u32).max(1),
@@ -148,18 +178,38 @@ impl LinkCopy {
             LinkPhase::Begin | LinkPhase::End => (1, 0),
         };
         let launch = Launch::linear(blocks, THREADS).shared_bytes(SHARED_BYTES);
-        let arguments = (*call, self.pieces.address(), count, phase.bits());
+        let arguments = (*call, self.pieces.address(), count, phase.bits(), self.parts);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
         unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
 }
 
-/// The moves cut into what is copied at once. Peers take turns, so that all links are busy from the first piece to the last.
-fn pieces(direction: LinkDirection, row_bytes: &[u64], moves: &[RowMove], num_sms: u32) -> Vec<LinkPiece> {
-    let rows: u64 = moves.iter().map(|step| step.from.len() as u64).sum();
+/// The moves cut into what is copied at once, and how many of these there are up to the end of each part. Peers take turns, so
+/// that all links are busy from the first piece to the last.
+fn pieces(
+    direction: LinkDirection,
+    row_bytes: &[u64],
+    parts: &[Vec<RowMove>],
+    num_sms: u32,
+) -> (Vec<LinkPiece>, Vec<u32>) {
+    let rows: u64 = parts.iter().flatten().map(|step| step.from.len() as u64).sum();
     let total = rows * row_bytes.iter().sum::<u64>();
     let even = total.div_ceil(u64::from(num_sms.max(1) * WARPS) * PIECES);
     let most = even.next_multiple_of(LEAST_BYTES).clamp(LEAST_BYTES, u64::from(PIECE_BYTES));
+    let (mut all, mut ends) = (Vec::new(), Vec::with_capacity(parts.len()));
+    for moves in parts {
+        all.extend(pieces_of_part(direction, row_bytes, moves, most));
+        ends.push(all.len() as u32);
+    }
+    (all, ends)
+}
+
+fn pieces_of_part(
+    direction: LinkDirection,
+    row_bytes: &[u64],
+    moves: &[RowMove],
+    most: u64,
+) -> Vec<LinkPiece> {
     let mut peers: Vec<usize> = moves.iter().map(|step| step.peer).collect();
     peers.sort_unstable();
     peers.dedup();
@@ -210,10 +260,11 @@ fn source(arch: Arch, direction: LinkDirection) -> KernelSource {
         ))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
         .line(format_args!(
-            "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count, u32 phases) {{"
+            "{name}(const __grid_constant__ LinkCall call, const LinkPiece* pieces, u32 count, u32 phases, \
+             const __grid_constant__ LinkParts parts) {{"
         ))
         .line(format_args!(
-            "  link_copy<{push}, {WARPS}, {STAGES}, {ahead}, {PIECE_BYTES}>(call, pieces, count, phases);"
+            "  link_copy<{push}, {WARPS}, {STAGES}, {ahead}, {PIECE_BYTES}>(call, pieces, count, phases, parts);"
         ))
         .line("}")
 }
@@ -231,7 +282,10 @@ pub(super) fn specialisations() -> Vec<Specialisation> {
 
 /// Types that the kernel shares.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![shared_layout!("link_copy.cuh", LinkPiece { own, remote, bytes, rank, tensor })]
+    vec![
+        shared_layout!("link_copy.cuh", LinkPiece { own, remote, bytes, rank, tensor }),
+        shared_layout!("link_copy.cuh", LinkParts { count, ends }),
+    ]
 }
 
 #[cfg(test)]
@@ -250,7 +304,10 @@ mod tests {
         };
         let moves = [step(2, 0, 70, 100), step(5, 50, 0, 70), step(2, 300, 190, 1), step(5, 0, 170, 0)];
         let row_bytes = [2048, 48];
-        let found = pieces(LinkDirection::Pull, &row_bytes, &moves, 4);
+        let parts = [moves[..3].to_vec(), moves[3..].to_vec()];
+        let (found, ends) = pieces(LinkDirection::Pull, &row_bytes, &parts, 4);
+        // The last move is empty.
+        assert_eq!(ends, [found.len() as u32; 2]);
         assert_eq!(found.iter().take(4).map(|piece| piece.rank).collect::<Vec<_>>(), [2, 5, 2, 5]);
         for (tensor, row) in row_bytes.into_iter().enumerate() {
             let mut seen = vec![None; 191 * row as usize];
@@ -270,7 +327,7 @@ mod tests {
                 assert_eq!(found, expected, "row {place}");
             }
         }
-        let pushed = pieces(LinkDirection::Push, &row_bytes, &moves, 4);
+        let (pushed, _) = pieces(LinkDirection::Push, &row_bytes, &parts, 4);
         let swapped = found.iter().map(|piece| LinkPiece { own: piece.remote, remote: piece.own, ..*piece });
         assert!(pushed.into_iter().eq(swapped));
     }

@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
+use counterpoint_schedule::Delivery;
 
 use super::{SharedLayout, shared_layout};
 use crate::{CudaError, DeviceBuffer, PinnedBuffer, Stream};
@@ -8,7 +9,9 @@ use crate::{CudaError, DeviceBuffer, PinnedBuffer, Stream};
 /// Ranks that can meet inside their kernels (`kLinkRanks`).
 pub const LINK_RANKS: usize = 16;
 /// Tensors of one call (`kLinkTensors`).
-pub const LINK_TENSORS: usize = 14;
+pub const LINK_TENSORS: usize = 13;
+/// Parts that a call's rows may be told of in (`kLinkParts`).
+pub const LINK_PARTS: usize = 8;
 
 /// `LinkSlot` of the kernels.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +19,7 @@ pub const LINK_TENSORS: usize = 14;
 struct LinkSlot {
     announced: u64,
     passed: u64,
+    delivered: u64,
     tensors: [u64; LINK_TENSORS],
 }
 
@@ -26,6 +30,8 @@ struct LinkState {
     calls: u64,
     arrived: u32,
     faults: u32,
+    taken: u64,
+    parts: [u32; LINK_PARTS],
 }
 
 /// `LinkFault` of the kernels.
@@ -61,6 +67,8 @@ pub enum LinkStep {
     Pass,
     /// To send a piece of its rows.
     Send,
+    /// To deliver a part of its rows; what counts is not calls then but parts.
+    Deliver,
 }
 
 /// `LinkCall` of the kernels: one call of one rank.
@@ -150,7 +158,8 @@ impl LinkEnd {
         let step = match step {
             0 => LinkStep::Begin,
             1 => LinkStep::Pass,
-            _ => LinkStep::Send,
+            2 => LinkStep::Send,
+            _ => LinkStep::Deliver,
         };
         Ok((set != 0).then_some(MissedRank { rank: awaited as usize, step, seen, wanted }))
     }
@@ -201,6 +210,49 @@ impl LinkEnd {
     }
 }
 
+/// `LinkArrivals` of the kernels: rows that others send while a kernel runs which takes them as they come.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct LinkArrivals {
+    mailbox: u64,
+    state: u64,
+    fault: u64,
+    abort: u64,
+    limit: u64,
+    senders: u32,
+    parts: u32,
+    ends: [i32; LINK_PARTS],
+}
+
+impl LinkArrivals {
+    /// Nothing to wait for.
+    pub const NONE: Self = Self {
+        mailbox: 0,
+        state: 0,
+        fault: 0,
+        abort: 0,
+        limit: 0,
+        senders: 0,
+        parts: 0,
+        ends: [0; LINK_PARTS],
+    };
+
+    /// Those of a call's outputs, once the launch of that call has started, told of in so many `parts`.
+    pub fn of(call: &LinkCall, parts: usize) -> Self {
+        let LinkCall { mailbox, state, fault, abort, limit, announce_to: senders, .. } = *call;
+        let parts = if senders == 0 { return Self::NONE } else { parts.min(LINK_PARTS) as u32 };
+        Self { mailbox, state, fault, abort, limit, senders, parts, ends: [0; LINK_PARTS] }
+    }
+
+    /// Where the rows are `own_rows`, and after them `rows` that come in even parts.
+    #[must_use]
+    pub(super) fn after(self, own_rows: usize, rows: usize) -> Self {
+        let parts = self.parts as usize;
+        let end = |part: usize| own_rows + Delivery::end(part, parts, rows);
+        Self { ends: std::array::from_fn(|part| if part < parts { end(part) as i32 } else { 0 }), ..self }
+    }
+}
+
 impl LinkCall {
     /// The same call where ranks are processes, which reach the announced tensors by other addresses than this one.
     #[must_use]
@@ -233,8 +285,12 @@ impl LinkShifts {
 /// Types that the kernels share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
-        shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, tensors }),
-        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults }),
+        shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, delivered, tensors }),
+        shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, taken, parts }),
+        shared_layout!(
+            "link_meeting.cuh",
+            LinkArrivals { mailbox, state, fault, abort, limit, senders, parts, ends }
+        ),
         shared_layout!("link_meeting.cuh", LinkFault { set, awaited, step, seen, wanted }),
         shared_layout!(
             "link_meeting.cuh",

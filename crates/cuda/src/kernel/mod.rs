@@ -8,6 +8,7 @@ mod attention_forward;
 mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
+mod bit_check;
 mod cast;
 mod column_sum;
 mod device_schedule;
@@ -44,9 +45,10 @@ pub use attention_finish::AttentionFinish;
 pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
-    BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
-    ResultTensors, StateTensors,
+    ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget,
+    ForwardTensors, ResultTensors, StateTensors,
 };
+pub use bit_check::BitCheck;
 pub use cast::Cast;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;
@@ -59,10 +61,11 @@ pub use gemm::{
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;
 pub use layout::{SharedLayout, shared_layouts};
-pub use link_copy::{LinkCopy, LinkDirection, LinkPhase};
+pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
-    LINK_RANKS, LINK_TENSORS, LinkAbort, LinkCall, LinkEnd, LinkPeers, LinkShifts, LinkStep, MissedRank,
+    LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkEnd, LinkPeers, LinkShifts,
+    LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;

@@ -2,21 +2,24 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck, unlike_elements};
+use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, GemmCollective, HostTensor, Machine, Prepared, World, WorldConfig,
-    random_tensor,
+    Backend, CpuMachine, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Machine, Prepared,
+    Transport, World, WorldConfig, random_tensor,
 };
 use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
 use half::bf16;
 
-use super::fused::{ROWS, Way, examine};
+use super::fused::{SHAPES, Way, examine};
 use crate::kernel::{
     ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, MissedSignal, SignalLitmus,
     SignalLitmusRound, SignalWait, SignalWaits,
 };
-use crate::{CudaError, CudaMachine, Device, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::{
+    CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Event, GraphRun, Stream,
+    StreamPriority,
+};
 
 /// Rows, columns and terms of the product whose tiles are read. Its elements are multiples of its terms, which bf16 has.
 const SIZE: [usize; 3] = [4096, 4096, 256];
@@ -26,19 +29,15 @@ const TURNS: usize = 4;
 const READERS: u32 = 16;
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are told of, hundreds of
-/// thousands of them or millions, with random delays, in the ordinary way and by the copy engine, and none may be of another
+/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are told of, `rounds`
+/// times all of them, with random delays, in the ordinary way and by the copy engine, and none may be of another
 /// round. Then a stream waits for a signal that never comes, and must say so in time.
 ///
 /// # Errors
 /// When a kernel cannot be compiled or launched.
-pub fn selftest_signals(devices: &[Device], extent: Extent) -> Result<Vec<SelfCheck>, CudaError> {
+pub fn selftest_signals(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck>, CudaError> {
     let Some(first) = devices.first().filter(|device| device.arch().is_hopper()) else {
         return Ok(Vec::new());
-    };
-    let rounds = match extent {
-        Extent::Full => 8000,
-        Extent::Quick => 1000,
     };
     let mut checks = vec![read_tiles(first, first, rounds)?];
     if let Some(second) = devices.get(1).filter(|second| *second != first) {
@@ -132,34 +131,98 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
     Ok(SelfCheck::of(name, 0, f64::from(u8::from(!named)), 0.0))
 }
 
-/// Reduce-scatter and all-reduce under the policy `signals`, thousands of calls with random delays on the machine's transport: groups
+/// Reduce-scatter and all-reduce under the policy `signals`, `calls` calls of each kind with random delays on the machine's transport: groups
 /// of whole tiles, and ragged ones that take several launches. Every element must have the bits of the product and the
 /// collective one after the other.
 ///
 /// # Errors
 /// Whatever ends a run.
-pub fn selftest_signalled_products(
-    machine: &CudaMachine,
-    extent: Extent,
-) -> Result<Vec<SelfCheck>, ExecError> {
-    let batches = match extent {
-        Extent::Full => 50,
-        Extent::Quick => 2,
-    };
+pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
+    let [shape @ [rows, _, _], ..] = SHAPES;
     // Nothing is left free, so units of tiles are placed one by one; and 16 multiprocessors are.
     let policies = ["signals", "signals+sm-margin=16"].map(str::parse);
-    let groups = [WaveGroups::Sizes(vec![ROWS / 2, ROWS / 4, ROWS / 4]), WaveGroups::Fixed(5)];
+    let groups = [WaveGroups::Sizes(vec![rows / 2, rows / 4, rows / 4]), WaveGroups::Fixed(5)];
     let mut checks = Vec::new();
     for (policy, name) in policies.into_iter().zip(["signals", "signals and a margin"]) {
         let Ok(policy) = policy else { continue };
         for groups in &groups {
             let way = Way { name, policy, groups: groups.clone() };
             for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
-                checks.push(examine(machine, collective, &way, batches)?);
+                checks.push(examine(machine, shape, collective, &way, calls)?);
             }
         }
     }
     Ok(checks)
+}
+
+/// A whole run of all ranks under the policy `signals` as a CUDA graph, replayed: counters go on from run to run without the host, so the
+/// bits of every replay must be those of the direct run. Not by copy engines, whose ranks meet on the host.
+///
+/// # Errors
+/// Whatever ends a run.
+pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    const REPLAYS: usize = 20;
+    let ranks = machine.devices().len();
+    let policy = OverlapPolicy::new(StartOrder::Signals);
+    let mut checks = Vec::new();
+    for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
+        let spec = GemmCollectiveSpec {
+            collective,
+            ranks,
+            m: SHAPES[0][0] * ranks,
+            n: 512,
+            k: 256,
+            dtype: DType::Bf16,
+        };
+        let world = WorldConfig { limit: LIMIT, ..WorldConfig::default() };
+        let mut prepared = spec.prepare_groups(machine, WaveGroups::Fixed(2), policy, world)?;
+        bind_inputs(&mut prepared)?;
+        Prepared::run_ranks(&mut prepared)?;
+        let results = |ranks: &[Prepared<CudaBackend, CudaTransport>]| -> Result<Vec<HostTensor>, ExecError> {
+            ranks.iter().map(|rank| output(rank, "y")).collect()
+        };
+        let direct = results(&prepared)?;
+        let mut graph = GraphRun::capture_ranks(&mut prepared)?;
+        let mut unlike = 0;
+        for _ in 0..REPLAYS {
+            for rank in graph.passes().iter().flat_map(|ranks| ranks.iter()) {
+                if let Some(y) = rank.buffer("y") {
+                    let setup = rank.backend().setup();
+                    let filled = y.memory().fill(setup, 0xff).and_then(|()| setup.synchronize());
+                    filled.map_err(|error| rank.backend().error(&"poisoning", error))?;
+                }
+            }
+            graph.start()?;
+            graph.finish()?;
+            let replayed = results(&*graph.passes()[0])?;
+            unlike += direct.iter().zip(&replayed).map(|(a, b)| unlike_elements(a, b)).sum::<usize>();
+        }
+        let name = format!(
+            "{REPLAYS} replays of a graph of a signalled product with {} on {ranks} GPUs, unlike elements",
+            collective.name()
+        );
+        checks.push(SelfCheck::of(name, 0, unlike as f64, 0.0));
+    }
+    Ok(checks)
+}
+
+/// Inputs from seeds: all that a rank's Program has.
+fn bind_inputs<B: Backend, T: Transport<B>>(ranks: &mut [Prepared<B, T>]) -> Result<(), ExecError> {
+    for (rank, prepared) in ranks.iter_mut().enumerate() {
+        let inputs = prepared.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
+        for spec in inputs.cloned().collect::<Vec<_>>() {
+            let seed = (1000 * rank + spec.name.len()) as u64;
+            let tensor = random_tensor(spec.shape.clone(), spec.dtype, seed);
+            let buffer = prepared.backend().upload(&spec.name, tensor)?;
+            prepared.bind(&spec.name, buffer)?;
+        }
+    }
+    Ok(())
+}
+
+fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
+    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
+    rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
 }
 
 /// What is added to the mean of squares.
@@ -177,7 +240,7 @@ pub fn selftest_normalised(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Exec
         let spec = LinearSpec {
             kind: LinearKind::Row,
             activations,
-            tokens: ranks * ROWS + 40,
+            tokens: ranks * SHAPES[0][0] + 40,
             in_features: ranks * 192,
             out_features: 520,
             has_bias: true,
@@ -229,19 +292,7 @@ fn normalised<M: Machine>(
             Prepared::new(lower_normalised_forward(plan, rank, EPSILON, policy), backend, transport)
         })
         .collect::<Result<Vec<_>, _>>()?;
-    for (rank, prepared) in ranks.iter_mut().enumerate() {
-        let inputs = prepared.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
-        for spec in inputs.cloned().collect::<Vec<_>>() {
-            let seed = (1000 * rank + spec.name.len()) as u64;
-            let tensor = random_tensor(spec.shape.clone(), spec.dtype, seed);
-            let buffer = prepared.backend().upload(&spec.name, tensor)?;
-            prepared.bind(&spec.name, buffer)?;
-        }
-    }
+    bind_inputs(&mut ranks)?;
     Prepared::run_ranks(&mut ranks)?;
-    let missing = |name: &str| ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
-    let of = |rank: &Prepared<M::Backend, M::Transport>, name: &str| {
-        rank.backend().download(rank.buffer(name).ok_or_else(|| missing(name))?)
-    };
-    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| of(rank, name))).collect()
+    ranks.iter().flat_map(|rank| ["sum", "y"].map(|name| output(rank, name))).collect()
 }

@@ -7,7 +7,9 @@
 use std::ops::Range;
 
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
-use counterpoint_schedule::{Accumulate, BufferSpec, GroupCast, GroupReduce, ReduceOp};
+use counterpoint_schedule::{
+    Accumulate, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
+};
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
 use crate::backend::CudaBackend;
@@ -60,15 +62,24 @@ impl LevelledTransport {
         Self { levels }
     }
 
+    /// The transport that reaches all ranks, where one does: a product and its collective are one kernel on one level only.
+    fn only(&self) -> Option<&CudaTransport> {
+        match self.levels.as_slice() {
+            [(Level::World, transport)] => Some(transport),
+            _ => None,
+        }
+    }
+
     /// The calls of each level. The first one arrives at the barrier.
     fn calls<'a>(
         &'a self,
         call: &'a CollectiveCall<'a, CudaBackend, LevelledCollective>,
     ) -> impl Iterator<Item = (&'a CudaTransport, CollectiveCall<'a, CudaBackend, CudaCollective>)> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, signal } = *call;
         self.levels.iter().zip(&collective.0).enumerate().map(move |(at, ((_, transport), collective))| {
             let barrier = barrier.filter(|_| at == 0);
-            (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier })
+            let signal = signal.filter(|_| self.levels.len() == 1);
+            (transport, CollectiveCall { backend, stream, place, collective, buffers, barrier, signal })
         })
     }
 }
@@ -117,6 +128,30 @@ impl Transport<CudaBackend> for LevelledTransport {
         self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
     }
 
+    fn prepare_gemm_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &GemmReduce,
+        program: &Program,
+    ) -> Result<Option<LevelledCollective>, ExecError> {
+        let Some(transport) = self.only() else { return Ok(None) };
+        let work = transport.prepare_gemm_reduce(backend, place, op, program)?;
+        Ok(work.map(|work| LevelledCollective(vec![work])))
+    }
+
+    fn prepare_cast_gemm(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &CastGemm,
+        program: &Program,
+    ) -> Result<Option<LevelledCollective>, ExecError> {
+        let Some(transport) = self.only() else { return Ok(None) };
+        let work = transport.prepare_cast_gemm(backend, place, op, program)?;
+        Ok(work.map(|work| LevelledCollective(vec![work])))
+    }
+
     fn begin(
         &self,
         call: &CollectiveCall<'_, CudaBackend, LevelledCollective>,
@@ -140,7 +175,15 @@ impl Transport<CudaBackend> for LevelledTransport {
         meeting: LevelledMeeting,
     ) -> Result<(), ExecError> {
         let mut levels = self.calls(call).zip(meeting.0);
-        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))
+        levels.try_for_each(|((transport, call), meeting)| transport.end(&call, meeting))?;
+        // Rows of several levels are there when all are.
+        let parts = call.collective.0.first().and_then(CudaCollective::delivery_parts);
+        match call.signal.zip(parts).filter(|_| self.levels.len() > 1) {
+            Some((signal, parts)) => signal
+                .raise(call.stream.queue(), parts as u64)
+                .map_err(|error| call.backend.error(call.place, error)),
+            None => Ok(()),
+        }
     }
 }
 

@@ -5,15 +5,16 @@ use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, WireTensor};
 use counterpoint_exec::{CollectiveCall, ExecError};
-use counterpoint_schedule::{BufferSpec, ReduceOp};
+use counterpoint_mask::Range;
+use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 
 use super::engine::{EngineUse, LinkEngine};
 use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
-    LINK_TENSORS, LinkAbort, LinkCall, LinkCopy, LinkDirection, LinkEnd, LinkPeers, LinkPhase, LinkReduce,
-    LinkReduceSpec, RowMove, Scalar,
+    LINK_PARTS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection,
+    LinkEnd, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -49,7 +50,7 @@ enum LinkKernel {
 /// Whether there is a kernel for a collective. Depends on what all ranks agree on only.
 pub(super) fn takes(collective: &Collective) -> bool {
     let tensors = &collective.contract.tensors;
-    if tensors.len() > LINK_TENSORS {
+    if tensors.len() > LINK_TENSORS || collective.delivery_parts.is_some_and(|parts| parts > LINK_PARTS) {
         return false;
     }
     match &collective.reduction {
@@ -161,6 +162,9 @@ impl CudaTransport {
             let (setup, peers) = (backend.setup(), &met.peers.announce_to);
             link = link.shifted(&processes.shifts(&met.shifts, place, setup, &announced, peers)?);
         }
+        if let Some((signal, parts)) = call.signal.zip(call.collective.collective.delivery_parts) {
+            signal.deliver(LinkArrivals::of(&link, parts));
+        }
         // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
         let started = barrier.map(CudaBarrier::arrival).transpose()?;
         let started = started.as_ref();
@@ -196,14 +200,16 @@ impl CudaTransport {
         let posts: Vec<(usize, Arc<Post<Part>>)> = posts.collect::<Result<_, ExecError>>()?;
         let row_bytes = rows::row_bytes(&collective.collective);
         let engine = match &work.spec {
-            None => {
+            // What takes rows as they arrive holds all multiprocessors, and the launch that ends a call of copy engines needs one.
+            None if collective.collective.delivery_parts.is_none() => {
                 let place = (self.rank, self.world.size());
                 LinkEngine::new(&self.device, work.engines, place, pattern, &posts, &row_bytes)?
             }
-            Some(_) => None,
+            _ => None,
         };
         let mut mailboxes = Vec::with_capacity(posts.len());
-        let mut moves = Vec::new();
+        let told = collective.collective.delivery_parts;
+        let mut parts = vec![Vec::new(); told.unwrap_or(1)];
         let pushes = work.spec.is_none() && CAST == LinkDirection::Push;
         for (rank, post) in posts {
             let theirs = &post.collective.pattern;
@@ -212,7 +218,10 @@ impl CudaTransport {
                 false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
             };
             if !engine.as_ref().is_some_and(|engine| engine.sends_to(rank)) {
-                moves.extend(pairs.map(|(&from, &to)| RowMove { peer: rank, from, to }));
+                let rows = theirs.incoming.iter().map(PeerRows::total).sum();
+                for (&from, &to) in pairs {
+                    cut_into_parts(RowMove { peer: rank, from, to }, rows, &mut parts);
+                }
             }
             if let Some(mailbox) = &post.payload.mailbox {
                 mailboxes.push((rank, mailbox.clone()));
@@ -223,10 +232,48 @@ impl CudaTransport {
         let (announce_to, work_on) = if pushes { (incoming, outgoing) } else { (outgoing, incoming) };
         let setup = backend.setup();
         let kernel = match &work.spec {
-            None => LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &moves, work.num_sms)?),
-            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &moves, work.num_sms)?),
+            None => {
+                let delivery = told.map_or(LinkDelivery::Whole, |_| LinkDelivery::Parts);
+                LinkKernel::Copy(LinkCopy::new(setup, CAST, &row_bytes, &parts, delivery, work.num_sms)?)
+            }
+            Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &parts.concat(), work.num_sms)?),
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
         Ok(Met { kernel, engine, peers, shifts: KnownShifts::default() })
+    }
+}
+
+/// Adds a move to the parts in which its receiver, who receives so many `rows`, is told of them.
+fn cut_into_parts(whole: RowMove, rows: usize, parts: &mut [Vec<RowMove>]) {
+    let count = parts.len();
+    let mut begin = 0;
+    for (part, moves) in parts.iter_mut().enumerate() {
+        let end = if part + 1 == count { usize::MAX } else { Delivery::end(part, count, rows) };
+        let to = whole.to.intersect(&Range::new(begin, end));
+        if !to.is_empty() {
+            let skipped = to.start - whole.to.start;
+            let from = whole.from.start + skipped;
+            moves.push(RowMove { from: Range::new(from, from + to.len()), to, ..whole });
+        }
+        begin = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_in_the_part_that_it_is_told_of_in() {
+        let whole = RowMove { peer: 1, from: Range::new(100, 170), to: Range::new(20, 90) };
+        let mut parts = vec![Vec::new(); 3];
+        cut_into_parts(whole, 100, &mut parts);
+        let rows = |part: usize| parts[part].iter().map(|step| (step.from, step.to)).collect::<Vec<_>>();
+        assert_eq!(rows(0), [(Range::new(100, 113), Range::new(20, 33))]);
+        assert_eq!(rows(1), [(Range::new(113, 146), Range::new(33, 66))]);
+        assert_eq!(rows(2), [(Range::new(146, 170), Range::new(66, 90))]);
+        let mut one = vec![Vec::new()];
+        cut_into_parts(whole, 90, &mut one);
+        assert_eq!(one[0], [whole]);
     }
 }

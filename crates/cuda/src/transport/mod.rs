@@ -131,6 +131,11 @@ enum Work {
 }
 
 impl CudaCollective {
+    /// Parts in which its rows are told of as they come.
+    fn delivery_parts(&self) -> Option<usize> {
+        self.collective.delivery_parts
+    }
+
     /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
     fn has_met(&self) -> bool {
         match &self.work {
@@ -325,7 +330,7 @@ pub struct CudaMeeting {
 
 impl CudaTransport {
     fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
         let queue = stream.queue();
         backend.device().bind()?;
         stream.status().begin(place);
@@ -375,13 +380,13 @@ impl CudaTransport {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.exchange());
                 part.outputs = work.written_by_others(buffers);
-                &[][..]
+                &pattern.incoming[..]
             }
             Work::CastGemm(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.arrivals());
                 part.outputs = vec![work.written_by_others(buffers)];
-                &[][..]
+                &pattern.outgoing[..]
             }
             Work::Exchange(_) => &[][..],
         };
@@ -404,10 +409,14 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) if meeting.own.is_some() => {
+            // Who has not learnt yet where this rank's memory is must find it told.
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
                 self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
             }
             Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
+        }
+        if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
+            signal.raise(stream.queue(), parts as u64)?;
         }
         self.board.finish(self.rank, meeting.sequence, place);
         let kind = match &collective.work {
@@ -473,6 +482,12 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
+}
+
+/// The error of a rank that has not told where its memory is: nothing may be enqueued then.
+fn untold(rank: usize) -> CallError {
+    let reason = format!("rank {rank} has not told where its memory is; this is a bug, please report it");
+    CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
 }
 
 /// Why a collective cannot be enqueued.

@@ -16,6 +16,8 @@ pub struct Collective {
     pub tensors: Vec<(BufferId, BufferId)>,
     /// `None` for a group-cast.
     pub reduction: Option<Reduction>,
+    /// Even parts of the outputs' rows that are told of as they come.
+    pub delivery_parts: Option<usize>,
 }
 
 /// What all ranks of one collective must agree on.
@@ -80,11 +82,15 @@ impl Collective {
             dtype: input.dtype,
             wire: op.wire_dtype,
         };
+        let delivery_parts = op.delivery.map(|delivery| delivery.parts);
+        let kind = delivery_parts
+            .map_or("group_cast".to_owned(), |parts| format!("group_cast told of in {parts} parts"));
         Ok(Self {
-            contract: Contract { kind: "group_cast".to_owned(), tensors: tensors.iter().map(wire).collect() },
+            contract: Contract { kind, tensors: tensors.iter().map(wire).collect() },
             pattern: Pattern::of_cast(&op.part),
             tensors: op.tensors.clone(),
             reduction: None,
+            delivery_parts,
         })
     }
 
@@ -130,6 +136,7 @@ impl Collective {
                 dtype: op.reduce_dtype,
                 operands,
             }),
+            delivery_parts: None,
         })
     }
 }

@@ -1,7 +1,7 @@
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
-    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState, BufferId,
-    ColumnSum, ForwardBegin, ForwardEnd, Gemm, Op, Program, RmsNorm, RowBlock, SignalId,
+    ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
+    BufferId, ColumnSum, Delivery, ForwardBegin, ForwardEnd, Gemm, Op, Program, RmsNorm, RowBlock, SignalId,
 };
 use rayon::ThreadPool;
 
@@ -10,8 +10,9 @@ use super::user_kernel::{self, CpuUserKernels};
 use crate::host_element::{HostElement, with_host_element};
 use crate::kernel::{
     BackwardArgs, DeltaArgs, Element, FinishArgs, ForwardArgs, ForwardMode, GemmArgs, HeadShape, Real,
-    ResultArgs, RmsNormArgs, SinkArgs, StateArgs, StateMutArgs, attention_backward, attention_delta,
-    attention_finish, attention_forward, attention_share, cast, column_sum, gemm, rms_norm,
+    ResultArgs, RmsNormArgs, SinkArgs, StateArgs, StateMutArgs, TakeKeys, attention_backward_arriving,
+    attention_delta, attention_finish, attention_forward_arriving, attention_share, cast, column_sum, gemm,
+    rms_norm,
 };
 use crate::operands::check_operands;
 use crate::{ExecError, OpPlace};
@@ -49,7 +50,13 @@ impl CpuKernel {
         self.op.raises().map(|(signal, parts)| (signal, parts as u64))
     }
 
-    /// On a stream's thread: runs it on `workers`. `raise` raises its signal.
+    /// That of the rows that it takes as they arrive, whose group-cast is enqueued before it.
+    pub(super) fn delivery(&self) -> Option<Delivery> {
+        self.op.arriving().map(|keys| keys.delivery)
+    }
+
+    /// On a stream's thread: runs it on `workers`. `raise` raises its signal, `delivered` waits for the rows that it takes as they
+    /// arrive.
     pub(super) fn run(
         &self,
         rank: usize,
@@ -57,8 +64,9 @@ impl CpuKernel {
         buffers: &[CpuBuffer],
         workers: &ThreadPool,
         raise: impl Fn(u64),
+        delivered: &dyn Fn() -> Result<(), ExecError>,
     ) -> Result<(), ExecError> {
-        let access = Access { rank, place, buffers };
+        let access = Access { rank, place, buffers, delivered };
         let dtype = |id: BufferId| buffers[id.0].dtype();
         match &self.op {
             Op::AttentionForward(op) => {
@@ -151,7 +159,8 @@ where
             scale: op.scale,
             softcap: op.softcap,
         };
-        attention_forward(args, workers);
+        let (arriving, rows) = access.arriving(op.arriving.as_ref());
+        attention_forward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))
     };
     let (sink, out, lse) = match op.end {
         ForwardEnd::State(AttentionState { acc, row_max, row_sum }) => {
@@ -162,11 +171,10 @@ where
                 row_max: elements_mut(&mut row_max),
                 row_sum: elements_mut(&mut row_sum),
             };
-            run(match op.begin {
+            return run(match op.begin {
                 ForwardBegin::Start => ForwardMode::First(state),
                 ForwardBegin::Continue(_) => ForwardMode::Next(state),
             });
-            return Ok(());
         }
         ForwardEnd::Result { sink, out, lse } => (sink, out, lse),
     };
@@ -180,7 +188,7 @@ where
             row_max: elements_mut(&mut lse),
             row_sum: &mut row_sum,
         };
-        run(ForwardMode::First(state));
+        run(ForwardMode::First(state))?;
         let (out, lse) = (elements_mut::<T::Accumulator>(&mut out), elements_mut(&mut lse));
         attention_share(out, lse, &row_sum, v.shape()[2], workers);
         return Ok(());
@@ -196,10 +204,9 @@ where
             let (acc, row_max, row_sum) = (access.read(acc)?, access.read(row_max)?, access.read(row_sum)?);
             let state =
                 StateArgs { acc: elements(&acc), row_max: elements(&row_max), row_sum: elements(&row_sum) };
-            run(ForwardMode::Last(state, result));
+            run(ForwardMode::Last(state, result))
         }
     }
-    Ok(())
 }
 
 fn finish<T>(op: &AttentionFinish, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError>
@@ -272,7 +279,8 @@ where
         softcap: op.softcap,
         accumulate_dq: op.accumulate_dq,
     };
-    attention_backward(args, workers);
+    let (arriving, rows) = access.arriving(op.arriving.as_ref());
+    attention_backward_arriving(args, rows, workers, |take| access.take_arriving(arriving, take))?;
     if let Some(rounded) = op.rounded_dq {
         let mut rounded = access.write(rounded)?;
         cast::<T::Accumulator, T>(elements_mut(&mut dq), elements_mut(&mut rounded), workers);
@@ -405,6 +413,7 @@ pub(super) struct Access<'a> {
     place: &'a OpPlace,
     /// The Program's table.
     buffers: &'a [CpuBuffer],
+    delivered: &'a dyn Fn() -> Result<(), ExecError>,
 }
 
 impl<'a> Access<'a> {
@@ -414,6 +423,28 @@ impl<'a> Access<'a> {
 
     fn read_blocks(&self, blocks: &[RowBlock]) -> Result<Vec<ReadGuard<'a>>, ExecError> {
         blocks.iter().map(|block| self.read(block.buffer)).collect()
+    }
+
+    /// Gives a kernel the rows that arrive while it runs, once they are there. On this thread, because workers may be what another
+    /// rank needs to send them.
+    fn take_arriving<T: HostElement>(
+        &self,
+        arriving: Option<&ArrivingKeys>,
+        take: TakeKeys<'_, T>,
+    ) -> Result<(), ExecError> {
+        let Some(ArrivingKeys { k, v, .. }) = arriving else {
+            take(&[], &[]);
+            return Ok(());
+        };
+        (self.delivered)()?;
+        let (k, v) = (self.read(*k)?, self.read(*v)?);
+        take(elements(&k), elements(&v));
+        Ok(())
+    }
+
+    /// Beside them their number of rows.
+    fn arriving<'b>(&self, arriving: Option<&'b ArrivingKeys>) -> (Option<&'b ArrivingKeys>, usize) {
+        (arriving, arriving.map_or(0, |keys| self.buffers[keys.k.0].shape()[0]))
     }
 
     pub(super) fn write(&self, id: BufferId) -> Result<WriteGuard<'a>, ExecError> {

@@ -216,6 +216,7 @@ impl Backend for CpuBackend {
         signals: &[CpuSignal],
     ) -> Result<(), ExecError> {
         let kernel = kernel.clone();
+        let delivered = kernel.delivery().map(|delivery| signals[delivery.signal.0].last());
         let buffers = buffers.to_vec();
         let (workers, rank, at) = (self.workers.clone(), self.rank, place.clone());
         let raised = kernel.raises().map(|(signal, most)| {
@@ -223,12 +224,14 @@ impl Backend for CpuBackend {
             let last = counter.issue_value(stream, place, most);
             (counter, last - most)
         });
-        stream.push(self.program(), place, move |_| {
-            kernel.run(rank, &at, &buffers, &workers, |value| {
+        stream.push(self.program(), place, move |stream| {
+            let delivered = || delivered.as_ref().map_or(Ok(()), |point| point.wait(stream, &at));
+            let raise = |value| {
                 if let Some((counter, base)) = &raised {
                     counter.raise(base + value);
                 }
-            })?;
+            };
+            kernel.run(rank, &at, &buffers, &workers, raise, &delivered)?;
             Ok(Some(SpanKind::Compute))
         })
     }

@@ -40,7 +40,7 @@ impl PeerMessage {
 pub(super) fn told_part(rank: usize, contract: Contract, sent: &[usize], expected: &[usize]) -> Collective {
     let pattern =
         Pattern { outgoing: one_after_the_other(rank, sent), incoming: one_after_the_other(rank, expected) };
-    Collective { contract, pattern, tensors: Vec::new(), reduction: None }
+    Collective { contract, pattern, tensors: Vec::new(), reduction: None, delivery_parts: None }
 }
 
 fn one_after_the_other(rank: usize, lengths: &[usize]) -> Vec<PeerRows> {

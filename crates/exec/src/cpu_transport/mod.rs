@@ -146,7 +146,7 @@ impl Transport<CpuBackend> for CpuTransport {
     }
 
     fn begin(&self, call: &CollectiveCall<'_, CpuBackend, CpuCollective>) -> Result<(), ExecError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier } = *call;
+        let CollectiveCall { backend, stream, place, collective, buffers, barrier, signal } = *call;
         let CpuCollective { collective, workspaces } = collective.clone();
         let (inputs, outputs) = collective
             .tensors
@@ -169,11 +169,16 @@ impl Transport<CpuBackend> for CpuTransport {
             outputs,
         };
         let barrier = barrier.cloned();
+        let delivered = signal.zip(call.collective.delivery_parts);
+        let delivered = delivered.map(|(signal, parts)| signal.expect(stream, place, parts as u64));
         stream.push(backend.program(), place, move |stream| {
             if let Some(barrier) = barrier {
                 barrier.arrive();
             }
             call.perform(stream)?;
+            if let Some(delivered) = delivered {
+                delivered.raise();
+            }
             Ok(Some(SpanKind::Communication))
         })
     }
@@ -226,6 +231,7 @@ mod tests {
                 tensors: vec![(BufferId(0), BufferId(1))],
                 wire_dtype: DType::F32,
                 arrive: None,
+                delivery: None,
             };
             let collective = rank.prepare_cast(&place, &op, &specs).unwrap();
             let buffers = specs.each_ref().map(|spec| backend.allocate(spec).unwrap());
@@ -233,8 +239,9 @@ mod tests {
         }
         for _ in 0..1000 {
             for (rank, (backend, stream, collective, buffers)) in ranks.iter().zip(&running) {
+                let (barrier, signal) = (None, None);
                 let call =
-                    CollectiveCall { backend, stream, place: &place, collective, buffers, barrier: None };
+                    CollectiveCall { backend, stream, place: &place, collective, buffers, barrier, signal };
                 rank.enqueue(&call).unwrap();
             }
             running.iter().for_each(|(backend, stream, ..)| backend.synchronize(&[stream]).unwrap());

@@ -1,3 +1,4 @@
+use std::convert::Infallible;
 use std::sync::Mutex;
 
 use counterpoint_mask::{Band, Range};
@@ -5,6 +6,7 @@ use counterpoint_plan::KEY_BLOCK;
 use counterpoint_schedule::Accumulate;
 use rayon::ThreadPool;
 
+use super::key_rows::{KeyRows, TakeKeys};
 use super::matmul::{Mat, MatMut, matmul};
 use super::poison::{PoisonedRows, Reached, is_finite, is_log_weight};
 use super::queue::{drain, lock};
@@ -38,7 +40,7 @@ pub struct BackwardArgs<'a, T: Element, G: HostElement<Accumulator = T::Accumula
     pub dk: &'a mut [G],
     /// `[key_rows, heads_kv, head_dim_v]`, every element written.
     pub dv: &'a mut [G],
-    /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
+    /// Unmasked pairs in rows of `q` and of all keys; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
     pub scale: f64,
@@ -77,8 +79,7 @@ struct Scratch<R> {
 struct Inputs<'a, T: Element> {
     shape: HeadShape,
     q: &'a [T],
-    k: &'a [T],
-    v: &'a [T],
+    keys: KeyRows<'a, T>,
     dout: &'a [T],
     lse: &'a [T::Accumulator],
     delta: &'a [T::Accumulator],
@@ -106,12 +107,36 @@ where
     T: Element,
     G: HostElement<Accumulator = T::Accumulator>,
 {
+    let Ok(()) = attention_backward_arriving::<T, G, Infallible>(args, 0, threads, |take| {
+        take(&[], &[]);
+        Ok(())
+    });
+}
+
+/// [`attention_backward`] whose bands, `dk` and `dv` go on over `arriving_rows` rows of keys after those of `k`, which arrive
+/// meanwhile. `arrived` waits for these rows and hands them on; the others' blocks are walked before.
+///
+/// # Errors
+/// That of `arrived`.
+///
+/// # Panics
+/// As [`attention_backward`]; when the rows of `k` are no multiple of [`KEY_BLOCK`].
+pub fn attention_backward_arriving<T, G, E>(
+    args: BackwardArgs<'_, T, G>,
+    arriving_rows: usize,
+    threads: &ThreadPool,
+    arrived: impl FnOnce(TakeKeys<'_, T>) -> Result<(), E>,
+) -> Result<(), E>
+where
+    T: Element,
+    G: HostElement<Accumulator = T::Accumulator>,
+{
     let shape = args.shape;
     shape.check();
     let group = shape.group();
     let q_rows = rows_of("q", args.q, shape.heads_q * shape.head_dim);
-    let key_rows = rows_of("k", args.k, shape.heads_kv * shape.head_dim);
-    check_len("v", args.v, key_rows, shape.heads_kv * shape.head_dim_v);
+    let own = KeyRows::own(&shape, args.k, args.v, arriving_rows);
+    let key_rows = own.rows();
     check_len("dout", args.dout, q_rows, shape.heads_q * shape.head_dim_v);
     check_len("lse", args.lse, q_rows, shape.heads_q);
     check_len("delta", args.delta, q_rows, shape.heads_q);
@@ -145,16 +170,8 @@ where
         }
     }
 
-    let inputs = Inputs {
-        shape,
-        q: args.q,
-        k: args.k,
-        v: args.v,
-        dout: args.dout,
-        lse: args.lse,
-        delta: args.delta,
-        scoring: Scoring::new(args.scale, args.softcap),
-    };
+    let mut waiting = blocks.split_off(blocks.partition_point(|block| own.has_from_the_start(&block.cols)));
+
     let turns = Turns::new(shape.heads_kv);
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
@@ -172,40 +189,46 @@ where
         reached: Reached::default(),
     };
     let begin = |block: &Block<'_, G>| turns.begin(block.head, block.index);
-    drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
-        let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
-        gather(inputs.k, shape.heads_kv * dim, block.cols, block.head * dim, dim, &mut scratch.k);
-        gather(inputs.v, shape.heads_kv * dim_v, block.cols, block.head * dim_v, dim_v, &mut scratch.v);
-        let cols = block.cols.len();
-        scratch.poisoned_cols.clear();
-        scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
-        scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
-        scratch.reached.cols.clear();
-        scratch.dk.fill(T::Accumulator::ZERO);
-        scratch.dv.fill(T::Accumulator::ZERO);
-        for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
-            inputs.visit(block.head, &visit, scratch);
-            turn.reach(visit.index);
-            let first = visit.rows.start - visit.index * tile_rows;
-            let mut dq = lock(&dq[visit.index * shape.heads_kv + block.head]);
-            let sums = dq[first..first + visit.rows.len()].iter_mut();
-            for (sum, part) in sums.zip(scratch.dq.chunks_exact(group * dim)) {
-                for (sum, &x) in sum.iter_mut().zip(part) {
-                    *sum += x;
+    let walk = |keys: KeyRows<'_, T>, blocks: Vec<Block<'_, G>>| {
+        let scoring = Scoring::new(args.scale, args.softcap);
+        let (q, dout, lse, delta) = (args.q, args.dout, args.lse, args.delta);
+        let inputs = Inputs { shape, q, keys, dout, lse, delta, scoring };
+        drain(threads, blocks, begin, scratch, |mut block, turn, scratch| {
+            let (dim, dim_v) = (shape.head_dim, shape.head_dim_v);
+            inputs.keys.gather(&shape, block.head, block.cols, &mut scratch.k, &mut scratch.v);
+            let cols = block.cols.len();
+            scratch.poisoned_cols.clear();
+            scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
+            scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);
+            scratch.reached.cols.clear();
+            scratch.dk.fill(T::Accumulator::ZERO);
+            scratch.dv.fill(T::Accumulator::ZERO);
+            for visit in tiles_of_block(block.bands, block.cols, q_rows, tile_rows) {
+                inputs.visit(block.head, &visit, scratch);
+                turn.reach(visit.index);
+                let first = visit.rows.start - visit.index * tile_rows;
+                let mut dq = lock(&dq[visit.index * shape.heads_kv + block.head]);
+                let sums = dq[first..first + visit.rows.len()].iter_mut();
+                for (sum, part) in sums.zip(scratch.dq.chunks_exact(group * dim)) {
+                    for (sum, &x) in sum.iter_mut().zip(part) {
+                        *sum += x;
+                    }
                 }
+                drop(dq);
+                turn.pass(visit.index);
             }
-            drop(dq);
-            turn.pass(visit.index);
-        }
-        scratch.reached.cols.fill_nan(&mut scratch.dk, dim);
-        scratch.reached.cols.fill_nan(&mut scratch.dv, dim_v);
-        for (row, dk) in block.dk.iter_mut().zip(scratch.dk.chunks_exact(dim)) {
-            G::narrow_slice(dk, row);
-        }
-        for (row, dv) in block.dv.iter_mut().zip(scratch.dv.chunks_exact(dim_v)) {
-            G::narrow_slice(dv, row);
-        }
-    });
+            scratch.reached.cols.fill_nan(&mut scratch.dk, dim);
+            scratch.reached.cols.fill_nan(&mut scratch.dv, dim_v);
+            for (row, dk) in block.dk.iter_mut().zip(scratch.dk.chunks_exact(dim)) {
+                G::narrow_slice(dk, row);
+            }
+            for (row, dv) in block.dv.iter_mut().zip(scratch.dv.chunks_exact(dim_v)) {
+                G::narrow_slice(dv, row);
+            }
+        });
+    };
+    walk(own, blocks);
+    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
 }
 
 impl<T: Element> Inputs<'_, T> {

@@ -1,7 +1,10 @@
+use std::convert::Infallible;
+
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::KEY_BLOCK;
 use rayon::ThreadPool;
 
+use super::key_rows::{KeyRows, TakeKeys};
 use super::matmul::{Mat, MatMut, matmul};
 use super::normalise::{RowState, normalise};
 use super::poison::PoisonedRows;
@@ -24,7 +27,7 @@ pub struct ForwardArgs<'a, T: Element> {
     pub v: &'a [T],
     /// What the stage goes on from and what it leaves.
     pub mode: ForwardMode<'a, T>,
-    /// Unmasked pairs in rows of `q` and of `k`; bands do not overlap.
+    /// Unmasked pairs in rows of `q` and of all keys; bands do not overlap.
     pub bands: &'a [Band],
     /// Factor on `q k^T`.
     pub scale: f64,
@@ -103,8 +106,7 @@ enum Target<'a, T: Element> {
 struct Inputs<'a, T: Element> {
     shape: HeadShape,
     q: &'a [T],
-    k: &'a [T],
-    v: &'a [T],
+    keys: KeyRows<'a, T>,
     /// The state that a stage turns into results.
     state: Option<StateArgs<'a, T::Accumulator>>,
     sink: &'a [T::Accumulator],
@@ -140,12 +142,33 @@ struct Scratch<R> {
 /// # Panics
 /// When a tensor's length does not fit the others or a band leaves the tensors.
 pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadPool) {
+    let Ok(()) = attention_forward_arriving::<T, Infallible>(args, 0, threads, |take| {
+        take(&[], &[]);
+        Ok(())
+    });
+}
+
+/// [`attention_forward`] whose bands go on over `arriving_rows` rows of keys after those of `k`, which arrive meanwhile. Tiles
+/// that see none of them are walked first. Then `arrived` is called, which waits for these rows and hands them on, and the others
+/// are walked.
+///
+/// # Errors
+/// That of `arrived`.
+///
+/// # Panics
+/// As [`attention_forward`]; when the rows of `k` are no multiple of [`KEY_BLOCK`].
+pub fn attention_forward_arriving<T: Element, E>(
+    args: ForwardArgs<'_, T>,
+    arriving_rows: usize,
+    threads: &ThreadPool,
+    arrived: impl FnOnce(TakeKeys<'_, T>) -> Result<(), E>,
+) -> Result<(), E> {
     let shape = args.shape;
     shape.check();
     let group = shape.group();
     let q_rows = rows_of("q", args.q, shape.heads_q * shape.head_dim);
-    let key_rows = rows_of("k", args.k, shape.heads_kv * shape.head_dim);
-    check_len("v", args.v, key_rows, shape.heads_kv * shape.head_dim_v);
+    let own = KeyRows::own(&shape, args.k, args.v, arriving_rows);
+    let key_rows = own.rows();
     assert!(args.bands.iter().all(|band| band.k_range.end <= key_rows), "a band leaves the {key_rows} keys");
 
     let tile_rows = shape.tile_rows();
@@ -163,16 +186,9 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
     // A state is left as it is where there is nothing to add; results are written everywhere.
     tiles.retain(|tile| tile.weight > 0 || matches!(tile.target, Target::Result { .. }));
     tiles.sort_by_key(|tile| std::cmp::Reverse(tile.weight));
+    let ready = |tile: &Tile<'_, T>| tile.bands.iter().all(|band| own.has_from_the_start(&band.k_range));
+    let (ready, mut waiting): (Vec<_>, Vec<_>) = tiles.into_iter().partition(ready);
 
-    let inputs = Inputs {
-        shape,
-        q: args.q,
-        k: args.k,
-        v: args.v,
-        state,
-        sink,
-        scoring: Scoring::new(args.scale, args.softcap),
-    };
     let height = tile_rows.min(q_rows) * group;
     let scratch = || Scratch {
         q: vec![T::Accumulator::ZERO; height * shape.head_dim],
@@ -186,7 +202,13 @@ pub fn attention_forward<T: Element>(args: ForwardArgs<'_, T>, threads: &ThreadP
         poisoned_rows: PoisonedRows::default(),
         poisoned_cols: PoisonedRows::default(),
     };
-    drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.walk(tile, key_rows, scratch));
+    let walk = |keys: KeyRows<'_, T>, tiles: Vec<Tile<'_, T>>| {
+        let scoring = Scoring::new(args.scale, args.softcap);
+        let inputs = Inputs { shape, q: args.q, keys, state, sink, scoring };
+        drain(threads, tiles, |_| (), scratch, |tile, (), scratch| inputs.walk(tile, key_rows, scratch));
+    };
+    walk(own, ready);
+    arrived(&mut |k, v| walk(own.with_arrived(&shape, k, v), std::mem::take(&mut waiting)))
 }
 
 /// The tiles' targets, the state that they begin from where it is not in the targets, and the sink.
@@ -270,8 +292,7 @@ impl<T: Element> Inputs<'_, T> {
 
         for visit in blocks_of_tile(tile.bands, tile.rows, key_rows) {
             let cols = visit.cols.len();
-            gather(self.k, shape.heads_kv * dim, visit.cols, tile.head * dim, dim, &mut scratch.k);
-            gather(self.v, shape.heads_kv * dim_v, visit.cols, tile.head * dim_v, dim_v, &mut scratch.v);
+            self.keys.gather(shape, tile.head, visit.cols, &mut scratch.k, &mut scratch.v);
             scratch.poisoned_cols.clear();
             scratch.poisoned_cols.take_out_of(&mut scratch.k[..cols * dim], dim);
             scratch.poisoned_cols.take_out_of(&mut scratch.v[..cols * dim_v], dim_v);

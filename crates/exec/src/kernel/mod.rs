@@ -8,6 +8,7 @@ mod cast;
 mod element;
 mod exponential;
 mod gemm;
+mod key_rows;
 mod matmul;
 mod normalise;
 mod poison;
@@ -19,15 +20,17 @@ mod square_product;
 mod tile;
 mod turns;
 
-pub use attention_backward::{BackwardArgs, attention_backward};
+pub use attention_backward::{BackwardArgs, attention_backward, attention_backward_arriving};
 pub use attention_delta::{DeltaArgs, SinkArgs, attention_delta};
 pub(crate) use attention_finish::{FinishArgs, attention_finish, attention_share};
 pub use attention_forward::{
     ForwardArgs, ForwardMode, ResultArgs, StateArgs, StateMutArgs, attention_forward,
+    attention_forward_arriving,
 };
 pub use cast::cast;
 pub use element::{Element, Real};
 pub(crate) use gemm::{GemmArgs, column_sum, gemm};
+pub use key_rows::TakeKeys;
 pub(crate) use rms_norm::{RmsNormArgs, rms_norm};
 pub use shape::HeadShape;
 pub(crate) use square_product::square_product;

@@ -24,13 +24,13 @@ pub(crate) struct RmsNormArgs<'a, T> {
 pub(crate) fn rms_norm<T: Element>(args: RmsNormArgs<'_, T>, threads: &ThreadPool) {
     let RmsNormArgs { src, columns, residual, weight, epsilon, out } = args;
     let rows: Vec<&[T]> = src.into_iter().flat_map(|piece| piece.chunks_exact(columns)).collect();
-    let (added, sums): (Vec<Option<&[T]>>, Vec<Option<&mut [T]>>) = match residual {
-        Some((residual, sum)) => (
-            residual.chunks_exact(columns).map(Some).collect(),
-            sum.chunks_exact_mut(columns).map(Some).collect(),
-        ),
-        None => (vec![None; rows.len()], rows.iter().map(|_| None).collect()),
-    };
+    let (residual, sum) = residual.unzip();
+    let row_of_residual = |row: usize| residual.map(|residual| &residual[row * columns..(row + 1) * columns]);
+    let added: Vec<Option<&[T]>> = (0..rows.len()).map(row_of_residual).collect();
+    let mut sums: Vec<Option<&mut [T]>> = rows.iter().map(|_| None).collect();
+    if let Some(sum) = sum {
+        sums.iter_mut().zip(sum.chunks_exact_mut(columns)).for_each(|(slot, row)| *slot = Some(row));
+    }
     let out = out.par_chunks_exact_mut(columns);
     let all = rows.into_par_iter().zip(added).zip(sums).zip(out);
     threads.install(|| {

@@ -1,9 +1,10 @@
 use counterpoint_plan::{
-    Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, PlanError, WaveGroups,
+    Activations, CostModel, DType, GemmExchange, GemmTraffic, LinearKind, LinearPlan, LinearSpec, PlanError,
+    WaveGroups,
 };
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
-use crate::{Backend, ExecError, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+use crate::{Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig};
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -30,6 +31,22 @@ impl GemmCollective {
             Self::AllReduce => "all-reduce",
             Self::AllGather => "all-gather",
         }
+    }
+}
+
+/// How a product and its collective share a machine. Results have the same bits however they do.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GemmOverlap<'a> {
+    /// One after the other or as one kernel, whichever is predicted to end sooner by these costs.
+    Predicted(&'a CostModel),
+    /// By this policy.
+    Policy(OverlapPolicy),
+}
+
+impl Default for GemmOverlap<'_> {
+    /// By the costs of a machine that nobody has measured.
+    fn default() -> Self {
+        Self::Predicted(&CostModel::H200)
     }
 }
 
@@ -69,6 +86,27 @@ impl GemmCollectiveSpec {
         let spec =
             LinearSpec { kind, activations, tokens: m, in_features, out_features, has_bias: false, dtype };
         LinearPlan::new(spec, ranks, groups, cost)
+    }
+
+    /// The policy under which it runs: by prediction [`StartOrder::Sequential`] or [`Mover::Fused`].
+    pub fn policy(&self, overlap: GemmOverlap<'_>) -> OverlapPolicy {
+        let Self { collective, ranks, m, n, k, dtype } = *self;
+        let cost = match overlap {
+            GemmOverlap::Policy(policy) => return policy,
+            GemmOverlap::Predicted(cost) => cost,
+        };
+        let traffic = match collective {
+            GemmCollective::ReduceScatter => GemmTraffic::Shares,
+            GemmCollective::AllReduce => GemmTraffic::SharesAndSums,
+            GemmCollective::AllGather => GemmTraffic::Operand,
+        };
+        let exchange = GemmExchange { traffic, ranks, product: [m, n, k], element_bytes: dtype.size() };
+        let seconds = exchange.seconds(cost);
+        if seconds.fused < seconds.sequential {
+            OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() }
+        } else {
+            OverlapPolicy::new(StartOrder::Sequential)
+        }
     }
 
     /// Multiplications and additions of a rank.
@@ -119,8 +157,7 @@ impl GemmCollectiveSpec {
 }
 
 /// `sum over ranks of x W^T`, each rank's equal share of the rows on that rank: from every rank's `x` `[m, k]` and `W` `[n, k]` its
-/// rows `[m / ranks, n]`. Results have the same bits under every policy; [`Mover::Fused`] computes and sums tile by tile where the
-/// machine can.
+/// rows `[m / ranks, n]`. Results have the same bits under every `overlap`.
 ///
 /// # Errors
 /// [`ExecError::Tensor`] with the tensor that does not fit; whatever ends a run.
@@ -128,9 +165,10 @@ pub fn gemm_reduce_scatter<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::ReduceScatter, x, weight, config)
+    run(machine, GemmCollective::ReduceScatter, [x, weight], overlap, config)
 }
 
 /// As [`gemm_reduce_scatter`], with all rows `[m, n]` on every rank.
@@ -141,13 +179,14 @@ pub fn gemm_all_reduce<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::AllReduce, x, weight, config)
+    run(machine, GemmCollective::AllReduce, [x, weight], overlap, config)
 }
 
-/// `x W^T` of all ranks' rows: from every rank's `x` `[m / ranks, k]` and `W` `[n, k]` its product `[m, n]`. Policies as
-/// [`gemm_reduce_scatter`].
+/// `x W^T` of all ranks' rows: from every rank's `x` `[m / ranks, k]` and `W` `[n, k]` its product `[m, n]`. `overlap` as
+/// in [`gemm_reduce_scatter`].
 ///
 /// # Errors
 /// As [`gemm_reduce_scatter`].
@@ -155,17 +194,18 @@ pub fn all_gather_gemm<M: Machine>(
     machine: &M,
     x: &[HostTensor],
     weight: &[HostTensor],
-    config: &RunConfig,
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    run(machine, GemmCollective::AllGather, x, weight, config)
+    run(machine, GemmCollective::AllGather, [x, weight], overlap, config)
 }
 
 fn run<M: Machine>(
     machine: &M,
     collective: GemmCollective,
-    x: &[HostTensor],
-    weight: &[HostTensor],
-    config: &RunConfig,
+    [x, weight]: [&[HostTensor]; 2],
+    overlap: GemmOverlap<'_>,
+    config: &WorldConfig,
 ) -> Result<Vec<HostTensor>, ExecError> {
     let refuse = |name: &str, reason: String| ExecError::Tensor { name: name.to_owned(), reason };
     let ranks = x.len();
@@ -181,8 +221,7 @@ fn run<M: Machine>(
         GemmCollective::ReduceScatter | GemmCollective::AllReduce => first_x.rows(),
     };
     let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: first_x.dtype() };
-    let world = WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
-    let mut prepared = spec.prepare(machine, config.policy, world)?;
+    let mut prepared = spec.prepare(machine, spec.policy(overlap), config.clone())?;
     for (rank, prepared) in prepared.iter_mut().enumerate() {
         for (name, tensor) in [("x", &x[rank]), ("weight", &weight[rank])] {
             // Binding refuses what is not of the Program's shape and type.

@@ -17,7 +17,8 @@ use crate::random::normal;
 
 pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
 pub use gemm_collective::{
-    GemmCollective, GemmCollectiveSpec, PreparedOn, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter,
+    GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
+    gemm_reduce_scatter,
 };
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};

@@ -104,7 +104,7 @@ impl Case {
             DispatchAlgorithm::Sequential,
             DispatchAlgorithm::Zigzag,
         ]);
-        let stages = if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(1, 3)) };
+        let stages = if draw.chance(40) { StageCount::Auto } else { StageCount::Fixed(draw.within(0, 3)) };
         let chunk_size = Some(draw.sized(8, 128));
         let start = draw.pick(&StartOrder::ALL);
         let workers =

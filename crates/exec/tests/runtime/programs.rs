@@ -65,8 +65,13 @@ impl Draft {
         pair: (BufferId, BufferId),
         arrive: Option<BarrierId>,
     ) {
-        let op =
-            GroupCast { part: Arc::new(part.clone()), tensors: vec![pair], wire_dtype: DType::F64, arrive };
+        let op = GroupCast {
+            part: Arc::new(part.clone()),
+            tensors: vec![pair],
+            wire_dtype: DType::F64,
+            arrive,
+            delivery: None,
+        };
         self.push(COMMUNICATION, Some(stage), "cast", Op::GroupCast(op));
     }
 }

@@ -46,7 +46,7 @@ impl StageCuts {
         Self { stages: 1, rows: vec![Vec::new(); ranks], gathered: None }
     }
 
-    /// All work in one stage, once all rows have arrived beside the own ones.
+    /// All work in one stage, which takes received rows as they arrive.
     fn gathered(ranks: &[RankOutline]) -> Self {
         let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
         Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }

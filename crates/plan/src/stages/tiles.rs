@@ -5,7 +5,7 @@ use counterpoint_mask::{Band, Range};
 use super::StageCuts;
 use crate::direction::{Direction, LinkRows, makespan};
 use crate::outline::RankOutline;
-use crate::{AttentionSpec, AttentionWork, CostModel, StagePrediction};
+use crate::{AttentionSpec, AttentionWork, CostModel, ReadyWork, StagePrediction};
 
 /// Ranks that are looked at: of many ranks those that are slowest by pairs, which are hardly ever all wrong.
 pub(super) const PROBED: usize = 4;
@@ -83,9 +83,11 @@ impl Candidate {
                 computed += compute_seconds;
             }
             let copies = direction.own_seconds(from, spec, cost);
-            StagePrediction {
-                compute_seconds: compute_seconds + copies,
-                ..direction.transfers(links, spec, cost)
+            let compute_seconds = compute_seconds + copies;
+            let predicted = StagePrediction { compute_seconds, ..direction.transfers(links, spec, cost) };
+            match from {
+                0 => predicted,
+                _ => predicted.as_rows_arrive(&ReadyWork::of(&bands[stage], from), spec, cost),
             }
         };
         (0..bands.len()).map(stage).collect()

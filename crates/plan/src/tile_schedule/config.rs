@@ -80,6 +80,9 @@ pub struct TileScheduleConfig {
     pub order: TileOrder,
     /// Whether and for whom tiles may be split. Merging parts rounds differently from not splitting.
     pub split: Option<TileSplit>,
+    /// Key row from which on keys arrive while the kernel runs: no block and no tile of keys lies on both sides of it, and tiles
+    /// that need none of the later rows come before the others.
+    pub arrival: Option<usize>,
 }
 
 impl TileScheduleConfig {
@@ -93,6 +96,7 @@ impl TileScheduleConfig {
             blocks: TilePlacement::Tight,
             order: TileOrder::Work,
             split: None,
+            arrival: None,
         }
     }
 

@@ -16,12 +16,13 @@ const MOST_ITEMS: usize = 1 << 14;
 
 impl TileSchedule {
     /// Groups of heads whose keys stay in a cache of `cached_columns` walked rows while the tiles of all heads together would have
-    /// to read them from memory again and again; of even size, and larger where the launch would end later by groups. For a
-    /// schedule ordered by work, `walked_heads` heads on the walked axis that each serve `heads_per_walked`, and `workers` CTAs.
+    /// to read them from memory again and again; of even size, and larger where the launch would end later by groups. For some of
+    /// the `tiles`, ordered by work, `walked_heads` heads on the walked axis that each serve `heads_per_walked`, and `workers` CTAs.
     ///
     /// Short tiles and parts of split ones come last for all heads, which keeps the end of a launch balanced.
     pub fn head_groups(
         &self,
+        tiles: &[Tile],
         walked_heads: usize,
         heads_per_walked: usize,
         cached_columns: usize,
@@ -30,30 +31,30 @@ impl TileSchedule {
         let heads = walked_heads * heads_per_walked;
         let together = HeadGroups { tiles: 0, heads };
         let columns = |tile: &Tile| tile.blocks as usize * self.config.block;
-        let longest = self.tiles.first().map_or(0, columns);
+        let longest = tiles.first().map_or(0, columns);
         if longest * walked_heads <= cached_columns {
             return together;
         }
         let is_long = |tile: &&Tile| columns(tile) * walked_heads > cached_columns && tile.partial < 0;
-        let tiles = self.tiles.iter().take_while(is_long).count();
-        if tiles == 0 {
+        let grouped = tiles.iter().take_while(is_long).count();
+        if grouped == 0 {
             return together;
         }
         let groups = |width: usize| {
             let even = walked_heads.div_ceil(walked_heads.div_ceil(width));
-            HeadGroups { tiles, heads: even * heads_per_walked }
+            HeadGroups { tiles: grouped, heads: even * heads_per_walked }
         };
         let mut width = (cached_columns / longest).max(1);
-        if self.tiles.len() * heads > MOST_ITEMS {
+        if tiles.len() * heads > MOST_ITEMS {
             // One tile more or less at the end is then nothing, or else too much.
-            let all = self.tiles.iter().map(|tile| columns(tile) as u64).sum::<u64>() * heads as u64;
+            let all = tiles.iter().map(|tile| columns(tile) as u64).sum::<u64>() * heads as u64;
             let is_short = longest as u64 * 128 <= all / workers.max(1) as u64;
             return if is_short { groups(width) } else { together };
         }
-        let limit = self.time_by_groups(&together, heads, workers);
+        let limit = self.time_by_groups(tiles, &together, heads, workers);
         while width < walked_heads {
             let groups = groups(width);
-            if self.time_by_groups(&groups, heads, workers) <= limit + limit / 200 {
+            if self.time_by_groups(tiles, &groups, heads, workers) <= limit + limit / 200 {
                 return groups;
             }
             width *= 2;
@@ -62,9 +63,9 @@ impl TileSchedule {
     }
 
     /// As [`TileSchedule::makespan`], with tiles handed out by groups of heads.
-    fn time_by_groups(&self, groups: &HeadGroups, heads: usize, workers: usize) -> u64 {
+    fn time_by_groups(&self, tiles: &[Tile], groups: &HeadGroups, heads: usize, workers: usize) -> u64 {
         let cost = |tile: &Tile| u64::from(tile.blocks) * self.config.block as u64 + TILE_COST;
-        let (grouped, others) = self.tiles.split_at(groups.tiles);
+        let (grouped, others) = tiles.split_at(groups.tiles);
         let of_groups = (0..heads).step_by(groups.heads).flat_map(|first| {
             let width = groups.heads.min(heads - first);
             grouped.iter().map(move |tile| (cost(tile), width))

@@ -77,6 +77,7 @@ pub struct TileSchedule {
     bounds: Vec<TileBound>,
     merges: Vec<TileMerge>,
     partials: usize,
+    ready_tiles: usize,
 }
 
 impl TileSchedule {
@@ -102,12 +103,18 @@ impl TileSchedule {
             TileDirection::Forward => q_rows,
             TileDirection::Backward => k_rows,
         };
-        let stretches = match config.tiles {
+        let mut stretches = match config.tiles {
             TilePlacement::Tight => fit::fit(&turned, own_rows, config),
             TilePlacement::Aligned => vec![Range::new(0, own_rows)],
         };
+        if direction == TileDirection::Backward
+            && let Some(arrival) = config.arrival
+        {
+            stretches = cut_at(&stretches, arrival);
+        }
         let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
-        let mut walk = Walk::new(direction, config.block, config.blocks, count);
+        let walked_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
+        let mut walk = Walk::new(direction, config.block, config.blocks, walked_arrival, count);
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(count);
         for stretch in &stretches {
@@ -137,7 +144,8 @@ impl TileSchedule {
         }
         let area = turned.iter().map(Band::area).sum();
         let (config, merges) = (*config, Vec::new());
-        let mut schedule = Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0 };
+        let mut schedule =
+            Self { config, q_rows, k_rows, area, tiles, runs, bounds, merges, partials: 0, ready_tiles: 0 };
         if let Some(cuts) = config.split.and_then(|split| split::cuts(&schedule.tiles, config.block, &split))
         {
             schedule.split(&cuts);
@@ -146,6 +154,7 @@ impl TileSchedule {
             TileOrder::Work => sort_by_work(&mut schedule.tiles),
             TileOrder::Chains => Chains::of(&schedule).sort(&mut schedule.tiles),
         }
+        schedule.put_ready_tiles_first();
         Ok(schedule)
     }
 
@@ -157,6 +166,28 @@ impl TileSchedule {
             });
         (self.tiles, self.runs, self.bounds) = (parts.tiles, parts.runs, parts.bounds);
         (self.merges, self.partials) = (parts.merges, parts.slots as usize);
+    }
+
+    /// Otherwise tiles stay in their order.
+    fn put_ready_tiles_first(&mut self) {
+        let runs = &self.runs;
+        let last = |tile: &Tile| match self.config.direction {
+            TileDirection::Forward => {
+                runs[tile.run_begin as usize..tile.run_end as usize].last().map_or(0, |run| run.end)
+            }
+            TileDirection::Backward => tile.end,
+        };
+        let arrival = self.config.arrival.unwrap_or(usize::MAX);
+        let waits = |tile: &Tile| last(tile) as usize > arrival;
+        self.ready_tiles = self.tiles.iter().filter(|tile| !waits(tile)).count();
+        if self.ready_tiles < self.tiles.len() {
+            self.tiles.sort_by_key(waits);
+        }
+    }
+
+    /// The first tiles, which need no row from [`TileScheduleConfig::arrival`] on.
+    pub fn ready_tiles(&self) -> usize {
+        self.ready_tiles
     }
 
     /// How it was made.
@@ -231,6 +262,15 @@ impl TileBound {
         *end = (*end).min(run.end);
         (*start < *end).then_some(bound)
     }
+}
+
+/// The stretches, one of which ends at `row`.
+fn cut_at(stretches: &[Range], row: usize) -> Vec<Range> {
+    let sides = |stretch: &Range| {
+        let cut = row.clamp(stretch.start, stretch.end);
+        [Range::new(stretch.start, cut), Range::new(cut, stretch.end)]
+    };
+    stretches.iter().flat_map(sides).filter(|side| !side.is_empty()).collect()
 }
 
 fn check_rows(bands: &[Band], q_rows: usize, k_rows: usize) -> Result<(), TileScheduleError> {

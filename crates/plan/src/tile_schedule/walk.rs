@@ -12,6 +12,8 @@ pub(super) struct Walk {
     direction: TileDirection,
     block: usize,
     placement: TilePlacement,
+    /// A column that no block holds together with those before it.
+    cut: usize,
     pub(super) runs: Vec<TileRun>,
     pub(super) bounds: Vec<TileBound>,
     pieces: Vec<Band>,
@@ -28,12 +30,14 @@ impl Walk {
         direction: TileDirection,
         block: usize,
         placement: TilePlacement,
+        cut: Option<usize>,
         tiles: usize,
     ) -> Self {
         Self {
             direction,
             block,
             placement,
+            cut: cut.unwrap_or(usize::MAX),
             // Most tiles have a full run and one across a diagonal or the end of a document. More would have to be moved.
             runs: Vec::with_capacity(3 * tiles),
             bounds: Vec::with_capacity(2 * tiles),
@@ -46,6 +50,25 @@ impl Walk {
 
     /// Appends the runs of a tile of `rows`. `bands` are those that touch it. Returns the number of its blocks.
     pub(super) fn tile(&mut self, rows: &Range, bands: &[Band]) -> usize {
+        let cut = self.cut;
+        if bands.iter().all(|band| band.k_range.end <= cut)
+            || bands.iter().all(|band| band.k_range.start >= cut)
+        {
+            return self.columns(rows, bands);
+        }
+        [Range::new(0, cut), Range::new(cut, usize::MAX)]
+            .map(|side| {
+                let clipped = bands.iter().filter_map(|band| {
+                    let columns = band.k_range.intersect(&side);
+                    (!columns.is_empty()).then(|| band.clip(&band.q_range, &columns))
+                });
+                self.columns(rows, &clipped.collect::<Vec<_>>())
+            })
+            .iter()
+            .sum()
+    }
+
+    fn columns(&mut self, rows: &Range, bands: &[Band]) -> usize {
         if let [band] = bands {
             return piece(band, rows).map_or(0, |piece| self.one_piece(rows, &piece));
         }

@@ -5,7 +5,7 @@ use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit}
 use super::gradient::Gradient;
 use super::homeward::{Homeward, Way};
 use super::hosting::{Hosting, hosts_do_all};
-use super::keys::KeyPrefetch;
+use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
@@ -91,7 +91,13 @@ pub fn lower_attention_backward(
             arrive: None,
         };
         p.push(reduce, None, "reduce dsink", Op::GroupReduce(op));
-        let op = GroupCast { part, tensors: vec![(sum, total)], wire_dtype: acc_dtype, arrive: None };
+        let op = GroupCast {
+            part,
+            tensors: vec![(sum, total)],
+            wire_dtype: acc_dtype,
+            arrive: None,
+            delivery: None,
+        };
         p.push(reduce, None, "cast dsink", Op::GroupCast(op));
     }
 
@@ -100,6 +106,7 @@ pub fn lower_attention_backward(
     let between_nodes =
         two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier, between_nodes);
+    keys.deliver_in(delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec));
     if hosted.is_some() {
         keys.after_queries();
     }
@@ -112,7 +119,7 @@ pub fn lower_attention_backward(
     }
     for (s, stage) in stages.iter().enumerate() {
         let here = Some(s);
-        let (k, v) = keys.enter(&mut p, s);
+        let StageKeys { k, v, arriving } = keys.enter(&mut p, s);
         if s >= 1 {
             let started = s as u64 - 1 + u64::from(hosted.is_some());
             p.after_start(compute, here, "wait until the last reduce has started", arrive, started);
@@ -146,6 +153,7 @@ pub fn lower_attention_backward(
             q: local.q,
             k,
             v,
+            arriving,
             dout,
             lse,
             delta,

@@ -1,7 +1,7 @@
 use counterpoint_plan::{AttentionSpec, Plan};
 
 use super::hosting::{Hosting, hosts_do_all};
-use super::keys::KeyPrefetch;
+use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::{LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
@@ -51,6 +51,7 @@ pub fn lower_attention_forward(
         (exchange.forward[rank].as_slice(), network)
     });
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, barrier, between_nodes);
+    keys.deliver_in(delivery_parts(plan.ranks.iter().map(|rank| &*rank.forward), spec));
     let hosting = rank_plan.hosted.as_ref().map(|work| {
         let reduce = p.stream("group-reduce", StreamKind::Communication);
         Hosting::new(work, spec, compute, cast, reduce)
@@ -61,7 +62,7 @@ pub fn lower_attention_forward(
         keys.after_queries();
     }
     for (s, stage) in stages.iter().enumerate() {
-        let (k, v) = keys.enter(&mut p, s);
+        let StageKeys { k, v, arriving } = keys.enter(&mut p, s);
         if s == 1 && hosted.is_some() {
             p.after_start(compute, Some(s), "wait until the reduce has started", reduce_barrier, 1);
         }
@@ -70,6 +71,7 @@ pub fn lower_attention_forward(
                 q: local.q,
                 k,
                 v,
+                arriving,
                 begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
                 end: state
                     .filter(|_| s < last)

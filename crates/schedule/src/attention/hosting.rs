@@ -119,7 +119,7 @@ impl<'a> Hosting<'a> {
         tensors: Vec<(BufferId, BufferId)>,
         arrive: Option<BarrierId>,
     ) {
-        let op = GroupCast { part: self.part.clone(), tensors, wire_dtype, arrive };
+        let op = GroupCast { part: self.part.clone(), tensors, wire_dtype, arrive, delivery: None };
         p.push(self.cast, None, label, Op::GroupCast(op));
     }
 
@@ -168,6 +168,7 @@ impl HostedForward<'_> {
             q: self.q,
             k,
             v,
+            arriving: None,
             begin: ForwardBegin::Start,
             end: ForwardEnd::Result { sink: None, out, lse },
             bands: hosting.work.bands.clone(),
@@ -244,6 +245,7 @@ impl HostedBackward<'_> {
             q: self.q,
             k,
             v,
+            arriving: None,
             dout: self.dout,
             lse: self.lse.1,
             delta: self.delta.1,

@@ -5,7 +5,7 @@ use counterpoint_plan::{AttentionSpec, GroupPart, StagePlan, TwoLevelPart};
 use super::LocalTensors;
 use super::rotation::Rotation;
 use crate::builder::{Mark, ProgramBuilder};
-use crate::{BarrierId, BufferId, BufferRole, GroupCast, Op, StreamId};
+use crate::{ArrivingKeys, BarrierId, BufferId, BufferRole, Delivery, GroupCast, Op, StreamId};
 
 /// Gives each stage its keys and values while those of the next are on their way.
 pub(super) struct KeyPrefetch<'a> {
@@ -20,11 +20,30 @@ pub(super) struct KeyPrefetch<'a> {
     /// Whether hosted work comes between stage 0 and stage 1: it hides the cast that stage 0 hides else, and stage 0 that of
     /// queries.
     hosting: bool,
+    /// Where one stage does all work while its rows come: the parts that they come in.
+    delivery_parts: Option<usize>,
     /// Of the stage to be entered next, and when they are there.
-    keys: (BufferId, BufferId),
-    arrived: Option<Mark>,
+    keys: StageKeys,
+    arrived: Option<Arrived>,
     /// Arrivals at the barrier of all casts so far.
     started: u64,
+}
+
+/// The keys and values of a stage.
+#[derive(Clone, Copy)]
+pub(super) struct StageKeys {
+    pub(super) k: BufferId,
+    pub(super) v: BufferId,
+    /// Those that come while it computes.
+    pub(super) arriving: Option<ArrivingKeys>,
+}
+
+/// What a stage that needs rows of others waits for.
+enum Arrived {
+    /// All of them.
+    All(Mark),
+    /// That they are on their way: so many arrivals at a barrier.
+    Start(BarrierId, u64),
 }
 
 impl<'a> KeyPrefetch<'a> {
@@ -53,7 +72,8 @@ impl<'a> KeyPrefetch<'a> {
             buffers,
             between_nodes,
             hosting: false,
-            keys: local,
+            delivery_parts: None,
+            keys: StageKeys { k: local.0, v: local.1, arriving: None },
             arrived: None,
             started: 0,
         }
@@ -65,6 +85,11 @@ impl<'a> KeyPrefetch<'a> {
         self.started += 1;
     }
 
+    /// Stage 1 does all work, and its rows come in so many parts meanwhile.
+    pub(super) fn deliver_in(&mut self, parts: Option<usize>) {
+        self.delivery_parts = parts;
+    }
+
     /// The rank's own keys, for hosted work: sends those of stage 1 on their way, and has the computation wait until they are.
     pub(super) fn enter_hosted(&mut self, p: &mut ProgramBuilder) -> (BufferId, BufferId) {
         if self.send(p, 1) {
@@ -73,12 +98,23 @@ impl<'a> KeyPrefetch<'a> {
         self.local
     }
 
-    /// Sends the keys of stage `s + 1` on their way, has the computation wait for those of stage `s`, and returns them.
-    pub(super) fn enter(&mut self, p: &mut ProgramBuilder, s: usize) -> (BufferId, BufferId) {
+    /// Sends the keys of stage `s + 1` on their way, has the computation wait for those of stage `s` (or until they are on their
+    /// way, if they come meanwhile), and returns them.
+    pub(super) fn enter(&mut self, p: &mut ProgramBuilder, s: usize) -> StageKeys {
         let (keys, arrived) = (self.keys, self.arrived.take());
         let hides = if self.hosting && s == 0 { true } else { self.send(p, s + 1) };
-        if let Some(mark) = arrived {
-            p.after(self.compute, Some(s), "wait for k v", mark);
+        match arrived {
+            Some(Arrived::All(mark)) => p.after(self.compute, Some(s), "wait for k v", mark),
+            Some(Arrived::Start(barrier, arrivals)) => {
+                p.after_start(
+                    self.compute,
+                    Some(s),
+                    "wait until k v are on their way",
+                    Some(barrier),
+                    arrivals,
+                );
+            }
+            None => {}
         }
         if hides {
             self.await_start(p, Some(s));
@@ -93,9 +129,12 @@ impl<'a> KeyPrefetch<'a> {
     /// Sends the keys of stage `s` on their way, if there is such a stage; whether there is.
     fn send(&mut self, p: &mut ProgramBuilder, s: usize) -> bool {
         let Some(stage) = self.stages.get(s) else { return false };
-        self.cast(p, s, stage);
         // In two steps both the one between nodes and the one of own rows arrive.
         self.started += if self.between_nodes.is_some() { 2 } else { 1 };
+        match self.delivery_parts {
+            Some(parts) => self.deliver(p, s, stage, parts),
+            None => self.cast(p, s, stage),
+        }
         true
     }
 
@@ -107,16 +146,9 @@ impl<'a> KeyPrefetch<'a> {
     fn cast(&mut self, p: &mut ProgramBuilder, s: usize, stage: &StagePlan) {
         let (k, v) = key_buffers(p, ("k", "v"), s, stage.key_rows, self.spec);
         self.buffers.take(p, self.cast, s, (k, v));
-        if stage.own_rows > 0 {
-            // On this stream: the other one may have work that needs no keys.
-            for (src, dst) in [(self.local.0, k), (self.local.1, v)] {
-                let copy = Op::CopyRows { src, dst, rows: stage.own_rows };
-                p.push(self.cast, Some(s), "copy own k v", copy);
-            }
-        }
         let op = |part: &GroupPart, from: (BufferId, BufferId), to: (BufferId, BufferId), arrive| {
             let (part, tensors) = (Arc::new(part.clone()), vec![(from.0, to.0), (from.1, to.1)]);
-            Op::GroupCast(GroupCast { part, tensors, wire_dtype: self.spec.dtype, arrive })
+            Op::GroupCast(GroupCast { part, tensors, wire_dtype: self.spec.dtype, arrive, delivery: None })
         };
         match &mut self.between_nodes {
             None => {
@@ -136,9 +168,52 @@ impl<'a> KeyPrefetch<'a> {
                 buffers.leave(p, self.cast, s);
             }
         }
-        self.keys = (k, v);
-        self.arrived = Some(p.mark(self.cast, Some(s), "k v arrived"));
+        self.keys = StageKeys { k, v, arriving: None };
+        self.arrived = Some(Arrived::All(p.mark(self.cast, Some(s), "k v arrived")));
     }
+
+    /// Sends the rows of a stage that does all work and begins with the rank's own keys, where they are.
+    fn deliver(&mut self, p: &mut ProgramBuilder, s: usize, stage: &StagePlan, parts: usize) {
+        let (k, v) = key_buffers(p, ("k", "v"), s, stage.key_rows - stage.own_rows, self.spec);
+        let delivery = Delivery { signal: p.signal(), parts };
+        // Whatever the policy: the computation waits for these rows inside, and could keep their cast from starting.
+        let (barrier, arrivals) = match self.barrier {
+            Some(barrier) => (barrier, self.started),
+            None => (p.start_barrier(), 1),
+        };
+        let part = GroupPart {
+            owned: stage.part.owned.clone(),
+            remote: stage.part.remote.iter().map(|split| split.without_first(stage.own_rows)).collect(),
+        };
+        let op = GroupCast {
+            part: Arc::new(part),
+            tensors: vec![(self.local.0, k), (self.local.1, v)],
+            wire_dtype: self.spec.dtype,
+            arrive: Some(barrier),
+            delivery: Some(delivery),
+        };
+        p.push(self.cast, Some(s), "cast k v", Op::GroupCast(op));
+        let arriving = Some(ArrivingKeys { k, v, delivery });
+        self.keys = StageKeys { k: self.local.0, v: self.local.1, arriving };
+        self.arrived = Some(Arrived::Start(barrier, arrivals));
+    }
+}
+
+/// In how many parts rows come to a computation that is under way, where one stage does all work: few enough that telling of
+/// each costs nothing, and more where there is much to come. The same on all ranks.
+pub(super) fn delivery_parts<'a>(
+    stages: impl Iterator<Item = &'a [StagePlan]> + Clone,
+    spec: &AttentionSpec,
+) -> Option<usize> {
+    const PART_BYTES: usize = 8 << 20;
+    const MOST_PARTS: usize = 8;
+    let all_at_once = |stages: &[StagePlan]| stages.get(1).is_some_and(|stage| stage.own_rows > 0);
+    if !stages.clone().any(all_at_once) {
+        return None;
+    }
+    let received = stages.filter_map(|stages| stages.get(1)).map(|stage| stage.key_rows - stage.own_rows);
+    let bytes = received.max().unwrap_or(0) * spec.kv_row_bytes();
+    Some((bytes / PART_BYTES).clamp(1, MOST_PARTS))
 }
 
 /// The step between nodes.

@@ -251,6 +251,7 @@ fn gather_all(
         tensors: vec![(x, all)],
         wire_dtype: plan.spec.dtype,
         arrive: None,
+        delivery: None,
     };
     p.push(stream, None, "all-gather x", Op::GroupCast(op));
     let arrived = p.mark(stream, None, "x arrived");

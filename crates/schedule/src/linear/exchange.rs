@@ -82,6 +82,7 @@ impl GatheredTokens {
             tensors: vec![(self.own, buffer)],
             wire_dtype: plan.spec.dtype,
             arrive: self.barrier,
+            delivery: None,
         };
         p.push(self.stream, Some(group + 1), GATHER, Op::GroupCast(op));
         self.groups.push((buffer, p.mark(self.stream, Some(group + 1), "tokens arrived")));
@@ -130,6 +131,17 @@ impl GatheredTokens {
         result
     }
 
+    /// Sends every group and has the computation wait for all: for one product of all tokens, where nothing is to hide.
+    pub(super) fn enter_all(&mut self, lowering: &mut Lowering<'_>) -> Vec<RowBlock> {
+        for _ in 0..lowering.plan.groups() {
+            self.send(lowering);
+        }
+        if let Some(&(_, arrived)) = self.groups.last() {
+            lowering.p.after(lowering.compute, Some(0), "wait for tokens", arrived);
+        }
+        self.all(lowering.plan)
+    }
+
     /// All tokens in their order, once all have arrived.
     pub(super) fn all(&self, plan: &LinearPlan) -> Vec<RowBlock> {
         let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
@@ -153,6 +165,7 @@ pub(super) fn rows_on_their_way(
         tensors: vec![(own, all)],
         wire_dtype: dtype,
         arrive: None,
+        delivery: None,
     };
     let rows = plan.tokens_of(rank);
     let mut blocks = block(all, Range::new(0, rows.start));
@@ -296,6 +309,7 @@ impl ReducedTokens {
             tensors: vec![(sum, all)],
             wire_dtype: dtype,
             arrive: None,
+            delivery: None,
         });
         let result = self.replicated.unwrap_or(sum);
         if fused {

@@ -5,7 +5,7 @@ use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RmsNorm,
-    RowBlock, StreamKind,
+    RowBlock, StartOrder, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `x`, `weight` and, where the layer has one, `bias`; output `y`. Of a column-parallel layer
@@ -105,6 +105,10 @@ fn column(lowering: &mut Lowering<'_>) {
         return;
     }
     let mut gathered = GatheredTokens::new(lowering, x, plan.spec.in_features, "x", BufferRole::Scratch);
+    if lowering.p.policy().start == StartOrder::Sequential {
+        let rows = gathered.enter_all(lowering);
+        return multiply(lowering, 0, (rows, vec![Range::new(0, tokens)]), weight, bias, y);
+    }
     for stage in 0..=plan.groups() {
         let rows = gathered.enter(lowering, stage);
         multiply(lowering, stage, rows, weight, bias, y);
@@ -116,7 +120,7 @@ enum RowResult {
     /// All rows are here.
     One(BufferId),
     /// They are summed over ranks.
-    Sums(ReducedTokens),
+    Sums(Box<ReducedTokens>),
 }
 
 /// The layer's result, in buffers called `name` of this role.
@@ -143,7 +147,7 @@ fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
         let gemm = product(lowering, group_rows(plan, group, x), weight, bias, share);
         sums.compute(lowering, group, "y", gemm);
     }
-    RowResult::Sums(sums)
+    RowResult::Sums(Box::new(sums))
 }
 
 /// The rows of a group in a buffer of all tokens, and where they go in a buffer of the group's rows alone.

@@ -45,7 +45,8 @@ pub fn lower_collective(
         p.push(stream, None, REDUCE, Op::GroupReduce(op));
     }
     if !is_scatter {
-        let op = GroupCast { part, tensors: vec![(sums, to)], wire_dtype: dtype, arrive: None };
+        let op =
+            GroupCast { part, tensors: vec![(sums, to)], wire_dtype: dtype, arrive: None, delivery: None };
         p.push(stream, None, GATHER, Op::GroupCast(op));
     }
     p.finish()

@@ -7,7 +7,7 @@ use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
 use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
-use crate::{Op, Program, Span, SpanKind};
+use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
 pub(super) fn run(
@@ -144,10 +144,14 @@ impl<'a> Clockwork<'a> {
                     *signal = (*signal).max(*value);
                     self.wake_waiting(rank, now);
                 }
+                // What it can do before its rows are there is done.
+                computation if state.parts[stream] > 0 && !state.is_released(computation) => return,
                 _ => {
                     match collective {
                         None => {
-                            self.ranks[rank].reached[stream] = now;
+                            if state.parts[stream] == 0 {
+                                state.reached[stream] = now;
+                            }
                             self.start_computation(rank, stream, op, now);
                         }
                         Some(number) if state.has_workers(sharing) => {
@@ -191,7 +195,9 @@ impl<'a> Clockwork<'a> {
         let waits = |&stream: &usize| {
             state.head(stream).is_some_and(|(op, _)| {
                 let op = &state.program.ops[op].op;
-                matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. }) && state.is_released(op)
+                let waits = matches!(op, Op::Wait(_) | Op::Await { .. } | Op::WaitSignal { .. });
+                (waits || (state.parts[stream] > 0 && state.heads[stream] == Head::Waiting))
+                    && state.is_released(op)
             })
         };
         let woken: Vec<usize> = woken.into_iter().filter(waits).collect();
@@ -320,6 +326,11 @@ impl<'a> Clockwork<'a> {
                 SpanKind::Compute
             }
         };
+        let state = &mut self.ranks[rank];
+        if let Op::GroupCast(GroupCast { delivery: Some(delivery), .. }) = &state.program.ops[op].op {
+            state.signals[delivery.signal.0] = delivery.parts as u64;
+            self.wake_waiting(rank, now);
+        }
         self.span(rank, stream, op, kind, start, now);
         self.pass(rank, stream, now);
         self.change_speed(rank, now);
@@ -333,9 +344,19 @@ impl<'a> Clockwork<'a> {
         }
     }
 
-    /// A part of an operation has ended. Whether there is another one, which has started then.
+    /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
     fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
         let state = &mut self.ranks[rank];
+        if state.program.ops[op].op.arriving().is_some() {
+            state.parts[stream] += 1;
+            state.heads[stream] = Head::Waiting;
+            let more = state.parts[stream] < 2;
+            if more {
+                self.change_speed(rank, now);
+                self.advance(rank, stream, now);
+            }
+            return more;
+        }
         let Some((signal, parts)) = state.program.ops[op].op.raises() else { return false };
         state.parts[stream] += 1;
         let (done, signal) = (state.parts[stream], &mut state.signals[signal.0]);

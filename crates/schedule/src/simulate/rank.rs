@@ -103,7 +103,9 @@ impl<'a> Rank<'a> {
             Op::Wait(event) => self.events[event.0],
             Op::Await { barrier, arrivals } => self.arrivals[barrier.0] >= *arrivals,
             Op::WaitSignal { signal, value } => self.signals[signal.0] >= *value,
-            _ => true,
+            other => other
+                .arriving()
+                .is_none_or(|keys| self.signals[keys.delivery.signal.0] >= keys.delivery.parts as u64),
         }
     }
 

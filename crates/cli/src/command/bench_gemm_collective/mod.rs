@@ -7,14 +7,15 @@ mod row;
 
 use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
-use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_plan::WaveGroups;
+use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
+use counterpoint_plan::{CostModel, WaveGroups};
+use counterpoint_schedule::OverlapPolicy;
 
 use self::row::Row;
-use crate::arguments::{BenchGemmCollectiveArguments, Device};
-use crate::console;
+use crate::arguments::{BenchGemmCollectiveArguments, Device, OverlapChoice};
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::{console, profile};
 
 /// How long the runs of one sample should take together.
 const SECONDS: f64 = 0.01;
@@ -28,10 +29,16 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     }
     let (mut last, mut wrong) = (Vec::new(), Vec::new());
     let cases = cases::chosen(arguments);
+    let cost = costs(arguments)?;
+    let overlap = |choice: &OverlapChoice| match choice {
+        OverlapChoice::Auto => GemmOverlap::Predicted(&cost),
+        OverlapChoice::Named(policy) => GemmOverlap::Policy(*policy),
+    };
     for spec in &cases {
         let progress = Progress::new();
         progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
-        let rows = machine.measure(spec, arguments).map_err(|source| CliError::Run { source })?;
+        let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
+        let rows = machine.measure(spec, &policies, arguments).map_err(|source| CliError::Run { source })?;
         drop(progress);
         for row in &rows {
             if !row.is_right() {
@@ -59,6 +66,15 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         return Ok(());
     }
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// By which `auto` is predicted: those of this machine's profile, if it has one.
+fn costs(arguments: &BenchGemmCollectiveArguments) -> Result<CostModel, CliError> {
+    if !arguments.overlap.contains(&OverlapChoice::Auto) {
+        return Ok(CostModel::H200);
+    }
+    let profile = profile::of_device(None, arguments.device)?;
+    Ok(profile.map_or(CostModel::H200, |profile| profile.cost))
 }
 
 /// In which groups an overlapped product's rows travel.
@@ -108,9 +124,9 @@ impl Where {
     fn measure(
         &self,
         spec: &GemmCollectiveSpec,
+        policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
-    ) -> Result<Vec<Row>, counterpoint_exec::ExecError> {
-        let policies = &arguments.overlap;
+    ) -> Result<Vec<Row>, ExecError> {
         match self {
             Self::Cpu => cpu::measure(spec, policies, arguments),
             Self::Cuda(bench) => {

@@ -2,6 +2,7 @@
 
 use super::shape::CLASSES;
 use crate::TensorMap;
+use crate::kernel::LinkArrivals;
 use crate::kernel::layout::{SharedLayout, shared_layout};
 
 /// `AttentionBackwardArguments` of the kernel.
@@ -12,6 +13,8 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) dout: TensorMap,
     pub(super) k: TensorMap,
     pub(super) v: TensorMap,
+    pub(super) arriving_k: TensorMap,
+    pub(super) arriving_v: TensorMap,
     pub(super) dq: TensorMap,
     pub(super) statistics: TensorMap,
     pub(super) dk: u64,
@@ -41,6 +44,8 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) head_dim: u32,
     pub(super) head_dim_v: u32,
     pub(super) stretch: u32,
+    pub(super) arrivals: LinkArrivals,
+    pub(super) own_rows: i32,
     pub(super) classes: u32,
     pub(super) class_end: [u32; CLASSES],
     pub(super) scale: f32,
@@ -78,6 +83,8 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 dout,
                 k,
                 v,
+                arriving_k,
+                arriving_v,
                 dq,
                 statistics,
                 dk,
@@ -107,6 +114,8 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 head_dim,
                 head_dim_v,
                 stretch,
+                arrivals,
+                own_rows,
                 classes,
                 class_end,
                 scale,

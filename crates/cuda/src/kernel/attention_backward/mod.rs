@@ -14,7 +14,7 @@ pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::{AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
+use super::{ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
@@ -137,7 +137,7 @@ impl AttentionBackward {
         };
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles());
-        let class_ends = class_ends(schedule.tiles());
+        let class_ends = class_ends(&schedule);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
@@ -182,10 +182,10 @@ impl AttentionBackward {
         })
     }
 
-    /// Enqueues the backward. Nothing is allocated and nothing waits.
+    /// Enqueues the backward. Nothing is allocated, and nothing waits but for rows that arrive.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
+    /// As of [`super::AttentionForward::launch`] for rows that arrive. `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
     /// have run; what is written overlaps nothing else. This value lives as long, and its earlier run has finished or is
     /// before this one on the same stream.
     ///
@@ -238,13 +238,20 @@ impl AttentionBackward {
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
-        let AttentionProblem { element, scale, softcap, .. } = self.problem;
+        let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
         let map = |name: &str, kind: TensorMapElement, address, dims: [usize; 3], box_dims: [u32; 3]| {
             let dims = dims.map(|dim| dim as u64);
             TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
         };
         let kind = element.tensor_map_element();
         let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
+        let own_rows = rows_k - rows_arriving;
+        // No tensor of the copy engine is empty. Without keys none is read, and any address will do.
+        let keys = |name: &str, address, dim, rows: usize| {
+            let address = if rows == 0 { tensors.q } else { address };
+            map(name, kind, address, [dim, heads_kv, rows.max(1)], key_box)
+        };
+        let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
         let query = |address| if rows_q == 0 { tensors.k } else { address };
@@ -271,8 +278,10 @@ impl AttentionBackward {
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
             dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
-            k: map("k", kind, tensors.k, [head_dim, heads_kv, rows_k], key_box)?,
-            v: map("v", kind, tensors.v, [head_dim_v, heads_kv, rows_k], key_box)?,
+            k: keys("k", tensors.k, head_dim, own_rows)?,
+            v: keys("v", tensors.v, head_dim_v, own_rows)?,
+            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
+            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
             dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
             statistics,
             dk: tensors.dk,
@@ -302,6 +311,8 @@ impl AttentionBackward {
             head_dim: head_dim as u32,
             head_dim_v: head_dim_v as u32,
             stretch: self.stretch,
+            arrivals: arriving.arrivals.after(own_rows, rows_arriving),
+            own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
             classes: self.class_ends.len() as u32,
             class_end,
             scale,

@@ -114,6 +114,8 @@ impl BackwardShape {
                 TileScheduleConfig { tiles: TilePlacement::Aligned, blocks, order, ..fast }
             }
         };
+        let arrival = (problem.rows_arriving > 0).then(|| problem.rows_k - problem.rows_arriving);
+        let config = TileScheduleConfig { arrival, ..config };
         TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
     }
 }
@@ -132,16 +134,24 @@ pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> 
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
+/// Tiles up to which each class goes: first those that need no row that arrives.
+pub(super) fn class_ends(schedule: &TileSchedule) -> Vec<u32> {
+    let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
+    let most = if ready.is_empty() || waiting.is_empty() { CLASSES } else { CLASSES / 2 };
+    let after = class_ends_of(waiting, most).into_iter().map(|end| end + ready.len() as u32);
+    class_ends_of(ready, most).into_iter().chain(after).collect()
+}
+
 /// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last.
-pub(super) fn class_ends(tiles: &[Tile]) -> Vec<u32> {
+fn class_ends_of(tiles: &[Tile], most: usize) -> Vec<u32> {
     let count = tiles.len();
-    let mut ends = Vec::with_capacity(CLASSES);
+    let mut ends = Vec::with_capacity(most);
     let mut next = 0;
     while next < count {
         // Tiles within 0.7 of the class's heaviest; the last class takes the rest.
         let least = u64::from(tiles[next].blocks.max(1)) * 7;
         let heavy = tiles[next..].partition_point(|tile| u64::from(tile.blocks.max(1)) * 10 >= least);
-        next = if ends.len() + 1 == CLASSES { count } else { next + heavy };
+        next = if ends.len() + 1 == most { count } else { next + heavy };
         ends.push(next as u32);
     }
     ends
@@ -161,9 +171,9 @@ mod tests {
 
     #[test]
     fn classes_hold_all_tiles_and_similar_work() {
-        assert_eq!(class_ends(&tiles([64; 9])), [9]);
-        assert_eq!(class_ends(&tiles([100, 71, 70, 69, 50, 1, 0])), [3, 5, 7]);
-        let many = class_ends(&tiles((0..200).rev().map(|x| x * x)));
+        assert_eq!(class_ends_of(&tiles([64; 9]), CLASSES), [9]);
+        assert_eq!(class_ends_of(&tiles([100, 71, 70, 69, 50, 1, 0]), CLASSES), [3, 5, 7]);
+        let many = class_ends_of(&tiles((0..200).rev().map(|x| x * x)), CLASSES);
         assert_eq!(many.len(), CLASSES);
         assert_eq!(many.last(), Some(&200));
         assert!(many.is_sorted_by(|a, b| a < b));
@@ -193,6 +203,7 @@ mod tests {
         let mask: Mask = "varlen-full:lengths=100,300".parse().unwrap();
         let mut problem = AttentionProblem {
             rows_q: 400,
+            rows_arriving: 0,
             rows_k: 400,
             heads_q: 1,
             heads_kv: 1,

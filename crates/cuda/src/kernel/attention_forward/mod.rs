@@ -5,7 +5,6 @@ mod source;
 
 use std::f32::consts::LOG2_E;
 
-use counterpoint_plan::HeadGroups;
 use shape::{ForwardShape, Freedom};
 pub(super) use source::specialisations;
 use source::{ForwardChoice, Scores, Span};
@@ -13,9 +12,11 @@ use source::{ForwardChoice, Scores, Span};
 use super::attention_merge::AttentionMerge;
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
+use super::link_meeting::LinkArrivals;
 use super::portable_shape;
 use super::{
-    AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors, StateTensors,
+    ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
+    ResultTensors, StateTensors,
 };
 use crate::{
     CudaError, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap, TensorMapSpec,
@@ -29,10 +30,21 @@ pub struct AttentionForward {
     mode: ForwardMode,
     shape: ForwardShape,
     schedule: DeviceSchedule,
-    groups: HeadGroups,
+    /// Tiles that need no row that arrives, and the others.
+    tiles: [ForwardTiles; 2],
     queue: DeviceBuffer,
     merge: Option<AttentionMerge>,
     launch: Launch,
+}
+
+/// `ForwardTiles` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+struct ForwardTiles {
+    first: u32,
+    count: u32,
+    grouped: u32,
+    heads_per_group: u32,
 }
 
 /// `AttentionForwardArguments` of the kernel.
@@ -42,6 +54,8 @@ struct AttentionForwardArguments {
     q_map: TensorMap,
     k_map: TensorMap,
     v_map: TensorMap,
+    arriving_k_map: TensorMap,
+    arriving_v_map: TensorMap,
     tiles: u64,
     runs: u64,
     bounds: u64,
@@ -57,15 +71,16 @@ struct AttentionForwardArguments {
     partial_out: u64,
     partial_lse: u64,
     queue: u64,
-    tile_count: u32,
+    arrivals: LinkArrivals,
+    ready: ForwardTiles,
+    waiting: ForwardTiles,
     heads: u32,
-    grouped_tiles: u32,
-    heads_per_group: u32,
     heads_per_key: u32,
     heads_q: u32,
     head_dim_v: u32,
     sink_rows: u32,
     rows_k: i32,
+    own_rows: i32,
     scale_log2: f32,
     softcap_scale: f32,
     softcap_log2: f32,
@@ -96,7 +111,16 @@ impl AttentionForward {
         };
         let (shape, schedule) = shape::choose(problem, dims, freedom, workers, whole)
             .map_err(|error| refused(error.to_string()))?;
-        let groups = shape::head_groups(problem, shape, &schedule, workers);
+        let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
+        let tiles = [(0, ready), (ready.len(), waiting)].map(|(first, tiles)| {
+            let groups = shape::head_groups(problem, shape, &schedule, tiles, workers);
+            ForwardTiles {
+                first: first as u32,
+                count: tiles.len() as u32,
+                grouped: groups.tiles as u32,
+                heads_per_group: groups.heads as u32,
+            }
+        });
         let span = if freedom == Freedom::Any { Span::Whole } else { Span::Staged };
         let choice = ForwardChoice { shape, element: problem.element, span, scores };
         let function = device.function(&choice.source())?;
@@ -107,13 +131,13 @@ impl AttentionForward {
             }
             _ => None,
         };
-        let queue = DeviceBuffer::from_slice(stream, &[0u32; 2])?;
+        let queue = DeviceBuffer::from_slice(stream, &[0u32; 3])?;
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let items = schedule.tile_count() * (problem.heads_q as u32 / shape.pack);
         let launch = Launch::linear(items.min(workers), shape.threads())
             .shared_bytes(shape.shared_bytes())
             .start(LaunchStart::Overlapping);
-        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, groups, queue, merge, launch })
+        Ok(Self { function, problem: problem.clone(), mode, shape, schedule, tiles, queue, merge, launch })
     }
 
     /// What `row_max` of a state is multiplied by to be that of base 2.
@@ -124,10 +148,10 @@ impl AttentionForward {
         }
     }
 
-    /// Enqueues the forward. Nothing is allocated and nothing waits.
+    /// Enqueues the forward. Nothing is allocated, and nothing waits but for rows that arrive.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`ForwardTensors`] says, for this value's problem and mode, which live until the kernel
+    /// What sends rows that arrive has started when the kernel does, or else needs none of its multiprocessors. `tensors` are addresses of what [`ForwardTensors`] says, for this value's problem and mode, which live until the kernel
     /// has run; what is written overlaps nothing else, except that a state may be the one begun from. This value lives as
     /// long, and its earlier run has finished or is before this one on the same stream.
     ///
@@ -166,10 +190,15 @@ impl AttentionForward {
                 .swizzle(Swizzle::Span128)
                 .encode(name)
         };
+        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_k, rows_arriving, .. } =
+            *problem;
+        let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without keys nothing is read, and any address will do.
-        let rows_k = problem.rows_k.max(1);
-        let keys = |address| if problem.rows_k == 0 { tensors.q } else { address };
-        let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, .. } = *problem;
+        let keys = |name: &str, address, dim, rows: usize| {
+            let address = if rows == 0 { tensors.q } else { address };
+            map(name, address, dim, heads_kv, rows.max(1), 1, shape.block)
+        };
+        let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let [tiles, runs, bounds] = self.schedule.addresses();
         let begin = tensors.begin.unwrap_or(NO_STATE);
         let [partial_out, partial_lse] = self.merge.as_ref().map_or([0; 2], AttentionMerge::partials);
@@ -181,8 +210,10 @@ impl AttentionForward {
         let heads = heads_q as u32 / shape.pack;
         Ok(AttentionForwardArguments {
             q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, 64 / shape.pack)?,
-            k_map: map("k", keys(tensors.k), head_dim, heads_kv, rows_k, 1, shape.block)?,
-            v_map: map("v", keys(tensors.v), head_dim_v, heads_kv, rows_k, 1, shape.block)?,
+            k_map: keys("k", tensors.k, head_dim, own_rows)?,
+            v_map: keys("v", tensors.v, head_dim_v, own_rows)?,
+            arriving_k_map: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
+            arriving_v_map: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
             tiles,
             runs,
             bounds,
@@ -198,15 +229,16 @@ impl AttentionForward {
             partial_out,
             partial_lse,
             queue: self.queue.address(),
-            tile_count: self.schedule.tile_count(),
+            arrivals: arriving.arrivals.after(own_rows, rows_arriving),
+            ready: self.tiles[0],
+            waiting: self.tiles[1],
             heads,
-            grouped_tiles: self.groups.tiles as u32,
-            heads_per_group: self.groups.heads as u32,
             heads_per_key: heads / heads_kv as u32,
             heads_q: heads_q as u32,
             head_dim_v: head_dim_v as u32,
             sink_rows,
-            rows_k: rows_k as i32,
+            rows_k: rows_k.max(1) as i32,
+            own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
             scale_log2: problem.scale * LOG2_E,
             softcap_scale: problem.softcap.map_or(0.0, |softcap| 2.0 * problem.scale * LOG2_E / softcap),
             softcap_log2: problem.softcap.map_or(0.0, |softcap| softcap * LOG2_E),
@@ -227,12 +259,18 @@ fn check(problem: &AttentionProblem) -> Result<(u32, u32), String> {
 
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![shared_layout!(
+    let tiles = shared_layout!(
+        "attention/attention_forward.cuh",
+        ForwardTiles { first, count, grouped, heads_per_group }
+    );
+    let arguments = shared_layout!(
         "attention/attention_forward.cuh",
         AttentionForwardArguments {
             q_map,
             k_map,
             v_map,
+            arriving_k_map,
+            arriving_v_map,
             tiles,
             runs,
             bounds,
@@ -248,18 +286,20 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
             partial_out,
             partial_lse,
             queue,
-            tile_count,
+            arrivals,
+            ready,
+            waiting,
             heads,
-            grouped_tiles,
-            heads_per_group,
             heads_per_key,
             heads_q,
             head_dim_v,
             sink_rows,
             rows_k,
+            own_rows,
             scale_log2,
             softcap_scale,
             softcap_log2,
         }
-    )]
+    );
+    vec![tiles, arguments]
 }

@@ -102,11 +102,15 @@ impl GemmGatherSpec {
     }
 
     /// Rows of a block, which travels as one: whole tiles, of a few megabytes, because each ends with a fence that waits until
-    /// all of it has been stored.
+    /// all of it has been stored; fewer where groups of CTAs would have none.
     fn block_rows(&self) -> usize {
-        const LEAST_BYTES: usize = 4 << 20;
+        const BYTES: usize = 4 << 20;
+        /// Groups of CTAs that copy a block each (`groups`).
+        const GROUPS: usize = 4;
         let tile = TILE_ROWS * self.product.k * self.product.element.bytes();
-        (LEAST_BYTES.div_ceil(tile) * TILE_ROWS).min(self.own_rows())
+        let tiles = self.own_rows() / TILE_ROWS;
+        let of_each_group = (tiles * (self.ranks - 1) / GROUPS).max(1);
+        BYTES.div_ceil(tile).min(of_each_group).min(tiles) * TILE_ROWS
     }
 
     /// A's rows: of its copy those of the other ranks, and this rank's own.
@@ -279,6 +283,9 @@ mod tests {
         assert_eq!(spec(16384, 12288, 2).block_rows(), 256);
         assert_eq!(spec(16384, 65536, 2).block_rows(), 128);
         assert_eq!(spec(16384, 1024, 2).block_rows(), 2048);
-        assert_eq!(spec(512, 1024, 2).block_rows(), 256);
+        // Four groups of CTAs copy them.
+        assert_eq!(spec(1024, 1024, 2).block_rows(), 128);
+        assert_eq!(spec(1024, 1024, 4).block_rows(), 128);
+        assert_eq!(spec(4096, 1024, 4).block_rows(), 768);
     }
 }

@@ -18,6 +18,16 @@ pub enum TileOrder {
         /// The first one.
         first: usize,
     },
+    /// As `Shards`, but the last one, `first`'s predecessor, is not left to the end: its units are begun a block later than the same
+    /// block of the others, among the block after it. So what is sent of it travels under the others' products.
+    ShardBlocks {
+        /// How many shards.
+        shards: usize,
+        /// The first one.
+        first: usize,
+        /// Parts of every shard, at least one.
+        blocks: usize,
+    },
     /// Rows of tiles are cut behind so many each, ascending; what lies before a cut is begun before what lies behind it. Units with
     /// rows of both come before it.
     Cuts(Arc<[usize]>),
@@ -66,17 +76,9 @@ pub(super) fn units(
     let unit_rows = shape.unit()[0];
     let numbers: Vec<usize> = match order {
         TileOrder::Grouped => grouped(0..grid.rows, grid.columns, unit_rows).collect(),
-        TileOrder::Shards { shards, first } => {
-            if *shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
-                return Err(format!(
-                    "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
-                ));
-            }
-            let rows = grid.rows / shards;
-            let shards = (0..*shards).map(|index| (first + index) % shards);
-            shards
-                .flat_map(|shard| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows))
-                .collect()
+        TileOrder::Shards { shards, first } => in_shards(*shards, *first, m, grid, unit_rows)?.concat(),
+        TileOrder::ShardBlocks { shards, first, blocks } => {
+            in_blocks(&in_shards(*shards, *first, m, grid, unit_rows)?, (*blocks).max(1))
         }
         TileOrder::Cuts(cuts) => {
             let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows)).chain([grid.rows]);
@@ -118,6 +120,48 @@ pub(super) fn units(
         group: 0,
     };
     Ok(numbers.into_iter().map(unit).collect())
+}
+
+/// The units of every shard, from number `first` on.
+fn in_shards(
+    shards: usize,
+    first: usize,
+    m: usize,
+    grid: UnitGrid,
+    unit_rows: usize,
+) -> Result<Vec<Vec<usize>>, String> {
+    if shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
+        return Err(format!(
+            "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
+        ));
+    }
+    let rows = grid.rows / shards;
+    let of = |shard: usize| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows).collect();
+    Ok((0..shards).map(|index| of((first + index) % shards)).collect())
+}
+
+/// Block after block of all shards but the last, whose blocks are spread over the block after theirs.
+fn in_blocks(shards: &[Vec<usize>], blocks: usize) -> Vec<usize> {
+    let Some((own, others)) = shards.split_last() else { return Vec::new() };
+    let block = |units: &[usize], number: usize| {
+        units[units.len() * number / blocks..units.len() * (number + 1) / blocks].to_vec()
+    };
+    let mut order = Vec::new();
+    let mut late = Vec::new();
+    for number in 0..blocks {
+        let of_others: Vec<usize> = others.iter().flat_map(|shard| block(shard, number)).collect();
+        let mut taken = 0;
+        for (at, &unit) in of_others.iter().enumerate() {
+            order.push(unit);
+            let due = late.len() * (at + 1) / of_others.len();
+            order.extend(&late[taken..due]);
+            taken = due;
+        }
+        order.extend(&late[taken..]);
+        late = block(own, number);
+    }
+    order.extend(late);
+    order
 }
 
 /// Column after column of a group of rows, then the next group.
@@ -186,8 +230,9 @@ mod tests {
     #[test]
     fn every_order_has_every_unit_once() {
         let table = TileOrder::Table((0..120).rev().collect());
+        let blocks = TileOrder::ShardBlocks { shards: 4, first: 1, blocks: 3 };
         let cuts = TileOrder::Cuts([3, 3, 10].into());
-        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, cuts, table] {
+        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, blocks, cuts, table] {
             let mut numbers = numbers(&order, 3072, 2500);
             numbers.sort_unstable();
             assert_eq!(numbers, (0..120).collect::<Vec<_>>(), "{order:?}");
@@ -207,6 +252,16 @@ mod tests {
         let cut = numbers(&TileOrder::Cuts([3].into()), 1024, 512);
         assert_eq!(cut, [0, 2, 1, 3, 4, 6, 5, 7]);
         assert!(units(&TileOrder::Cuts([9].into()), &shape(TilePair::Rows), 1024, 512).is_err());
+    }
+
+    /// Whoever waits for a unit of its own shard has sent, as every other rank has, all that comes before it in any order.
+    #[test]
+    fn own_blocks_follow_the_same_blocks_of_the_others() {
+        let shards: Vec<Vec<usize>> = (0..3).map(|shard| (10 * shard..10 * shard + 4).collect()).collect();
+        assert_eq!(in_blocks(&shards, 2), [0, 1, 10, 11, 2, 3, 20, 12, 13, 21, 22, 23]);
+        assert_eq!(in_blocks(&shards, 1), shards.concat());
+        let one_rank: Vec<Vec<usize>> = vec![(0..5).collect()];
+        assert_eq!(in_blocks(&one_rank, 2), [0, 1, 2, 3, 4]);
     }
 
     #[test]

@@ -30,6 +30,9 @@ pub enum SumsGoTo {
     All,
 }
 
+/// Rows of each rank that are no tile but slices of one, which a warp or several have (`GemmReduction::own_rows`).
+const SLICES: [usize; 3] = [16, 32, 64];
+
 /// [`GemmReduceSpec`] made ready to run many times.
 #[derive(Clone, Debug)]
 pub struct GemmReduce {
@@ -63,6 +66,7 @@ struct GemmReduction {
     peer_stamps: [u64; GEMM_DESTINATIONS],
     part_bytes: u64,
     stamps_of_rank: u32,
+    own_rows: u32,
     rank: u32,
     ranks: u32,
     spreads: u32,
@@ -88,8 +92,11 @@ impl GemmReduceSpec {
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
             return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
         }
-        if !m.is_multiple_of(ranks * TILE_ROWS) {
-            return Err(format!("{m} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}"));
+        let whole = m.is_multiple_of(ranks * TILE_ROWS);
+        if !whole && !SLICES.iter().any(|slice| m == ranks * slice) {
+            return Err(format!(
+                "{m} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or one of {SLICES:?}"
+            ));
         }
         if !n.is_multiple_of(8) {
             return Err(format!("{n} columns, which are no multiple of 8"));
@@ -102,19 +109,39 @@ impl GemmReduceSpec {
         }
         Ok(())
     }
+
+    fn own_rows(&self) -> usize {
+        self.product.m / self.ranks
+    }
+
+    /// Blocks in which sums that everyone gets are made: each of the others' is a round of the multiprocessors, so that parts have come
+    /// when a rank adds them; more would bring nothing.
+    fn blocks(&self, shape: &GemmShape) -> usize {
+        /// Units that are computed at the same time.
+        const ROUND: usize = 66;
+        const MOST: usize = 8;
+        let units = UnitGrid::new(shape, self.own_rows(), self.product.n).count();
+        (units * (self.ranks - 1) / ROUND).clamp(1, MOST)
+    }
+
+    /// Parts of its rows that are computed one after the other, those of one rank each; one part where tiles have rows of several.
+    fn shards(&self) -> usize {
+        if self.own_rows() < TILE_ROWS { 1 } else { self.ranks }
+    }
 }
 
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
     /// itself that leave k whole, so that bits do not depend on which rows are computed together, and whose units lie within
-    /// one rank's rows.
+    /// one rank's rows, unless those are no tile.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmReduceSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
-        let rows = spec.product.m / spec.ranks;
-        let fits = |shape: &GemmShape| shape.splits == 1 && rows.is_multiple_of(shape.unit()[0]);
+        let (rows, shards) = (spec.own_rows(), spec.shards());
+        let fits =
+            |shape: &GemmShape| shape.splits == 1 && (shards == 1 || rows.is_multiple_of(shape.unit()[0]));
         Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
@@ -127,10 +154,19 @@ impl GemmReduce {
             return Err(refused(format!("{shape:?} is no shape of this product")));
         }
         let mut product = spec.product.clone();
-        product.shares = vec![product.m / spec.ranks; spec.ranks];
-        product.order = TileOrder::Shards { shards: spec.ranks, first: (spec.rank + 1) % spec.ranks };
+        product.order = match spec.shards() {
+            // All ranks alike: each waits for parts of a tile that it has itself just sent.
+            1 => TileOrder::Grouped,
+            shards => {
+                let first = (spec.rank + 1) % shards;
+                match spec.spread {
+                    SumsGoTo::Owner => TileOrder::Shards { shards, first },
+                    SumsGoTo::All => TileOrder::ShardBlocks { shards, first, blocks: spec.blocks(&shape) },
+                }
+            }
+        };
         let mut units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
-        number_in_shards(&mut units, &shape, &product, spec.ranks);
+        number_in_shards(&mut units, &shape, &product, spec.shards());
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
     }
@@ -142,7 +178,7 @@ impl GemmReduce {
 
     /// Parts of tiles that one rank sends to one other.
     fn parts(&self) -> usize {
-        let rows = self.spec.product.m / self.spec.ranks;
+        let rows = self.spec.product.m / self.spec.shards();
         // Of each of a unit's two tiles, one from each warpgroup.
         UnitGrid::new(&self.gemm.shape, rows, self.spec.product.n).count() * 4
     }
@@ -186,12 +222,13 @@ impl GemmReduce {
             let reason = format!("{} exchanges and {} sums of {ranks} ranks", exchanges.len(), sums.len());
             return Err(refused(reason));
         }
-        // Nobody stores to ranks that get no sums.
-        let d: Vec<u64> = match spread {
-            SumsGoTo::Owner => vec![sums[rank]; ranks],
-            SumsGoTo::All => sums.to_vec(),
-        };
-        let gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &d, bias, counters: &[] })?;
+        let own = sums[rank];
+        let mut gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &[own], bias, counters: &[] })?;
+        for (peer, map) in gemm.d_maps[..ranks].iter_mut().enumerate() {
+            // Nobody stores to ranks that get no sums.
+            let to = if spread == SumsGoTo::All { sums[peer] } else { own };
+            *map = self.gemm.map_of_d(to, self.spec.own_rows())?;
+        }
         let mut peer_parts = [0; GEMM_DESTINATIONS];
         let mut peer_stamps = [0; GEMM_DESTINATIONS];
         for peer in 0..ranks {
@@ -206,6 +243,7 @@ impl GemmReduce {
             peer_stamps,
             part_bytes: self.part_bytes() as u64,
             stamps_of_rank: self.parts() as u32,
+            own_rows: self.spec.own_rows() as u32,
             rank: rank as u32,
             ranks: ranks as u32,
             spreads: u32::from(spread == SumsGoTo::All),
@@ -243,6 +281,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 peer_stamps,
                 part_bytes,
                 stamps_of_rank,
+                own_rows,
                 rank,
                 ranks,
                 spreads,
@@ -265,7 +304,9 @@ mod tests {
     #[test]
     fn what_no_kernel_takes_is_told_with_figures() {
         assert_eq!(spec(512, 264, 4).check(), Ok(()));
+        assert_eq!(spec(256, 264, 4).check(), Ok(()));
         assert!(spec(512, 264, 3).check().unwrap_err().contains("512 rows of 3"));
+        assert!(spec(384, 264, 2).check().unwrap_err().contains("384 rows of 2"));
         assert!(spec(512, 260, 2).check().unwrap_err().contains("260"));
         assert!(spec(512, 256, 9).check().unwrap_err().contains("9"));
     }

@@ -163,7 +163,8 @@ impl Recipient for Inbox {
     fn receive(&self, peer: usize, message: PartMessage, _payload: &[u8]) -> Result<(), String> {
         let told: Result<(), ExecError> = match message {
             PartMessage::Rows { number, contract, pattern } => {
-                let collective = Collective { contract, pattern, tensors: Vec::new(), reduction: None };
+                let (tensors, reduction, delivery_parts) = (Vec::new(), None, None);
+                let collective = Collective { contract, pattern, tensors, reduction, delivery_parts };
                 lock(&self.rows).insert((peer, number), Arc::new(collective));
                 Ok(())
             }
