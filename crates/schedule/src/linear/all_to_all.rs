@@ -41,7 +41,7 @@ pub fn lower_product_all_to_all(plan: &LinearPlan, rank: usize, policy: OverlapP
     let cast = |group: usize, product: &Gemm| {
         let part = Arc::new(part(plan, rank, group));
         let tensors = vec![(product.out, y)];
-        Op::GroupCast(GroupCast { part, tensors, wire_dtype: dtype, arrive: None })
+        Op::GroupCast(GroupCast { part, tensors, wire_dtype: dtype, arrive: None, delivery: None })
     };
     let casts: Vec<Op> = products.iter().enumerate().map(|(group, product)| cast(group, product)).collect();
     let p = &mut lowering.p;

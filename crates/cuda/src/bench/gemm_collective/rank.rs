@@ -157,10 +157,7 @@ impl<'a> Rank<'a> {
             Contender::Product => self.product(),
             Contender::Collective => self.collective(),
             Contender::Library if gathers => self.collective().and_then(|()| self.product()),
-            Contender::Library => self
-                .product()
-                .and_then(|()| self.collective())
-                .and_then(|()| self.norm.iter().try_for_each(|norm| norm.launch(&self.stream, &self.y))),
+            Contender::Library => self.product().and_then(|()| self.collective()),
         };
         self.fail(enqueued)
     }
