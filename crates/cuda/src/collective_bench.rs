@@ -1,5 +1,7 @@
 //! Timing group collectives among GPUs, of this process or of several, and checking what they moved.
 
+mod repeat;
+
 use std::sync::Barrier;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -16,6 +18,9 @@ use counterpoint_schedule::{
 use crate::backend::{exec_error, lock};
 use crate::kernel::{CheckedRows, RowCheck, RowContents, RowOrigin, Scalar};
 use crate::{CudaBackend, CudaBuffer, CudaError, DeviceBuffer, Event};
+
+pub(crate) use repeat::Delays;
+pub use repeat::repeat_collective;
 
 /// Tensors that travel together, as keys and values do.
 const TENSORS: usize = 2;
@@ -117,36 +122,43 @@ pub fn bench_collective<M: Machine<Backend = CudaBackend> + Sync>(
     machine: &M,
     case: &CollectiveCase,
 ) -> Result<CollectiveTimes, ExecError> {
+    let results = on_ranks(machine, case, |rank, gate| rank.run(gate))?;
+    let all = results.iter().skip(1).fold(results.first().cloned(), |all, times| Some(all?.join(times)));
+    Ok(all.unwrap_or(CollectiveTimes { seconds: Vec::new(), wrong: 0 }))
+}
+
+/// What `run` gives for each rank that is in this process, from a thread of its own.
+fn on_ranks<M: Machine<Backend = CudaBackend> + Sync, R: Send>(
+    machine: &M,
+    case: &CollectiveCase,
+    run: impl Fn(&Rank<'_, M>, &Gate<'_, M>) -> Result<R, ExecError> + Sync,
+) -> Result<Vec<R>, ExecError> {
     let config = WorldConfig { limit: case.limit, poison: false, ..WorldConfig::default() };
     let world = World::new(case.ranks, config);
     let parts = case.parts();
     let here = machine.ranks_here(case.ranks);
     let gate = Gate { machine, threads: Barrier::new(here.len()), failed: Mutex::new(None) };
-    let results: Mutex<Vec<CollectiveTimes>> = Mutex::default();
     let ends = machine.connect(&world)?;
     thread::scope(|scope| {
         let ranks: Vec<_> = here
             .clone()
             .zip(ends)
             .map(|(rank, ends)| {
-                let (parts, gate, results, world) = (&parts, &gate, &results, &world);
+                let (parts, gate, run, world) = (&parts, &gate, &run, &world);
                 scope.spawn(move || {
-                    let times = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| rank.run(gate));
-                    lock(results).push(times.map_err(|error| world.fail(error))?);
-                    Ok(())
+                    let ran = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| run(&rank, gate));
+                    ran.map_err(|error| world.fail(error))
                 })
             })
             .collect();
-        here.zip(ranks).try_for_each(|(rank, thread)| {
+        let joined = here.zip(ranks).map(|(rank, thread)| {
             thread.join().unwrap_or_else(|_| {
                 let place = "a benchmark".to_owned();
                 Err(ExecError::RankPanicked { rank, place, message: "see above".to_owned() })
             })
-        })
-    })?;
-    let results = lock(&results);
-    let all = results.iter().skip(1).fold(results.first().cloned(), |all, times| Some(all?.join(times)));
-    Ok(all.unwrap_or(CollectiveTimes { seconds: Vec::new(), wrong: 0 }))
+        });
+        joined.collect::<Vec<_>>().into_iter().collect()
+    })
 }
 
 /// Where all ranks meet, those of this process first.

@@ -86,8 +86,9 @@ fn rates() {
         let work = RowReduce::new(&stream, &spec, &moves).unwrap();
         let sources = [a.address(), c.address(), d.address()];
         // SAFETY: all rows are inside of the buffers.
-        let time =
-            seconds(&stream, || unsafe { work.launch(&stream, |peer| sources[peer], b.address()).unwrap() });
+        let time = seconds(&stream, || unsafe {
+            work.launch(&stream, None, |peer| sources[peer], b.address()).unwrap()
+        });
         let moved = (rows / run * run) as f64 * row_elements as f64 * 4.0 * (peers + 2) as f64;
         report(&format!("row reduce, {peers} operands, runs of {run}"), moved, time);
     }

@@ -256,17 +256,27 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         })
     }
 
-    /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on.
+    /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on. A
+    /// computation of each rank in turn, so that all ranks start together.
     fn enqueue_ranks(ranks: &[Self], origin: Instant) -> Result<(), ExecError> {
         let mut queues: Vec<Enqueue<'_, B, T>> =
             ranks.iter().map(|rank| Enqueue::new(rank, origin)).collect::<Result<_, _>>()?;
         loop {
-            let mut meetings = Vec::with_capacity(queues.len());
-            for queue in &mut queues {
-                if let Some(meeting) = queue.advance()? {
-                    meetings.push((&*queue, meeting));
+            let mut meetings: Vec<Option<Meeting<'_, B, T>>> = queues.iter().map(|_| None).collect();
+            let mut under_way: Vec<usize> = (0..queues.len()).collect();
+            while !under_way.is_empty() {
+                let mut left = Vec::with_capacity(under_way.len());
+                for rank in under_way {
+                    match queues[rank].advance()? {
+                        Reached::Computation => left.push(rank),
+                        Reached::Collective(meeting) => meetings[rank] = Some(meeting),
+                        Reached::End => {}
+                    }
                 }
+                under_way = left;
             }
+            let meetings = queues.iter().zip(meetings).filter_map(|(queue, met)| Some((queue, met?)));
+            let mut meetings: Vec<(&Enqueue<'_, B, T>, Meeting<'_, B, T>)> = meetings.collect();
             if meetings.is_empty() {
                 return Ok(());
             }
@@ -324,7 +334,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     }
 }
 
-/// How far a rank's run has been enqueued.
+/// A rank's run that is being enqueued.
 struct Enqueue<'a, B: Backend, T: Transport<B>> {
     rank: &'a Prepared<B, T>,
     /// Every buffer of the Program.
@@ -345,15 +355,18 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         Ok(Self { rank, table: buffers.iter().flatten().cloned().collect(), next: 0 })
     }
 
-    /// Enqueues operations up to the next collective and begins that one; `None` when there is none left.
-    fn advance(&mut self) -> Result<Option<Meeting<'a, B, T>>, ExecError> {
+    /// Enqueues operations up to the next computation, which is, or the next collective, which it begins.
+    fn advance(&mut self) -> Result<Reached<'a, B, T>, ExecError> {
         let Prepared { backend, transport, streams, events, barriers, signals, steps, .. } = self.rank;
         let mut enqueue = || {
             while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
                 let stream = &streams[*stream];
                 self.next += 1;
                 match step {
-                    Step::Compute(kernel) => backend.launch(stream, place, kernel, &self.table, signals)?,
+                    Step::Compute(kernel) => {
+                        backend.launch(stream, place, kernel, &self.table, signals)?;
+                        return Ok(Reached::Computation);
+                    }
                     Step::Collective { collective, arrive, signal } => {
                         let barrier = arrive.map(|barrier| &barriers[barrier]);
                         let signal = signal.map(|signal| &signals[signal]);
@@ -361,7 +374,8 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                         let call =
                             CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
                         let meeting = transport.begin(&call)?;
-                        return Ok(Some(Meeting { place, stream, collective, barrier, signal, meeting }));
+                        let meeting = Meeting { place, stream, collective, barrier, signal, meeting };
+                        return Ok(Reached::Collective(meeting));
                     }
                     Step::Record(event) => backend.record(stream, place, &events[*event])?,
                     Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
@@ -376,7 +390,7 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
                     }
                 }
             }
-            Ok(None)
+            Ok(Reached::End)
         };
         enqueue().map_err(|error| backend.fail(error))
     }
@@ -396,6 +410,15 @@ impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
         let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
         transport.end(&call, meeting).map_err(|error| backend.fail(error))
     }
+}
+
+/// How far a rank's run has been enqueued.
+enum Reached<'a, B: Backend, T: Transport<B>> {
+    /// Behind a computation.
+    Computation,
+    /// Within a collective.
+    Collective(Meeting<'a, B, T>),
+    End,
 }
 
 /// A collective that a rank has begun.

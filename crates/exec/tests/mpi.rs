@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::{Extent, selftest_collectives};
+use counterpoint_exec::selftest::{Extent, Share, selftest_collectives};
 use counterpoint_exec::{
     ExecError, FaultInjection, FaultKind, FaultPoint, Launch, MpiMachine, Pass, RankProblem, Rendezvous,
     RunConfig, random_inputs, run_attention, run_attention_ranks,
@@ -59,7 +59,7 @@ fn collectives_of_a_rank() {
     let rendezvous = join(60);
     let machine = MpiMachine::new(rendezvous.clone(), 0, None).unwrap();
     let extent = if rendezvous.world_size() == 2 { Extent::Full } else { Extent::Quick };
-    let checks = selftest_collectives(&machine, extent, 8, |_, _| {}).unwrap();
+    let checks = selftest_collectives(&machine, extent, Share::ALL, 8, |_, _| {}).unwrap();
     assert!(checks.iter().all(|check| check.passed && check.error == 0.0), "{checks:#?}");
     println!("{} collectives passed on rank {}", checks.len(), rendezvous.rank());
 }

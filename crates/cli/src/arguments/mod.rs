@@ -15,6 +15,7 @@ mod mask;
 mod plan;
 mod planning;
 mod selftest;
+mod selftest_group;
 mod simulate;
 mod tune;
 mod usage;
@@ -37,6 +38,7 @@ pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use selftest::SelftestArguments;
+pub(crate) use selftest_group::Group;
 pub(crate) use simulate::{
     SimulateAttentionArguments, SimulateCommand, SimulateLinearArguments, SimulateModelArguments,
     SimulationArguments,

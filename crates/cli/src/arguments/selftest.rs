@@ -1,6 +1,9 @@
 use clap::Args;
 
+use counterpoint_exec::selftest::Share;
+
 use super::Device;
+use super::Group;
 
 /// Prove this installation: the CPU always, every CUDA kernel with --device cuda
 #[derive(Debug, Args)]
@@ -14,6 +17,7 @@ Examples:
   counterpoint selftest --device cuda
   counterpoint selftest --device cuda --quick --json > selftest.json
   counterpoint selftest --device cuda --only gemm
+  counterpoint selftest --device cuda --stress
   counterpoint selftest --compile-only
   counterpoint selftest --compile-only --only attention_forward")]
 pub(crate) struct SelftestArguments {
@@ -32,6 +36,18 @@ pub(crate) struct SelftestArguments {
     /// A small set of checks, fit to be run under compute-sanitizer
     #[arg(long)]
     pub(crate) quick: bool,
+
+    /// Examine just these groups, in this process: what a process of a selftest is started with
+    #[arg(long = "group", value_name = "NAME", value_parser = Group::named, hide = true, conflicts_with_all = ["compile_only", "only"])]
+    pub(crate) groups: Vec<Group>,
+
+    /// Of each group every N-th case, beginning with the K-th
+    #[arg(long, value_name = "K/N", default_value_t = Share::ALL, hide = true, requires = "groups")]
+    pub(crate) share: Share,
+
+    /// Nothing but what meets between GPUs, called a million times with random delays; takes minutes
+    #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
+    pub(crate) stress: bool,
 
     /// Print one JSON document and nothing else
     #[arg(long)]

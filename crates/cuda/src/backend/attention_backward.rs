@@ -4,8 +4,9 @@ use counterpoint_exec::ExecError;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
 
-use super::attention::{Keys, Operand};
+use super::attention::Operand;
 use super::compute::Prepare;
+use super::keys::Keys;
 use super::padding::padded_dim;
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{

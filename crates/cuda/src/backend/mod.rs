@@ -10,6 +10,7 @@ mod cost;
 mod counters;
 mod exchange_marks;
 mod graph_run;
+mod keys;
 mod linear;
 mod machine;
 mod matrix_rows;
@@ -24,7 +25,7 @@ mod user_kernel;
 mod waves;
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -86,6 +87,8 @@ struct Rank {
     last_calls: Mutex<LastCalls>,
     /// Multiprocessors of communication and of computation, where the policy parts them.
     partition: Mutex<Option<Arc<Partition>>>,
+    /// Multiprocessors that computation leaves to communication; 0 where the policy says nothing of it.
+    margin: AtomicU32,
     /// Users' own kernels, by name.
     user_kernels: UserKernels,
     /// What faults strike: the Program that runs, and how many runs there were.
@@ -119,6 +122,7 @@ impl CudaBackend {
             exchanges: Mutex::default(),
             last_calls: Mutex::default(),
             partition: Mutex::default(),
+            margin: AtomicU32::new(0),
             user_kernels,
             program: Mutex::default(),
             start_line: StartLine::default(),
@@ -148,6 +152,12 @@ impl CudaBackend {
     /// Whether operations take times.
     pub(crate) fn timed(&self) -> bool {
         self.0.timing == Timing::Spans && !self.is_capturing()
+    }
+
+    /// Multiprocessors that the policy leaves to communication. A kernel that takes more holds up the computation after it, whose
+    /// blocks all want to start at once.
+    pub(crate) fn left_to_communication(&self) -> Option<u32> {
+        Some(self.0.margin.load(Ordering::Relaxed)).filter(|margin| *margin > 0)
     }
 
     /// Whether operations go into a graph instead of running.
@@ -342,6 +352,7 @@ impl Backend for CudaBackend {
         let refused = |reason| ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason };
         policy_check(policy, crate::environment::max_connections().as_deref())
             .map_err(|reason| refused(reason.to_owned()))?;
+        self.0.margin.store(policy.sm_margin().try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
         *lock(&self.0.partition) = match policy.workers {
             WorkerShare::Common | WorkerShare::Margin(_) => None,
             WorkerShare::Partition(workers) => {

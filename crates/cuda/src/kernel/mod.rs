@@ -8,6 +8,7 @@ mod attention_forward;
 mod attention_kernel;
 mod attention_merge;
 mod attention_tensors;
+mod bit_check;
 mod cast;
 mod column_sum;
 mod device_schedule;
@@ -47,6 +48,7 @@ pub use attention_tensors::{
     ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget,
     ForwardTensors, ResultTensors, StateTensors,
 };
+pub use bit_check::BitCheck;
 pub use cast::Cast;
 pub use column_sum::{ColumnSum, ColumnSumSpec};
 pub use device_schedule::DeviceSchedule;

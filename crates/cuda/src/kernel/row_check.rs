@@ -104,13 +104,32 @@ impl RowCheck {
         contents: RowContents,
     ) -> Result<u64, CudaError> {
         let wrong = DeviceBuffer::from_slice(stream, &[0u64])?;
+        // SAFETY: the caller's promise.
+        unsafe { self.count(stream, rows, origins, contents, &wrong) }?;
+        Ok(wrong.download::<u64>(stream, 0, 1)?[0])
+    }
+
+    /// Enqueues the same: what is wrong is added to the word in `wrong`.
+    ///
+    /// # Safety
+    /// As [`RowCheck::wrong`]; `wrong` has 8 bytes.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub unsafe fn count(
+        &self,
+        stream: &Stream,
+        rows: &CheckedRows,
+        origins: &DeviceBuffer,
+        contents: RowContents,
+        wrong: &DeviceBuffer,
+    ) -> Result<(), CudaError> {
         let launch = Launch::linear(blocks_of(rows.rows, self.sm_count), THREADS);
         let sum = u32::from(contents == RowContents::Summed);
         let CheckedRows { address, rows, row_elements, rank, index } = *rows;
         let arguments = (address, origins.address(), rows, row_elements, rank, index, sum, wrong.address());
         // SAFETY: the arguments are those of the kernel in `check_source`; the rest is the caller's promise.
-        unsafe { self.check.launch(stream, &launch, &arguments) }?;
-        Ok(wrong.download::<u64>(stream, 0, 1)?[0])
+        unsafe { self.check.launch(stream, &launch, &arguments) }
     }
 }
 

@@ -156,7 +156,8 @@ impl RowReduce {
         })
     }
 
-    /// Enqueues the reduction. `source` gives the address of a peer's partial results.
+    /// Enqueues the reduction, on `sms` multiprocessors at most where that is said. `source` gives the address of a peer's
+    /// partial results.
     ///
     /// # Safety
     /// As [`RowCopy::launch`](super::RowCopy::launch).
@@ -166,6 +167,7 @@ impl RowReduce {
     pub unsafe fn launch(
         &self,
         stream: &Stream,
+        sms: Option<u32>,
         source: impl Fn(usize) -> u64,
         result: u64,
     ) -> Result<(), CudaError> {
@@ -179,7 +181,8 @@ impl RowReduce {
             addresses |= sources.at[peer];
         }
         let packed = self.packs && addresses.is_multiple_of(16);
-        let blocks = blocks_of(u64::from(self.count).div_ceil(WARPS), self.sm_count);
+        let most = sms.map_or(u32::MAX, |sms| sms.saturating_mul(BLOCKS));
+        let blocks = blocks_of(u64::from(self.count).div_ceil(WARPS), self.sm_count).min(most);
         let arguments = (
             sources,
             self.pieces.address(),

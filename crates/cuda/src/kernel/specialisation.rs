@@ -1,6 +1,6 @@
 use super::{
-    attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, cast,
-    column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
+    attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
+    cast, column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
     portable_backward_query, portable_forward, random_fill, rms_norm, row_check, row_copy, row_merge,
     row_reduce, signal_litmus, signal_wait, start_litmus,
 };
@@ -36,6 +36,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             attention_delta::specialisations(arch),
             attention_finish::specialisations(arch),
             attention_merge::specialisations(arch),
+            bit_check::specialisations(arch),
             cast::specialisations(arch),
             column_sum::specialisations(arch),
             head_resize::specialisations(arch),

@@ -1,7 +1,7 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
     Prepared, World, WorldConfig, random_inputs,
@@ -15,45 +15,52 @@ use crate::{
 };
 
 const ROWS: usize = 2048;
-/// Limit of every wait. Connecting the ranks of NCCL has it too.
-const LIMIT: Duration = Duration::from_millis(1500);
+/// Limit of every wait. Connecting the ranks of NCCL has it too, which takes seconds where all cores are busy.
+const LIMIT: Duration = Duration::from_secs(6);
 /// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A rank dies, or stalls for longer than the limit, before operations of a run picked by the seed, each rank enqueued by a
-/// thread of its own; or its GPU has no memory left, where it has one to itself: every rank must end within the limit with an error
-/// that names that rank, and the run after it must give the bits of the run before. `checked` hears of every check, with how many there are.
+/// thread of its own: every rank must end within the limit with an error that names that rank - but one that had all it needed
+/// may have its results - and the run after it must give the bits of the run before. `checked` hears of every check, with how many there are.
 ///
 /// # Errors
 /// When the undisturbed run fails.
 pub fn selftest_faults(
     machine: &CudaMachine,
     extent: Extent,
+    share: Share,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Result<Vec<SelfCheck>, ExecError> {
     let problem = Problem::new(machine.devices().len().max(2))?;
-    let expected = problem.run(machine, Vec::new()).map_err(|mut errors| errors.swap_remove(0))?;
+    let expected = problem.undisturbed(machine)?;
     let (deaths, stalls) = match extent {
         Extent::Full => (6, 2),
         Extent::Quick => (2, 1),
     };
     let kinds = std::iter::repeat_n(FaultKind::Panic, deaths)
         .chain(std::iter::repeat_n(FaultKind::Stall(LIMIT + GRACE / 2), stalls));
-    // On a GPU that ranks share it would be all of theirs.
-    let exhausted = machine.devices().len() >= problem.programs.len();
-    let count = deaths + stalls + usize::from(exhausted);
+    let count = share.count(deaths + stalls);
     let mut checks = Vec::new();
-    for (seed, kind) in kinds.enumerate() {
+    for (seed, kind) in kinds.enumerate().filter(|(seed, _)| share.takes(*seed)) {
         let check = problem.strike(machine, seed, kind, &expected);
         checked(&check, count);
         checks.push(check);
     }
-    if exhausted {
-        let check = problem.exhaust(machine, &expected);
-        checked(&check, count);
-        checks.push(check);
-    }
     Ok(checks)
+}
+
+/// The last rank's GPU has no memory left, of which nobody else may want any meanwhile: every rank must say so within the limit, and
+/// the run after it must give the bits of the run before. Each rank has a GPU to itself.
+///
+/// # Errors
+/// When the undisturbed run fails.
+pub fn selftest_exhaustion(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
+    let problem = Problem::new(machine.devices().len())?;
+    let expected = problem.undisturbed(machine)?;
+    let check = problem.exhaust(machine, &expected);
+    let name = format!("{}: {}", machine.transport(), check.name);
+    Ok(vec![SelfCheck { name, ..check }])
 }
 
 /// GPUs that do not reach each other's memory: transports that need it must be refused with their names, and the one that is chosen
@@ -66,7 +73,7 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
         return Ok(Vec::new());
     }
     let problem = Problem::new(machine.devices().len())?;
-    let expected = problem.run(machine, Vec::new()).map_err(|mut errors| errors.swap_remove(0))?;
+    let expected = problem.undisturbed(machine)?;
     let name = "GPUs that do not reach each other's memory are named, and take NCCL".to_owned();
     let isolated = machine.devices().iter().map(Device::isolated).collect();
     let check = || -> Result<SelfCheck, String> {
@@ -78,7 +85,7 @@ pub fn selftest_isolation(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecE
                 Ok(_) => return Err(format!("{transport} was not refused")),
             }
         }
-        let results = problem.run(&isolated, Vec::new()).map_err(|errors| errors[0].to_string())?;
+        let results = problem.undisturbed(&isolated).map_err(|error| error.to_string())?;
         let unlike = expected.iter().zip(&results).filter(|(a, b)| a != b).count();
         let others = usize::from(isolated.transport() != TransportKind::Nccl);
         Ok(SelfCheck::of(name.clone(), 0, (unlike + others) as f64, 0.0))
@@ -130,13 +137,18 @@ impl Problem {
         Ok(Self { programs, inputs })
     }
 
-    /// The results of all ranks, or the errors of those that have one.
+    /// The results of all ranks.
+    fn undisturbed(&self, machine: &CudaMachine) -> Result<Vec<HostTensor>, ExecError> {
+        self.run(machine, Vec::new())?.into_iter().collect()
+    }
+
+    /// What became of each rank.
     fn run(
         &self,
         machine: &CudaMachine,
         faults: Vec<FaultInjection>,
-    ) -> Result<Vec<HostTensor>, Vec<ExecError>> {
-        self.run_on(self.connect(machine, faults).map_err(|error| vec![error])?)
+    ) -> Result<Vec<Result<HostTensor, ExecError>>, ExecError> {
+        Ok(self.run_on(self.connect(machine, faults)?))
     }
 
     fn connect(
@@ -149,8 +161,8 @@ impl Problem {
     }
 
     /// The same with ranks that are connected.
-    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Result<Vec<HostTensor>, Vec<ExecError>> {
-        let ended: Vec<Result<HostTensor, ExecError>> = thread::scope(|scope| {
+    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
+        thread::scope(|scope| {
             let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
                 scope.spawn(move || self.run_rank(rank, backend, transport))
             };
@@ -162,12 +174,7 @@ impl Problem {
                 })
             };
             threads.into_iter().enumerate().map(join).collect()
-        });
-        let (results, errors): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_ok);
-        match errors.is_empty() {
-            true => Ok(results.into_iter().flatten().collect()),
-            false => Err(errors.into_iter().filter_map(Result::err).collect()),
-        }
+        })
     }
 
     /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
@@ -187,20 +194,21 @@ impl Problem {
         let ended = self.run_on(ends);
         let took = began.elapsed();
         drop(hog);
-        let errors: Vec<String> = match ended {
-            Ok(_) => return fail("nobody noticed".to_owned()),
-            Err(errors) => errors.iter().map(ToString::to_string).collect(),
-        };
-        let says = |error: &&String| error.contains(&format!("rank {victim}")) && error.contains("memory");
-        if errors.iter().filter(says).count() < self.programs.len() {
-            return fail(format!("the ranks said: {}", errors.join("; ")));
+        for (rank, ended) in ended.iter().enumerate() {
+            let said = match ended {
+                Err(error) => error.to_string(),
+                Ok(_) => "nothing, and had results".to_owned(),
+            };
+            if !(said.contains(&format!("rank {victim}")) && said.contains("memory")) {
+                return fail(format!("rank {rank} said: {said}"));
+            }
         }
-        match self.run(machine, Vec::new()) {
+        match self.undisturbed(machine) {
             Ok(results) if results == expected => {
                 SelfCheck::of(name, 0, took.as_secs_f64(), (LIMIT + GRACE).as_secs_f64())
             }
             Ok(_) => fail("the run after it has other bits".to_owned()),
-            Err(errors) => fail(format!("the run after it failed: {}", errors[0])),
+            Err(error) => fail(format!("the run after it failed: {error}")),
         }
     }
 
@@ -249,28 +257,29 @@ impl Problem {
         let label = &self.programs[victim].ops[op].label;
         let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
         let began = Instant::now();
-        let errors = match self.run(machine, vec![fault]) {
-            Err(errors) => errors,
-            Ok(_) => return SelfCheck::failed(name, seed as u64, "nobody noticed".to_owned()),
+        let ended = match self.run(machine, vec![fault]) {
+            Ok(ended) => ended,
+            Err(error) => return SelfCheck::failed(name, seed as u64, error.to_string()),
         };
         let took = began.elapsed();
-        if errors.len() < self.programs.len() {
-            let reason = format!("only {} of {} ranks have an error", errors.len(), self.programs.len());
-            return SelfCheck::failed(name, seed as u64, reason);
+        // Whatever else a rank needs of the victim, it has by then.
+        let given = ops[..op].iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
+        let all = ops.iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
+        for (rank, (ended, expected)) in ended.iter().zip(expected).enumerate() {
+            let wrong = match ended {
+                Err(error) if error.to_string().contains(&format!("rank {victim}")) => continue,
+                Err(error) => format!("rank {rank} said: {error}"),
+                Ok(results) if rank != victim && given == all && results == expected => continue,
+                Ok(_) => format!("rank {rank} noticed nothing"),
+            };
+            return SelfCheck::failed(name, seed as u64, wrong);
         }
-        if let Some(error) =
-            errors.iter().find(|error| !error.to_string().contains(&format!("rank {victim}")))
-        {
-            return SelfCheck::failed(name, seed as u64, format!("a rank said: {error}"));
-        }
-        match self.run(machine, Vec::new()) {
+        match self.undisturbed(machine) {
             Ok(results) if results == expected => {
                 SelfCheck::of(name, seed as u64, took.as_secs_f64(), (2 * LIMIT + GRACE).as_secs_f64())
             }
             Ok(_) => SelfCheck::failed(name, seed as u64, "the run after it has other bits".to_owned()),
-            Err(errors) => {
-                SelfCheck::failed(name, seed as u64, format!("the run after it failed: {}", errors[0]))
-            }
+            Err(error) => SelfCheck::failed(name, seed as u64, format!("the run after it failed: {error}")),
         }
     }
 }

@@ -3,50 +3,44 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::selftest::SelfCheck;
 use counterpoint_exec::{
     Backend, ExecError, GemmCollective, GemmCollectiveSpec, GemmOverlap, HostTensor, Prepared, WorldConfig,
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, WaveGroups};
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
-use half::bf16;
 
 use crate::backend::exec_error;
-use crate::kernel::GEMM_DESTINATIONS;
-use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer};
+use crate::collective_bench::Delays;
+use crate::kernel::{BitCheck, GEMM_DESTINATIONS};
+use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, Stream};
 
-/// Rows of each rank: two tiles, and a slice of one.
-pub(super) const ROWS: usize = 256;
-const SLICE: usize = 32;
-/// Columns and terms: few tiles, so that calls follow each other closely.
-const COLUMNS: usize = 256;
-const TERMS: usize = 128;
-/// Calls whose results are kept until they are looked at.
-const BATCH: usize = 100;
-/// What delays a rank, at most.
+/// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
+/// rows are a single tile's, and columns and terms end inside of one; in the third they are a slice of one.
+pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [32, 256, 128]];
+/// Rows of a tile: a gather of fewer is not fused.
+const TILE: usize = 128;
+/// Calls after which the host waits, and so notices what failed.
+const BATCH: usize = 1000;
+/// What delays a rank, at most: it fills memory meanwhile.
 const NOISE_BYTES: usize = 8 << 20;
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// Each collective with its product, thousands of calls on two inputs in turn; before every other call a rank is held up for a random
-/// time. Every element of every call must have the bits of the product and the collective one after the other: what is a call
-/// too old or too new has not.
+/// Each collective with its product, `calls` times in each shape on two inputs in turn; before every other call a rank is held up for
+/// a random time. Every element of every call, compared on the device, must have the bits of the product and the collective one
+/// after the other: what is a call too old or too new has not.
 ///
 /// # Errors
 /// Whatever ends a run.
-pub fn selftest_fused(machine: &CudaMachine, extent: Extent) -> Result<Vec<SelfCheck>, ExecError> {
-    let batches = match extent {
-        Extent::Full => 200,
-        Extent::Quick => 5,
-    };
+pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
     let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
     let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
-    let all = GemmCollective::ALL.map(|collective| (collective, ROWS));
-    // A gather of less than a tile is not fused.
-    let slices =
-        [GemmCollective::ReduceScatter, GemmCollective::AllReduce].map(|collective| (collective, SLICE));
-    let cases = all.into_iter().chain(slices);
-    cases.map(|case| examine(machine, case, &way, batches)).collect()
+    let cases =
+        SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
+    let fits =
+        |&(shape, collective): &([usize; 3], _)| shape[0] >= TILE || collective != GemmCollective::AllGather;
+    cases.filter(fits).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
 }
 
 /// How a product and its collective are run.
@@ -56,19 +50,20 @@ pub(super) struct Way {
     pub(super) groups: WaveGroups,
 }
 
-/// One collective's calls, so many batches of them.
+/// One collective's calls in one shape.
 pub(super) fn examine(
     machine: &CudaMachine,
-    (collective, own_rows): (GemmCollective, usize),
+    [own, n, k]: [usize; 3],
+    collective: GemmCollective,
     way: &Way,
-    batches: usize,
+    calls: usize,
 ) -> Result<SelfCheck, ExecError> {
     let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
-    let m = own_rows * ranks;
-    let spec = GemmCollectiveSpec { collective, ranks, m, n: COLUMNS, k: TERMS, dtype: DType::Bf16 };
-    let rows = if collective == GemmCollective::AllGather { own_rows } else { m };
-    let tensor = |rows, seed| random_tensor(vec![rows, TERMS], DType::Bf16, seed);
-    let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(COLUMNS, 900 + rank as u64)).collect();
+    let m = own * ranks;
+    let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: DType::Bf16 };
+    let rows = if collective == GemmCollective::AllGather { own } else { m };
+    let tensor = |rows, seed| random_tensor(vec![rows, k], DType::Bf16, seed);
+    let weights: Vec<HostTensor> = (0..ranks).map(|rank| tensor(n, 900 + rank as u64)).collect();
     let inputs: [Vec<HostTensor>; 2] =
         [0, 100].map(|turn| (0..ranks).map(|rank| tensor(rows, turn + rank as u64)).collect());
     let apart = GemmOverlap::Policy(OverlapPolicy::new(StartOrder::Sequential));
@@ -88,7 +83,7 @@ pub(super) fn examine(
             .map(|(rank, prepared)| {
                 let (weight, x) = (&weights[rank], [&inputs[0][rank], &inputs[1][rank]]);
                 let expected = [&expected[0][rank], &expected[1][rank]];
-                scope.spawn(move || Caller::new(rank, prepared, weight, x)?.run(expected, batches))
+                scope.spawn(move || Caller::new(rank, prepared, weight, x, expected)?.run(calls))
             })
             .collect();
         let joined = threads.into_iter().enumerate().map(|(rank, thread)| {
@@ -99,9 +94,8 @@ pub(super) fn examine(
         });
         joined.sum::<Result<u64, ExecError>>()
     })?;
-    let calls = batches * BATCH;
     let name = format!(
-        "{calls} products of {m} rows with {}, {}, on {ranks} GPUs, random delays, wrong elements",
+        "{calls} products of {m} x {n} x {k} with {}, {}, on {ranks} GPUs, random delays, wrong words",
         collective.name(),
         way.name
     );
@@ -112,12 +106,14 @@ pub(super) fn examine(
 struct Caller {
     rank: usize,
     prepared: Prepared<CudaBackend, CudaTransport>,
+    /// Two inputs, and what must come of each.
     x: [CudaBuffer; 2],
-    /// The results of a batch.
-    kept: DeviceBuffer,
+    expected: [CudaBuffer; 2],
+    check: BitCheck,
     noise: DeviceBuffer,
-    /// Of the generator that delays come from.
-    state: u64,
+    delays: Delays,
+    /// Of each stream: what of a call is on it has run, or may begin.
+    marks: Vec<Event>,
 }
 
 impl Caller {
@@ -125,56 +121,63 @@ impl Caller {
         rank: usize,
         mut prepared: Prepared<CudaBackend, CudaTransport>,
         weight: &HostTensor,
-        [first, second]: [&HostTensor; 2],
+        x: [&HostTensor; 2],
+        expected: [&HostTensor; 2],
     ) -> Result<Self, ExecError> {
         let backend = prepared.backend().clone();
         prepared.bind("weight", backend.upload("weight", weight.clone())?)?;
-        let x = [backend.upload("x", first.clone())?, backend.upload("x", second.clone())?];
-        let bytes = prepared.buffer("y").map_or(0, |y| y.memory().len());
+        let both = |name: &str, [first, second]: [&HostTensor; 2]| -> Result<[CudaBuffer; 2], ExecError> {
+            Ok([backend.upload(name, first.clone())?, backend.upload(name, second.clone())?])
+        };
         let failed = |error: CudaError| exec_error(rank, "a selftest", error);
-        let kept = DeviceBuffer::new(backend.device(), BATCH * bytes).map_err(failed)?;
-        let noise = DeviceBuffer::new(backend.device(), NOISE_BYTES).map_err(failed)?;
-        Ok(Self { rank, prepared, x, kept, noise, state: 0x9e37_79b9_7f4a_7c15 ^ rank as u64 })
+        Ok(Self {
+            rank,
+            x: both("x", x)?,
+            expected: both("expected", expected)?,
+            check: BitCheck::new(backend.setup()).map_err(failed)?,
+            noise: DeviceBuffer::new(backend.device(), NOISE_BYTES).map_err(failed)?,
+            delays: Delays::of_rank(rank),
+            marks: prepared.streams().iter().map(|_| backend.create_event()).collect::<Result<_, _>>()?,
+            prepared,
+        })
     }
 
-    /// Elements that are not what they should be.
-    fn run(&mut self, expected: [&HostTensor; 2], batches: usize) -> Result<u64, ExecError> {
-        let bits = expected.map(|tensor| -> Vec<u16> {
-            tensor.as_slice::<bf16>().unwrap_or(&[]).iter().map(|element| element.to_bits()).collect()
-        });
-        let mut wrong = 0;
-        for _ in 0..batches {
-            for call in 0..BATCH {
-                self.call(call)?;
-            }
-            self.prepared.finish()?;
-            let setup = self.prepared.backend().setup();
-            let kept: Vec<u16> = self
-                .kept
-                .download(setup, 0, self.kept.len() / size_of::<u16>())
-                .map_err(|error| exec_error(self.rank, "a selftest", error))?;
-            for (call, found) in kept.chunks_exact(bits[0].len().max(1)).enumerate() {
-                wrong += found.iter().zip(&bits[call % 2]).filter(|(a, b)| a != b).count() as u64;
+    /// Words that are not what they should be.
+    fn run(&mut self, calls: usize) -> Result<u64, ExecError> {
+        for call in 0..calls {
+            self.call(call % 2)?;
+            if call % BATCH == BATCH - 1 {
+                self.prepared.finish()?;
             }
         }
-        // A result of another size would have been compared with nothing.
-        Ok(if self.kept.len() == BATCH * bits[0].len() * size_of::<u16>() { wrong } else { u64::MAX })
+        self.prepared.finish()?;
+        let setup = self.prepared.backend().setup();
+        self.check.unlike(setup).map_err(|error| exec_error(self.rank, "a selftest", error))
     }
 
-    fn call(&mut self, call: usize) -> Result<(), ExecError> {
-        self.state ^= self.state << 13;
-        self.state ^= self.state >> 7;
-        self.state ^= self.state << 17;
-        let Self { rank, prepared, x, kept, noise, state } = self;
+    fn call(&mut self, which: usize) -> Result<(), ExecError> {
+        let Self { rank, prepared, x, expected, check, noise, delays, marks } = self;
         let failed = |error: CudaError| exec_error(*rank, "a selftest", error);
-        let queue = prepared.streams()[0].queue().clone();
-        if *state & 1 == 1 {
-            let bytes = (*state >> 32) as usize % NOISE_BYTES;
-            noise.slice(0..bytes).and_then(|noise| noise.fill(&queue, 0)).map_err(failed)?;
+        let queues: Vec<Stream> = prepared.streams().iter().map(|stream| stream.queue().clone()).collect();
+        let Some((queue, others)) = queues.split_first() else { return Ok(()) };
+        if let Some(bytes) = delays.next(NOISE_BYTES) {
+            noise.slice(0..bytes).and_then(|noise| noise.fill(queue, 0)).map_err(failed)?;
         }
-        prepared.bind("x", x[call % 2].clone())?;
+        prepared.bind("x", x[which].clone())?;
         prepared.start(Instant::now())?;
-        let Some(y) = prepared.buffer("y") else { return Ok(()) };
-        kept.copy_from(&queue, call * y.memory().len(), y.memory()).map_err(failed)
+        let y = prepared
+            .buffer("y")
+            .ok_or_else(|| ExecError::Tensor { name: "y".to_owned(), reason: "is no output".to_owned() })?;
+        let compare = || {
+            for (other, mark) in others.iter().zip(&marks[1..]) {
+                mark.record(other)?;
+                queue.wait(mark)?;
+            }
+            check.compare(queue, y.memory(), expected[which].memory())?;
+            // The next call begins after that, on all streams.
+            marks[0].record(queue)?;
+            others.iter().try_for_each(|other| other.wait(&marks[0]))
+        };
+        compare().map_err(failed)
     }
 }

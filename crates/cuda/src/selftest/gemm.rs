@@ -1,6 +1,6 @@
 use std::thread;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use half::{bf16, f16};
 
 use super::subject::clean;
@@ -27,6 +27,7 @@ const LAUNCHES: usize = 2;
 pub fn selftest_gemm(
     device: &Device,
     extent: Extent,
+    share: Share,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Result<Vec<SelfCheck>, CudaError> {
     let count = match extent {
@@ -35,7 +36,7 @@ pub fn selftest_gemm(
     };
     let stream = Stream::new(device, StreamPriority::Low)?;
     let mut checks = Vec::new();
-    for seed in 0..count {
+    for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
         let case = Case::random(&stream, seed)?;
         let name = case.describe();
         let guard = MemoryGuard::begin(device);
@@ -47,7 +48,7 @@ pub fn selftest_gemm(
             (Ok(_), Err(error)) => SelfCheck::failed(name, seed, error.to_string()),
             (Err(reason), _) => SelfCheck::failed(name, seed, reason),
         };
-        checked(&check, count as usize);
+        checked(&check, share.count(count as usize));
         checks.push(check);
     }
     Ok(checks)

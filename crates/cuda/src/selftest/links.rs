@@ -1,26 +1,22 @@
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck};
+use counterpoint_exec::selftest::SelfCheck;
 
 use crate::kernel::{LinkAbort, LinkDirection, LinkEnd, LinkLitmus, LinkPeers};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
-/// Meetings inside kernels: two ranks send each other messages in both ways that there are, hundreds of thousands of times with
+/// Meetings inside kernels: two ranks send each other messages in both ways that there are, `rounds` times with
 /// random delays, on the first two of `devices` or on two streams of the only one. Every word must be of its round. Then a rank
 /// waits for one that never comes, and must say so in time.
 ///
 /// # Errors
 /// When a kernel cannot be compiled or launched.
-pub fn selftest_links(devices: &[Device], extent: Extent) -> Result<Vec<SelfCheck>, CudaError> {
+pub fn selftest_links(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck>, CudaError> {
     let Some(first) = devices.first().filter(|device| device.arch().is_hopper()) else {
         return Ok(Vec::new());
     };
     let second = devices.get(1).unwrap_or(first);
     let place = if second == first { "two streams of a GPU" } else { "two GPUs" };
-    let rounds = match extent {
-        Extent::Full => 1_000_000,
-        Extent::Quick => 50_000,
-    };
     let mut checks = Vec::new();
     for (name, direction) in [("read", LinkDirection::Pull), ("write", LinkDirection::Push)] {
         let ranks = [Side::new(first, direction)?, Side::new(second, direction)?];

@@ -1,6 +1,6 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
-//! crate has, matrix products and their signals, graphs, meetings of kernels on several GPUs, ranks that fail, the cache of compiled kernels, and the guard bytes that
-//! the other checks rely on.
+//! crate has, matrix products and their signals, graphs, meetings of kernels on several GPUs, ranks that fail, what meets called again
+//! and again, the cache of compiled kernels, and the guard bytes that the other checks rely on.
 
 mod cache;
 mod faults;
@@ -10,17 +10,19 @@ mod graph;
 mod guard;
 mod links;
 mod long;
+mod repeats;
 mod signals;
 mod subject;
 
 pub use cache::selftest_cache;
-pub use faults::{selftest_faults, selftest_isolation};
+pub use faults::{selftest_exhaustion, selftest_faults, selftest_isolation};
 pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;
 pub use graph::{selftest_graphs, selftest_step_graphs};
 pub use guard::selftest_guard;
 pub use links::selftest_links;
 pub use long::selftest_long;
+pub use repeats::selftest_repeats;
 pub use signals::{
     selftest_normalised, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
 };

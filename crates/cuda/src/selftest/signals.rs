@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use counterpoint_exec::selftest::{Extent, SelfCheck, unlike_elements};
+use counterpoint_exec::selftest::{SelfCheck, unlike_elements};
 use counterpoint_exec::{
     Backend, CpuMachine, ExecError, GemmCollective, GemmCollectiveSpec, HostTensor, Machine, Prepared,
     Transport, World, WorldConfig, random_tensor,
@@ -11,7 +11,7 @@ use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, L
 use counterpoint_schedule::{BufferRole, OverlapPolicy, StartOrder, lower_normalised_forward};
 use half::bf16;
 
-use super::fused::{ROWS, Way, examine};
+use super::fused::{SHAPES, Way, examine};
 use crate::kernel::{
     ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, MissedSignal, SignalLitmus,
     SignalLitmusRound, SignalWait, SignalWaits,
@@ -29,19 +29,15 @@ const TURNS: usize = 4;
 const READERS: u32 = 16;
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are told of, hundreds of
-/// thousands of them or millions, with random delays, in the ordinary way and by the copy engine, and none may be of another
+/// What a product's signals promise: another kernel, of the same GPU and of another one, reads its tiles as they are told of, `rounds`
+/// times all of them, with random delays, in the ordinary way and by the copy engine, and none may be of another
 /// round. Then a stream waits for a signal that never comes, and must say so in time.
 ///
 /// # Errors
 /// When a kernel cannot be compiled or launched.
-pub fn selftest_signals(devices: &[Device], extent: Extent) -> Result<Vec<SelfCheck>, CudaError> {
+pub fn selftest_signals(devices: &[Device], rounds: u32) -> Result<Vec<SelfCheck>, CudaError> {
     let Some(first) = devices.first().filter(|device| device.arch().is_hopper()) else {
         return Ok(Vec::new());
-    };
-    let rounds = match extent {
-        Extent::Full => 8000,
-        Extent::Quick => 1000,
     };
     let mut checks = vec![read_tiles(first, first, rounds)?];
     if let Some(second) = devices.get(1).filter(|second| *second != first) {
@@ -135,30 +131,24 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
     Ok(SelfCheck::of(name, 0, f64::from(u8::from(!named)), 0.0))
 }
 
-/// Reduce-scatter and all-reduce under the policy `signals`, thousands of calls with random delays on the machine's transport: groups
+/// Reduce-scatter and all-reduce under the policy `signals`, `calls` calls of each kind with random delays on the machine's transport: groups
 /// of whole tiles, and ragged ones that take several launches. Every element must have the bits of the product and the
 /// collective one after the other.
 ///
 /// # Errors
 /// Whatever ends a run.
-pub fn selftest_signalled_products(
-    machine: &CudaMachine,
-    extent: Extent,
-) -> Result<Vec<SelfCheck>, ExecError> {
-    let batches = match extent {
-        Extent::Full => 50,
-        Extent::Quick => 2,
-    };
+pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
+    let [shape @ [rows, _, _], ..] = SHAPES;
     // Nothing is left free, so units of tiles are placed one by one; and 16 multiprocessors are.
     let policies = ["signals", "signals+sm-margin=16"].map(str::parse);
-    let groups = [WaveGroups::Sizes(vec![ROWS / 2, ROWS / 4, ROWS / 4]), WaveGroups::Fixed(5)];
+    let groups = [WaveGroups::Sizes(vec![rows / 2, rows / 4, rows / 4]), WaveGroups::Fixed(5)];
     let mut checks = Vec::new();
     for (policy, name) in policies.into_iter().zip(["signals", "signals and a margin"]) {
         let Ok(policy) = policy else { continue };
         for groups in &groups {
             let way = Way { name, policy, groups: groups.clone() };
             for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
-                checks.push(examine(machine, (collective, ROWS), &way, batches)?);
+                checks.push(examine(machine, shape, collective, &way, calls)?);
             }
         }
     }
@@ -176,8 +166,14 @@ pub fn selftest_signals_in_graphs(machine: &CudaMachine) -> Result<Vec<SelfCheck
     let policy = OverlapPolicy::new(StartOrder::Signals);
     let mut checks = Vec::new();
     for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
-        let spec =
-            GemmCollectiveSpec { collective, ranks, m: ROWS * ranks, n: 512, k: 256, dtype: DType::Bf16 };
+        let spec = GemmCollectiveSpec {
+            collective,
+            ranks,
+            m: SHAPES[0][0] * ranks,
+            n: 512,
+            k: 256,
+            dtype: DType::Bf16,
+        };
         let world = WorldConfig { limit: LIMIT, ..WorldConfig::default() };
         let mut prepared = spec.prepare_groups(machine, WaveGroups::Fixed(2), policy, world)?;
         bind_inputs(&mut prepared)?;
@@ -244,7 +240,7 @@ pub fn selftest_normalised(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Exec
         let spec = LinearSpec {
             kind: LinearKind::Row,
             activations,
-            tokens: ranks * ROWS + 40,
+            tokens: ranks * SHAPES[0][0] + 40,
             in_features: ranks * 192,
             out_features: 520,
             has_bias: true,

@@ -23,21 +23,15 @@ impl CudaSubject {
         Ok(Self { machine: CudaMachine::open(Timing::Off)? })
     }
 
-    /// All GPUs with the kernels that the first one picks, and this transport between them; `None` where there is only one.
+    /// All GPUs with the kernels that the first one picks, and this transport between them. Where there is only one, all ranks
+    /// share it.
     ///
     /// # Errors
-    /// As [`CudaSubject::open`]; [`CudaError::NoPeerAccess`] when the transport needs it.
-    pub fn over_gpus(transport: TransportKind) -> Result<Option<Self>, CudaError> {
-        let machine = CudaMachine::for_ranks(Device::count()?, Timing::Off)?.with_transport(transport)?;
-        Ok((machine.devices().len() > 1).then_some(Self { machine }))
-    }
-
-    /// The same GPU for all ranks, with this transport between them.
-    ///
-    /// # Errors
-    /// When ranks that share a GPU cannot use it.
-    pub fn over_this_gpu(&self, transport: TransportKind) -> Result<Self, CudaError> {
-        Ok(Self { machine: self.machine.clone().with_transport(transport)? })
+    /// As [`CudaSubject::open`]; [`CudaError::NoPeerAccess`] when the transport needs it, or another when ranks that share a GPU
+    /// cannot use it.
+    pub fn over_gpus(transport: TransportKind) -> Result<Self, CudaError> {
+        let machine = CudaMachine::for_ranks(Device::count()?, Timing::Off)?;
+        Ok(Self { machine: machine.with_transport(transport)? })
     }
 
     /// The same GPU with the portable kernels; `None` where those are what it has anyway.

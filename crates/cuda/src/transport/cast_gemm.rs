@@ -9,7 +9,7 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, Program, RowBlock};
 
 use super::fused::{Rows, element_of, layout_of, whole};
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work};
+use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, untold};
 use crate::backend::{CudaBackend, CudaBuffer};
 use crate::kernel::{
     GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors, GemmSpec, LinkAbort, LinkEnd, LinkPeers,
@@ -197,14 +197,17 @@ impl CudaTransport {
         for &rank in &others {
             let post = self.post_of(call, meeting, rank)?;
             let part = &post.payload;
-            if let (Some(mailbox), Some(counters), Some(all)) =
+            let (Some(mailbox), Some(counters), Some(all)) =
                 (&part.mailbox, &part.staging, part.outputs.first())
-            {
-                (arrivals[rank], gathered[rank]) = (counters.address(), all.address());
-                mailboxes.push((rank, mailbox.clone()));
-                memory.extend([counters.clone(), all.memory().clone()]);
-            }
+            else {
+                return Err(untold(rank));
+            };
+            (arrivals[rank], gathered[rank]) = (counters.address(), all.address());
+            mailboxes.push((rank, mailbox.clone()));
+            memory.extend([counters.clone(), all.memory().clone()]);
         }
+        let pattern = &call.collective.collective.pattern;
+        pattern.incoming.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
         let peers = LinkPeers { mailboxes, announce_to: others.clone(), work_on: others };
         Ok(Met { peers, arrivals, gathered, _memory: memory })
     }

@@ -175,7 +175,7 @@ impl CudaTransport {
         }
         marks.map_or(Ok(()), |marks| marks.ended.record(queue))?;
         let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
-        place.launch(queue, input, &outputs)?;
+        place.launch(queue, backend.left_to_communication(), input, &outputs)?;
         Ok(())
     }
 

@@ -10,7 +10,7 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GroupCast, Program, ReduceOp};
 
 use super::fused::{Rows, element_of, layout_of, one_stretch, whole};
-use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work};
+use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, untold};
 use crate::backend::{CudaBackend, CudaBuffer};
 use crate::kernel::{
     GemmEpilogue, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmSpec, LinkAbort, LinkEnd, LinkPeers,
@@ -235,18 +235,19 @@ impl CudaTransport {
         for &rank in &ranks {
             let post = self.post_of(call, meeting, rank)?;
             let part = &post.payload;
-            if let (Some(mailbox), Some(exchange)) = (&part.mailbox, &part.staging) {
-                exchanges[rank] = exchange.address();
-                mailboxes.push((rank, mailbox.clone()));
-                memory.push(exchange.clone());
-            }
-            if work.spread == SumsGoTo::All
-                && let Some(all) = part.outputs.first()
-            {
+            let (Some(mailbox), Some(exchange)) = (&part.mailbox, &part.staging) else {
+                return Err(untold(rank));
+            };
+            exchanges[rank] = exchange.address();
+            mailboxes.push((rank, mailbox.clone()));
+            memory.push(exchange.clone());
+            if work.spread == SumsGoTo::All {
+                let all = part.outputs.first().ok_or_else(|| untold(rank))?;
                 sums[rank] = all.address() + work.sums.offset;
                 memory.push(all.memory().clone());
             }
         }
+        pattern.outgoing.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
         let others: Vec<usize> = ranks.iter().copied().filter(|&rank| rank != self.rank).collect();
         let peers = LinkPeers { mailboxes, announce_to: others.clone(), work_on: others };
         Ok(Met { peers, exchanges, sums, _memory: memory })

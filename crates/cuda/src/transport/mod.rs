@@ -380,13 +380,13 @@ impl CudaTransport {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.exchange());
                 part.outputs = work.written_by_others(buffers);
-                &[][..]
+                &pattern.incoming[..]
             }
             Work::CastGemm(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.arrivals());
                 part.outputs = vec![work.written_by_others(buffers)];
-                &[][..]
+                &pattern.outgoing[..]
             }
             Work::Exchange(_) => &[][..],
         };
@@ -409,7 +409,8 @@ impl CudaTransport {
         match &collective.work {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
-            Work::Link(_) if meeting.own.is_some() => {
+            // Who has not learnt yet where this rank's memory is must find it told.
+            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
                 self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
             }
             Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
@@ -481,6 +482,12 @@ impl CudaTransport {
 fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
     let tensors = call.collective.collective.tensors.iter();
     tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
+}
+
+/// The error of a rank that has not told where its memory is: nothing may be enqueued then.
+fn untold(rank: usize) -> CallError {
+    let reason = format!("rank {rank} has not told where its memory is; this is a bug, please report it");
+    CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
 }
 
 /// Why a collective cannot be enqueued.

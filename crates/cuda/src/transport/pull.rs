@@ -59,7 +59,12 @@ impl CudaTransport {
         let input = |peer: usize, tensor: usize| {
             posts[peer].payload.inputs.get(tensor).map_or(0, CudaBuffer::address)
         };
-        work.insert(current).rows.launch(queue, input, &addresses(call).1)?;
+        work.insert(current).rows.launch(
+            queue,
+            backend.left_to_communication(),
+            input,
+            &addresses(call).1,
+        )?;
         if let Some(own) = &meeting.own {
             own.payload.done.record(queue)?;
         }

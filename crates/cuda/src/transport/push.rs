@@ -172,7 +172,7 @@ impl CudaTransport {
         if let Some(StagedReduction { staging, memory, rows }) = &work.reduction {
             let (inputs, outputs) = addresses(call);
             let input = staged_input(self.rank, incoming, &inputs, staging, memory);
-            rows.launch(call.stream.queue(), input, &outputs)?;
+            rows.launch(call.stream.queue(), call.backend.left_to_communication(), input, &outputs)?;
         }
         Ok(())
     }

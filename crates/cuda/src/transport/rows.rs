@@ -163,10 +163,12 @@ impl RowWork {
         })
     }
 
-    /// Enqueues them. `input` gives the address of a peer's tensor: (index of its part, tensor).
+    /// Enqueues them. `input` gives the address of a peer's tensor: (index of its part, tensor). Sums keep to `sms`
+    /// multiprocessors, where that is said.
     pub(super) fn launch(
         &self,
         stream: &Stream,
+        sms: Option<u32>,
         input: impl Fn(usize, usize) -> u64,
         outputs: &[u64],
     ) -> Result<(), CudaError> {
@@ -178,7 +180,7 @@ impl RowWork {
                 Self::Reduce(reductions) => {
                     let mut tensors = reductions.iter().zip(outputs).enumerate();
                     tensors.try_for_each(|(tensor, (reduction, &output))| {
-                        reduction.launch(stream, |peer| input(peer, tensor), output)
+                        reduction.launch(stream, sms, |peer| input(peer, tensor), output)
                     })
                 }
                 Self::Merge(merges) => {

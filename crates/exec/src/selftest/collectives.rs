@@ -5,7 +5,7 @@ use counterpoint_schedule::{Accumulate, ReduceOp};
 
 use super::examine::unlike_elements;
 use super::pattern::Pattern;
-use super::{Extent, SelfCheck};
+use super::{Extent, SelfCheck, Share};
 use crate::draw::Draw;
 use crate::host_element::with_host_element;
 use crate::random::normal;
@@ -48,6 +48,7 @@ const REPEATS: usize = 2;
 pub fn selftest_collectives<M: Machine>(
     machine: &M,
     extent: Extent,
+    share: Share,
     most_ranks: usize,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Result<Vec<SelfCheck>, ExecError> {
@@ -57,7 +58,7 @@ pub fn selftest_collectives<M: Machine>(
         Extent::Quick => 10,
     };
     let mut checks = Vec::new();
-    for seed in 0..count {
+    for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
         let ranks = Ranks { fixed: machine.world_size(), most: most_ranks };
         let exchange = Exchange::random(seed, extent, ranks, machine.element_types());
         let name = exchange.describe();
@@ -66,7 +67,7 @@ pub fn selftest_collectives<M: Machine>(
             Ok(actual) => exchange.judge(name, seed, &actual, &expected),
             Err(error) => SelfCheck::failed(name, seed, error.to_string()),
         };
-        checked(&check, count as usize);
+        checked(&check, share.count(count as usize));
         checks.push(check);
     }
     Ok(checks)
@@ -285,7 +286,7 @@ mod tests {
     fn the_cpu_agrees_with_itself_and_every_kind_is_drawn() {
         let cpu = CpuMachine::new(0, None).unwrap();
         let mut heard = 0;
-        let checks = selftest_collectives(&cpu, Extent::Full, 8, |_, _| heard += 1).unwrap();
+        let checks = selftest_collectives(&cpu, Extent::Full, Share::ALL, 8, |_, _| heard += 1).unwrap();
         assert_eq!(heard, checks.len());
         passes_to_the_last_bit(&checks);
         for kind in [
@@ -318,7 +319,8 @@ mod tests {
 
     #[test]
     fn ranks_that_meet_through_tcp_write_the_same_bits() {
-        let checks = selftest_collectives(&TcpLoopback::default(), Extent::Full, 8, |_, _| {}).unwrap();
+        let checks =
+            selftest_collectives(&TcpLoopback::default(), Extent::Full, Share::ALL, 8, |_, _| {}).unwrap();
         passes_to_the_last_bit(&checks);
     }
 

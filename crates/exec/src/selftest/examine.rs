@@ -3,9 +3,9 @@ use std::sync::mpsc::sync_channel;
 
 use counterpoint_plan::{DType, Plan};
 use rayon::prelude::*;
-use serde::Serialize;
+use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{Case, Extent, Subject, SubjectError};
+use super::{Case, Extent, Share, Subject, SubjectError};
 use crate::check::check_against;
 use crate::{
     AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Reference,
@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// What one check found.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SelfCheck {
     /// What was checked, with what is special about it.
     pub name: String,
@@ -22,11 +22,12 @@ pub struct SelfCheck {
     /// Whether it held.
     pub passed: bool,
     /// The error that is nearest to its bound, or furthest past it; for bits, how many elements differ.
+    #[serde(deserialize_with = "number_or_infinite")]
     pub error: f64,
     /// The largest error allowed.
     pub bound: f64,
     /// Why it failed.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
 
@@ -65,22 +66,35 @@ impl SelfCheck {
     }
 }
 
+/// JSON has no infinity; an error that is none of its numbers is written as `null`.
+fn number_or_infinite<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::INFINITY))
+}
+
 /// References waiting for the device; each holds a few megabytes.
 const WAITING: usize = 32;
 /// Of the cases that are not deterministic, one in so many runs twice: the bits of its forward must be the same.
 const REPEATED: usize = 4;
 
-/// Runs all cases of an extent on a device and compares each with the f64 reference; repeats some and compares bits. Ends
-/// early, with a failed check, where a run does not come to its end: the ones after it would wait as long.
+/// Runs the cases of an extent and a share on each of several devices, which take the same types, and compares each with the f64
+/// reference, which is computed once for all of them; repeats some and compares bits. Ends early, with a failed check, where a
+/// run does not come to its end: the ones after it would wait as long. Gives the checks of each subject in the order of cases.
 /// `on_check` hears of every check as it is made, with how many cases there are.
+///
+/// # Panics
+/// When there is no subject, or they take different types.
 pub fn selftest_attention(
-    subject: &dyn Subject,
+    subjects: &[&dyn Subject],
     extent: Extent,
+    share: Share,
     mut on_check: impl FnMut(&SelfCheck, usize),
-) -> Vec<SelfCheck> {
-    let cases = Case::all(extent, subject.dtypes());
-    let count = cases.len();
-    let mut checks: Vec<(usize, Vec<SelfCheck>)> = Vec::with_capacity(count);
+) -> Vec<Vec<SelfCheck>> {
+    let dtypes = subjects[0].dtypes();
+    assert!(subjects.iter().all(|subject| subject.dtypes() == dtypes), "subjects that take the same types");
+    let cases: Vec<(usize, Case)> =
+        Case::all(extent, dtypes).into_iter().enumerate().filter(|(index, _)| share.takes(*index)).collect();
+    let count = cases.len() * subjects.len();
+    let mut checks: Vec<(usize, Vec<Vec<SelfCheck>>)> = Vec::with_capacity(cases.len());
     let stopped = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let stopped = &stopped;
@@ -88,34 +102,45 @@ pub fn selftest_attention(
         let (sender, receiver) = sync_channel(WAITING);
         // Threads of their own: while they block on a full channel, this thread may need those of the global pool.
         let prepare = move || {
-            cases.into_par_iter().enumerate().for_each(|(index, case)| {
+            cases.into_par_iter().for_each(|(index, case)| {
                 if !stopped.load(Ordering::Relaxed) {
                     // Nobody receives any more once the device has stalled.
                     let _ = sender.send((index, Expected::of(case)));
                 }
             });
         };
-        match rayon::ThreadPoolBuilder::new().build() {
+        match rayon::ThreadPoolBuilder::new().num_threads(share.threads()).build() {
             Ok(pool) => drop(scope.spawn(move || pool.install(prepare))),
             Err(error) => {
                 let check = SelfCheck::failed("threads for references".to_owned(), 0, error.to_string());
                 on_check(&check, count);
-                checks.push((0, vec![check]));
+                checks.push((0, vec![vec![check]; subjects.len()]));
                 return;
             }
         }
         for (index, expected) in receiver {
-            let (found, end) = examine(subject, &expected, index);
-            found.iter().for_each(|check| on_check(check, count));
-            checks.push((index, found));
-            if end == DeviceState::Stalled {
-                stopped.store(true, Ordering::Relaxed);
+            let mut of_case = vec![Vec::new(); subjects.len()];
+            for (subject, place) in subjects.iter().zip(&mut of_case) {
+                let (found, end) = examine(*subject, &expected, index);
+                found.iter().for_each(|check| on_check(check, count));
+                *place = found;
+                if end == DeviceState::Stalled {
+                    stopped.store(true, Ordering::Relaxed);
+                    break;
+                }
+            }
+            checks.push((index, of_case));
+            if stopped.load(Ordering::Relaxed) {
                 break;
             }
         }
     });
     checks.sort_by_key(|(index, _)| *index);
-    checks.into_iter().flat_map(|(_, found)| found).collect()
+    let mut of_subjects = vec![Vec::new(); subjects.len()];
+    for (_, of_case) in checks {
+        of_subjects.iter_mut().zip(of_case).for_each(|(all, found)| all.extend(found));
+    }
+    of_subjects
 }
 
 /// A case with what must come out of it.
@@ -271,8 +296,12 @@ mod tests {
         }
     }
 
+    fn examined(subject: &dyn Subject, mut hear: impl FnMut(&SelfCheck)) -> Vec<SelfCheck> {
+        selftest_attention(&[subject], Extent::Quick, Share::ALL, |check, _| hear(check)).remove(0)
+    }
+
     fn failures(spoil: impl Fn(&mut AttentionOutputs, usize)) -> Vec<SelfCheck> {
-        let checks = selftest_attention(&Spoiled(spoil, AtomicUsize::new(0)), Extent::Quick, |_, _| ());
+        let checks = examined(&Spoiled(spoil, AtomicUsize::new(0)), |_| ());
         assert!(checks.len() > 25, "{}", checks.len());
         checks.into_iter().filter(|check| !check.passed).collect()
     }
@@ -290,11 +319,38 @@ mod tests {
     #[test]
     fn the_cpu_passes_every_check() {
         let mut heard = 0;
-        let checks = selftest_attention(&CpuSubject, Extent::Quick, |_, _| heard += 1);
+        let checks = examined(&CpuSubject, |_| heard += 1);
         let wrong: Vec<_> = checks.iter().filter(|check| !check.passed).collect();
         assert!(wrong.is_empty(), "{wrong:#?}");
         assert_eq!(heard, checks.len());
         assert!(checks.iter().any(|check| check.name.starts_with("same bits twice")));
+    }
+
+    #[test]
+    fn shares_of_two_subjects_are_the_whole_of_each() {
+        let whole = examined(&CpuSubject, |_| ());
+        let mut parts = [Vec::new(), Vec::new()];
+        for share in Share::each(3) {
+            let subjects: [&dyn Subject; 2] = [&CpuSubject, &CpuSubject];
+            let found = selftest_attention(&subjects, Extent::Quick, share, |_, _| ());
+            parts.iter_mut().zip(found).for_each(|(all, found)| all.extend(found));
+        }
+        for mut part in parts {
+            part.sort_by(|a, b| (a.seed, &a.name).cmp(&(b.seed, &b.name)));
+            let mut whole = whole.clone();
+            whole.sort_by(|a, b| (a.seed, &a.name).cmp(&(b.seed, &b.name)));
+            assert_eq!(part, whole);
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let right = SelfCheck::of("causal".to_owned(), 7, 0.25, 0.5);
+        let failed = SelfCheck::failed("window".to_owned(), 8, "out of memory".to_owned());
+        for check in [right, failed] {
+            let text = serde_json::to_string(&check).unwrap();
+            assert_eq!(serde_json::from_str::<SelfCheck>(&text).unwrap(), check, "{text}");
+        }
     }
 
     #[test]
@@ -393,7 +449,7 @@ mod tests {
     #[test]
     fn a_run_that_fails_is_a_failed_check() {
         let broken = Broken(SubjectError::Overwrite("4 bytes".to_owned()));
-        let checks = selftest_attention(&broken, Extent::Quick, |_, _| ());
+        let checks = examined(&broken, |_| ());
         assert!(checks.len() > 15, "{}", checks.len());
         assert!(checks.iter().all(|check| !check.passed && check.reason.is_some()));
     }
@@ -411,7 +467,7 @@ mod tests {
             culprit_doing: String::new(),
         };
         let broken = Broken(ExecError::Stalled(Box::new(stall)).into());
-        let checks = selftest_attention(&broken, Extent::Quick, |_, _| ());
+        let checks = examined(&broken, |_| ());
         assert_eq!(checks.len(), 1);
         assert!(!checks[0].passed);
     }

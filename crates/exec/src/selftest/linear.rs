@@ -5,7 +5,7 @@ use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, L
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WeightGradient, WorkerShare};
 
 use super::examine::unlike_elements;
-use super::{Extent, SelfCheck, Subject};
+use super::{Extent, SelfCheck, Share, Subject};
 use crate::draw::Draw;
 use crate::{
     LinearConfig, LinearInputs, LinearOutputs, LinearSample, RunConfig, check_linear, random_linear_inputs,
@@ -26,6 +26,7 @@ struct LinearCase {
 pub fn selftest_linear(
     subject: &dyn Subject,
     extent: Extent,
+    share: Share,
     most_ranks: usize,
     mut checked: impl FnMut(&SelfCheck, usize),
 ) -> Vec<SelfCheck> {
@@ -34,10 +35,10 @@ pub fn selftest_linear(
         Extent::Quick => 16,
     };
     let mut checks = Vec::new();
-    for seed in 0..count {
+    for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
         let case = LinearCase::random(seed, subject.dtypes(), most_ranks);
         for check in case.examine(subject) {
-            checked(&check, count as usize);
+            checked(&check, share.count(count as usize));
             checks.push(check);
         }
     }
@@ -209,7 +210,8 @@ mod tests {
     }
 
     fn failures(spoil: impl Fn(&mut LinearOutputs, usize)) -> Vec<SelfCheck> {
-        let checks = selftest_linear(&Spoiled(spoil, AtomicUsize::new(0)), Extent::Quick, 4, |_, _| ());
+        let checks =
+            selftest_linear(&Spoiled(spoil, AtomicUsize::new(0)), Extent::Quick, Share::ALL, 4, |_, _| ());
         assert_eq!(checks.len(), 32);
         checks.into_iter().filter(|check| !check.passed).collect()
     }
@@ -225,7 +227,7 @@ mod tests {
 
     #[test]
     fn the_cpu_passes_every_check() {
-        let checks = selftest_linear(&CpuSubject, Extent::Quick, 4, |_, _| ());
+        let checks = selftest_linear(&CpuSubject, Extent::Quick, Share::ALL, 4, |_, _| ());
         let wrong: Vec<_> = checks.iter().filter(|check| !check.passed).collect();
         assert!(wrong.is_empty(), "{wrong:#?}");
     }

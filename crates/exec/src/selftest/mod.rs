@@ -9,10 +9,12 @@ mod examine;
 mod linear;
 mod pattern;
 mod random_mask;
+mod share;
 mod subject;
 
 pub use case::{Case, Extent};
 pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention, unlike_elements};
 pub use linear::selftest_linear;
+pub use share::Share;
 pub use subject::{CpuSubject, Subject, SubjectError};

@@ -7,6 +7,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, io, thread};
 
+use super::worker::visible;
+
 /// Between looks at processes.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -46,10 +48,7 @@ pub(super) fn start(folder: &Path, name: &str, lines: &[String], gpus: Gpus) -> 
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.min(u16::MAX - 16).to_string());
             command.env("TORCHELASTIC_RUN_ID", format!("{name} {port}"));
             if gpus == Gpus::OwnOnly {
-                // Of those that this process sees.
-                let all = env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
-                let own = all.split(',').nth(job.processes.len()).filter(|own| !own.is_empty());
-                command.env("CUDA_VISIBLE_DEVICES", own.unwrap_or(&rank));
+                command.env("CUDA_VISIBLE_DEVICES", visible(job.processes.len()));
             }
         }
         job.processes.push(command.spawn()?);

@@ -1,20 +1,54 @@
+use std::fmt::Write;
 use std::time::Duration;
 
-use counterpoint_exec::selftest::SelfCheck;
-use serde::Serialize;
+use counterpoint_exec::selftest::{SelfCheck, Share};
+use serde::{Deserialize, Serialize};
 
+use crate::arguments::Group;
 use crate::console;
 use crate::error::CliError;
-use crate::progress::Progress;
 
-/// Checks as they are made: counted on the terminal, then printed, then one document.
+/// What a process found, as it tells the one that started it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Examined {
+    pub(super) groups: Vec<GroupChecks>,
+}
+
+/// The checks of a group or of a share of it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct GroupChecks {
+    pub(super) group: String,
+    /// Seconds after the beginning.
+    pub(super) began: f64,
+    /// Two families of kernels that are examined together took this together.
+    pub(super) seconds: f64,
+    pub(super) checks: Vec<SelfCheck>,
+}
+
+impl GroupChecks {
+    pub(super) fn of(group: Group, began: Duration, took: Duration, checks: Vec<SelfCheck>) -> Self {
+        let (group, began, seconds) = (group.name().to_owned(), began.as_secs_f64(), took.as_secs_f64());
+        Self { group, began, seconds, checks }
+    }
+}
+
+/// Checks as they come in: printed, then one document.
 pub(super) struct Ledger {
-    checks: Vec<SelfCheck>,
-    section: &'static str,
-    heard: usize,
-    progress: Option<Progress>,
+    checks: Vec<(usize, String, SelfCheck)>,
+    groups: Vec<GroupFigures>,
     quiet: bool,
-    only: Option<String>,
+}
+
+/// When a group, or a share of it, was examined.
+#[derive(Debug, Serialize)]
+struct GroupFigures {
+    group: String,
+    share: String,
+    checks: usize,
+    failed: usize,
+    /// Seconds after the beginning.
+    began: f64,
+    seconds: f64,
 }
 
 /// What a selftest found, as JSON has it.
@@ -22,57 +56,54 @@ pub(super) struct Ledger {
 pub(super) struct SelftestDocument {
     device: String,
     checks: Vec<SelfCheck>,
+    groups: Vec<GroupFigures>,
     passed: usize,
     failed: usize,
     seconds: f64,
 }
 
 impl Ledger {
-    /// `quiet` keeps the lines of single checks to itself; `only` is a part of the names of sections that are wanted.
-    pub(super) fn new(quiet: bool, only: Option<&str>) -> Self {
-        let only = only.map(str::to_owned);
-        Self { checks: Vec::new(), section: "", heard: 0, progress: None, quiet, only }
+    /// `quiet` keeps the lines of single checks to itself.
+    pub(super) fn new(quiet: bool) -> Self {
+        Self { checks: Vec::new(), groups: Vec::new(), quiet }
     }
 
-    /// Begins the checks of one device or one part, if they are wanted; its name goes before theirs.
-    #[must_use]
-    pub(super) fn section(&mut self, name: &'static str) -> bool {
-        let wanted = self.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
-        if wanted {
-            self.section = name;
-            self.heard = 0;
-            self.progress = Some(Progress::new());
-        }
-        wanted
-    }
-
-    /// A check of `cases` has been made. They come in any order.
-    pub(super) fn hear(&mut self, check: &SelfCheck, cases: usize) {
-        self.heard += 1;
-        let Some(progress) = &self.progress else { return };
-        progress.step(format!("{}: {} checks of {cases} cases; {}", self.section, self.heard, check.name));
-    }
-
-    /// Takes the checks of the section, in order.
-    pub(super) fn add(&mut self, checks: Vec<SelfCheck>) -> Result<(), CliError> {
-        self.progress = None;
+    /// Takes what a process has found.
+    pub(super) fn add(&mut self, share: Share, groups: Vec<GroupChecks>) -> Result<(), CliError> {
         let mut text = String::new();
-        for mut check in checks {
-            check.name = format!("{}: {}", self.section, check.name);
-            text.push_str(&line(&check));
-            self.checks.push(check);
+        for GroupChecks { group, began, seconds, checks } in groups {
+            let failed = checks.iter().filter(|check| !check.passed).count();
+            let share = share.to_string();
+            let place = Group::named(&group).map_or(usize::MAX, |group| group as usize);
+            let count = checks.len();
+            for mut check in checks {
+                check.name = format!("{group}: {}", check.name);
+                text.push_str(&line(&check));
+                self.checks.push((place, share.clone(), check));
+            }
+            // Of a selftest that is cut off, this is what tells where its time went.
+            let _ = writeln!(
+                text,
+                "took    {group} {share}, {count} checks: {began:.1} s to {:.1} s",
+                began + seconds
+            );
+            self.groups.push(GroupFigures { group, share, checks: count, failed, began, seconds });
         }
         if self.quiet { Ok(()) } else { console::print(&text) }
     }
 
-    /// The document of all sections.
-    pub(super) fn finish(self, device: String, took: Duration) -> SelftestDocument {
-        let passed = self.checks.iter().filter(|check| check.passed).count();
+    /// The document of all groups, in their order.
+    pub(super) fn finish(mut self, device: String, took: Duration) -> SelftestDocument {
+        self.checks.sort_by(|(a, a_share, _), (b, b_share, _)| (a, a_share).cmp(&(b, b_share)));
+        let checks: Vec<SelfCheck> = self.checks.into_iter().map(|(_, _, check)| check).collect();
+        let passed = checks.iter().filter(|check| check.passed).count();
+        self.groups.sort_by(|a, b| a.began.total_cmp(&b.began));
         SelftestDocument {
             device,
-            failed: self.checks.len() - passed,
+            failed: checks.len() - passed,
             passed,
-            checks: self.checks,
+            checks,
+            groups: self.groups,
             seconds: took.as_secs_f64(),
         }
     }
@@ -88,6 +119,20 @@ fn line(check: &SelfCheck) -> String {
 }
 
 impl SelftestDocument {
+    /// When each group was examined, and what failed once more.
+    pub(super) fn table(&self) -> String {
+        let width = self.groups.iter().map(|group| group.group.len()).max().unwrap_or(0).max(5);
+        let mut text = format!("{:width$}  share  checks  failed  from (s)  took (s)\n", "group");
+        for GroupFigures { group, share, checks, failed, began, seconds } in &self.groups {
+            let _ = writeln!(
+                text,
+                "{group:width$}  {share:>5}  {checks:>6}  {failed:>6}  {began:>8.1}  {seconds:>8.1}"
+            );
+        }
+        self.checks.iter().filter(|check| !check.passed).for_each(|check| text.push_str(&line(check)));
+        text
+    }
+
     /// One row of figures.
     pub(super) fn last_line(&self) -> String {
         let share = |check: &SelfCheck| if check.bound > 0.0 { check.error / check.bound } else { 0.0 };
@@ -120,10 +165,13 @@ impl SelftestDocument {
 mod tests {
     use super::*;
 
+    fn group(group: Group, checks: Vec<SelfCheck>) -> GroupChecks {
+        GroupChecks::of(group, Duration::from_secs(2), Duration::from_millis(500), checks)
+    }
+
     fn finished(checks: Vec<SelfCheck>) -> SelftestDocument {
-        let mut ledger = Ledger::new(true, Some("gp"));
-        assert!(!ledger.section("cpu") && ledger.section("gpu"));
-        ledger.add(checks).unwrap();
+        let mut ledger = Ledger::new(true);
+        ledger.add(Share::ALL, vec![group(Group::Gemm, checks)]).unwrap();
         ledger.finish("a device".to_owned(), Duration::from_millis(1500))
     }
 
@@ -144,11 +192,31 @@ mod tests {
             assert!(line(&wrong).starts_with("FAILED  window, seed 8: "));
             let document = finished(vec![right.clone(), wrong]);
             assert_eq!((document.passed, document.failed), (1, 1));
+            assert!(document.table().contains("FAILED  gemm: window, seed 8"), "{}", document.table());
             let error = document.verdict().unwrap_err();
-            assert!(error.to_string().contains("1 check of 2 failed, the first: gpu: window"), "{error}");
+            assert!(error.to_string().contains("1 check of 2 failed, the first: gemm: window"), "{error}");
             assert_eq!(error.exit_status(), 1);
         }
         assert!(finished(Vec::new()).verdict().is_err(), "a selftest of nothing proves nothing");
+    }
+
+    #[test]
+    fn checks_are_in_the_order_of_groups_whenever_they_came() {
+        let mut ledger = Ledger::new(true);
+        let check = |name: &str| vec![SelfCheck::of(name.to_owned(), 0, 0.0, 0.0)];
+        ledger.add(Share::ALL, vec![group(Group::Gemm, check("a"))]).unwrap();
+        ledger.add("2/2".parse().unwrap(), vec![group(Group::Attention, check("c"))]).unwrap();
+        ledger.add("1/2".parse().unwrap(), vec![group(Group::Attention, check("b"))]).unwrap();
+        let document = ledger.finish("a device".to_owned(), Duration::ZERO);
+        let names: Vec<&str> = document.checks.iter().map(|check| check.name.as_str()).collect();
+        assert_eq!(names, ["attention: b", "attention: c", "gemm: a"]);
+        let first = "group      share  checks  failed  from (s)  took (s)";
+        assert!(document.table().starts_with(first), "{}", document.table());
+        assert!(
+            document.table().contains("gemm         1/1       1       0       2.0       0.5"),
+            "{}",
+            document.table()
+        );
     }
 
     #[test]
@@ -158,7 +226,13 @@ mod tests {
         assert_eq!(
             json["checks"][0],
             serde_json::json!(
-                {"name": "gpu: causal", "seed": 7, "passed": true, "error": 0.0, "bound": 0.5}
+                {"name": "gemm: causal", "seed": 7, "passed": true, "error": 0.0, "bound": 0.5}
+            )
+        );
+        assert_eq!(
+            json["groups"][0],
+            serde_json::json!(
+                {"group": "gemm", "share": "1/1", "checks": 1, "failed": 0, "began": 2.0, "seconds": 0.5}
             )
         );
         for field in ["device", "passed", "failed", "seconds"] {

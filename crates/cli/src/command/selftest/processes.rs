@@ -9,22 +9,23 @@ use std::{fs, io, thread};
 
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_exec::selftest::{Extent, SelfCheck};
+use tempfile::TempDir;
 
 use super::crossing;
+use super::examiner::CannotBegin;
 use super::job::{Ended, Gpus, start};
 
 /// What every rank is given where bits are compared.
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
                          --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11 --limit 20";
 /// A job that begins collectives again and again, and is in one most of the time.
-const COLLECTIVES: &str = "bench group-cast -b 4k -e 64M -f 2 -n 500 -c 20 -w 2 --limit 3";
-/// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed.
-const LIMIT: Duration = Duration::from_secs(3);
-const GRACE: Duration = Duration::from_secs(6);
+const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 4";
+/// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed, while other
+/// parts of the selftest keep cores and GPUs busy.
+const LIMIT: Duration = Duration::from_secs(4);
+const GRACE: Duration = Duration::from_secs(9);
 /// Of a job that nothing happens to.
 const LONG: Duration = Duration::from_secs(60);
-/// Bytes of a GPU's memory that may be less after all jobs: what the driver itself keeps.
-const KEPT: usize = 64 << 20;
 
 /// What happens to rank 1, so long after the first row was printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,51 +34,42 @@ enum Fault {
     Stops,
 }
 
-/// Everything, on so many GPUs.
-pub(super) fn examine(gpus: usize, extent: Extent) -> Result<Vec<SelfCheck>, CudaError> {
-    let devices: Vec<Device> = (0..gpus).map(Device::open).collect::<Result<_, _>>()?;
-    let free = |device: &Device| device.memory().map(|memory| memory.free);
-    let before: Vec<usize> = devices.iter().map(free).collect::<Result<_, _>>()?;
-    let folder = match tempfile::tempdir() {
-        Ok(folder) => folder,
-        Err(error) => return Ok(vec![SelfCheck::failed("a folder".to_owned(), 0, error.to_string())]),
-    };
-    let bench = Bench { folder: folder.path(), gpus };
-    let mut checks = bench.bits(extent);
-    checks.extend(bench.crossing());
-    checks.extend(bench.layers());
-    checks.extend(bench.disagreement());
-    let delays = if extent == Extent::Quick { &[200][..] } else { &[20, 500] };
-    for delay in delays {
-        checks.extend(bench.faults(Fault::Dies, Duration::from_millis(*delay)));
-    }
-    checks.extend(bench.faults(Fault::Stops, Duration::from_millis(300)));
-    if let [_, second, ..] = devices.as_slice() {
-        checks.extend(bench.exhaustion(second)?);
-    }
-    // The same again: what happened has left nothing.
-    checks.extend(bench.bits(Extent::Quick));
-    for (device, before) in devices.iter().zip(before) {
-        let name = format!("bytes of GPU {} that are gone after all that", device.ordinal());
-        let gone = before.saturating_sub(free(device)?);
-        checks.push(SelfCheck::of(name, 0, gone as f64, KEPT as f64));
-    }
-    Ok(checks)
-}
-
-struct Bench<'a> {
-    folder: &'a Path,
+/// Where jobs run, and leave what they say.
+pub(super) struct Bench {
+    folder: TempDir,
     gpus: usize,
 }
 
-impl Bench<'_> {
+impl Bench {
+    /// On all GPUs.
+    pub(super) fn new() -> Result<Self, CannotBegin> {
+        let folder =
+            tempfile::tempdir().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
+        Ok(Self { folder, gpus: Device::count()? })
+    }
+
+    /// Rank 1 is killed while it is in collectives.
+    pub(super) fn deaths(&self) -> Vec<SelfCheck> {
+        self.faults(Fault::Dies, Duration::from_millis(20))
+    }
+
+    /// The same in later and larger ones.
+    pub(super) fn late_deaths(&self) -> Vec<SelfCheck> {
+        self.faults(Fault::Dies, Duration::from_millis(400))
+    }
+
+    /// Rank 1 is stopped, and does not answer any more.
+    pub(super) fn stops(&self) -> Vec<SelfCheck> {
+        self.faults(Fault::Stops, Duration::from_millis(200))
+    }
+
     /// Transports that two ranks can use.
     fn transports(&self) -> &'static [&'static str] {
         if self.gpus > 1 { &["nvlink", "copy-engine", "nccl"] } else { &["nvlink", "copy-engine"] }
     }
 
     /// Results of processes beside those of threads.
-    fn bits(&self, extent: Extent) -> Vec<SelfCheck> {
+    pub(super) fn bits(&self, extent: Extent) -> Vec<SelfCheck> {
         let mut cases: Vec<(usize, usize, &str, Gpus)> =
             self.transports().iter().map(|transport| (2, 1, *transport, Gpus::All)).collect();
         if extent == Extent::Full {
@@ -125,14 +117,14 @@ impl Bench<'_> {
         transport: &str,
         gpus: Gpus,
     ) -> Result<PathBuf, String> {
-        let output = self.folder.join(format!("{name}-{ranks}-{nodes}-{processes}.safetensors"));
+        let output = self.folder.path().join(format!("{name}-{ranks}-{nodes}-{processes}.safetensors"));
         let line = format!(
             "{ATTENTION} --cp-size {ranks} --nodes {nodes} --transport {transport} --output {}",
             output.display()
         );
         let name = format!("bits-{name}-{ranks}-{nodes}-{processes}");
-        let job =
-            start(self.folder, &name, &vec![line; processes], gpus).map_err(|error| error.to_string())?;
+        let job = start(self.folder.path(), &name, &vec![line; processes], gpus)
+            .map_err(|error| error.to_string())?;
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, LONG);
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
@@ -144,12 +136,9 @@ impl Bench<'_> {
     }
 
     /// What crosses between nodes.
-    fn crossing(&self) -> Vec<SelfCheck> {
-        if self.gpus == 1 {
-            return Vec::new();
-        }
+    pub(super) fn crossing(&self) -> Vec<SelfCheck> {
         let lines = vec![crossing::LINE.to_owned(); crossing::RANKS];
-        let ended = start(self.folder, "crossing", &lines, Gpus::All)
+        let ended = start(self.folder.path(), "crossing", &lines, Gpus::All)
             .map(|job| job.end(&(0..crossing::RANKS).collect::<Vec<_>>(), LONG));
         match ended {
             Ok(ended) => crossing::checks(&ended[0]),
@@ -158,10 +147,10 @@ impl Bench<'_> {
     }
 
     /// Ranks with different masks.
-    fn disagreement(&self) -> Vec<SelfCheck> {
+    pub(super) fn disagreement(&self) -> Vec<SelfCheck> {
         let line = |mask: &str| format!("attention --device cuda --mask {mask} --cp-size 2 --limit 20");
         let name = "ranks with different masks: how many do not say so";
-        let job = start(self.folder, "masks", &[line("causal:1k"), line("causal:2k")], Gpus::All);
+        let job = start(self.folder.path(), "masks", &[line("causal:1k"), line("causal:2k")], Gpus::All);
         let silent = job.map(|job| {
             let ended = job.end(&[0, 1], LONG);
             let says = |rank: &&Ended| {
@@ -190,7 +179,7 @@ impl Bench<'_> {
         let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
         let line = format!("{COLLECTIVES} --transports {transport}");
         let file = format!("{fault:?}-{transport}-{}", delay.as_millis());
-        let mut job = match start(self.folder, &file, &[line.clone(), line], Gpus::All) {
+        let mut job = match start(self.folder.path(), &file, &[line.clone(), line], Gpus::All) {
             Ok(job) => job,
             Err(error) => return fail(error.to_string()),
         };
@@ -219,7 +208,7 @@ impl Bench<'_> {
     }
 
     /// A GPU whose memory is used up: its rank says how much it lacks, and the others that it does, under each transport.
-    fn exhaustion(&self, device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
+    pub(super) fn exhaustion(&self, device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
         /// For the drivers of all jobs.
         const LEFT: usize = 4 << 30;
         let free = device.memory()?.free;
@@ -228,7 +217,8 @@ impl Bench<'_> {
             let line =
                 format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 20 --transports {transport}");
             let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
-            let job = start(self.folder, &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
+            let job =
+                start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
             let silent = job.map(|job| {
                 let ended = job.end(&[0, 1], LONG);
                 let says = |rank: &&Ended| {

@@ -182,10 +182,10 @@ impl AttentionBackward {
         })
     }
 
-    /// Enqueues the backward. Nothing is allocated and nothing waits.
+    /// Enqueues the backward. Nothing is allocated, and nothing waits but for rows that arrive.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
+    /// As of [`super::AttentionForward::launch`] for rows that arrive. `tensors` are addresses of what [`BackwardTensors`] says, for this value's problem and mode, which live until the kernels
     /// have run; what is written overlaps nothing else. This value lives as long, and its earlier run has finished or is
     /// before this one on the same stream.
     ///

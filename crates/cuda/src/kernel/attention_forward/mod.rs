@@ -148,10 +148,10 @@ impl AttentionForward {
         }
     }
 
-    /// Enqueues the forward. Nothing is allocated and nothing waits.
+    /// Enqueues the forward. Nothing is allocated, and nothing waits but for rows that arrive.
     ///
     /// # Safety
-    /// `tensors` are addresses of what [`ForwardTensors`] says, for this value's problem and mode, which live until the kernel
+    /// What sends rows that arrive has started when the kernel does, or else needs none of its multiprocessors. `tensors` are addresses of what [`ForwardTensors`] says, for this value's problem and mode, which live until the kernel
     /// has run; what is written overlaps nothing else, except that a state may be the one begun from. This value lives as
     /// long, and its earlier run has finished or is before this one on the same stream.
     ///

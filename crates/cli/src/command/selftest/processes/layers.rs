@@ -9,9 +9,9 @@ const LAYERS: &str = "bench tp --device cuda --tp-size 2 --shapes 512:256:192,18
 /// A row's word for the bits of its results.
 const BITS: &str = "\"bits\":\"";
 
-impl Bench<'_> {
+impl Bench {
     /// Tensor-parallel layers on processes beside the same on threads, row by row.
-    pub(super) fn layers(&self) -> Vec<SelfCheck> {
+    pub(in super::super) fn layers(&self) -> Vec<SelfCheck> {
         let jobs: Vec<(usize, &str)> = [(1, "auto")]
             .into_iter()
             .chain(self.transports().iter().map(|transport| (2, *transport)))
@@ -39,7 +39,7 @@ impl Bench<'_> {
     fn words(&self, processes: usize, transport: &str) -> Result<Vec<String>, String> {
         let line = format!("{LAYERS} --transport {transport}");
         let name = format!("layers-{transport}-{processes}");
-        let job = start(self.folder, &name, &vec![line; processes], Gpus::All);
+        let job = start(self.folder.path(), &name, &vec![line; processes], Gpus::All);
         let job = job.map_err(|error| error.to_string())?;
         let all: Vec<usize> = (0..processes).collect();
         let ended = job.end(&all, LONG);

@@ -1,0 +1,198 @@
+//! What a selftest consists of.
+
+use std::fmt;
+
+/// Checks that belong together, in the order in which they are reported.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Group {
+    Cpu,
+    CpuLinear,
+    Tcp,
+    Guard,
+    Kernels,
+    PortableKernels,
+    Attention,
+    PortableAttention,
+    LongSequence,
+    Collectives,
+    Gemm,
+    Linear,
+    Graphs,
+    CompiledKernels,
+    Meetings,
+    Signals,
+    ProcessBits,
+    ProcessCrossing,
+    ProcessLayers,
+    ProcessDisagreement,
+    ProcessDeaths,
+    ProcessLateDeaths,
+    ProcessStops,
+    ProcessMemory,
+    ProcessBitsAfter,
+    NvlinkFaults,
+    CopyEngineFaults,
+    NcclFaults,
+    Isolation,
+    NvlinkExhaustion,
+    CopyEngineExhaustion,
+    NcclExhaustion,
+    GpusAttention,
+    NvlinkCollectives,
+    SharedCollectives,
+    CopyEngineCollectives,
+    NcclCollectives,
+    EngineCollectives,
+    NvlinkSteps,
+    CopyEngineSteps,
+    NcclSteps,
+    Fused,
+    NvlinkSignalled,
+    CopyEngineSignalled,
+    NcclSignalled,
+    NvlinkLinear,
+    CopyEngineLinear,
+    NcclLinear,
+    NvlinkRepeats,
+    CopyEngineRepeats,
+    NcclRepeats,
+}
+
+impl Group {
+    pub(crate) const ALL: [Self; 51] = [
+        Self::Cpu,
+        Self::CpuLinear,
+        Self::Tcp,
+        Self::Guard,
+        Self::Kernels,
+        Self::PortableKernels,
+        Self::Attention,
+        Self::PortableAttention,
+        Self::LongSequence,
+        Self::Collectives,
+        Self::Gemm,
+        Self::Linear,
+        Self::Graphs,
+        Self::CompiledKernels,
+        Self::Meetings,
+        Self::Signals,
+        Self::ProcessBits,
+        Self::ProcessCrossing,
+        Self::ProcessLayers,
+        Self::ProcessDisagreement,
+        Self::ProcessDeaths,
+        Self::ProcessLateDeaths,
+        Self::ProcessStops,
+        Self::ProcessMemory,
+        Self::ProcessBitsAfter,
+        Self::NvlinkFaults,
+        Self::CopyEngineFaults,
+        Self::NcclFaults,
+        Self::Isolation,
+        Self::NvlinkExhaustion,
+        Self::CopyEngineExhaustion,
+        Self::NcclExhaustion,
+        Self::GpusAttention,
+        Self::NvlinkCollectives,
+        Self::SharedCollectives,
+        Self::CopyEngineCollectives,
+        Self::NcclCollectives,
+        Self::EngineCollectives,
+        Self::NvlinkSteps,
+        Self::CopyEngineSteps,
+        Self::NcclSteps,
+        Self::Fused,
+        Self::NvlinkSignalled,
+        Self::CopyEngineSignalled,
+        Self::NcclSignalled,
+        Self::NvlinkLinear,
+        Self::CopyEngineLinear,
+        Self::NcclLinear,
+        Self::NvlinkRepeats,
+        Self::CopyEngineRepeats,
+        Self::NcclRepeats,
+    ];
+
+    /// What its checks' names begin with, and a part of what `--only` takes.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::CpuLinear => "cpu linear layers",
+            Self::Tcp => "collectives through tcp",
+            Self::Guard => "guard bytes",
+            Self::Kernels => "all kernels",
+            Self::PortableKernels => "all portable kernels",
+            Self::Attention => "attention",
+            Self::PortableAttention => "portable attention",
+            Self::LongSequence => "long sequence",
+            Self::Collectives => "collectives",
+            Self::Gemm => "gemm",
+            Self::Linear => "linear layers",
+            Self::Graphs => "graphs",
+            Self::CompiledKernels => "compiled kernels",
+            Self::Meetings => "meetings of kernels",
+            Self::Signals => "signals of products",
+            Self::ProcessBits => "processes",
+            Self::ProcessCrossing => "processes on two nodes",
+            Self::ProcessLayers => "processes with layers",
+            Self::ProcessDisagreement => "processes that disagree",
+            Self::ProcessDeaths => "processes that die",
+            Self::ProcessLateDeaths => "processes that die late",
+            Self::ProcessStops => "processes that stop",
+            Self::ProcessMemory => "processes without memory",
+            Self::ProcessBitsAfter => "processes after all that",
+            Self::NvlinkFaults => "faults by nvlink",
+            Self::CopyEngineFaults => "faults by copy-engine",
+            Self::NcclFaults => "faults by nccl",
+            Self::Isolation => "faults: isolated GPUs",
+            Self::NvlinkExhaustion => "faults: memory by nvlink",
+            Self::CopyEngineExhaustion => "faults: memory by copy-engine",
+            Self::NcclExhaustion => "faults: memory by nccl",
+            Self::GpusAttention => "attention on several GPUs",
+            Self::NvlinkCollectives => "collectives by nvlink, a GPU each",
+            Self::SharedCollectives => "collectives by nvlink, GPUs shared",
+            Self::CopyEngineCollectives => "collectives by copy-engine",
+            Self::NcclCollectives => "collectives by nccl",
+            Self::EngineCollectives => "collectives by kernels and copy engines",
+            Self::NvlinkSteps => "graphs of steps by nvlink",
+            Self::CopyEngineSteps => "graphs of steps by copy-engine",
+            Self::NcclSteps => "graphs of steps by nccl",
+            Self::Fused => "products whose rows travel",
+            Self::NvlinkSignalled => "signalled products by nvlink",
+            Self::CopyEngineSignalled => "signalled products by copy-engine",
+            Self::NcclSignalled => "signalled products by nccl",
+            Self::NvlinkLinear => "linear layers by nvlink, a GPU each",
+            Self::CopyEngineLinear => "linear layers by copy-engine",
+            Self::NcclLinear => "linear layers by nccl",
+            Self::NvlinkRepeats => "collectives again and again by nvlink",
+            Self::CopyEngineRepeats => "collectives again and again by copy-engine",
+            Self::NcclRepeats => "collectives again and again by nccl",
+        }
+    }
+
+    /// The group of this very name.
+    pub(crate) fn named(name: &str) -> Result<Self, String> {
+        let group = Self::ALL.into_iter().find(|group| group.name() == name);
+        group.ok_or_else(|| format!("`{name}` is no group of checks"))
+    }
+}
+
+impl fmt::Display for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_group_is_listed_once_and_found_by_its_name() {
+        assert!(Group::ALL.is_sorted_by(|a, b| a < b));
+        for group in Group::ALL {
+            assert_eq!(Group::named(group.name()), Ok(group));
+        }
+        assert!(Group::named("gem").is_err());
+    }
+}

@@ -1,0 +1,121 @@
+//! A process that examines a part, as this one sees it.
+
+use std::env;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::selftest::SelfCheck;
+
+use super::ledger::{Examined, GroupChecks};
+use super::part::{Part, Place};
+use crate::arguments::{Device, SelftestArguments};
+
+/// A part may take so long, also under a tool that slows it down a hundredfold: whatever waits inside it has a far shorter limit.
+const LIMIT: Duration = Duration::from_secs(900);
+
+/// A process that examines a part. It is killed when this goes.
+pub(super) struct Worker {
+    pub(super) part: Part,
+    /// The GPUs whose slots it has.
+    pub(super) gpus: Vec<usize>,
+    process: Child,
+    /// It ends when this is closed, so it does not outlive us.
+    _open: Option<ChildStdin>,
+    text: PathBuf,
+    began: Instant,
+}
+
+impl Worker {
+    /// Starts one; what it says goes to a file in `folder`.
+    pub(super) fn start(
+        part: Part,
+        gpus: Vec<usize>,
+        arguments: &SelftestArguments,
+        folder: &Path,
+    ) -> io::Result<Self> {
+        let first = part.groups.first().map_or("nothing", |group| group.name());
+        let name = format!("{first} {}", part.share).replace(['/', ' '], "-");
+        let text = folder.join(name + ".txt");
+        let file = File::create(&text)?;
+        let mut command = command_for(&part)?;
+        command.arg("selftest").stdin(Stdio::piped()).stdout(file.try_clone()?).stderr(file);
+        command.args(["--share", &part.share.to_string()]);
+        for group in &part.groups {
+            command.args(["--group", group.name()]);
+        }
+        for (flag, given) in [("--quick", arguments.quick), ("--stress", arguments.stress)] {
+            command.args(given.then_some(flag));
+        }
+        if arguments.device == Device::Cuda {
+            command.args(["--device", "cuda"]);
+        }
+        if let (Place::AnyGpu(_), [gpu]) = (part.place, gpus.as_slice()) {
+            command.env("CUDA_VISIBLE_DEVICES", visible(*gpu));
+        }
+        let mut process = command.spawn()?;
+        let open = process.stdin.take();
+        Ok(Self { part, gpus, process, _open: open, text, began: Instant::now() })
+    }
+
+    /// Whether it has ended, or had all its time and was killed.
+    pub(super) fn has_ended(&mut self) -> bool {
+        if self.began.elapsed() > LIMIT {
+            self.process.kill().ok();
+            self.process.wait().ok();
+            return true;
+        }
+        !matches!(self.process.try_wait(), Ok(None))
+    }
+
+    /// What it found, by times that count from `start`. A process that ended without a word is a failed check.
+    pub(super) fn found(mut self, start: Instant) -> Vec<GroupChecks> {
+        let status = self.process.try_wait().ok().flatten();
+        let text = fs::read(&self.text).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let document = text.lines().rev().find_map(|line| serde_json::from_str::<Examined>(line).ok());
+        let after = self.began - start;
+        let Some(Examined { mut groups }) = document else {
+            let status = status.map_or("killed after its limit".to_owned(), |status| status.to_string());
+            let said = text.trim_end().lines().next_back().unwrap_or("nothing");
+            let reason = format!("its process ended ({status}) and said: {said}");
+            let failed = |group| {
+                let checks = vec![SelfCheck::failed("all of it".to_owned(), 0, reason.clone())];
+                GroupChecks::of(group, after, self.began.elapsed(), checks)
+            };
+            return self.part.groups.iter().copied().map(failed).collect();
+        };
+        groups.iter_mut().for_each(|group| group.began += after.as_secs_f64());
+        groups
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if matches!(self.process.try_wait(), Ok(None)) {
+            self.process.kill().ok();
+            self.process.wait().ok();
+        }
+    }
+}
+
+/// This program; where it compiles on all cores, behind whatever has limits to keep.
+fn command_for(part: &Part) -> io::Result<Command> {
+    let this = env::current_exe()?;
+    let nice = Path::new("/usr/bin/nice");
+    if !part.compiles() || !nice.exists() {
+        return Ok(Command::new(this));
+    }
+    let mut command = Command::new(nice);
+    command.args(["-n", "10"]).arg(this);
+    Ok(command)
+}
+
+/// How `CUDA_VISIBLE_DEVICES` names a GPU of those that this process sees.
+pub(super) fn visible(gpu: usize) -> String {
+    let all = env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
+    let own = all.split(',').nth(gpu).map(str::trim).filter(|own| !own.is_empty());
+    own.map_or_else(|| gpu.to_string(), str::to_owned)
+}

@@ -1,0 +1,88 @@
+//! The keys of an attention, some of which may arrive while it runs.
+
+use counterpoint_exec::ExecError;
+use counterpoint_schedule::{ArrivingKeys, BufferId, Delivery};
+
+use super::attention::Operand;
+use super::compute::Prepare;
+use super::{CudaBuffer, CudaSignal};
+use crate::kernel::{ArrivingTensors, AttentionProblem};
+use crate::{CudaError, Stream};
+
+/// The keys and values of a stage.
+pub(super) struct Keys {
+    pub(super) k: Operand,
+    pub(super) v: Operand,
+    arriving: Arriving,
+}
+
+/// What of them comes while the kernel runs.
+enum Arriving {
+    Nothing,
+    /// Rows that the kernel takes where they are.
+    Inside(ArrivingKeys),
+    /// Rows that are waited for, and gathered with the others.
+    Before(Delivery),
+}
+
+impl Keys {
+    /// Of a kernel that may take rows `inside`.
+    pub(super) fn new(
+        prepare: &Prepare<'_>,
+        (k, v): (BufferId, BufferId),
+        arriving: Option<&ArrivingKeys>,
+        inside: bool,
+    ) -> Result<Self, ExecError> {
+        let operand = |id| Operand::new(prepare, id);
+        Ok(match arriving {
+            None => Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Nothing },
+            Some(keys) if inside => {
+                Self { k: operand(k)?, v: operand(v)?, arriving: Arriving::Inside(*keys) }
+            }
+            Some(keys) => Self {
+                k: Operand::gathered(prepare, [k, keys.k])?,
+                v: Operand::gathered(prepare, [v, keys.v])?,
+                arriving: Arriving::Before(keys.delivery),
+            },
+        })
+    }
+
+    /// What the kernel, which is enqueued next, is told of the rows that arrive. Before it the operands may enter.
+    pub(super) fn arriving(
+        &self,
+        stream: &Stream,
+        buffers: &[CudaBuffer],
+        signals: &[CudaSignal],
+    ) -> Result<Option<ArrivingTensors>, CudaError> {
+        match &self.arriving {
+            Arriving::Nothing => Ok(None),
+            Arriving::Inside(ArrivingKeys { k, v, delivery }) => {
+                let [k, v] = [k, v].map(|id| buffers[id.0].address());
+                let arrivals = signals[delivery.signal.0].arrivals(stream)?;
+                Ok(Some(ArrivingTensors { k, v, arrivals }))
+            }
+            Arriving::Before(delivery) => signals[delivery.signal.0].wait_for_all(stream).map(|()| None),
+        }
+    }
+}
+
+impl Prepare<'_> {
+    /// Adds the rows of keys that arrive after those of `k` to a problem; whether its kernel takes them where they are. Portable
+    /// kernels and padded heads do not, nor does what `takes` refuses.
+    pub(super) fn arrive(
+        &self,
+        problem: &mut AttentionProblem,
+        k: BufferId,
+        arriving: Option<&ArrivingKeys>,
+        takes: impl Fn(&AttentionProblem) -> bool,
+    ) -> bool {
+        let Some(keys) = arriving else { return false };
+        let rows = self.spec(keys.k).rows();
+        problem.rows_k += rows;
+        let padded = [(k, problem.head_dim), (keys.v, problem.head_dim_v)];
+        let padded = padded.iter().any(|&(id, dim)| self.spec(id).shape[2] != dim);
+        let inside = self.setup().device().arch().is_hopper() && !padded && takes(problem);
+        problem.rows_arriving = if inside { rows } else { 0 };
+        inside
+    }
+}
