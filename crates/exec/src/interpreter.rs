@@ -276,7 +276,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 under_way = left;
             }
             let meetings = queues.iter().zip(meetings).filter_map(|(queue, met)| Some((queue, met?)));
-            let mut meetings: Vec<(&Enqueue<'_, B, T>, Meeting<'_, B, T>)> = meetings.collect();
+            let mut meetings: Vec<_> = meetings.collect();
             if meetings.is_empty() {
                 return Ok(());
             }

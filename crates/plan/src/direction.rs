@@ -9,7 +9,7 @@ pub(crate) enum Direction {
 
 impl Direction {
     /// Seconds of one stage of one rank that computes `area` pairs of its `q_rows` query rows, and whose links carry `rows`
-    /// in their busier direction. What is reported and what stages are chosen by is this one function.
+    /// in their busier direction. What is reported and what stages are cut by is this one function.
     pub(crate) fn predict(
         self,
         stage: StageWork,

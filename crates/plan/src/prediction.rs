@@ -48,8 +48,9 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// Predicts `plan` with the machine of `config`. Every stage is charged what it really sends and receives; the number
-    /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure.
+    /// Predicts `plan` with the machine of `config`, by pairs. Every stage is charged what it really sends and receives. The number
+    /// of stages of [`StageCount::Auto`](crate::StageCount::Auto) is chosen by the same measure, and on machines with
+    /// [`TileCosts`](crate::TileCosts) by the tiles of each stage.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {
             let (rank, q_rows) = (plan.rank, plan.q_rows);

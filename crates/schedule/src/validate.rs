@@ -329,8 +329,11 @@ impl Program {
                 users[memory[buffer]].push((Step::whole(index), false, buffer));
             }
         }
+        // Such a buffer is read as it is delivered, unless the operation reads it otherwise too.
         let arriving = |op: usize, buffer: usize| {
-            self.ops[op].op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer))
+            let op = &self.ops[op].op;
+            let arrives = op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer));
+            arrives && !op.reads().contains(&BufferId(buffer))
         };
         for users in &users {
             for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
@@ -361,7 +364,8 @@ impl Program {
         // Of the barriers: how many have arrived, and how many each stream has awaited.
         let mut arrived = vec![0u64; self.num_barriers];
         let mut awaited = vec![vec![0u64; self.num_barriers]; self.streams.len()];
-        let mut casts: Vec<Option<(usize, Option<(usize, u64)>)>> = vec![None; self.num_signals];
+        // By signal: the group-cast that raises it, and its arrival at a barrier.
+        let mut casts: Vec<Option<(usize, Option<Arrival>)>> = vec![None; self.num_signals];
         for (index, op) in self.ops.iter().enumerate() {
             let arrives = match &op.op {
                 Op::GroupCast(cast) => cast.arrive,
@@ -572,6 +576,9 @@ impl Program {
         Ok(())
     }
 }
+
+/// A barrier, and how many have arrived at it by then.
+type Arrival = (usize, u64);
 
 /// What is certainly finished at points of an operation.
 #[derive(Clone, Debug)]

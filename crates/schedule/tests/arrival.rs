@@ -129,6 +129,7 @@ fn work_that_is_ready_hides_the_cast() {
         let link = Link { alpha_seconds: 0.0, bytes_per_second: (2 * 4 * ROWS) as f64 / cast_seconds };
         CostModel {
             forward_flops_per_second: 4.0 * pairs,
+            memory_bytes_per_second: f64::INFINITY,
             launch_seconds: 0.0,
             link,
             network: link,
@@ -138,7 +139,9 @@ fn work_that_is_ready_hides_the_cast() {
         }
     };
     let run = |cast_seconds: f64| {
-        let program = attention([cast(Some(DELIVERY)), start(), forward(DELIVERY)]);
+        // What comes after it is reached.
+        let after = (0, Op::Cast { src: BufferId(5), dst: BufferId(5) });
+        let program = attention([cast(Some(DELIVERY)), start(), forward(DELIVERY), after]);
         let timeline = simulate(&[program], &Topology::flat(2), &cost(cast_seconds)).unwrap();
         let spans = timeline.spans.iter().filter(|span| span.kind == SpanKind::Compute);
         (timeline.makespan(), spans.count())

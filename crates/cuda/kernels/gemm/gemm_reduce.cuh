@@ -219,11 +219,14 @@ struct GemmToRanks {
           bulk_store(to + at * kRowBytes, from + at * kRowBytes, rows * kRowBytes);
         });
       } else if (u32(chunk.column) < arguments.n) {
-        // Rows of others above and below this rank's are outside of the tensor.
-        tma_store_2d(&arguments.d_maps[own], from, chunk.column, chunk.row);
+        // This rank's slice, of which the maps' boxes are, begins that far below the chunk's first row.
+        const i32 skipped = max(0, -chunk.row);
+        const i32 row = chunk.row + skipped;
+        from += skipped * kRowBytes;
+        tma_store_2d(&arguments.d_maps[own], from, chunk.column, row);
         for (u32 peer = 0; reduction.spreads != 0 && peer < reduction.ranks; ++peer) {
           if (peer != own && may_write(peer, number, known)) {
-            tma_store_2d(&arguments.d_maps[peer], from, chunk.column, chunk.row);
+            tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
           }
         }
       }

@@ -13,7 +13,7 @@ use crate::{CudaError, Device, Event};
 const AHEAD: usize = 8;
 /// Calls of all exchanges of a rank together: a queue takes about a thousand entries, and a call is six at most. Else the driver would
 /// hold the host up inside a call of NCCL's, which nobody could abort meanwhile.
-const AHEAD_TOGETHER: usize = 64;
+const AHEAD_TOGETHER: usize = 16;
 
 /// Where the last calls of an exchange by means that have no limit on the device have begun and ended.
 pub(crate) struct ExchangeMarks {

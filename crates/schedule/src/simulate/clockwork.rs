@@ -354,6 +354,8 @@ impl<'a> Clockwork<'a> {
             if more {
                 self.change_speed(rank, now);
                 self.advance(rank, stream, now);
+            } else {
+                state.parts[stream] = 0;
             }
             return more;
         }

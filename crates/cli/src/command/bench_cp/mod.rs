@@ -59,8 +59,10 @@ fn refuse_threads_alone(arguments: &BenchCpArguments) -> Result<(), CliError> {
         return Err(CliError::Flag { flag: "--peers", value: names.clone(), reason });
     }
     if arguments.step {
-        let (value, reason) =
-            ("".to_owned(), "captures ranks that are threads; run it without a launcher".to_owned());
+        let (value, reason) = (
+            "(whole steps)".to_owned(),
+            "captures ranks that are threads; run it without a launcher".to_owned(),
+        );
         return Err(CliError::Flag { flag: "--step", value, reason });
     }
     if arguments.device == Device::Cpu {

@@ -17,7 +17,7 @@ impl Bench<'_> {
     /// Whole steps by the host's clock, enqueued operation by operation and replayed as one CUDA graph.
     pub(super) fn measure_steps(&self, masks: &[BenchMask]) -> Result<Section, CliError> {
         let RankMachine::Cuda(machine) = self.ranks else {
-            let (value, reason) = (String::new(), "is for GPUs; add --device cuda".to_owned());
+            let (value, reason) = ("(whole steps)".to_owned(), "is for GPUs; add --device cuda".to_owned());
             return Err(CliError::Flag { flag: "--step", value, reason });
         };
         let mut section = Section {

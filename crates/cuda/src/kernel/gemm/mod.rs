@@ -97,6 +97,9 @@ struct GemmArguments {
     counters_of_peers: u32,
 }
 
+/// Rows of D that a warpgroup puts into shared memory and the copy engine stores at once.
+const STORED_ROWS: usize = 64;
+
 impl Gemm {
     /// Makes a product ready in the shape that is estimated to be the fastest: compiles or finds the kernel, and uploads the
     /// order of tiles by `stream`, which is waited for.
@@ -273,7 +276,7 @@ impl Gemm {
         for (index, destination) in self.destinations.iter().enumerate() {
             let Destination { share, share_row, rows } = *destination;
             let address = tensors.d[share] + share_row as u64 * row_bytes;
-            d_maps[index] = Some(self.map_of_d(address, rows)?);
+            d_maps[index] = Some(self.map_of_d(address, rows, STORED_ROWS)?);
             d[index] = address;
             counters[index] = tensors.counters.get(share).copied().unwrap_or(0);
         }
@@ -358,8 +361,8 @@ impl Gemm {
         self.spec.n / of_16_bytes * of_16_bytes
     }
 
-    /// How the copy engine finds one destination's rows of D.
-    fn map_of_d(&self, address: u64, rows: usize) -> Result<TensorMap, CudaError> {
+    /// How the copy engine finds one destination's rows of D, of which it stores some at once.
+    fn map_of_d(&self, address: u64, rows: usize, at_once: usize) -> Result<TensorMap, CudaError> {
         let Self { spec, shape, .. } = self;
         let (kind, box_columns) = match spec.output {
             Scalar::F32 => (TensorMapElement::F32, 32),
@@ -368,7 +371,7 @@ impl Gemm {
         // A tensor of the copy engine has at least one column. The kernel stores none by it where there are fewer.
         let columns = self.columns_by_copy_engine().max(1) as u64;
         let swizzle = if box_columns * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
-        TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, 64])
+        TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, at_once as u32])
             .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
             .swizzle(swizzle)
             .encode("D")

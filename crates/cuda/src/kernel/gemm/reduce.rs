@@ -3,7 +3,7 @@
 use super::order::{self, GemmUnit, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, TilePair};
 use super::source::GemmEnds;
-use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, refused};
+use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
 use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
 use crate::{CudaError, Device, Stream};
@@ -222,12 +222,12 @@ impl GemmReduce {
             let reason = format!("{} exchanges and {} sums of {ranks} ranks", exchanges.len(), sums.len());
             return Err(refused(reason));
         }
-        let own = sums[rank];
+        let (own, own_rows) = (sums[rank], self.spec.own_rows());
         let mut gemm = self.gemm.arguments(&GemmTensors { a: &[a], b, d: &[own], bias, counters: &[] })?;
         for (peer, map) in gemm.d_maps[..ranks].iter_mut().enumerate() {
             // Nobody stores to ranks that get no sums.
             let to = if spread == SumsGoTo::All { sums[peer] } else { own };
-            *map = self.gemm.map_of_d(to, self.spec.own_rows())?;
+            *map = self.gemm.map_of_d(to, own_rows, own_rows.min(STORED_ROWS))?;
         }
         let mut peer_parts = [0; GEMM_DESTINATIONS];
         let mut peer_stamps = [0; GEMM_DESTINATIONS];
@@ -243,7 +243,7 @@ impl GemmReduce {
             peer_stamps,
             part_bytes: self.part_bytes() as u64,
             stamps_of_rank: self.parts() as u32,
-            own_rows: self.spec.own_rows() as u32,
+            own_rows: own_rows as u32,
             rank: rank as u32,
             ranks: ranks as u32,
             spreads: u32::from(spread == SumsGoTo::All),

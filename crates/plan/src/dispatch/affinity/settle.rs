@@ -167,3 +167,59 @@ impl<'a> State<'a> {
         most_computed + most_moved + cut + (uneven + moved) / (OTHERS * ranks as i64)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{Documents, Mask};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::dispatch::{DispatchAlgorithm, chunk_work, dispatch};
+
+    fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
+        let segments = Segments::new(work, Home::WithQueries);
+        State::new(&segments, prices, dispatch).seconds()
+    }
+
+    proptest! {
+        /// Every chunk keeps exactly one rank, ranks keep their counts, nothing gets slower, and twice is the same.
+        #[test]
+        fn swaps_gain_or_are_left(
+            lengths in prop::collection::vec(1..900_usize, 1..20),
+            ranks in 2..6_usize,
+            prices in prop::collection::vec(1_000_000..9_000_000_i64, 64),
+            row in 0..60_000_i64,
+        ) {
+            let mask = Mask::causal(Documents::from_lengths(lengths).unwrap()).unwrap();
+            let work = chunk_work(&mask, 64);
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            prop_assume!(settles(&work, &first));
+            let chunks = (0..work.num_chunks()).map(|chunk| prices[chunk % 64]).collect();
+            let prices = Prices { chunks, row };
+            let settled = settle(&work, &prices, first.clone());
+            let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
+            owned.sort_unstable();
+            prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
+            for rank in 0..ranks {
+                prop_assert_eq!(settled.chunks(rank).len(), first.chunks(rank).len());
+            }
+            let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
+            prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
+            prop_assert_eq!(settle(&work, &prices, first), settled);
+        }
+    }
+
+    /// Chunks of two prices that areas do not tell apart: balance by pairs leaves one rank with all dear ones.
+    #[test]
+    fn a_load_that_pairs_do_not_show_is_shared() {
+        let mask = Mask::full(Documents::from_lengths(vec![64; 16]).unwrap()).unwrap();
+        let work = chunk_work(&mask, 64);
+        let prices =
+            Prices { chunks: (0..16).map(|chunk| if chunk < 8 { 9_000 } else { 1_000 }).collect(), row: 1 };
+        let halves = vec![(0..8).collect(), (8..16).collect()];
+        let settled = settle(&work, &prices, Dispatch::new(work.seqlen_q(), 64, halves));
+        let load =
+            |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]).sum::<i64>();
+        assert_eq!([load(0), load(1)], [40_000, 40_000]);
+    }
+}
