@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(many.len(), CLASSES);
         assert_eq!(many.last(), Some(&200));
         assert!(many.is_sorted_by(|a, b| a < b));
-        assert!(class_ends(&[]).is_empty());
+        assert!(class_ends_of(&[], CLASSES).is_empty());
     }
 
     #[test]
