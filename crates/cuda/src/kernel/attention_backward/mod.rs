@@ -246,15 +246,15 @@ impl AttentionBackward {
         let kind = element.tensor_map_element();
         let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
         let own_rows = rows_k - rows_arriving;
-        // No tensor of the copy engine is empty. Without keys none is read, and any address will do.
+        // No tensor of the copy engine is empty. Without rows none is read, and any address of this device will do.
+        let any = self.statistics.address();
         let keys = |name: &str, address, dim, rows: usize| {
-            let address = if rows == 0 { tensors.q } else { address };
+            let address = if rows == 0 { any } else { address };
             map(name, kind, address, [dim, heads_kv, rows.max(1)], key_box)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
-        // No tensor of the copy engine is empty. Without queries none is read, and any address will do.
         let rows = rows_q.max(1);
-        let query = |address| if rows_q == 0 { tensors.k } else { address };
+        let query = |address| if rows_q == 0 { any } else { address };
         let [tiles, runs, bounds] = self.schedule.addresses();
         let [turn_spans, turn_begins] = self
             .turns
