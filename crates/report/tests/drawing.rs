@@ -11,6 +11,8 @@ fn painted(svg: &str) -> Vec<(usize, f64)> {
     let cells =
         svg.split("class=\"mask-cells\"").nth(1).unwrap().split("class=\"mask-owners\"").next().unwrap();
     let of_rank = |group: &str| {
+        // Without what follows the last group.
+        let group = group.split("</g>").next().unwrap();
         let rank = group.split("<title>rank ").nth(1).unwrap().split('<').next().unwrap().parse().unwrap();
         let area =
             group.split(" d=\"").skip(1).flat_map(|path| path.split('"').next().unwrap().split('M').skip(1));
