@@ -104,7 +104,7 @@ impl GroupSearcher {
     }
 
     /// Times products and collectives of some sizes by themselves, has the fastest groups follow from these times, and tries
-    /// them: one group and [`TRIALS`] more sequences at most. What the parts take from each other shows in a trial only, so each one
+    /// them: one group and four more sequences at most. What the parts take from each other shows in a trial only, so each one
     /// corrects what is expected of the sequences left. Returns the fastest that was tried, with its seconds.
     ///
     /// # Errors
