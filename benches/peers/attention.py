@@ -238,7 +238,7 @@ def flex(mask, tensors):
         torch._dynamo.config.accumulated_recompile_limit = 1000
         _compiled_flex = torch.compile(flex_attention, dynamic=False)
     mod, n = mask.flex_mod(), mask.seqlen
-    block_mask = create_block_mask(mod, None, None, n, n, device="cuda", _compile=n > 16384) if mod else None
+    block_mask = create_block_mask(mod, None, None, n, n, device="cuda") if mod else None
     gqa = tensors.shape.heads_q != tensors.shape.heads_kv
     return Sdpa(mask, tensors, lambda q, k, v: _compiled_flex(q, k, v, block_mask=block_mask, enable_gqa=gqa))
 

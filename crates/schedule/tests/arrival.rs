@@ -5,9 +5,10 @@ use std::sync::Arc;
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{CostModel, DType, GroupPart, KEY_BLOCK, Link, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::{
-    ArrivingKeys, AttentionForward, BarrierId, BufferId, BufferRole, BufferSpec, Delivery, ForwardBegin,
-    ForwardEnd, GroupCast, Op, OverlapPolicy, Program, ProgramError, ProgramOp, SignalId, SpanKind, StreamId,
-    StreamKind, StreamSpec, simulate,
+    Accumulate, ArrivingKeys, AttentionForward, BarrierId, BufferId, BufferRole, BufferSpec, Delivery,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, OverlapPolicy,
+    Program, ProgramError, ProgramOp, ReduceOp, RowBlock, SignalId, SpanKind, StreamId, StreamKind,
+    StreamSpec, simulate,
 };
 
 const ROWS: usize = KEY_BLOCK;
@@ -105,6 +106,49 @@ fn what_arrives_is_delivered_by_a_cast_that_has_started() {
         let found = error(ops);
         assert!(matches!(found, ProgramError::NoProducer { .. }), "{found}");
     }
+}
+
+/// A product whose sums travel on to the other rank: both halves arrive at the barrier that the cast of the keys arrives at.
+fn product_before() -> (usize, Op) {
+    let (_, cast) = cast(None);
+    let Op::GroupCast(cast) = cast else { unreachable!("a cast") };
+    let rows = Range::new(0, ROWS);
+    let block = |buffer| vec![RowBlock { buffer: BufferId(buffer), rows }];
+    let gemm = Gemm {
+        layout: GemmLayout::Nt,
+        a: block(1),
+        b: block(2),
+        out: BufferId(7),
+        out_rows: vec![rows],
+        bias: None,
+        accumulate: Accumulate::Start,
+    };
+    let reduce = GroupReduce {
+        part: cast.part.clone(),
+        tensors: vec![(BufferId(7), BufferId(8))],
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Start,
+        wire_dtype: DType::F32,
+        reduce_dtype: DType::F32,
+        arrive: cast.arrive,
+    };
+    let spread = GroupCast { tensors: vec![(BufferId(8), BufferId(7))], ..cast };
+    (1, Op::GemmReduce(Box::new(GemmReduce { gemm, reduce, spread: Some(spread) })))
+}
+
+#[test]
+fn every_collective_before_a_cast_counts_at_its_barrier() {
+    let awaiting = |arrivals| {
+        let awaits = (0, Op::Await { barrier: BarrierId(0), arrivals });
+        let mut program = attention([product_before(), cast(Some(DELIVERY)), awaits, forward(DELIVERY)]);
+        let scratch = |name: &str| BufferSpec { name: name.into(), ..program.buffers[3].clone() };
+        let more = [scratch("product"), scratch("sums")];
+        program.buffers.extend(more);
+        program.validate()
+    };
+    // Two arrivals are those of the product; the third is the cast's.
+    assert_eq!(awaiting(2), Err(ProgramError::StartNotAwaited { op: 3, label: "op3".into() }));
+    awaiting(3).unwrap();
 }
 
 #[test]

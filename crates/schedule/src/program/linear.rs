@@ -1,0 +1,132 @@
+//! The operations of linear layers, and kernels of the user's own.
+
+use counterpoint_mask::Range;
+use serde::{Deserialize, Serialize};
+
+use super::{Accumulate, BufferId, GroupCast, GroupReduce, SignalId};
+
+/// Some rows of a buffer `[rows, columns]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowBlock {
+    /// The buffer.
+    pub buffer: BufferId,
+    /// The rows, at least one.
+    pub rows: Range,
+}
+
+/// How the operands of a [`Gemm`] lie, each row-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GemmLayout {
+    /// `a` is `[m, k]`, `b` is `[n, k]`: activations times a weight, the forward of a linear layer.
+    Nt,
+    /// `a` is `[m, k]`, `b` is `[k, n]`: gradients times a weight, the gradient of the input.
+    Nn,
+    /// `a` is `[k, m]`, `b` is `[k, n]`: gradients times activations, the gradient of the weight.
+    Tn,
+}
+
+/// `out = a b`, summed in the accumulator type and rounded once. An operand is the rows of its blocks one after the other. An
+/// element is summed over `k` in one order, whatever rows are computed together.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Gemm {
+    /// How the operands lie.
+    pub layout: GemmLayout,
+    /// The first operand.
+    pub a: Vec<RowBlock>,
+    /// The second operand.
+    pub b: Vec<RowBlock>,
+    /// `[rows, n]`.
+    pub out: BufferId,
+    /// Where the `m` rows of the result go: ascending, disjoint.
+    pub out_rows: Vec<Range>,
+    /// `[n]`, added to every row.
+    pub bias: Option<BufferId>,
+    /// Whether the product is written or added to what is there.
+    pub accumulate: Accumulate,
+}
+
+/// A product whose rows are reduced where they belong while it is computed: `gemm`, then `reduce` of its result and, where all
+/// ranks want the sums, `spread` of those. A transport with a kernel for it has rows leave as they are finished; the product's
+/// result is not looked at by anyone else, and need not be written. In any case the results have the bits of the three operations
+/// one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GemmReduce {
+    /// The product.
+    pub gemm: Gemm,
+    /// What becomes of its result.
+    pub reduce: GroupReduce,
+    /// Sums to all ranks that want them.
+    pub spread: Option<GroupCast>,
+}
+
+/// The products of a pass, group by group: they follow each other, and with the end of the n-th, counted from 1, `signal` is n. A
+/// backend with a kernel for it computes all of them in one launch, which goes on while others use what it has finished. In any
+/// case the results have the bits of the products one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WaveGemm {
+    /// The products, which differ in their rows of the first operand and in where these go.
+    pub groups: Vec<Gemm>,
+    /// Raised by nothing else.
+    pub signal: SignalId,
+}
+
+/// A kernel of the user's own, part by part: a part reads its buffers and writes others, parts follow each other, and with the end of the
+/// n-th, counted from 1, `signal` is n. So what the kernel has made can travel while it goes on, as with [`WaveGemm`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct UserKernel {
+    /// The name under which backends were given it.
+    pub kernel: String,
+    /// The parts.
+    pub parts: Vec<UserPart>,
+    /// Raised by nothing else.
+    pub signal: Option<SignalId>,
+}
+
+/// What one part of a [`UserKernel`] is given.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct UserPart {
+    /// Buffers that it reads.
+    pub reads: Vec<BufferId>,
+    /// Buffers that it writes, each element of them.
+    pub writes: Vec<BufferId>,
+}
+
+/// A product whose operand's rows come from other ranks while it is computed: `cast`, then `gemm` of what it brings and of the
+/// rank's own rows. A transport with a kernel for it begins with those, and goes on as rows come. In any case the result has the
+/// bits of the two operations one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CastGemm {
+    /// What brings the rows.
+    pub cast: GroupCast,
+    /// The product.
+    pub gemm: Gemm,
+}
+
+/// RMSNorm of the rows of `src`, which are those of its blocks one after the other, with a residual in front of it: `h` is the rows, or
+/// their sum with the residual, rounded, and `out = h / sqrt(mean of h's squares + epsilon) weight`, row by row. So rows that have
+/// travelled in groups come into their order in the pass that is there anyway.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RmsNorm {
+    /// `[rows, columns]`.
+    pub src: Vec<RowBlock>,
+    /// Residual and where `h` goes, both `[rows, columns]`.
+    pub residual: Option<(BufferId, BufferId)>,
+    /// `[columns]`.
+    pub weight: BufferId,
+    /// What is added to the mean.
+    pub epsilon: f64,
+    /// `[rows, columns]`.
+    pub out: BufferId,
+}
+
+/// The sum over the rows of `src`, which are those of its blocks one after the other: the gradient of a bias.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ColumnSum {
+    /// `[rows, columns]`.
+    pub src: Vec<RowBlock>,
+    /// `[columns]`.
+    pub dst: BufferId,
+    /// Whether the sum is written or added to what is there.
+    pub accumulate: Accumulate,
+}

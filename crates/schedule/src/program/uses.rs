@@ -1,0 +1,188 @@
+//! What an operation touches: buffers that it reads and writes, barriers that it arrives at.
+
+use super::{Accumulate, ArrivingKeys, BarrierId, BufferId, ForwardBegin, ForwardEnd, Gemm, GroupReduce, Op};
+
+impl Op {
+    /// What arrives while the operation runs.
+    pub fn arriving(&self) -> Option<&ArrivingKeys> {
+        match self {
+            Op::AttentionForward(op) => op.arriving.as_ref(),
+            Op::AttentionBackward(op) => op.arriving.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Buffers that the operation reads, those apart that it reads once their rows have been delivered
+    /// ([`Op::arriving`]). One that it reads and writes is in both lists.
+    pub fn reads(&self) -> Vec<BufferId> {
+        match self {
+            Op::AttentionForward(op) => {
+                let mut out = vec![op.q, op.k, op.v];
+                if let ForwardBegin::Continue(state) = op.begin {
+                    out.extend(state.buffers());
+                }
+                if let ForwardEnd::Result { sink, .. } = op.end {
+                    out.extend(sink);
+                }
+                out
+            }
+            Op::AttentionFinish(op) => {
+                // Rows that it does not name stay as they are, so what was there counts.
+                let mut out = vec![op.merged_out, op.merged_lse, op.out, op.lse];
+                out.extend(op.sink);
+                out
+            }
+            Op::AttentionDelta(op) => {
+                let mut out = vec![op.out, op.dout, op.lse];
+                if let Some((sink, _)) = op.sink {
+                    out.push(sink);
+                }
+                out
+            }
+            Op::AttentionBackward(op) => {
+                let mut out = vec![op.q, op.k, op.v, op.dout, op.lse, op.delta];
+                if op.accumulate_dq == Accumulate::Continue {
+                    out.push(op.dq);
+                }
+                out
+            }
+            Op::Gemm(op) => op.reads(),
+            Op::WaveGemm(op) => op.groups.iter().flat_map(Gemm::reads).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.reads.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                out.extend(op.residual.map(|(residual, _)| residual));
+                out.push(op.weight);
+                out
+            }
+            Op::ColumnSum(op) => {
+                let mut out: Vec<_> = op.src.iter().map(|block| block.buffer).collect();
+                if op.accumulate == Accumulate::Continue {
+                    out.push(op.dst);
+                }
+                out
+            }
+            Op::GroupCast(op) => op.tensors.iter().map(|&(input, _)| input).collect(),
+            Op::GroupReduce(op) => op.reads(),
+            Op::GemmReduce(op) => {
+                let mut out = op.gemm.reads();
+                out.extend(op.reduce.reads());
+                out.extend(op.spread.iter().flat_map(|cast| &cast.tensors).map(|&(input, _)| input));
+                out
+            }
+            Op::CastGemm(op) => {
+                let mut out = op.gemm.reads();
+                out.extend(op.cast.tensors.iter().map(|&(input, _)| input));
+                out
+            }
+            Op::Cast { src, .. } | Op::CopyRows { src, .. } => vec![*src],
+            Op::Concat { srcs, .. } => srcs.clone(),
+            Op::PlaceRows { src, dst, .. } => vec![*src, *dst],
+            Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
+                Vec::new()
+            }
+        }
+    }
+
+    /// Buffers that the operation writes.
+    pub fn writes(&self) -> Vec<BufferId> {
+        match self {
+            Op::AttentionForward(op) => match op.end {
+                ForwardEnd::State(state) => state.buffers().to_vec(),
+                ForwardEnd::Result { out, lse, .. } => vec![out, lse],
+            },
+            Op::AttentionFinish(op) => vec![op.out, op.lse],
+            Op::AttentionDelta(op) => {
+                let mut out = vec![op.delta];
+                out.extend(op.sink.map(|(_, dsink)| dsink));
+                out
+            }
+            Op::AttentionBackward(op) => {
+                let mut out = vec![op.dq, op.dk, op.dv];
+                out.extend(op.rounded_dq);
+                out
+            }
+            Op::Gemm(op) => vec![op.out],
+            Op::WaveGemm(op) => op.groups.iter().map(|group| group.out).collect(),
+            Op::UserKernel(op) => op.parts.iter().flat_map(|part| part.writes.iter().copied()).collect(),
+            Op::RmsNorm(op) => {
+                let mut out = vec![op.out];
+                out.extend(op.residual.map(|(_, sum)| sum));
+                out
+            }
+            Op::ColumnSum(op) => vec![op.dst],
+            Op::GroupCast(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
+            Op::GroupReduce(op) => op.tensors.iter().map(|&(_, output)| output).collect(),
+            Op::GemmReduce(op) => {
+                let casts = op.spread.iter().flat_map(|cast| &cast.tensors);
+                let outputs = op.reduce.tensors.iter().chain(casts).map(|&(_, output)| output);
+                [op.gemm.out].into_iter().chain(outputs).collect()
+            }
+            Op::CastGemm(op) => {
+                let mut out = vec![op.gemm.out];
+                out.extend(op.cast.tensors.iter().map(|&(_, output)| output));
+                out
+            }
+            Op::Cast { dst, .. }
+            | Op::Concat { dst, .. }
+            | Op::CopyRows { dst, .. }
+            | Op::PlaceRows { dst, .. } => vec![*dst],
+            Op::Record(_) | Op::Wait(_) | Op::Await { .. } | Op::Signal { .. } | Op::WaitSignal { .. } => {
+                Vec::new()
+            }
+        }
+    }
+}
+
+impl Op {
+    /// The barriers at which the operation arrives with its start.
+    pub(crate) fn arrives(&self) -> impl Iterator<Item = BarrierId> {
+        let both = match self {
+            Op::GroupCast(cast) => [cast.arrive, None],
+            Op::GroupReduce(reduce) => [reduce.arrive, None],
+            Op::GemmReduce(both) => [both.reduce.arrive, both.spread.as_ref().and_then(|cast| cast.arrive)],
+            Op::CastGemm(both) => [both.cast.arrive, None],
+            _ => [None, None],
+        };
+        both.into_iter().flatten()
+    }
+
+    /// What each part of the operation reads and then writes, parts in their order.
+    pub(crate) fn uses(&self) -> Vec<(usize, Vec<BufferId>, bool)> {
+        match self {
+            Op::WaveGemm(waves) => {
+                let groups = waves.groups.iter().enumerate();
+                groups
+                    .flat_map(|(part, group)| [(part, group.reads(), false), (part, vec![group.out], true)])
+                    .collect()
+            }
+            Op::UserKernel(user) => {
+                let parts = user.parts.iter().enumerate();
+                parts
+                    .flat_map(|(at, part)| [(at, part.reads.clone(), false), (at, part.writes.clone(), true)])
+                    .collect()
+            }
+            _ => vec![(usize::MAX, self.reads(), false), (usize::MAX, self.writes(), true)],
+        }
+    }
+}
+
+impl Gemm {
+    fn reads(&self) -> Vec<BufferId> {
+        let mut out: Vec<_> = self.a.iter().chain(&self.b).map(|block| block.buffer).collect();
+        out.extend(self.bias);
+        // Rows that it does not name stay as they are, so what was there counts in any case.
+        out.push(self.out);
+        out
+    }
+}
+
+impl GroupReduce {
+    fn reads(&self) -> Vec<BufferId> {
+        let mut out: Vec<_> = self.tensors.iter().map(|&(input, _)| input).collect();
+        if self.accumulate == Accumulate::Continue {
+            out.extend(self.tensors.iter().map(|&(_, output)| output));
+        }
+        out
+    }
+}

@@ -1,0 +1,111 @@
+use thiserror::Error;
+
+/// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ProgramError {
+    /// An index names nothing.
+    #[error("op {op} ({label}) names {what} that the Program does not have")]
+    Unknown {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Stream, buffer, event, barrier or signal.
+        what: &'static str,
+    },
+    /// An operation waits for something that nothing queued before it produces.
+    #[error("op {op} ({label}) waits for {what} that no earlier op produces; queue the producer first")]
+    NoProducer {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Event, barrier or signal.
+        what: &'static str,
+    },
+    /// An event is recorded twice.
+    #[error("op {op} ({label}) records event {event} a second time")]
+    RecordedTwice {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// The event.
+        event: usize,
+    },
+    /// An input is written.
+    #[error("op {op} ({label}) writes input `{buffer}`")]
+    WritesInput {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Name of the buffer.
+        buffer: String,
+    },
+    /// What a slot says makes no sense.
+    #[error("slot {slot} {reason}")]
+    Slot {
+        /// Index of the slot.
+        slot: usize,
+        /// Such as `names a buffer that is no scratch`.
+        reason: &'static str,
+    },
+    /// An operation reads a buffer after another one has had its turn in the slot.
+    #[error(
+        "op {op} ({label}) reads buffer `{buffer}`, whose slot holds `{other}` by then; read it earlier or give it a slot of its own"
+    )]
+    Overwritten {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+        /// Name of the buffer.
+        buffer: String,
+        /// Name of the buffer that the slot holds.
+        other: String,
+    },
+    /// A product whose rows travel while it is computed may run beside another collective.
+    #[error(
+        "ops {first} ({first_label}) and {second} ({second_label}) may wait for other ranks at the same time, and one of them \
+         holds all workers meanwhile; order them by an event"
+    )]
+    UnorderedFused {
+        /// Index of the operation queued first.
+        first: usize,
+        /// Its label.
+        first_label: String,
+        /// Index of the other.
+        second: usize,
+        /// Its label.
+        second_label: String,
+    },
+    /// A computation waits inside for rows whose group-cast it may keep from starting.
+    #[error(
+        "op {op} ({label}) takes rows as they arrive and may hold all workers before their group-cast has started; await its \
+         start"
+    )]
+    StartNotAwaited {
+        /// Index of the operation.
+        op: usize,
+        /// Its label.
+        label: String,
+    },
+    /// Two operations use one buffer (or one slot), at least one writes it, and nothing orders them.
+    #[error(
+        "ops {first} ({first_label}) and {second} ({second_label}) race on buffer `{buffer}`; order them by an event"
+    )]
+    Race {
+        /// Index of the operation queued first.
+        first: usize,
+        /// Its label.
+        first_label: String,
+        /// Index of the other.
+        second: usize,
+        /// Its label.
+        second_label: String,
+        /// Name of the buffer.
+        buffer: String,
+    },
+}

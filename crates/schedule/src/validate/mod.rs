@@ -1,0 +1,180 @@
+//! Whether a Program is well formed and free of data races, without running it.
+
+mod clocks;
+mod error;
+
+pub use error::ProgramError;
+
+use crate::{BufferId, BufferRole, GroupCast, Op, Program};
+use clocks::{Clocks, Step};
+
+impl Program {
+    /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
+    /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
+    /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
+    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks. A
+    /// computation that takes rows as they arrive may as well, so the start of what brings them must have been awaited.
+    ///
+    /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
+    ///
+    /// # Errors
+    /// The first thing found wrong.
+    pub fn validate(&self) -> Result<(), ProgramError> {
+        let clocks = self.clocks()?;
+        self.check_starts(&clocks)?;
+        let memory = self.memory()?;
+        self.check_fused(&clocks)?;
+        // By piece of memory: who uses it, whether to write, and as which buffer.
+        let mut users: Vec<Vec<(Step, bool, usize)>> =
+            vec![Vec::new(); self.buffers.len() + self.slots.len()];
+        for (index, op) in self.ops.iter().enumerate() {
+            for (part, buffers, write) in op.op.uses() {
+                for BufferId(buffer) in buffers {
+                    let Some(spec) = self.buffers.get(buffer) else {
+                        return Err(self.unknown(index, "a buffer"));
+                    };
+                    if write && spec.role == BufferRole::Input {
+                        let (op, label, buffer) = (index, op.label.clone(), spec.name.clone());
+                        return Err(ProgramError::WritesInput { op, label, buffer });
+                    }
+                    users[memory[buffer]].push((Step { op: index, part }, write, buffer));
+                }
+            }
+            for buffer in op.op.arriving().into_iter().flat_map(|keys| [keys.k.0, keys.v.0]) {
+                if buffer >= self.buffers.len() {
+                    return Err(self.unknown(index, "a buffer"));
+                }
+                users[memory[buffer]].push((Step::whole(index), false, buffer));
+            }
+        }
+        // Such a buffer is read as it is delivered, unless the operation reads it otherwise too.
+        let arriving = |op: usize, buffer: usize| {
+            let op = &self.ops[op].op;
+            let arrives = op.arriving().is_some_and(|keys| [keys.k.0, keys.v.0].contains(&buffer));
+            arrives && !op.reads().contains(&BufferId(buffer))
+        };
+        for users in &users {
+            for (i, &(step, first_writes, first_buffer)) in users.iter().enumerate() {
+                let first = step.op;
+                for &(Step { op: second, .. }, second_writes, buffer) in &users[i + 1..] {
+                    let together = first == second && first_buffer == buffer;
+                    let clocks = &clocks[second];
+                    let clock = if arriving(second, buffer) { &clocks.delivered } else { &clocks.start };
+                    let ordered = together || clock.follows(self.ops[first].stream.0, step);
+                    if (first_writes || second_writes) && !ordered {
+                        return Err(ProgramError::Race {
+                            first,
+                            first_label: self.ops[first].label.clone(),
+                            second,
+                            second_label: self.ops[second].label.clone(),
+                            buffer: self.buffers[buffer].name.clone(),
+                        });
+                    }
+                }
+            }
+            self.check_turns(users)?;
+        }
+        Ok(())
+    }
+
+    /// That nobody keeps what it waits for from starting: where a group-cast need not be over, its start has been awaited.
+    fn check_starts(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
+        // Of the barriers: how many have arrived, and how many each stream has awaited.
+        let mut arrived = vec![0u64; self.num_barriers];
+        let mut awaited = vec![vec![0u64; self.num_barriers]; self.streams.len()];
+        // By signal: the group-cast that raises it, and its arrival at a barrier.
+        let mut casts: Vec<Option<(usize, Option<Arrival>)>> = vec![None; self.num_signals];
+        for (index, op) in self.ops.iter().enumerate() {
+            op.op.arrives().for_each(|barrier| arrived[barrier.0] += 1);
+            match &op.op {
+                Op::GroupCast(GroupCast { delivery: Some(delivery), arrive, .. }) => {
+                    let start = arrive.map(|barrier| (barrier.0, arrived[barrier.0]));
+                    casts[delivery.signal.0] = Some((index, start));
+                }
+                Op::Await { barrier, arrivals } => {
+                    let awaited = &mut awaited[op.stream.0][barrier.0];
+                    *awaited = (*awaited).max(*arrivals);
+                }
+                _ => {}
+            }
+            let Some(keys) = op.op.arriving() else { continue };
+            let Some((cast, start)) = casts[keys.delivery.signal.0] else { continue };
+            let over = clocks[index].start.follows(self.ops[cast].stream.0, Step::whole(cast));
+            let started = start.is_some_and(|(barrier, count)| awaited[op.stream.0][barrier] >= count);
+            if !over && !started {
+                return Err(ProgramError::StartNotAwaited { op: index, label: op.label.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_fused(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
+        let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
+            Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
+            Op::GroupCast(_) | Op::GroupReduce(_) => Some((index, false)),
+            _ => None,
+        });
+        let collectives: Vec<(usize, bool)> = collectives.collect();
+        for (place, &(first, first_fused)) in collectives.iter().enumerate() {
+            for &(second, second_fused) in &collectives[place + 1..] {
+                let ordered = clocks[second].start.follows(self.ops[first].stream.0, Step::whole(first));
+                if (first_fused || second_fused) && !ordered {
+                    return Err(ProgramError::UnorderedFused {
+                        first,
+                        first_label: self.ops[first].label.clone(),
+                        second,
+                        second_label: self.ops[second].label.clone(),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// For every buffer the piece of memory that it lies in: its own, or from `buffers.len()` on its slot's.
+    fn memory(&self) -> Result<Vec<usize>, ProgramError> {
+        let mut memory: Vec<usize> = (0..self.buffers.len()).collect();
+        for (slot, buffers) in self.slots.iter().enumerate() {
+            for &BufferId(buffer) in buffers {
+                let reason = match self.buffers.get(buffer) {
+                    None => "names a buffer that the Program does not have",
+                    Some(spec) if spec.role != BufferRole::Scratch => "names a buffer that is no scratch",
+                    Some(_) if memory[buffer] != buffer => "names a buffer that has a slot already",
+                    Some(_) => {
+                        memory[buffer] = self.buffers.len() + slot;
+                        continue;
+                    }
+                };
+                return Err(ProgramError::Slot { slot, reason });
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Whether each reader of a piece of memory finds there what was last written as its own buffer. `users` are ordered where
+    /// one of two writes, and an operation's reads come before its writes.
+    fn check_turns(&self, users: &[(Step, bool, usize)]) -> Result<(), ProgramError> {
+        let mut held: Option<usize> = None;
+        for &(Step { op, .. }, write, buffer) in users {
+            match held {
+                Some(other) if other != buffer && !write => {
+                    return Err(ProgramError::Overwritten {
+                        op,
+                        label: self.ops[op].label.clone(),
+                        buffer: self.buffers[buffer].name.clone(),
+                        other: self.buffers[other].name.clone(),
+                    });
+                }
+                _ => held = Some(buffer),
+            }
+        }
+        Ok(())
+    }
+
+    fn unknown(&self, op: usize, what: &'static str) -> ProgramError {
+        ProgramError::Unknown { op, label: self.ops[op].label.clone(), what }
+    }
+}
+
+/// A barrier, and how many have arrived at it by then.
+type Arrival = (usize, u64);
