@@ -79,14 +79,12 @@ __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], con
     if (pack < packs) held[u] = load_pack<Term, kPack>(terms + pack * kPack);
   }
 #pragma unroll
-  for (u32 u = 0; u < kTurns; ++u) {
-#pragma unroll
-    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(held[u].at[e]);
-  }
+  for (u32 u = 0; u < kTurns; ++u) add_terms(sums[u], held[u]);
 }
 
-template <typename Partial, typename Result>
-__device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared& shared,
+// `Call` says where the results are: LinkCall or StagedCall.
+template <typename Partial, typename Result, typename Call>
+__device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& shared,
                                          const LinkReducePiece* __restrict__ pieces, u32 begin, u32 end,
                                          u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
@@ -136,7 +134,8 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
 }
 
 // One of several warps, which take turns. The list is read 32 entries at a time and as many ahead.
-__device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared,
+template <typename Call>
+__device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& shared,
                                            const LinkFetch* __restrict__ fetches, u32 begin, u32 end) {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
@@ -169,6 +168,15 @@ __device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShare
   }
 }
 
+// The thread that does so makes what all others see after the next __syncthreads.
+__device__ __forceinline__ void link_stages_init(LinkReduceShared& shared) {
+  for (u32 s = 0; s < kLinkOperandStages; ++s) {
+    mbarrier_init(&shared.full[s], 1);
+    mbarrier_init(&shared.empty[s], kLinkAdders / 32);
+  }
+  fence_mbarrier_init();
+}
+
 // Sums are in f32. Every count is a multiple of 8 elements, every tensor aligned to 16 bytes. There is one more entry of
 // `blocks` than there are blocks. `accumulate`: the first operand of every piece is what the result holds.
 template <typename Partial, typename Result>
@@ -179,13 +187,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   LinkReduceShared& shared = *reinterpret_cast<LinkReduceShared*>(shared_bytes);
   const LinkBlock begin = blocks[blockIdx.x];
   const LinkBlock end = blocks[blockIdx.x + 1];
-  if (threadIdx.x == 0) {
-    for (u32 s = 0; s < kLinkOperandStages; ++s) {
-      mbarrier_init(&shared.full[s], 1);
-      mbarrier_init(&shared.empty[s], kLinkAdders / 32);
-    }
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) link_stages_init(shared);
   u64 number = 0;
   if (threadIdx.x < 32) {
     number = link_begin(call, shared.tensors);

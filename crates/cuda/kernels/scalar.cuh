@@ -51,6 +51,24 @@ __device__ __forceinline__ Pack<T, kCount> load_pack(const T* from) {
 }
 
 template <typename T, u32 kCount>
+__device__ __forceinline__ void add_terms(float (&sums)[kCount], const Pack<T, kCount>& terms) {
+#pragma unroll
+  for (u32 e = 0; e < kCount; ++e) sums[e] += widen(terms.at[e]);
+}
+
+// The halves of a word, of which each is one instruction away from its value: taken one by one, they are two.
+template <u32 kCount>
+__device__ __forceinline__ void add_terms(float (&sums)[kCount], const Pack<Bf16, kCount>& terms) {
+  static_assert(kCount % 2 == 0, "whole words");
+  const u32* words = reinterpret_cast<const u32*>(terms.at);
+#pragma unroll
+  for (u32 w = 0; w < kCount / 2; ++w) {
+    sums[2 * w] += __uint_as_float(words[w] << 16);
+    sums[2 * w + 1] += __uint_as_float(words[w] & 0xffff0000u);
+  }
+}
+
+template <typename T, u32 kCount>
 __device__ __forceinline__ void store_pack(T* to, const Pack<T, kCount>& pack) {
   *reinterpret_cast<Pack<T, kCount>*>(to) = pack;
 }

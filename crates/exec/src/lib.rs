@@ -51,7 +51,7 @@ pub use attention::{
     AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork,
     run_attention, run_attention_on, run_attention_ranks,
 };
-pub use backend::Backend;
+pub use backend::{Backend, RunTimes};
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
 pub use check::{

@@ -30,7 +30,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Awaited, Backend, Blocker, ExecError, HostData, HostTensor, OpPlace, World};
+use counterpoint_exec::{
+    Awaited, Backend, Blocker, ExecError, HostData, HostTensor, OpPlace, RunTimes, World,
+};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
     BufferSpec, HardwareQueues, Mover, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
@@ -76,6 +78,8 @@ struct Rank {
     run: Mutex<Option<RunClock>>,
     /// A graph takes no times, and what is captured does not run now.
     capturing: AtomicBool,
+    /// Whether times are those of whole runs.
+    whole_runs: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     missed_turns: Mutex<Vec<(String, MissedTurn)>>,
     /// Likewise waits for kernels.
@@ -116,6 +120,7 @@ impl CudaBackend {
             clock,
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
+            whole_runs: AtomicBool::new(false),
             missed_turns: Mutex::default(),
             signals: Mutex::default(),
             links: Mutex::default(),
@@ -151,6 +156,15 @@ impl CudaBackend {
 
     /// Whether operations take times.
     pub(crate) fn timed(&self) -> bool {
+        self.takes_times() && !self.0.whole_runs.load(Ordering::Relaxed)
+    }
+
+    /// Whether the time of a whole run is taken instead.
+    fn times_whole_runs(&self) -> bool {
+        self.takes_times() && self.0.whole_runs.load(Ordering::Relaxed)
+    }
+
+    fn takes_times(&self) -> bool {
         self.0.timing == Timing::Spans && !self.is_capturing()
     }
 
@@ -457,7 +471,7 @@ impl Backend for CudaBackend {
             let mut current = lock(&self.0.program);
             *current = (program.to_owned(), current.1 + 1);
         }
-        if self.timed() {
+        if self.takes_times() {
             let clock = self.0.clock.of_run(origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
@@ -466,7 +480,7 @@ impl Backend for CudaBackend {
 
     fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
         match ranks {
-            [(first, _), _, ..] if first.timed() => {
+            [(first, _), _, ..] if first.takes_times() => {
                 let streams: Vec<&Stream> =
                     ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
                 let held = first.0.start_line.hold(&first.0.setup, ranks.len(), &streams);
@@ -474,6 +488,20 @@ impl Backend for CudaBackend {
             }
             _ => Ok(()),
         }
+    }
+
+    fn take_times(&self, times: RunTimes) {
+        self.0.whole_runs.store(times == RunTimes::Whole, Ordering::Relaxed);
+    }
+
+    fn mark_begin(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+        let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
+        first.begin_run().map_err(|error| self.error(&"the begin of a run", error))
+    }
+
+    fn mark_end(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+        let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
+        first.end_run().map_err(|error| self.error(&"the end of a run", error))
     }
 
     fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {

@@ -8,7 +8,9 @@ use counterpoint_schedule::{
 
 use super::deferred::Deferred;
 use super::shard::Shard;
-use crate::{Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+use crate::{
+    Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, RunTimes, World, WorldConfig,
+};
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
@@ -300,6 +302,11 @@ impl<M: Machine> LinearLayer<M> {
             deferred.push(x, dy);
         }
         Ok(LayerPass { result: outputs(&self.backward, "dx")?, timeline })
+    }
+
+    /// Which times passes take from the next one on, in their timelines.
+    pub fn take_times(&self, times: RunTimes) {
+        self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
     }
 
     /// Gradients of the weight that wait.

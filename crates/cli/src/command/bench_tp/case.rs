@@ -1,7 +1,7 @@
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
     ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample,
-    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear_part,
+    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, RunTimes, check_linear_part,
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
@@ -9,7 +9,7 @@ use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient}
 use rayon::prelude::*;
 
 use super::connections;
-use super::measured::{Measured, digest};
+use super::measured::{Measured, MeasuredPass, digest};
 use super::parts::Parts;
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
@@ -116,19 +116,24 @@ impl Case<'_> {
         let (checked, bits) = self.check(&mut layer, tensors, &sums, &plan)?;
         let mut passes = Vec::new();
         for &pass in &self.arguments.passes {
-            let mut timelines = Vec::new();
-            for run in 0..WARM_UPS + self.arguments.iterations as usize {
-                machine.meet("a run").map_err(failed)?;
-                let done = match pass {
-                    BenchTpPass::Forward => layer.forward(&tensors.x),
-                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy),
-                };
-                let timeline = done.map_err(failed)?.timeline;
-                if run >= WARM_UPS {
-                    timelines.push(timeline);
+            let mut runs = |times: RunTimes| -> Result<Vec<Timeline>, ExecError> {
+                layer.take_times(times);
+                let mut timelines = Vec::new();
+                for run in 0..WARM_UPS + self.arguments.iterations as usize {
+                    machine.meet("a run")?;
+                    let done = match pass {
+                        BenchTpPass::Forward => layer.forward(&tensors.x)?,
+                        BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
+                    };
+                    if run >= WARM_UPS {
+                        timelines.push(done.timeline);
+                    }
                 }
-            }
-            passes.push((pass, timelines));
+                Ok(timelines)
+            };
+            let detailed = runs(RunTimes::Operations).map_err(failed)?;
+            let whole = runs(RunTimes::Whole).map_err(failed)?;
+            passes.push(MeasuredPass { pass, detailed, whole });
         }
         Ok(Measured { policy, groups: plan.groups(), passes, checked, bits })
     }
@@ -195,17 +200,13 @@ impl Case<'_> {
     }
 
     fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
-        let of = |measured: &Measured| {
-            measured.passes.iter().find(|(found, _)| *found == pass).map(|(_, timelines)| timelines.clone())
-        };
-        let (timelines, plain) = (of(measured)?, of(of_plain)?);
-        let seconds = |timelines: &[Timeline]| {
-            Statistics::of(&timelines.iter().map(Timeline::duration).collect::<Vec<_>>())
-        };
-        let (statistics, sequential) = (seconds(&timelines)?, seconds(&plain)?);
-        let parts = |timelines: &[Timeline]| Parts::median(timelines.iter().map(Parts::of).collect());
-        let (own, plain) = (parts(&timelines), parts(&plain));
-        let overlap = timelines.last()?.overlap();
+        let of = |measured: &Measured| measured.passes.iter().find(|measured| measured.pass == pass).cloned();
+        let (runs, plain) = (of(measured)?, of(of_plain)?);
+        let seconds = |runs: &MeasuredPass| Statistics::of(&runs.seconds());
+        let (statistics, sequential) = (seconds(&runs)?, seconds(&plain)?);
+        let parts = |runs: &MeasuredPass| Parts::median(runs.detailed.iter().map(Parts::of).collect());
+        let (own, plain) = (parts(&runs), parts(&plain));
+        let overlap = runs.detailed.last()?.overlap();
         let ideal = plain.ideal(self.spec.kind, pass);
         let hideable = sequential.median - ideal;
         let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
@@ -238,6 +239,9 @@ impl Case<'_> {
             bias_gradient_seconds: own.bias_gradient,
             weight_gradient_slowdown: (plain.weight_gradient > 0.0)
                 .then_some(own.weight_gradient / plain.weight_gradient),
+            gather_seconds: own.gather,
+            reduce_seconds: own.reduce,
+            spread_seconds: own.spread,
             communication_seconds: overlap.communication_seconds,
             exposed_seconds: overlap.exposed_seconds,
             of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),

@@ -14,8 +14,10 @@ pub(super) struct Parts {
     pub(super) bias_gradient: f64,
     /// Inputs on their way to all ranks.
     pub(super) gather: f64,
-    /// Sums on their way to their owners, and to all ranks where all want them.
+    /// Sums on their way to their owners.
     pub(super) reduce: f64,
+    /// From there to all ranks, where all want them.
+    pub(super) spread: f64,
 }
 
 impl Parts {
@@ -34,7 +36,7 @@ impl Parts {
                     parts.reduce += seconds;
                 }
                 // What follows a reduction takes its sums to all ranks.
-                (SpanKind::Communication, "all-gather") if reduces => parts.reduce += seconds,
+                (SpanKind::Communication, "all-gather") if reduces => parts.spread += seconds,
                 (SpanKind::Communication, _) => parts.gather += seconds,
                 (SpanKind::Wait, _) => {}
             }
@@ -55,6 +57,7 @@ impl Parts {
             bias_gradient: middle(|parts| parts.bias_gradient),
             gather: middle(|parts| parts.gather),
             reduce: middle(|parts| parts.reduce),
+            spread: middle(|parts| parts.spread),
         }
     }
 
@@ -62,7 +65,8 @@ impl Parts {
     /// can be under the gradient of the weight only, unless they travel in groups, which may do better; inputs that are gathered
     /// again are under the product of dx.
     pub(super) fn ideal(&self, kind: LinearKind, pass: BenchTpPass) -> f64 {
-        let Self { product, gather, reduce, .. } = *self;
+        let Self { product, gather, .. } = *self;
+        let reduce = self.reduce + self.spread;
         let weight_gradient = self.weight_gradient + self.bias_gradient;
         match (pass, kind) {
             (BenchTpPass::Forward, _) => product.max(gather + reduce),
@@ -105,10 +109,17 @@ mod tests {
         let parts = Parts::of(&timeline);
         assert_eq!(
             parts,
-            Parts { product: 200.0, weight_gradient: 490.0, bias_gradient: 10.0, gather: 0.0, reduce: 400.0 }
+            Parts {
+                product: 200.0,
+                weight_gradient: 490.0,
+                bias_gradient: 10.0,
+                gather: 0.0,
+                reduce: 200.0,
+                spread: 200.0
+            }
         );
         assert_eq!(parts.ideal(LinearKind::Column, BenchTpPass::Backward), 700.0);
-        let gathers = Parts { gather: 800.0, reduce: 0.0, ..parts };
+        let gathers = Parts { gather: 800.0, reduce: 0.0, spread: 0.0, ..parts };
         assert_eq!(gathers.ideal(LinearKind::Row, BenchTpPass::Backward), 800.0);
         assert_eq!(gathers.ideal(LinearKind::Column, BenchTpPass::Forward), 800.0);
     }

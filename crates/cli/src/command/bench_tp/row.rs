@@ -20,7 +20,8 @@ pub(super) struct Row {
     pub(super) policy: String,
     pub(super) transport: String,
     pub(super) groups: usize,
-    /// From the start of the first operation of any rank to the end of the last.
+    /// Of the slowest rank, from the start of its first operation to the end of its last; no other times are taken meanwhile, and those
+    /// of parts below are of other runs.
     pub(super) seconds: Statistics,
     /// Of a rank.
     pub(super) tflops: f64,
@@ -35,6 +36,10 @@ pub(super) struct Row {
     pub(super) bias_gradient_seconds: f64,
     /// That of the weight over that of the sequential run.
     pub(super) weight_gradient_slowdown: Option<f64>,
+    /// Inputs on their way to all ranks; sums to their owners; those to all ranks.
+    pub(super) gather_seconds: f64,
+    pub(super) reduce_seconds: f64,
+    pub(super) spread_seconds: f64,
     pub(super) communication_seconds: f64,
     pub(super) exposed_seconds: f64,
     /// The largest share of what an element may err.
