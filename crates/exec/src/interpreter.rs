@@ -74,7 +74,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn prepare(
         program: Program,
         backend: B,
-        transport: T,
+        mut transport: T,
         mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
     ) -> Result<Self, ExecError> {
         let error =
@@ -91,6 +91,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             }
         }
         backend.check_policy(&program.policy)?;
+        transport.follow(&program.policy)?;
         program.validate().map_err(|reason| error(reason.to_string()))?;
         check_names(&program).map_err(&error)?;
         let needed = program.bytes(|role| !given(role));

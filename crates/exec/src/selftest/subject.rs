@@ -1,4 +1,5 @@
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use counterpoint_schedule::Mover;
 use thiserror::Error;
 
 use crate::{
@@ -25,6 +26,11 @@ pub trait Subject {
 
     /// Element types that it takes.
     fn dtypes(&self) -> &[DType];
+
+    /// What policies may say that moves its rows.
+    fn movers(&self) -> &'static [Mover] {
+        &[Mover::Transport, Mover::Fused]
+    }
 
     /// Runs attention as `config` says, with guard bytes behind every buffer that are looked at after, where the device can
     /// write beyond one.

@@ -9,8 +9,8 @@ use crate::error::CliError;
 /// What is measured of one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Measured {
-    pub(super) policy: OverlapPolicy,
-    pub(super) groups: usize,
+    /// What was asked for: a policy, or `auto`.
+    pub(super) overlap: String,
     /// Those that were asked for.
     pub(super) passes: Vec<MeasuredPass>,
     /// The largest share of an element's bound, or what is wrong.
@@ -23,6 +23,8 @@ pub(super) struct Measured {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct MeasuredPass {
     pub(super) pass: BenchTpPass,
+    pub(super) policy: OverlapPolicy,
+    pub(super) groups: usize,
     /// With the times of all operations.
     pub(super) detailed: Vec<Timeline>,
     /// With that of the whole alone, which nothing holds up.

@@ -17,6 +17,9 @@ pub(super) struct Row {
     pub(super) device: String,
     /// Hardware queues that the driver was told to use; `None` where it was told nothing.
     pub(super) connections: Option<u32>,
+    /// What was asked for: a policy, or `auto`.
+    pub(super) overlap: String,
+    /// What the pass ran under.
     pub(super) policy: String,
     pub(super) transport: String,
     pub(super) groups: usize,
@@ -50,7 +53,7 @@ pub(super) struct Row {
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                    transport    \
+pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                                  transport    \
                                  groups        us  TFLOP/s  sequential     ideal  efficiency  wgrad x  exposed us  of bound";
 
 impl Row {
@@ -69,7 +72,7 @@ impl Row {
         };
         let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         format!(
-            "{:6}  {:8}  {:17}  {:18}  {:24}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
+            "{:6}  {:8}  {:17}  {:18}  {:38}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
             word(&self.kind),
             word(&self.pass),
             activations,
