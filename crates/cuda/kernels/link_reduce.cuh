@@ -11,15 +11,18 @@
 
 namespace counterpoint {
 
-// How many warps fetch, elements of a piece at most, stages and the bytes of each: chosen when a kernel is compiled.
+// How many warps fetch, teams of threads that add a piece each, elements of a piece at most, stages and the bytes of each: chosen when a
+// kernel is compiled.
 #ifndef LINK_FETCHERS
 #define LINK_FETCHERS 1
+#define LINK_TEAMS 1
 #define LINK_ELEMENTS 4096
 #define LINK_STAGE_BYTES 16384
 #define LINK_STAGES 12
 #endif
 constexpr u32 kLinkFetchers = LINK_FETCHERS;
-constexpr u32 kLinkAdders = 256;
+constexpr u32 kLinkTeams = LINK_TEAMS;
+constexpr u32 kLinkAdders = 256;  // of a team
 constexpr u32 kLinkElements = LINK_ELEMENTS;
 constexpr u32 kLinkOperandStages = LINK_STAGES;
 constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;
@@ -67,6 +70,10 @@ struct LinkStage {
       parity ^= 1;
     }
   }
+  // Those of another team's piece.
+  __device__ __forceinline__ void skip(u32 count) {
+    for (at += count; at >= kLinkOperandStages; at -= kLinkOperandStages) parity ^= 1;
+  }
 };
 
 template <typename Term, u32 kTurns, u32 kPack>
@@ -91,13 +98,18 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& sha
   static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
                 "an operand fits a stage");
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
-  const u32 thread = threadIdx.x - 32 * kLinkFetchers;
+  const u32 thread = (threadIdx.x - 32 * kLinkFetchers) % kLinkAdders;
+  const u32 team = uniform((threadIdx.x - 32 * kLinkFetchers) / kLinkAdders);
   LinkStage stage;
   if (begin == end) return;
   LinkReducePiece next = pieces[begin];
   for (u32 i = begin; i < end; ++i) {
     const LinkReducePiece piece = next;
     if (i + 1 < end) next = pieces[i + 1];
+    if ((i - begin) % kLinkTeams != team) {
+      stage.skip(piece.operands);
+      continue;
+    }
     const u32 packs = piece.count / kPack;
     float sums[kTurns][kPack] = {};
     for (u32 o = 0; o < piece.operands; ++o) {

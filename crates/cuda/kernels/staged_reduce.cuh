@@ -2,7 +2,8 @@
 // few multiprocessors that a product leaves free.
 //
 // A multiprocessor gets as much from L2 as it has on its way. Registers hold 70 KB of that, its shared memory 190: so the copy engine
-// fetches, as in `link_reduce`, whose bits and lists these are.
+// fetches, as in `link_reduce`, whose bits and lists these are. Nothing here waits for a link, so what one team adds, operand by operand,
+// is not enough: several take pieces in turn.
 #pragma once
 
 #include "link_reduce.cuh"

@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 use counterpoint_cuda::TransportKind;
 use counterpoint_plan::{Activations, LinearKind};
@@ -98,6 +100,10 @@ pub(crate) struct BenchTpArguments {
     /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]
     pub(crate) peers: Vec<u32>,
+
+    /// Write the last run of every row to a trace to open in Perfetto
+    #[arg(long, value_name = "FILE", conflicts_with = "connections")]
+    pub(crate) trace: Option<PathBuf>,
 
     /// Print one JSON object a row and nothing else
     #[arg(long)]

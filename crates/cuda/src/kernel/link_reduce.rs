@@ -9,10 +9,11 @@ use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
-/// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
+/// Teams that add pieces in turn.
+const TEAMS: u32 = 1;
+/// Warps that have the copy engine fetch operands, and threads of a team (`kLinkAdders`).
 const FETCHERS: u32 = 1;
 const ADDERS: u32 = 256;
-pub(super) const THREADS: u32 = 32 * FETCHERS + ADDERS;
 /// Stages, and bytes of each: an operand of a piece.
 const STAGES: u32 = 12;
 const STAGE_BYTES: u32 = 16 << 10;
@@ -163,7 +164,7 @@ impl LinkReduce {
         call: &LinkCall,
         started: Option<&Event>,
     ) -> Result<(), CudaError> {
-        let launch = Launch::linear(self.lists.block_count, THREADS).shared_bytes(SHARED_BYTES);
+        let launch = Launch::linear(self.lists.block_count, threads(TEAMS)).shared_bytes(SHARED_BYTES);
         let accumulate = u32::from(self.accumulate == Accumulate::Continue);
         let [pieces, fetches, blocks] = self.lists.addresses();
         let arguments = (*call, pieces, fetches, blocks, accumulate);
@@ -241,16 +242,22 @@ impl Lists {
 }
 
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
-    source_of(arch, types, "link_reduce", "LinkCall")
+    source_of(arch, types, TEAMS, ["link_reduce", "LinkCall"])
 }
 
-/// The kernel of this stem, which is given a call of that type.
-pub(super) fn source_of(arch: Arch, types: ReduceTypes, stem: &str, call: &str) -> KernelSource {
+/// Threads of a block with so many teams.
+pub(super) const fn threads(teams: u32) -> u32 {
+    32 * FETCHERS + teams * ADDERS
+}
+
+/// The kernel of this stem, which is given a call of that type, with so many teams.
+pub(super) fn source_of(arch: Arch, types: ReduceTypes, teams: u32, [stem, call]: [&str; 2]) -> KernelSource {
     let ReduceTypes { partial, result, .. } = types;
     let name = format!("{stem}_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
         .define("LINK_FETCHERS", FETCHERS)
+        .define("LINK_TEAMS", teams)
         .define("LINK_ELEMENTS", most_elements(types))
         .define("LINK_STAGE_BYTES", STAGE_BYTES)
         .define("LINK_STAGES", STAGES)
@@ -259,7 +266,7 @@ pub(super) fn source_of(arch: Arch, types: ReduceTypes, stem: &str, call: &str) 
         .line(format_args!(
             "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({})", threads(teams)))
         .line(format_args!("{name}(const __grid_constant__ {call} call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
         .line(format_args!("  {stem}<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
@@ -268,16 +275,22 @@ pub(super) fn source_of(arch: Arch, types: ReduceTypes, stem: &str, call: &str) 
 
 /// The types that attention uses; others are compiled when they are asked for.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    specialisations_of(|types| source(Arch::SM_90A, types))
+    specialisations_of(TEAMS, |types| source(Arch::SM_90A, types))
 }
 
 /// Of a kernel for the types that [`LinkReduce::takes`].
-pub(super) fn specialisations_of(source: impl Fn(ReduceTypes) -> KernelSource) -> Vec<Specialisation> {
+pub(super) fn specialisations_of(
+    teams: u32,
+    source: impl Fn(ReduceTypes) -> KernelSource,
+) -> Vec<Specialisation> {
     let types = ReduceTypes::shipped()
         .into_iter()
         .filter(|types| LinkReduce::takes(types.partial, types.wire, types.sum, 8));
-    let specialisation =
-        |types| Specialisation { source: source(types), matrix_unit: MatrixUnit::None, register_limit: 224 };
+    let specialisation = |types| Specialisation {
+        source: source(types),
+        matrix_unit: MatrixUnit::None,
+        register_limit: ((64 << 10) / threads(teams).next_multiple_of(128)).min(224) / 8 * 8,
+    };
     types.map(specialisation).collect()
 }
 

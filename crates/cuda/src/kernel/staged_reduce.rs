@@ -2,12 +2,15 @@ use counterpoint_schedule::Accumulate;
 
 use super::link_meeting::{LINK_RANKS, LINK_TENSORS};
 use super::link_reduce::{
-    DeviceLists, LinkReduce, LinkReduceSpec, SHARED_BYTES, THREADS, source_of, specialisations_of,
+    DeviceLists, LinkReduce, LinkReduceSpec, SHARED_BYTES, source_of, specialisations_of, threads,
 };
 use super::row_reduce::ReduceTypes;
 use super::{RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, Function, KernelSource, Launch, Stream};
+
+/// Teams of a block that add pieces in turn.
+const TEAMS: u32 = 2;
 
 /// Partial results in a GPU's own memory summed (or averaged) in f32 by a few of its multiprocessors, for tensors of one pattern,
 /// prepared to run many times. The bits are those of [`RowReduce`](super::RowReduce) and [`LinkReduce`].
@@ -90,7 +93,7 @@ impl StagedReduce {
                 call.sources[peer * LINK_TENSORS + tensor] = source(peer, tensor);
             }
         }
-        let launch = Launch::linear(self.lists.block_count, THREADS).shared_bytes(SHARED_BYTES);
+        let launch = Launch::linear(self.lists.block_count, threads(TEAMS)).shared_bytes(SHARED_BYTES);
         let accumulate = u32::from(self.accumulate == Accumulate::Continue);
         let [pieces, fetches, blocks] = self.lists.addresses();
         let arguments = (call, pieces, fetches, blocks, accumulate);
@@ -101,12 +104,12 @@ impl StagedReduce {
 }
 
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
-    source_of(arch, types, "staged_reduce", "StagedCall")
+    source_of(arch, types, TEAMS, ["staged_reduce", "StagedCall"])
 }
 
 /// The types that collectives use; others are compiled when they are asked for.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    specialisations_of(|types| source(Arch::SM_90A, types))
+    specialisations_of(TEAMS, |types| source(Arch::SM_90A, types))
 }
 
 /// Types that the kernel shares.

@@ -220,10 +220,11 @@ impl Case<'_> {
         let (runs, plain) = (of(measured)?, of(of_plain)?);
         let seconds = |runs: &MeasuredPass| Statistics::of(&runs.seconds());
         let (statistics, sequential) = (seconds(&runs)?, seconds(&plain)?);
-        let parts = |runs: &MeasuredPass| Parts::median(runs.detailed.iter().map(Parts::of).collect());
-        let (own, plain) = (parts(&runs), parts(&plain));
-        let overlap = runs.detailed.last()?.overlap();
-        let ideal = plain.ideal(self.spec.kind, pass);
+        let of_ranks = Parts::of_ranks(&plain.detailed);
+        let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
+        let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
+        let last = runs.detailed.last()?.clone();
+        let overlap = last.overlap();
         let hideable = sequential.median - ideal;
         let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
         let flops = products
@@ -263,6 +264,7 @@ impl Case<'_> {
             exposed_seconds: overlap.exposed_seconds,
             of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
             bits: measured.bits_in_words(),
+            last,
             wrong: match (&measured.checked, measured.bits == of_plain.bits) {
                 (Err(reason), _) => Some(reason.clone()),
                 (Ok(_), false) => Some("its bits are not those of the sequential run".to_owned()),

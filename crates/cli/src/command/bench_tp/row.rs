@@ -1,5 +1,6 @@
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::Statistics;
+use counterpoint_schedule::Timeline;
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
@@ -49,6 +50,9 @@ pub(super) struct Row {
     pub(super) of_bound: f64,
     /// The same word for the same bits of all results.
     pub(super) bits: String,
+    /// The last run with the times of all operations.
+    #[serde(skip)]
+    pub(super) last: Timeline,
     #[serde(skip)]
     pub(super) wrong: Option<String>,
 }
