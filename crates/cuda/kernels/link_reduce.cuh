@@ -146,7 +146,8 @@ __device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& sha
 }
 
 // One of several warps, which take turns. The list is read 32 entries at a time and as many ahead.
-template <typename Call>
+// `kAhead`: fetches, below 32, by which L2 is told before, where what is fetched lies in this GPU's memory; else 0.
+template <u32 kAhead, typename Call>
 __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& shared,
                                            const LinkFetch* __restrict__ fetches, u32 begin, u32 end) {
   const u32 lane = threadIdx.x % 32;
@@ -156,6 +157,11 @@ __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& s
     LinkFetch fetch = {};
     if (first + lane < mine) fetch = fetches[begin + warp + (first + lane) * kLinkFetchers];
     return fetch;
+  };
+  const auto address = [&](u64 from, u32 place) {
+    const u32 rank = place >> 16;
+    const u32 tensor = place & 0xffffu;
+    return (rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor]) + from;
   };
   LinkFetch held = {};
   LinkFetch next = listed(0);
@@ -167,15 +173,24 @@ __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& s
     const u64 from = __shfl_sync(0xffffffffu, held.from, n % 32);
     const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
     const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+    if constexpr (kAhead > 0) {
+      const u32 ahead = n + kAhead;
+      const bool is_held = n % 32 + kAhead < 32;
+      const u64 soon_from = __shfl_sync(0xffffffffu, is_held ? held.from : next.from, ahead % 32);
+      const u32 soon_bytes = __shfl_sync(0xffffffffu, is_held ? held.bytes : next.bytes, ahead % 32);
+      const u32 soon_rank = __shfl_sync(0xffffffffu, u32(is_held ? held.rank : next.rank), ahead % 32);
+      const u32 soon_tensor = __shfl_sync(0xffffffffu, u32(is_held ? held.tensor : next.tensor), ahead % 32);
+      const u32 soon_place = soon_rank << 16 | soon_tensor;
+      if (lane == 0 && ahead < mine) {
+        bulk_prefetch(reinterpret_cast<const void*>(address(soon_from, soon_place)), soon_bytes);
+      }
+    }
     if (lane == 0) {
-      const u32 rank = place >> 16;
-      const u32 tensor = place & 0xffffu;
-      const u64 at = rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor];
       const u32 fetch = warp + n * kLinkFetchers;
       const u32 stage = fetch % kLinkOperandStages;
       mbarrier_wait(&shared.empty[stage], fetch / kLinkOperandStages % 2 ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], bytes);
-      bulk_load(shared.stages[stage], reinterpret_cast<const void*>(at + from), bytes, &shared.full[stage]);
+      bulk_load(shared.stages[stage], reinterpret_cast<const void*>(address(from, place)), bytes, &shared.full[stage]);
     }
   }
 }
@@ -212,7 +227,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   if (threadIdx.x >= 32 * kLinkFetchers) {
     link_add<Partial, Result>(call, shared, pieces, begin.pieces, end.pieces, accumulate);
   } else {
-    link_fetch(call, shared, fetches, begin.fetches, end.fetches);
+    link_fetch<0>(call, shared, fetches, begin.fetches, end.fetches);
   }
   __syncthreads();
   if (threadIdx.x < 32) link_end(call, number);
