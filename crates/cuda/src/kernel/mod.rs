@@ -30,6 +30,7 @@ mod rms_norm;
 mod row_check;
 mod row_copy;
 mod row_merge;
+mod row_pieces;
 mod row_reduce;
 mod scalar;
 mod signal_litmus;
