@@ -4,19 +4,21 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
-    Prepared, World, WorldConfig, random_inputs,
+    Prepared, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
 
+use super::staged::StagedAttention;
 use crate::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
 };
 
 const ROWS: usize = 2048;
-/// Limit of every wait. Connecting the ranks of NCCL has it too, which takes seconds where all cores are busy.
-const LIMIT: Duration = Duration::from_secs(6);
+/// Limit of every wait of a run that is disturbed.
+const LIMIT: Duration = Duration::from_secs(3);
+/// Of the others, which compile kernels and connect the ranks of NCCL, while all cores are busy.
+const LONG: Duration = Duration::from_secs(20);
 /// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -114,22 +116,8 @@ struct Problem {
 
 impl Problem {
     fn new(ranks: usize) -> Result<Self, ExecError> {
-        let spec = AttentionSpec {
-            heads_q: 4,
-            heads_kv: 2,
-            head_dim: 64,
-            head_dim_v: 64,
-            dtype: DType::Bf16,
-            scale: 0.125,
-            softcap: 0.0,
-            seqlen_sink: 0,
-        };
-        let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
-        let mask = Mask::causal(ROWS).map_err(|error| refuse(error.to_string()))?;
-        let config =
-            PlanConfig { chunk_size: Some(128), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
-        let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
-        let inputs = random_inputs(&mask, &spec, 5, false);
+        let StagedAttention { spec, plan, inputs } =
+            StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
         let programs = (0..ranks)
             .map(|rank| lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default()))
             .collect();
@@ -139,29 +127,22 @@ impl Problem {
 
     /// The results of all ranks.
     fn undisturbed(&self, machine: &CudaMachine) -> Result<Vec<HostTensor>, ExecError> {
-        self.run(machine, Vec::new())?.into_iter().collect()
-    }
-
-    /// What became of each rank.
-    fn run(
-        &self,
-        machine: &CudaMachine,
-        faults: Vec<FaultInjection>,
-    ) -> Result<Vec<Result<HostTensor, ExecError>>, ExecError> {
-        Ok(self.run_on(self.connect(machine, faults)?))
+        let ends = self.connect(machine, LONG, Vec::new())?;
+        self.run(ends).into_iter().collect()
     }
 
     fn connect(
         &self,
         machine: &CudaMachine,
+        limit: Duration,
         faults: Vec<FaultInjection>,
     ) -> Result<Vec<Ends<CudaMachine>>, ExecError> {
-        let config = WorldConfig { limit: LIMIT, faults, ..WorldConfig::default() };
+        let config = WorldConfig { limit, faults, ..WorldConfig::default() };
         machine.connect(&World::new(self.programs.len(), config))
     }
 
-    /// The same with ranks that are connected.
-    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
+    /// What becomes of each rank.
+    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
         thread::scope(|scope| {
             let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
                 scope.spawn(move || self.run_rank(rank, backend, transport))
@@ -185,13 +166,13 @@ impl Problem {
             return SelfCheck::failed(name, 0, "it shares its GPU".to_owned());
         };
         let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
-        let ends = match self.connect(machine, Vec::new()) {
+        let ends = match self.connect(machine, LIMIT, Vec::new()) {
             Ok(ends) => ends,
             Err(error) => return fail(error.to_string()),
         };
         let hog = all_memory(device);
         let began = Instant::now();
-        let ended = self.run_on(ends);
+        let ended = self.run(ends);
         let took = began.elapsed();
         drop(hog);
         for (rank, ended) in ended.iter().enumerate() {
@@ -257,8 +238,8 @@ impl Problem {
         let label = &self.programs[victim].ops[op].label;
         let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
         let began = Instant::now();
-        let ended = match self.run(machine, vec![fault]) {
-            Ok(ended) => ended,
+        let ended = match self.connect(machine, LIMIT, vec![fault]) {
+            Ok(ends) => self.run(ends),
             Err(error) => return SelfCheck::failed(name, seed as u64, error.to_string()),
         };
         let took = began.elapsed();
