@@ -146,7 +146,8 @@ fn on_ranks<M: Machine<Backend = CudaBackend> + Sync, R: Send>(
             .map(|(rank, ends)| {
                 let (parts, gate, run, world) = (&parts, &gate, &run, &world);
                 scope.spawn(move || {
-                    let ran = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| run(&rank, gate));
+                    let ran = Rank::<M>::new(rank, case, parts, &ends).and_then(|rank| run(&rank, gate));
+                    // Before the ends go: they may wait for the other ranks.
                     ran.map_err(|error| world.fail(error))
                 })
             })
@@ -186,7 +187,7 @@ type Prepared<M> = <<M as Machine>::Transport as Transport<CudaBackend>>::Collec
 struct Rank<'a, M: Machine<Backend = CudaBackend>> {
     rank: usize,
     case: &'a CollectiveCase,
-    ends: Ends<M>,
+    ends: &'a Ends<M>,
     collective: Prepared<M>,
     place: OpPlace,
     /// Inputs, then outputs.
@@ -200,10 +201,10 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         rank: usize,
         case: &'a CollectiveCase,
         parts: &[GroupPart],
-        ends: Ends<M>,
+        ends: &'a Ends<M>,
     ) -> Result<Self, ExecError> {
         let CollectiveCase { collective, dtype, row_elements, .. } = *case;
-        let (backend, transport) = &ends;
+        let (backend, transport) = ends;
         let part = &parts[rank];
         let owned_rows = part.owned.iter().map(|split| split.rows.end).max().unwrap_or(0);
         let remote_rows = part.remote.iter().map(|split| split.rows.end).max().unwrap_or(0);
@@ -270,7 +271,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
     }
 
     fn run(&self, gate: &Gate<'_, M>) -> Result<CollectiveTimes, ExecError> {
-        let (backend, transport) = &self.ends;
+        let (backend, transport) = self.ends;
         let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a benchmark", error));
         let stream = self.stream()?;
         let call = self.call(&stream);

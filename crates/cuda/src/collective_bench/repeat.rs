@@ -26,7 +26,7 @@ pub fn repeat_collective<M: Machine<Backend = CudaBackend> + Sync>(
 
 impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
     fn repeat(&self, gate: &Gate<'_, M>, calls: usize) -> Result<u64, ExecError> {
-        let (backend, transport) = &self.ends;
+        let (backend, transport) = self.ends;
         let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a stress test", error));
         let stream = self.stream()?;
         let queue = stream.queue();

@@ -1,9 +1,7 @@
 use std::time::Duration;
 
 use counterpoint_exec::selftest::{Case, Extent, SelfCheck, unlike_elements};
-use counterpoint_exec::{
-    Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig,
-};
+use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{DType, Plan, PlanConfig};
 use counterpoint_schedule::{

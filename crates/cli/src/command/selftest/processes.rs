@@ -26,6 +26,8 @@ const LIMIT: Duration = Duration::from_secs(4);
 const GRACE: Duration = Duration::from_secs(9);
 /// Of a job that nothing happens to.
 const LONG: Duration = Duration::from_secs(60);
+/// Of one that cannot begin.
+const SOON: Duration = Duration::from_secs(30);
 
 /// What happens to rank 1, so long after the first row was printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,12 +217,13 @@ impl Bench {
         let hog = DeviceBuffer::new(device, free.saturating_sub(LEFT))?;
         let checks = side_by_side(self.transports(), |transport| {
             let line =
-                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 20 --transports {transport}");
+                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 40 --transports {transport}");
             let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
             let job =
                 start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
             let silent = job.map(|job| {
-                let ended = job.end(&[0, 1], LONG);
+                // Less than any wait's limit: nobody is to wait for one that has said that it cannot come.
+                let ended = job.end(&[0, 1], SOON);
                 let says = |rank: &&Ended| {
                     let text = last_line(&rank.text);
                     rank.code.is_some_and(|code| code != 0)
