@@ -7,7 +7,7 @@ use counterpoint_exec::{
     Prepared, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
-use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
+use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
 use super::staged::StagedAttention;
 use crate::{
@@ -119,7 +119,9 @@ impl Problem {
         let StagedAttention { spec, plan, inputs } =
             StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
         let programs = (0..ranks)
-            .map(|rank| lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default()))
+            .map(|rank| {
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited)
+            })
             .collect();
         let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
         Ok(Self { programs, inputs })
