@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::backend::lock;
 
-/// Groups of ranks that are kept. Each has buffers on its devices, some tens of megabytes a rank.
-const KEPT: usize = 4;
+/// Groups of ranks that are kept: as many as a layer with and one without overlap have passes. Each has buffers on its devices.
+const KEPT: usize = 8;
 
 /// Ends of ranks that are connected with each other, by what tells such groups apart. A clone is the same shelf.
 pub(crate) struct Shelf<K, E>(Arc<Mutex<Groups<K, E>>>);
@@ -147,7 +147,7 @@ mod tests {
         }
         assert_eq!(shelf.keys(), (1..=KEPT as u32).collect::<Vec<_>>(), "the oldest has gone");
         assert_eq!(*lock(&gone), [0, 1]);
-        let lent = shelf.lend(9, ends(&gone, [98, 99]));
+        let lent = shelf.lend(99, ends(&gone, [98, 99]));
         drop(shelf);
         assert_eq!(lock(&gone).len(), 2 * (KEPT + 1));
         drop(lent);

@@ -1,3 +1,4 @@
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use counterpoint_mask::Mask;
 use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
 use super::staged::StagedAttention;
+use crate::backend::lock;
 use crate::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
 };
@@ -19,7 +21,7 @@ const ROWS: usize = 2048;
 const LIMIT: Duration = Duration::from_secs(3);
 /// Of the others, which compile kernels and connect the ranks of NCCL, while all cores are busy.
 const LONG: Duration = Duration::from_secs(20);
-/// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
+/// How much longer a run may take: a stalled rank sleeps on.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A rank dies, or stalls for longer than the limit, before operations of a run picked by the seed, each rank enqueued by a
@@ -109,6 +111,13 @@ fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
     all
 }
 
+/// What became of ranks.
+struct Ended {
+    ranks: Vec<Result<HostTensor, ExecError>>,
+    /// Until the last of them that did not die said so.
+    took: Duration,
+}
+
 struct Problem {
     programs: Vec<Program>,
     inputs: Vec<AttentionInputs>,
@@ -130,7 +139,7 @@ impl Problem {
     /// The results of all ranks.
     fn undisturbed(&self, machine: &CudaMachine) -> Result<Vec<HostTensor>, ExecError> {
         let ends = self.connect(machine, LONG, Vec::new())?;
-        self.run(ends).into_iter().collect()
+        self.run(ends).ranks.into_iter().collect()
     }
 
     fn connect(
@@ -144,10 +153,17 @@ impl Problem {
     }
 
     /// What becomes of each rank.
-    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
-        thread::scope(|scope| {
+    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Ended {
+        let (began, said) = (Instant::now(), Mutex::new(Duration::ZERO));
+        let ranks = thread::scope(|scope| {
+            let said = &said;
             let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
-                scope.spawn(move || self.run_rank(rank, backend, transport))
+                scope.spawn(move || {
+                    self.run_rank(rank, backend, transport, || {
+                        let mut said = lock(said);
+                        *said = began.elapsed().max(*said);
+                    })
+                })
             };
             let threads: Vec<_> = ends.into_iter().enumerate().map(run).collect();
             let join = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, _>)| {
@@ -157,7 +173,9 @@ impl Problem {
                 })
             };
             threads.into_iter().enumerate().map(join).collect()
-        })
+        });
+        let took = *lock(&said);
+        Ended { ranks, took }
     }
 
     /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
@@ -173,11 +191,9 @@ impl Problem {
             Err(error) => return fail(error.to_string()),
         };
         let hog = all_memory(device);
-        let began = Instant::now();
-        let ended = self.run(ends);
-        let took = began.elapsed();
+        let Ended { ranks, took } = self.run(ends);
         drop(hog);
-        for (rank, ended) in ended.iter().enumerate() {
+        for (rank, ended) in ranks.iter().enumerate() {
             let said = match ended {
                 Err(error) => error.to_string(),
                 Ok(_) => "nothing, and had results".to_owned(),
@@ -200,6 +216,7 @@ impl Problem {
         rank: usize,
         backend: CudaBackend,
         transport: CudaTransport,
+        says: impl Fn(),
     ) -> Result<HostTensor, ExecError> {
         let AttentionInputs { q, k, v, .. } = &self.inputs[rank];
         let mut inputs = Vec::new();
@@ -213,7 +230,10 @@ impl Problem {
             Some(out) => told.download(out),
             None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is no output".to_owned() }),
         });
-        ran.map_err(|error| told.fail(error))
+        let ended = ran.map_err(|error| told.fail(error));
+        // What is freed from here on may wait for other processes, which the driver serves first.
+        says();
+        ended
     }
 
     fn strike(
@@ -239,16 +259,14 @@ impl Problem {
         };
         let label = &self.programs[victim].ops[op].label;
         let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
-        let began = Instant::now();
-        let ended = match self.connect(machine, LIMIT, vec![fault]) {
+        let Ended { ranks, took } = match self.connect(machine, LIMIT, vec![fault]) {
             Ok(ends) => self.run(ends),
             Err(error) => return SelfCheck::failed(name, seed as u64, error.to_string()),
         };
-        let took = began.elapsed();
         // Whatever else a rank needs of the victim, it has by then.
         let given = ops[..op].iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
         let all = ops.iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
-        for (rank, (ended, expected)) in ended.iter().zip(expected).enumerate() {
+        for (rank, (ended, expected)) in ranks.iter().zip(expected).enumerate() {
             let wrong = match ended {
                 Err(error) if error.to_string().contains(&format!("rank {victim}")) => continue,
                 Err(error) => format!("rank {rank} said: {error}"),

@@ -43,7 +43,7 @@ pub(super) enum When {
 }
 
 /// Slots of a GPU: what takes all of them runs alone.
-pub(super) const SLOTS: usize = 14;
+pub(super) const SLOTS: usize = 18;
 /// What keeps the host busy only.
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
@@ -147,36 +147,32 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Meetings, G::Signals], alone, When::AtOnce, 1, hopper);
-    let products = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
-    add(&products, alone, When::AtOnce, 1, several && hopper);
+    let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
+    add(&travelling, alone, When::AtOnce, 1, several && hopper);
     // Half a minute of one thread, which makes its inputs, before the GPU has anything to do.
     add(&[G::LongSequence], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
-    // Many processes begin one after the other, whatever else there is to do.
     let [light, everywhere, jobs] = [LIGHT, USUAL, JOBS].map(Place::AllGpus);
-    add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
-    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
-    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
-    // What mostly waits for limits.
-    add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
-    add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
-    add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
-    add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
-    add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
     let shares = machine.shares(extent);
     let any = Place::AnyGpu(USUAL);
+    // The longest first: many processes, which begin one after the other, and what waits for limits and connects NCCL's ranks anew.
+    add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
+    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
+    add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
     add(attention, any, When::Compiled, shares, true);
-    // What connects NCCL's ranks takes some seconds to begin.
-    add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
     add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
+    add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
+    add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
+    add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
+    add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
     add(&[G::NcclCollectives], light, When::Compiled, 1, several);
+    add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
     add(&[G::Isolation, G::NcclSteps, G::NcclRepeats], light, When::Compiled, 1, several);
-    add(&[G::Linear], any, When::Compiled, shares, hopper);
-    add(&[G::Gemm], any, When::Compiled, shares, hopper);
+    add(&[G::Linear, G::Gemm], any, When::Compiled, shares, hopper);
     add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
-    add(&[G::NvlinkLinear], everywhere, When::Compiled, 2, several && hopper);
-    add(&[G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NvlinkLinear, G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
     add(&[G::NvlinkCollectives, G::SharedCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::CopyEngineCollectives, G::EngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);

@@ -19,10 +19,10 @@ use super::job::{Ended, Gpus, start};
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
                          --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11 --limit 20";
 /// A job that begins collectives again and again, and is in one most of the time.
-const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 4";
+const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 6";
 /// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed, while other
 /// parts of the selftest keep cores and GPUs busy.
-const LIMIT: Duration = Duration::from_secs(4);
+const LIMIT: Duration = Duration::from_secs(6);
 const GRACE: Duration = Duration::from_secs(9);
 /// Of a job that nothing happens to.
 const LONG: Duration = Duration::from_secs(60);
