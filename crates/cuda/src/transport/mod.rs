@@ -10,6 +10,7 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod backward_reduce;
 mod cast_gemm;
 mod copies;
 mod engine;
@@ -31,7 +32,9 @@ use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
-use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
+use counterpoint_schedule::{
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind,
+};
 
 use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
 use crate::kernel::LinkAbort;
@@ -124,6 +127,7 @@ pub struct CudaCollective {
 enum Work {
     Pull(Mutex<Option<pull::PullWork>>),
     Link(LinkWork),
+    BackwardReduce(Box<backward_reduce::BackwardReduceWork>),
     GemmReduce(Box<gemm_reduce::GemmReduceWork>),
     CastGemm(Box<cast_gemm::CastGemmWork>),
     Push(push::PushWork),
@@ -140,6 +144,7 @@ impl CudaCollective {
     fn has_met(&self) -> bool {
         match &self.work {
             Work::Link(link) => link.has_met(),
+            Work::BackwardReduce(work) => work.has_met(),
             Work::GemmReduce(work) => work.has_met(),
             Work::CastGemm(work) => work.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),
@@ -294,6 +299,18 @@ impl Transport<CudaBackend> for CudaTransport {
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }
 
+    fn prepare_backward_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &BackwardReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.backward_reduce_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
@@ -304,6 +321,7 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::BackwardReduce(work) => self.backward_reduce(call, meeting, work),
             Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
             Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
@@ -376,6 +394,11 @@ impl CudaTransport {
                 }
                 told
             }
+            Work::BackwardReduce(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.memory());
+                &pattern.incoming[..]
+            }
             Work::GemmReduce(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.exchange());
@@ -410,10 +433,16 @@ impl CudaTransport {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
             // Who has not learnt yet where this rank's memory is must find it told.
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
+            Work::Link(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_)
+                if meeting.own.is_some() =>
+            {
                 self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
             }
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
+            Work::Link(_)
+            | Work::BackwardReduce(_)
+            | Work::GemmReduce(_)
+            | Work::CastGemm(_)
+            | Work::Exchange(_) => {}
         }
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
