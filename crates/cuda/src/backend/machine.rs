@@ -4,7 +4,8 @@ use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_mem
 use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, UserKernels, exec_error};
+use super::rank::UserKernels;
+use super::{CudaBackend, exec_error};
 use crate::kernel::{LINK_RANKS, UserKernelSource};
 use crate::nccl::NcclRank;
 use crate::transport::Means;
