@@ -138,6 +138,17 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let step = match &op.op {
                 Op::GroupCast(op) => cast(op)?,
                 Op::GroupReduce(op) => reduce(op)?,
+                Op::BackwardReduce(both) => {
+                    let arrive = both.reduce.arrive.map(|barrier| barrier.0);
+                    let signal = both.backward.arriving.map(|keys| keys.delivery.signal.0);
+                    match transport.prepare_backward_reduce(&backend, &place, both, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive, signal },
+                        None => {
+                            push(Step::Compute(backend.prepare(&program, index)?));
+                            reduce(&both.reduce)?
+                        }
+                    }
+                }
                 Op::CastGemm(op) => {
                     let arrive = op.cast.arrive.map(|barrier| barrier.0);
                     match transport.prepare_cast_gemm(backend, &place, op, program)? {

@@ -33,6 +33,7 @@ use counterpoint_exec::{Backend, ExecError, HostData, HostTensor, OpPlace};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec};
 
+pub(crate) use attention_backward::Backward;
 pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
 pub use counters::CudaBarrier;
@@ -183,7 +184,7 @@ impl Backend for CudaBackend {
             [(first, _), _, ..] if first.timed() => {
                 let streams: Vec<&Stream> =
                     ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
-                let held = first.0.start_line.hold(&first.0.setup, ranks.len(), &streams);
+                let held = first.0.start_line.hold(first.device(), ranks.len(), &streams);
                 held.map_err(|error| first.error(&"the start of a run", error))
             }
             _ => Ok(()),

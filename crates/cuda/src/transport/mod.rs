@@ -10,6 +10,7 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod backward_reduce;
 mod call;
 mod cast_gemm;
 mod collective;
@@ -34,7 +35,9 @@ use std::sync::{Arc, Mutex};
 
 use counterpoint_exec::collective::{Board, Collective};
 use counterpoint_exec::{ExecError, OpPlace, Rendezvous, Transport, World};
-use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program};
+use counterpoint_schedule::{
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program,
+};
 
 use crate::backend::{CudaBackend, exec_error};
 use crate::{CudaError, Device};
@@ -210,6 +213,18 @@ impl Transport<CudaBackend> for CudaTransport {
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }
 
+    fn prepare_backward_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &BackwardReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.backward_reduce_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
@@ -220,6 +235,7 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::BackwardReduce(work) => self.backward_reduce(call, meeting, work),
             Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
             Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),

@@ -313,6 +313,8 @@ impl AttentionBackward {
             stretch: self.stretch,
             arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
+            homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
+            homes: tensors.homes.map_or(0, |homes| homes.addresses),
             classes: self.class_ends.len() as u32,
             class_end,
             scale,
