@@ -33,9 +33,11 @@ __device__ __forceinline__ void staged_reduce(const StagedCall& call, const Link
   for (u32 i = threadIdx.x; i < kLinkRanks * kLinkTensors; i += blockDim.x) shared.tensors[i] = call.sources[i];
   __syncthreads();
   if (threadIdx.x >= 32 * kLinkFetchers) {
-    link_add<Partial, Result>(call, shared, pieces, begin.pieces, end.pieces, accumulate);
+    if (begin.pieces == end.pieces) return;
+    link_add<Partial, Result>(call, shared, pieces, pieces[begin.pieces], begin.pieces, end.pieces, accumulate);
   } else {
-    link_fetch<kStagedAhead>(call, shared, fetches, begin.fetches, end.fetches);
+    const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
+    link_fetch<kStagedAhead>(call, shared, mine, mine.from(0));
   }
 }
 

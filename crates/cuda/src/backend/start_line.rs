@@ -7,11 +7,12 @@ use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 /// of all ranks wait for. Not a wait for the host, which might itself be held up by a device that waits.
 #[derive(Default)]
 pub(super) struct StartLine {
-    filled: Mutex<Option<Filled>>,
+    filled: Mutex<Option<Fills>>,
 }
 
-struct Filled {
-    /// Of its own: on the one for uploads it would also hold back the mark that a run's times are measured from.
+/// On a stream of their own: what else is enqueued to be done at once, such as the mark that a run's times are measured from, must not be
+/// held back.
+struct Fills {
     stream: Stream,
     memory: DeviceBuffer,
     passed: Event,
@@ -23,16 +24,16 @@ const BYTES: usize = 64 << 20;
 const FILLS_PER_RANK: usize = 2;
 
 impl StartLine {
-    /// Has what is enqueued on `streams` from now on start together, some 40 us a rank from now. `device` is that of one of them.
+    /// Has what is enqueued on `streams` from now on start together, some 40 us a rank from now.
     pub(super) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
         let mut filled = lock(&self.filled);
-        let Filled { stream, memory, passed } = match &mut *filled {
+        let Fills { stream, memory, passed } = match &mut *filled {
             Some(filled) => filled,
-            none => {
-                let stream = Stream::new(device, StreamPriority::Low)?;
-                let (memory, passed) = (DeviceBuffer::new(device, BYTES)?, Event::new(device)?);
-                none.insert(Filled { stream, memory, passed })
-            }
+            none => none.insert(Fills {
+                stream: Stream::new(device, StreamPriority::High)?,
+                memory: DeviceBuffer::new(device, BYTES)?,
+                passed: Event::new(device)?,
+            }),
         };
         (0..FILLS_PER_RANK * ranks).try_for_each(|_| memory.fill(stream, 0))?;
         passed.record(stream)?;

@@ -6,8 +6,8 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
 use crate::kernel::{
-    LinkReduceSpec, ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove, RowReduce,
-    RowReduceSpec, Scalar, StagedReduce,
+    LinkOperands, LinkReduceSpec, ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove,
+    RowReduce, RowReduceSpec, Scalar, StagedReduce,
 };
 use crate::{CudaError, Device, Stream};
 
@@ -238,6 +238,7 @@ fn few_spec(
         op: reduction.op,
         accumulate: reduction.accumulate,
         types: first,
+        operands: LinkOperands::Announced,
         tensors: rows.collect(),
     })
 }
