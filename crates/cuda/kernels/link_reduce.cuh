@@ -162,9 +162,8 @@ struct LinkFetches {
   }
 };
 
-// `next`: the first of them. `kAhead`: fetches, below 32, by which L2 is told before, where what is fetched lies in this GPU's memory;
-// else 0.
-template <u32 kAhead, typename Call>
+// `next`: the first of them.
+template <typename Call>
 __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& shared, const LinkFetches& fetches,
                                            LinkFetch next) {
   const u32 lane = threadIdx.x % 32;
@@ -183,18 +182,6 @@ __device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& s
     const u64 from = __shfl_sync(0xffffffffu, held.from, n % 32);
     const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
     const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
-    if constexpr (kAhead > 0) {
-      const u32 ahead = n + kAhead;
-      const bool is_held = n % 32 + kAhead < 32;
-      const u64 soon_from = __shfl_sync(0xffffffffu, is_held ? held.from : next.from, ahead % 32);
-      const u32 soon_bytes = __shfl_sync(0xffffffffu, is_held ? held.bytes : next.bytes, ahead % 32);
-      const u32 soon_rank = __shfl_sync(0xffffffffu, u32(is_held ? held.rank : next.rank), ahead % 32);
-      const u32 soon_tensor = __shfl_sync(0xffffffffu, u32(is_held ? held.tensor : next.tensor), ahead % 32);
-      const u32 soon_place = soon_rank << 16 | soon_tensor;
-      if (lane == 0 && ahead < fetches.count) {
-        bulk_prefetch(reinterpret_cast<const void*>(address(soon_from, soon_place)), soon_bytes);
-      }
-    }
     if (lane == 0) {
       const u32 fetch = warp + n * kLinkFetchers;
       const u32 stage = fetch % kLinkOperandStages;
@@ -245,7 +232,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   if (adds) {
     link_add<Partial, Result>(call, shared, pieces, first_piece, begin.pieces, end.pieces, accumulate);
   } else {
-    link_fetch<0>(call, shared, mine, first_fetch);
+    link_fetch(call, shared, mine, first_fetch);
   }
   __syncthreads();
   if (threadIdx.x < 32) link_end(call, number);

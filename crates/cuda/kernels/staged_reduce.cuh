@@ -10,10 +10,6 @@
 
 namespace counterpoint {
 
-// The copy engine of a multiprocessor has some 40 KB on their way at most, however much is asked for (20 GB/s over a link, 50 from
-// memory): more come the sooner they do, so L2 fetches these ahead.
-constexpr u32 kStagedAhead = 20;
-
 // One call.
 struct StagedCall {
   u64 sources[kLinkRanks * kLinkTensors];  // where partial results lie, [rank][tensor]
@@ -37,7 +33,7 @@ __device__ __forceinline__ void staged_reduce(const StagedCall& call, const Link
     link_add<Partial, Result>(call, shared, pieces, pieces[begin.pieces], begin.pieces, end.pieces, accumulate);
   } else {
     const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
-    link_fetch<kStagedAhead>(call, shared, mine, mine.from(0));
+    link_fetch(call, shared, mine, mine.from(0));
   }
 }
 

@@ -42,7 +42,7 @@ pub const SUMMING_WORKERS: usize = 4;
 /// ended (`docs/kernel-log.md`).
 const ENGINE_RATE: f64 = 380e9;
 const ENGINE_START: f64 = 25e-6;
-/// Bytes a second that one multiprocessor reads and adds beside a product.
+/// Bytes a second that one multiprocessor reads, adds and writes beside a product.
 const SUM_RATE: f64 = 50e9;
 /// How much longer a product takes beside copies, and one whose rows travel while it is computed.
 const SLOWER_BESIDE: f64 = 1.02;
@@ -62,6 +62,12 @@ struct Parts {
     operand: f64,
     /// Rows that only the gradient of the weight needs, by kernels and by copy engines.
     inputs: [f64; 2],
+}
+
+impl Parts {
+    fn groups(&self) -> usize {
+        if self.sums[1] > self.weight_gradient { 2 } else { 1 }
+    }
 }
 
 impl LinearPass {
@@ -93,10 +99,16 @@ impl LinearPass {
             }
             PassOverlap::Beside if sums[1] > 0.0 && weight_gradient > 0.0 => {
                 let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
-                Some(first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1]))
+                Some(first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
             }
             PassOverlap::Beside => None,
         }
+    }
+
+    /// Groups of tokens in which it is best run [`PassOverlap::Beside`]: what does not fit under the gradient of the weight begins under the
+    /// product of `dx`.
+    pub fn groups_beside(&self, cost: &CostModel) -> usize {
+        self.traffic().map_or(1, |traffic| self.parts(traffic, cost).groups())
     }
 
     /// What travels beside the first product; `None` where nothing does.
@@ -195,6 +207,16 @@ mod tests {
             let found = pass(LinearKind::Column, activations, frozen, [8192, 8192, 7168]);
             assert_eq!(found.fastest(&WAYS, &CostModel::H200), PassOverlap::Fused);
         }
+    }
+
+    /// Sums to everyone take longer than the gradient, sums to their owners do not.
+    #[test]
+    fn what_does_not_fit_begins_earlier() {
+        let groups = |activations| {
+            pass(LinearKind::Column, activations, BACKWARD, [8192, 8192, 7168])
+                .groups_beside(&CostModel::H200)
+        };
+        assert_eq!([Activations::Replicated, Activations::SequenceParallel].map(groups), [2, 1]);
     }
 
     /// A machine without copy engines or kernels that meet has what it has.

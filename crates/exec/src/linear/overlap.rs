@@ -68,8 +68,10 @@ impl LayerOverlap {
                 let plan = LinearPlan::new(spec, tp_size, WaveGroups::Auto, cost)?;
                 return Ok(PlannedPass { plan, policy: OverlapPolicy::default() });
             }
-            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), cost)?;
-            let way = LinearPass { spec, tp_size, direction }.fastest(ways, cost);
+            let pass = LinearPass { spec, tp_size, direction };
+            let way = pass.fastest(ways, cost);
+            let groups = if way == PassOverlap::Beside { pass.groups_beside(cost) } else { 1 };
+            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), cost)?;
             Ok(PlannedPass { plan, policy: policy_of(way) })
         };
         let weight_gradient = !matches!(gradient, LayerGradient::Frozen | LayerGradient::Deferred { .. });
