@@ -141,10 +141,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::BackwardReduce(both) => {
                     let arrive = both.reduce.arrive.map(|barrier| barrier.0);
                     let signal = both.backward.arriving.map(|keys| keys.delivery.signal.0);
-                    match transport.prepare_backward_reduce(&backend, &place, both, &program)? {
+                    match transport.prepare_backward_reduce(backend, &place, both, program)? {
                         Some(collective) => Step::Collective { collective, arrive, signal },
                         None => {
-                            push(Step::Compute(backend.prepare(&program, index)?));
+                            push(Step::Compute(backend.prepare(program, index)?));
                             reduce(&both.reduce)?
                         }
                     }
