@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use counterpoint_exec::collective::{Collective, Payload};
 use counterpoint_schedule::BufferSpec;
 
+use super::backward_reduce::BackwardReduceWork;
 use super::cast_gemm::CastGemmWork;
 use super::exchange::ExchangeWork;
 use super::gemm_reduce::GemmReduceWork;
@@ -52,6 +53,7 @@ pub struct CudaCollective {
 pub(super) enum Work {
     Pull(Mutex<Option<PullWork>>),
     Link(LinkWork),
+    BackwardReduce(Box<BackwardReduceWork>),
     GemmReduce(Box<GemmReduceWork>),
     CastGemm(Box<CastGemmWork>),
     Push(PushWork),
@@ -68,6 +70,7 @@ impl CudaCollective {
     pub(super) fn has_met(&self) -> bool {
         match &self.work {
             Work::Link(link) => link.has_met(),
+            Work::BackwardReduce(work) => work.has_met(),
             Work::GemmReduce(work) => work.has_met(),
             Work::CastGemm(work) => work.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),

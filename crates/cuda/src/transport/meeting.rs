@@ -19,7 +19,7 @@ pub struct CudaMeeting {
     /// `None` where nobody needs to know any more.
     pub(super) own: Option<Arc<Post<Part>>>,
     /// Where its time is taken, when it is.
-    started: Option<SpanStart>,
+    pub(super) started: Option<SpanStart>,
 }
 
 impl CudaTransport {
@@ -70,6 +70,11 @@ impl CudaTransport {
                 }
                 told
             }
+            Work::BackwardReduce(work) => {
+                part.mailbox = Some(work.mailbox());
+                part.staging = Some(work.memory());
+                &pattern.incoming[..]
+            }
             Work::GemmReduce(work) => {
                 part.mailbox = Some(work.mailbox());
                 part.staging = Some(work.exchange());
@@ -104,10 +109,16 @@ impl CudaTransport {
             Work::Pull(_) => self.end_pull(call, meeting)?,
             Work::Push(work) => self.end_push(call, meeting, work)?,
             // Who has not learnt yet where this rank's memory is must find it told.
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
+            Work::Link(_) | Work::BackwardReduce(_) | Work::GemmReduce(_) | Work::CastGemm(_)
+                if meeting.own.is_some() =>
+            {
                 self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
             }
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
+            Work::Link(_)
+            | Work::BackwardReduce(_)
+            | Work::GemmReduce(_)
+            | Work::CastGemm(_)
+            | Work::Exchange(_) => {}
         }
         if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
             signal.raise(stream.queue(), parts as u64)?;
