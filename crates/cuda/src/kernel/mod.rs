@@ -30,11 +30,13 @@ mod rms_norm;
 mod row_check;
 mod row_copy;
 mod row_merge;
+mod row_pieces;
 mod row_reduce;
 mod scalar;
 mod signal_litmus;
 mod signal_wait;
 mod specialisation;
+mod staged_reduce;
 mod start_litmus;
 mod user_kernel;
 
@@ -80,6 +82,7 @@ pub use scalar::Scalar;
 pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
 pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use staged_reduce::StagedReduce;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 
