@@ -30,14 +30,14 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {
-    mbarrier_init(&shared.full_k, 1);
-    mbarrier_init(&shared.full_v, 1);
+    for (u32 i = 0; i < kKeyBuffers; ++i) mbarrier_init(&shared.full_k[i], 1);
     for (u32 i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full_q[i], 1);
       mbarrier_init(&shared.full_dout[i], 1);
       mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
     }
     for (u32 i = 0; i < 2; ++i) {
+      mbarrier_init(&shared.full_v[i], 4);  // warps of the warpgroup
       mbarrier_init(&shared.full_ds[i], 8);
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
       mbarrier_init(&shared.full_added[i], 1);

@@ -106,7 +106,7 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule =
+        let mut schedule =
             shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
@@ -137,18 +137,18 @@ impl AttentionBackward {
         };
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles());
-        let class_ends = class_ends(&schedule);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
-        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let ctas = shape.ctas();
         let clusters = (workers / ctas).max(1);
+        let class_ends = class_ends(&mut schedule, heads_kv, clusters as usize);
+        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let groups = items.clamp(1, clusters);
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
@@ -244,13 +244,14 @@ impl AttentionBackward {
             TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
         };
         let kind = element.tensor_map_element();
-        let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
+        let [key_box, value_box, row_box] =
+            [self.shape.key_box(), self.shape.value_box(), self.shape.row_box()].map(|rows| [64, 1, rows]);
         let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without rows none is read, and any address of this device will do.
         let any = self.statistics.address();
-        let keys = |name: &str, address, dim, rows: usize| {
+        let keys = |name: &str, address, dim, rows: usize, box_dims| {
             let address = if rows == 0 { any } else { address };
-            map(name, kind, address, [dim, heads_kv, rows.max(1)], key_box)
+            map(name, kind, address, [dim, heads_kv, rows.max(1)], box_dims)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let rows = rows_q.max(1);
@@ -278,10 +279,10 @@ impl AttentionBackward {
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
             dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
-            k: keys("k", tensors.k, head_dim, own_rows)?,
-            v: keys("v", tensors.v, head_dim_v, own_rows)?,
-            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
-            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
+            k: keys("k", tensors.k, head_dim, own_rows, key_box)?,
+            v: keys("v", tensors.v, head_dim_v, own_rows, value_box)?,
+            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving, key_box)?,
+            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving, value_box)?,
             dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
             statistics,
             dk: tensors.dk,
