@@ -75,7 +75,9 @@ fn programs(plan: &Plan, spec: &AttentionSpec, policy: &str) -> [Vec<Program>; 3
         (0..plan.cp_size()).map(lower).collect()
     };
     [
-        (0..plan.cp_size()).map(|rank| lower_attention_forward(plan, rank, spec, policy)).collect(),
+        (0..plan.cp_size())
+            .map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited))
+            .collect(),
         backward(GradientReduction::PerStage),
         backward(GradientReduction::Deterministic),
     ]
@@ -283,7 +285,8 @@ fn a_single_stage_writes_results_at_once() {
 #[test]
 fn barriers_follow_the_casts() {
     let plan = plan(&mask(&[400, 300, 300]), 3, 64, 3);
-    let program = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), "kernel-barrier".parse().unwrap());
+    let lower = |policy| lower_attention_forward(&plan, 0, &spec(DType::F32, 0), policy, KeyBlocks::Suited);
+    let program = lower("kernel-barrier".parse().unwrap());
     let mut started = 0;
     for op in &program.ops {
         match &op.op {
@@ -296,7 +299,7 @@ fn barriers_follow_the_casts() {
         }
     }
     assert_eq!(started, 3);
-    let plain = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), OverlapPolicy::default());
+    let plain = lower(OverlapPolicy::default());
     assert!(plain.ops.iter().all(|op| !matches!(op.op, Op::Await { .. })));
     assert_eq!(plain.num_barriers, 0);
 }

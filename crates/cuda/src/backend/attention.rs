@@ -5,7 +5,9 @@ use std::sync::Arc;
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd};
+use counterpoint_schedule::{
+    AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, KeyBlocks,
+};
 
 use super::compute::Prepare;
 use super::keys::Keys;
@@ -165,6 +167,7 @@ enum End {
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        problem.deterministic = op.blocks == KeyBlocks::Aligned;
         let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;

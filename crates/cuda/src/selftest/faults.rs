@@ -8,7 +8,7 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
-use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
+use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
 use crate::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
@@ -131,7 +131,9 @@ impl Problem {
         let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
         let inputs = random_inputs(&mask, &spec, 5, false);
         let programs = (0..ranks)
-            .map(|rank| lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default()))
+            .map(|rank| {
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited)
+            })
             .collect();
         let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
         Ok(Self { programs, inputs })

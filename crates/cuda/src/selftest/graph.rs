@@ -7,7 +7,8 @@ use counterpoint_exec::{
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
+    lower_attention_forward,
 };
 
 use crate::bench::StepBench;
@@ -63,7 +64,7 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
     let mut bound: Vec<(&str, CudaBuffer)> = Vec::new();
     let mut unlike = 0;
     let policy = OverlapPolicy::default();
-    let forward = lower_attention_forward(&plan, 0, spec, policy);
+    let forward = lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited);
     let backward = lower_attention_backward(&plan, 0, spec, policy, GradientReduction::Deterministic);
     for program in [forward, backward] {
         let Some((backend, transport)) = machine.connect(&world)?.pop() else { return Ok(unlike) };

@@ -72,6 +72,18 @@ pub struct ArrivingKeys {
     pub delivery: Delivery,
 }
 
+/// Where a forward's blocks of keys begin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeyBlocks {
+    /// Wherever suits the mask and the backend. Two runs of a Program have the same bits.
+    #[default]
+    Suited,
+    /// At multiples of their size, which divides [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK): a row's results have the same bits
+    /// for any number of stages.
+    Aligned,
+}
+
 /// One stage of the attention forward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttentionForward {
@@ -84,6 +96,8 @@ pub struct AttentionForward {
     /// More keys, which come while it runs; those of `k` are then a multiple of [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK)
     /// rows, and all work is in this stage.
     pub arriving: Option<ArrivingKeys>,
+    /// Where its blocks of keys begin.
+    pub blocks: KeyBlocks,
     /// What it goes on from.
     pub begin: ForwardBegin,
     /// What it leaves.
