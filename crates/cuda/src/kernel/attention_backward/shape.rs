@@ -160,7 +160,7 @@ pub(super) fn class_ends(schedule: &mut TileSchedule, heads_kv: usize, workers: 
         Vec::new()
     };
     let ends_of = |half: Range<usize>| {
-        let mut ends: Vec<u32> = chains
+        let mut ends: Vec<u32> = groups
             .iter()
             .copied()
             .filter(|&end| half.start < end as usize && end as usize <= half.end)
