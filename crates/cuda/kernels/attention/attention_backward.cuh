@@ -11,7 +11,8 @@
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
 //  - one has a thread that loads and one that adds dq to global memory, both by the copy engine, and a warp that counts what was
-//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh).
+//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh). And a warp that
+//    rounds dq while the others work.
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
 // dP is there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
@@ -30,14 +31,14 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   using namespace backward;
   Storage& shared = storage();
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < kKeyBuffers; ++i) mbarrier_init(&shared.full_k[i], 1);
+    mbarrier_init(&shared.full_k, 1);
+    mbarrier_init(&shared.full_v, 1);
     for (u32 i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full_q[i], 1);
       mbarrier_init(&shared.full_dout[i], 1);
       mbarrier_init(&shared.empty[i], 8);  // warps of the key warpgroups
     }
     for (u32 i = 0; i < 2; ++i) {
-      mbarrier_init(&shared.full_v[i], 4);  // warps of the warpgroup
       mbarrier_init(&shared.full_ds[i], 8);
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
       mbarrier_init(&shared.full_added[i], 1);
@@ -62,6 +63,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
       if (threadIdx.x == 32) add_role(params, shared);
       if (threadIdx.x / 32 == 2) count_role(params, shared);
     }
+    if (threadIdx.x / 32 == 3) round_role<3>(params);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);

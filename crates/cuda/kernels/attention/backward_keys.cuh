@@ -1,7 +1,7 @@
 // The warpgroups of attention backward that own keys: S, P, dP, dS of each block, and the sums dk and dv.
 #pragma once
 
-#include "attention/backward_output.cuh"
+#include "attention/backward_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
@@ -15,6 +15,14 @@ namespace backward {
 // The flags of an announcement. They decide the way of all lanes.
 __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
   return uniform_load(&shared.steps[count % kSteps].flags);
+}
+
+// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
+// the main loop has no register to keep it.
+__device__ __forceinline__ i32 own_key() {
+  const u32 thread = threadIdx.x % (2 * kOwnKeys);  // the warpgroups that own keys come last
+  const u32 first = kCtas == 2 ? kOwnKeys * cluster_rank() : 0;
+  return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
 // Which of a thread's rows are unmasked for its keys from `offset` on, each 8 further than the last: bit 8 (j % 4) + e of a
@@ -61,6 +69,67 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
   }
 }
 
+// Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
+template <u32 kCount>
+__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                               const Step& step, const float (&d)[kCount], float factor) {
+  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key_end = uniform_load(&step.key_end);
+  const u32 head = uniform_load(&step.head_kv);
+  const u32 c = threadIdx.x % 4;
+  const u64 row_stride = u64(params.heads_kv) * head_dim;
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    const bool owned = row < key_end;
+    const u64 base = u64(u32(row)) * row_stride + u64(head) * head_dim;
+    if (kOutputF32) {
+      float* to = static_cast<float*>(out) + base;
+#pragma unroll
+      for (u32 j = 0; j < kCount / 4; ++j) {
+        const u32 column = 8 * j + 2 * c;
+        if (owned && column < head_dim) {
+          *reinterpret_cast<float2*>(to + column) =
+              make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        }
+      }
+    } else {
+      // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
+      Element* to = static_cast<Element*>(out) + base;
+      const bool odd = c & 1;
+#pragma unroll
+      for (u32 j = 0; j < kCount / 4; j += 2) {
+        const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+        const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
+        const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
+        const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
+        if (owned && column < head_dim) {
+          *reinterpret_cast<uint2*>(to + column) =
+              make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
+        }
+      }
+    }
+  }
+}
+
+// Zeros for keys that nobody sees.
+__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                            const Step& step) {
+  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key_end = uniform_load(&step.key_end);
+  const u32 head = uniform_load(&step.head_kv);
+  const u32 lane = threadIdx.x % 32;
+  constexpr u32 kSize = kOutputF32 ? 4 : 2;
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    if (row >= key_end) continue;
+    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim * kSize;
+    for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
+      *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
 // S^T or dP^T of 64 keys: keys [64, kDim] times rows [kRows, kDim].
 template <u32 kDim = kHeadDim>
 __device__ __forceinline__ void multiply_keys_rows(float (&d)[kRows / 2], u32 keys, u32 rows) {
@@ -95,6 +164,14 @@ __device__ __forceinline__ float2 unpack_half(u32 pair) {
       : "=f"(values.x), "=f"(values.y)
       : "r"(pair));
   return values;
+}
+
+// Where this lane's row of a stored dS^T matrix lies in a buffer: 128 bytes a key, 16-byte pieces swizzled by the key.
+// Asked for again at every block, like own_key.
+__device__ __forceinline__ u32 own_matrix_row(u32 buffer) {
+  const u32 thread = threadIdx.x % (2 * kOwnKeys);
+  const u32 key = 16 * (thread / 32) + thread % 16;
+  return buffer + key * 128 + (((thread % 32 / 16) ^ (key % 8)) << 4);
 }
 
 // tanh(x / (2 log2(e))), to an absolute error of 2^-22: the instruction for it is good to 2^-11 only.
@@ -160,9 +237,9 @@ __device__ __forceinline__ void weigh(const AttentionBackwardArguments& params, 
 
 // The two warpgroups that own keys.
 __device__ __forceinline__ void key_role(const AttentionBackwardArguments& params, Storage& shared, u32 warpgroup) {
-  // This warpgroup's keys in K's first buffer; all others follow from it.
-  u32 keys = operand(shared_address(shared.k) + warpgroup * 64 * 128);
-  asm volatile("" : "+r"(keys));
+  const u32 keys_k = operand(shared_address(shared.k) + warpgroup * 64 * 128);
+  const u32 keys_v = operand(shared_address(shared.v) + warpgroup * 64 * 128);
+
   u32 count = 0;
   while (true) {
     mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
@@ -184,25 +261,21 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     float dk[kHeadDim / 2], dv[kHeadDim / 2];
     set_zero(dk);
     set_zero(dv);
-    mbarrier_wait(&shared.full_k[key_slot_of(flags)], key_parity_of(flags));
-    u32 keys_k = keys + key_slot_of(flags) * (kKeyBytes >> 4);
+    mbarrier_wait(&shared.full_k, item_parity_of(flags));
     while (true) {
       flags = step_flags(shared, count);
       u32 p[kRows / 16][4], ds[kRows / 16][4];
       u32 w[kRows / 16][4];
       {
         float s[kRows / 2];
-        // Blocks of 128 rows leave no register to keep it.
-        if (kRows > 64) keys_k = keys + key_slot_of(flags) * (kKeyBytes >> 4);
         wgmma_fence();
         multiply_keys_rows(s, keys_k, operand(shared_address(shared.q[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
-        if (flags & kFirst) fetch_values(params, shared, shared.steps[count % kSteps]);
         const bool bounded = flags & kBounded;
         u32 rows[2][kRows / 32];
         if (bounded) key_rows(params, shared.steps[count % kSteps], 0, rows);
         __syncwarp();
-        if (flags & kFirst) mbarrier_wait(&shared.full_v[own_warpgroup()], item_parity_of(flags));
+        if (flags & kFirst) mbarrier_wait(&shared.full_v, item_parity_of(flags));
         wgmma_wait<0>();
         pin(s);
         weigh(params, shared.lse[slot_of(count)], bounded, rows, s, p, w);
@@ -211,7 +284,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
         float dp[kRows / 2];
         mbarrier_wait(&shared.full_dout[slot_of(count)], parity_of(count));
         wgmma_fence();
-        multiply_keys_rows(dp, keys + (kKeyBuffers * kKeyBytes >> 4), operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
+        multiply_keys_rows(dp, keys_v, operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes));
         wgmma_commit();
         const u32 dout_rows = operand(shared_address(shared.dout[0]) + slot_of(count) * kRowBytes, kRows * 128);
 #pragma unroll
@@ -262,15 +335,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    // All of the warpgroup have read V.
-    barrier_sync(1 + own_warpgroup(), 128);
-    if constexpr (kOutputInLines) {
-      put_gradient(params.dv, params.head_dim_v, params, shared, step, dv, 1.0f);
-      put_gradient(params.dk, params.head_dim, params, shared, step, dk, params.scale);
-    } else {
-      store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
-      store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
-    }
+    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
+    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
     __syncwarp();
   }
 }

@@ -48,16 +48,20 @@ __device__ __forceinline__ void load_rows(const AttentionBackwardArguments& para
   if (!(flags & kExit)) walk.advance(params);
 }
 
-// Fetches K of the item that begins with `step`. V is fetched by those who own its keys (backward_output.cuh).
-__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+__device__ __forceinline__ void load_keys(const AttentionBackwardArguments& params, const TensorMap& own,
+                                          const TensorMap& arriving, u8* to, u64* full, const Step& step) {
   if (step.flags & (kExit | kEmpty)) return;
   i32 key = step.key;
-  const TensorMap* map = key_map(params.k, params.arriving_k, params.own_rows, key);
-  const u32 slot = key_slot_of(step.flags);
-  u64* full = &shared.full_k[slot];
+  const TensorMap* map = key_map(own, arriving, params.own_rows, key);
   mbarrier_arrive_expect(full, kKeyBytes);
 #pragma unroll
-  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(shared.k[slot] + c * kKeys * 128, map, full, 64 * c, step.head_kv, key);
+  for (u32 c = 0; c < kChunks; ++c) tma_load_3d(to + c * kKeys * 128, map, full, 64 * c, step.head_kv, key);
+}
+__device__ __forceinline__ void load_k(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  load_keys(params, params.k, params.arriving_k, shared.k, &shared.full_k, step);
+}
+__device__ __forceinline__ void load_v(const AttentionBackwardArguments& params, Storage& shared, const Step& step) {
+  load_keys(params, params.v, params.arriving_v, shared.v, &shared.full_v, step);
 }
 
 // Before the first keys of an item are loaded.
@@ -73,16 +77,17 @@ __device__ __forceinline__ void load_role(const AttentionBackwardArguments& para
   shared.delivered.begin(params);
   await_keys(params, shared.delivered, shared.steps[0]);
   load_k(params, shared, shared.steps[0]);
+  load_v(params, shared, shared.steps[0]);
   for (u32 count = 0; !(shared.steps[count % kSteps].flags & kExit); ++count) {
     load_rows(params, shared);
     if (shared.steps[count % kSteps].flags & kLast) {
       const Step& next = shared.steps[(count + 1) % kSteps];
+      // Who has computed dS of the last block reads V no more; when dq of it is computed, nobody reads K.
+      mbarrier_wait(&shared.full_ds[slot_of(count)], parity_of(count));
       await_keys(params, shared.delivered, next);
-      // Who reads the other buffer was waited for at the end of the item before.
-      if (kKeyBuffers == 2) load_k(params, shared, next);
-      // When dq of the last block is computed, nobody reads the item's K.
+      load_v(params, shared, next);
       mbarrier_wait(&shared.empty_ds[slot_of(count)], parity_of(count));
-      if (kKeyBuffers == 1) load_k(params, shared, next);
+      load_k(params, shared, next);
     }
   }
 }
@@ -144,14 +149,13 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       if (lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       continue;
     }
-    if (flags & kFirst) mbarrier_wait(&shared.full_k[key_slot_of(flags)], key_parity_of(flags));
-    const u32 item_keys = shared_address(shared.k[key_slot_of(flags)]);
+    if (flags & kFirst) mbarrier_wait(&shared.full_k, item_parity_of(flags));
 #pragma unroll 1  // what the compiler would keep for each part costs registers that this warpgroup has not
     for (u32 part = 0; part < kParts; ++part) {
       const u32 chunk = part % kChunks;
       const u32 half = part / kChunks;
       float dq[32];
-      const u32 keys = operand(item_keys + chunk * kKeys * 128, kKeys * 128);
+      const u32 keys = operand(shared_address(shared.k) + chunk * kKeys * 128, kKeys * 128);
       const u32 rows = operand(shared_address(shared.ds[0]) + slot * kDsBytes + half * kKeys * 128, kKeys * 128);
       __syncwarp();
       wgmma_fence();

@@ -33,7 +33,6 @@ constexpr u32 kStages = 2;  // of q and dout
 constexpr u32 kChunks = (kHeadDim + 63) / 64;  // operands lie in shared memory as columns of 64 elements (128 bytes)
 constexpr u32 kCtas = HEAD_DIM > 128 ? 2 : 1;  // that share a tile; a cluster of two in attention_backward_pair.cuh
 constexpr u32 kOwnKeys = kKeys / kCtas;        // of a tile's keys
-constexpr u32 kWarpKeys = 16;                  // of those, of a warp that owns keys
 constexpr u32 kThreads = 512;
 constexpr u32 kKeyRegisters = 208;
 constexpr u32 kQueryRegisters = 64;
@@ -63,7 +62,7 @@ struct AddedItem {
   u32 run_begin, run_end;
 };
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
-constexpr u32 kOdd = 32, kOddPair = 64;  // the lowest bits of the item's number, 0 for the first of those that are not empty
+constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
@@ -72,18 +71,14 @@ constexpr u32 kStatisticBytes = kRows * 4;
 constexpr u32 kDsBytes = kKeys * kRows * 2;
 constexpr u32 kPartBytes = 64 * 64 * 4;  // dq leaves in parts of 64 rows x 64 columns
 constexpr u32 kParts = kChunks * kRows / 64;
-// Of K, so that the next item's is there when an item ends; where additions take turns there is no room for a second one.
-constexpr u32 kKeyBuffers = kCtas == 1 && !kDeterministic ? 2 : 1;
-// Each of two threads that add has those of a block; two at least, as one is filled while another is read.
-constexpr u32 kDqBuffers = kDeterministic || kParts == 1 ? 2 * kParts : kParts;
+constexpr u32 kDqBuffers = 2 * kParts;  // so that the additions of a block have the time of a block
 
 }  // namespace backward
 
 // The one parameter of the kernel. Row strides of the tensors are in the tensor maps.
 struct AttentionBackwardArguments {
   TensorMap q, dout;  // elements [rows_q, heads_q, head_dim], box 64 x 1 x kRows / kCtas, swizzle 128
-  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x kOwnKeys, swizzle 128; of v, where one CTA has a
-                      // tile, 64 x 1 x kWarpKeys
+  TensorMap k, v;     // elements [rows_k, heads_kv, head_dim], box 64 x 1 x kOwnKeys, swizzle 128
   TensorMap arriving_k, arriving_v;  // likewise, of the rows from own_rows on
   TensorMap dq;       // f32 [rows_q, heads_q, head_dim], box 32 x 1 x 64, swizzle 128
   TensorMap statistics;  // f32 [8, heads_q, rows_q], box kRows x 1 x 1: lse and delta (attention_backward_rows.cuh)
@@ -142,11 +137,8 @@ __device__ __forceinline__ u32 parity_of(u32 count) { return count / 2 % 2; }
 __device__ __forceinline__ u32 dq_slot_of(u32 count, u32 part) { return (count * kParts + part) % kDqBuffers; }
 __device__ __forceinline__ u32 dq_parity_of(u32 count, u32 part) { return (count * kParts + part) / kDqBuffers % 2; }
 
-// The parity of the round in which a step's item uses what there is once, as V's buffer; which buffer K is in, and the parity of
-// its round.
+// The parity of the round of K's and V's buffers in which a step's item uses them.
 __device__ __forceinline__ u32 item_parity_of(u32 flags) { return flags & kOdd ? 1 : 0; }
-__device__ __forceinline__ u32 key_slot_of(u32 flags) { return kKeyBuffers == 2 && flags & kOdd ? 1 : 0; }
-__device__ __forceinline__ u32 key_parity_of(u32 flags) { return flags & (kKeyBuffers == 2 ? kOddPair : kOdd) ? 1 : 0; }
 
 // Tells the step the turn of the tile of this number among those that add to its block of rows.
 __device__ __forceinline__ void find_turn(const AttentionBackwardArguments& params, Step& step, u32 tile) {
@@ -238,7 +230,7 @@ struct Walk {
   __device__ __forceinline__ void open_block(const AttentionBackwardArguments& params) {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
-    next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd) | ((items - 1) / 2 % 2 ? kOddPair : 0);
+    next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
     if (kDeterministic) find_turn(params, next, tile);
     if (last_block() && last_head(params)) next.flags |= kLast;
   }
@@ -357,7 +349,7 @@ struct Delivered {
 };
 
 struct Storage {
-  u8 k[kKeyBuffers][kKeyBytes];
+  u8 k[kKeyBytes];
   u8 v[kKeyBytes];
   u8 q[kStages][kRowBytes];
   u8 dout[kStages][kRowBytes];
@@ -369,8 +361,7 @@ struct Storage {
   AddedItem added[2];
   Walk walk;
   Delivered delivered;
-  u64 full_k[kKeyBuffers];
-  u64 full_v[2];  // of each warpgroup that owns keys
+  u64 full_k, full_v;
   u64 full_q[kStages], full_dout[kStages], empty[kStages];
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];

@@ -35,13 +35,6 @@ __device__ __forceinline__ void fence_async_proxy_all() { asm volatile("fence.pr
 // knows to be uniform.
 __device__ __forceinline__ u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// The thread's number in its block, read where this stands: what follows from it is worked out there, not kept in registers.
-__device__ __forceinline__ u32 thread_now() {
-  u32 thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // A word in shared memory, read by one lane for its warp: the lane that then says by a barrier that it is read.
 __device__ __forceinline__ u32 uniform_load(const u32* word) {
   u32 value = 0;

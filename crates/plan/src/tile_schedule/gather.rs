@@ -16,7 +16,8 @@ impl TileSchedule {
     /// The group with the heaviest tile comes first. Light tiles of all groups come last, by work and in no group, as many as it
     /// takes for `workers` CTAs to finish about as early as by work alone. Of tiles that need no row from
     /// [`arrival`](super::TileScheduleConfig::arrival) on, and of the others, there are at most `most` groups each, the last of
-    /// which may be several. No tile moves where one group would have most of the work.
+    /// which may be several. No tile moves where one group would
+    /// have most of the work, nor where most tiles of a stretch are about as long as its longest.
     ///
     /// For a schedule by [`TileOrder::Work`](super::TileOrder::Work), each of whose tiles is handed out for `heads` heads.
     ///
@@ -64,7 +65,10 @@ impl Part {
             heaviest[stretch] = heaviest[stretch].max(tile.blocks);
         }
         let all: u64 = work.iter().sum();
-        if work.iter().any(|&one| 2 * one > all) || all == 0 {
+        // By work, too, tiles of like length of a stretch are handed out together.
+        let is_alike = |tile: &&Tile| tile.blocks * 10 >= heaviest[self.stretch(tile) as usize] * 7;
+        let alike: u64 = tiles.iter().filter(is_alike).map(|tile| u64::from(tile.blocks)).sum();
+        if all == 0 || 4 * alike > 3 * all || work.iter().any(|&one| 2 * one > all) {
             return Vec::new();
         }
         let longest = tiles[0].blocks;
@@ -183,6 +187,7 @@ mod tests {
     #[test]
     fn what_is_one_stretch_stays_by_work() {
         for text in [
+            "varlen-full:lengths=640,896,768,640,700",
             "causal:4096",
             "sliding-window:3000,left=500,right=3",
             "varlen-causal:lengths=3000,500,200",

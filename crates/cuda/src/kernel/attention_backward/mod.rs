@@ -244,14 +244,13 @@ impl AttentionBackward {
             TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
         };
         let kind = element.tensor_map_element();
-        let [key_box, value_box, row_box] =
-            [self.shape.key_box(), self.shape.value_box(), self.shape.row_box()].map(|rows| [64, 1, rows]);
+        let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
         let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without rows none is read, and any address of this device will do.
         let any = self.statistics.address();
-        let keys = |name: &str, address, dim, rows: usize, box_dims| {
+        let keys = |name: &str, address, dim, rows: usize| {
             let address = if rows == 0 { any } else { address };
-            map(name, kind, address, [dim, heads_kv, rows.max(1)], box_dims)
+            map(name, kind, address, [dim, heads_kv, rows.max(1)], key_box)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let rows = rows_q.max(1);
@@ -279,10 +278,10 @@ impl AttentionBackward {
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
             dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
-            k: keys("k", tensors.k, head_dim, own_rows, key_box)?,
-            v: keys("v", tensors.v, head_dim_v, own_rows, value_box)?,
-            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving, key_box)?,
-            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving, value_box)?,
+            k: keys("k", tensors.k, head_dim, own_rows)?,
+            v: keys("v", tensors.v, head_dim_v, own_rows)?,
+            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
+            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
             dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
             statistics,
             dk: tensors.dk,

@@ -68,8 +68,6 @@ impl DqSums {
 impl BackwardShape {
     /// Keys of a tile.
     pub(super) const KEYS: u32 = 128;
-    /// Keys of a warp that owns keys.
-    pub(super) const WARP_KEYS: u32 = 16;
     /// Sizes of heads (of q and k, of v) that there are kernels for.
     pub(super) const HEADS: [(usize, usize); 5] = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)];
 
@@ -96,15 +94,6 @@ impl BackwardShape {
     /// Keys that the copy engine fetches at a time: those of a CTA.
     pub(super) const fn key_box(self) -> u32 {
         Self::KEYS / self.ctas()
-    }
-
-    /// Keys of v that the copy engine fetches at a time: where one CTA has a tile those of a warp, through whose part of V's memory
-    /// its dk and dv leave.
-    pub(super) const fn value_box(self) -> u32 {
-        match self.owners {
-            KeyOwners::Warpgroups => Self::WARP_KEYS,
-            KeyOwners::Ctas => self.key_box(),
-        }
     }
 
     /// Query rows that the copy engine fetches at a time: two CTAs fetch half a block each, for both.

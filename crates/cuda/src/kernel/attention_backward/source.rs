@@ -25,7 +25,7 @@ impl BackwardChoice {
     pub(super) fn source(self) -> KernelSource {
         let Self { shape, element, rounds_keys, softcap, turns } = self;
         let BackwardShape { head_dim, head_dim_v, rows, owners } = shape;
-        let (keys, warp_keys, ctas) = (BackwardShape::KEYS, BackwardShape::WARP_KEYS, shape.ctas());
+        let (keys, ctas) = (BackwardShape::KEYS, shape.ctas());
         let gradient = if rounds_keys { "rounded" } else { "f32" };
         let cap = if softcap { "_softcap" } else { "" };
         let order = if turns { "_turns" } else { "" };
@@ -45,8 +45,8 @@ impl BackwardChoice {
             .line(format_args!("#include \"attention/{body}.cuh\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "static_assert(backward::kKeys == {keys} && backward::kRows == {rows} && backward::kWarpKeys == {warp_keys} \
-                 && {scope}::kThreads == {THREADS} && {scope}::kSharedBytes <= {SHARED_BYTES} && backward::kCtas == {ctas}, \"launch\");"
+                "static_assert(backward::kKeys == {keys} && backward::kRows == {rows} && {scope}::kThreads == {THREADS} \
+                 && {scope}::kSharedBytes <= {SHARED_BYTES} && backward::kCtas == {ctas}, \"launch\");"
             ))
             .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS}, 1)"))
             .line(format_args!("{name}(const __grid_constant__ AttentionBackwardArguments arguments) {{"))
