@@ -11,8 +11,7 @@
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
 //  - one has a thread that loads and one that adds dq to global memory, both by the copy engine, and a warp that counts what was
-//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh). And a warp that
-//    rounds dq while the others work.
+//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh).
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
 // dP is there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
@@ -63,7 +62,6 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
       if (threadIdx.x == 32) add_role(params, shared);
       if (threadIdx.x / 32 == 2) count_role(params, shared);
     }
-    if (threadIdx.x / 32 == 3) round_role<3>(params);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
@@ -76,6 +74,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   } else {
     registers_increase<kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
+    gradients_arrive(params);
     round_role<16>(params);
   }
 }

@@ -1,5 +1,5 @@
 // The sums of dq in attention backward: the copy engine adds to them, and once a slab of rows is summed it is rounded to
-// elements: by a warp of every CTA meanwhile, and at the end by those who have run out of work.
+// elements. CTAs that have run out of work do so while others still work, so that it costs no time of its own.
 //
 // A slab is kRows rows of a head; blocks may lie across slabs. Of each, a word counts the rows that were added, once for
 // every key tile that sees them; the host knows how many will be. Slabs that are summed stand in a list, from which any
