@@ -1,4 +1,6 @@
-use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program};
+use counterpoint_schedule::{
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy, Program,
+};
 
 use crate::{Backend, ExecError, OpPlace};
 
@@ -19,6 +21,15 @@ pub trait Transport<B: Backend>: Send {
 
     /// Ranks that take part.
     fn world_size(&self) -> usize;
+
+    /// Has the collectives that are prepared from now on be moved as a Program's policy says, where the backend has not refused it.
+    ///
+    /// # Errors
+    /// [`ExecError::Policy`] when it has nothing that moves them so.
+    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        let _ = policy;
+        Ok(())
+    }
 
     /// Checks this rank's part of a group-cast and makes it ready. `specs` is the table that its buffer ids index.
     ///
@@ -66,6 +77,20 @@ pub trait Transport<B: Backend>: Send {
         _backend: &B,
         _place: &OpPlace,
         _op: &CastGemm,
+        _program: &Program,
+    ) -> Result<Option<Self::Collective>, ExecError> {
+        Ok(None)
+    }
+
+    /// Likewise a stage of the attention backward whose gradients of keys are summed over ranks.
+    ///
+    /// # Errors
+    /// As [`Transport::prepare_gemm_reduce`].
+    fn prepare_backward_reduce(
+        &self,
+        _backend: &B,
+        _place: &OpPlace,
+        _op: &BackwardReduce,
         _program: &Program,
     ) -> Result<Option<Self::Collective>, ExecError> {
         Ok(None)
@@ -124,6 +149,6 @@ pub struct CollectiveCall<'a, B: Backend, C> {
     pub buffers: &'a [B::Buffer],
     /// Where it arrives.
     pub barrier: Option<&'a B::Barrier>,
-    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)).
+    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)), or what tells it of the rows that it takes so.
     pub signal: Option<&'a B::Signal>,
 }

@@ -50,6 +50,11 @@ impl Operand {
         gather().map_err(|error| prepare.device_error(error))
     }
 
+    /// Whether the kernel has its buffer itself.
+    pub(super) fn is_whole(&self) -> bool {
+        self.padding.is_none() && matches!(self.rows, Rows::Of(_))
+    }
+
     /// Where the rows are before they are padded.
     fn unpadded(&self, buffers: &[CudaBuffer]) -> u64 {
         match &self.rows {
@@ -210,7 +215,8 @@ impl Forward {
         signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        let signal = self.keys.signal().map(|id| &signals[id.0]);
+        let arriving = self.keys.arriving(stream, buffers, signal)?;
         for operand in [&self.q, &self.keys.k, &self.keys.v]
             .into_iter()
             .chain(self.begin.as_ref().map(|state| &state.acc))

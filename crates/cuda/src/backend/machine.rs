@@ -1,12 +1,13 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
+use counterpoint_plan::{DType, MachineProfile, PassOverlap, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, UserKernels, exec_error};
+use super::rank::UserKernels;
+use super::{CudaBackend, exec_error};
 use crate::kernel::{LINK_RANKS, UserKernelSource};
-use crate::nccl::NcclRank;
+use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
 
@@ -30,6 +31,8 @@ pub struct CudaMachine {
     num_sms: u32,
     engines: EngineUse,
     user_kernels: UserKernels,
+    /// Of NCCL, for the next world: shared by the clones of a machine.
+    connected: ConnectedRanks,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -52,7 +55,8 @@ impl CudaMachine {
         compiler_version()?;
         let (transport, engines, user_kernels) =
             (TransportKind::Auto, EngineUse::NEVER, UserKernels::default());
-        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels }
+        let connected = ConnectedRanks::default();
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels, connected }
             .with_transport(TransportKind::Auto)
     }
 
@@ -161,20 +165,23 @@ impl CudaMachine {
         (0..ranks).map(|rank| self.devices[rank % self.devices.len()].clone()).collect()
     }
 
+    /// Whether kernels of so many ranks can wait for each other: all must be running.
+    fn meets(&self, ranks: usize) -> bool {
+        let alone = ranks <= self.devices.len().min(LINK_RANKS);
+        alone && ranks > 1 && self.devices.iter().take(ranks).all(|device| device.arch().is_hopper())
+    }
+
     /// What moves the rows of each rank of a world.
     fn means(&self, world: &Arc<World>) -> Result<Vec<Means>, CudaError> {
         let devices = self.of_ranks(world.size());
-        // Kernels that wait for each other must all be running.
-        let alone = world.size() <= self.devices.len().min(LINK_RANKS);
-        let hopper = devices.iter().all(|device| device.arch().is_hopper());
         match self.transport {
             TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&devices, world)?;
+                let ranks = NcclRank::connect(&self.connected, &devices, world)?;
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
-                if alone && hopper && world.size() > 1 =>
+                if self.meets(world.size()) =>
             {
                 let link = |device: &Device| Means::link(world, device, self.num_sms, self.engines);
                 devices.iter().map(link).collect()
@@ -192,6 +199,10 @@ impl Machine for CudaMachine {
 
     fn element_types(&self) -> ElementTypes {
         ELEMENT_TYPES
+    }
+
+    fn pass_overlaps(&self, ranks: usize) -> &'static [PassOverlap] {
+        self.transport.pass_overlaps(self.meets(ranks))
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

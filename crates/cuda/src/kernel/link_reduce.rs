@@ -9,10 +9,11 @@ use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
-/// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
+/// Teams that add pieces in turn.
+const TEAMS: u32 = 1;
+/// Warps that have the copy engine fetch operands, and threads of a team (`kLinkAdders`).
 const FETCHERS: u32 = 1;
 const ADDERS: u32 = 256;
-const THREADS: u32 = 32 * FETCHERS + ADDERS;
 /// Stages, and bytes of each: an operand of a piece.
 const STAGES: u32 = 12;
 const STAGE_BYTES: u32 = 16 << 10;
@@ -23,7 +24,7 @@ const PIECES: u64 = 8;
 /// `kLinkOwn`: what is fetched is the result's own contents.
 const OWN: u16 = u16::MAX;
 /// `sizeof(LinkReduceShared)`: stages with two barriers each, addresses, a word; rounded up to its alignment.
-const SHARED_BYTES: u32 =
+pub(super) const SHARED_BYTES: u32 =
     (STAGES * (STAGE_BYTES + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
 
 /// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
@@ -32,11 +33,40 @@ const SHARED_BYTES: u32 =
 #[derive(Debug)]
 pub struct LinkReduce {
     function: Function,
+    lists: DeviceLists,
+    accumulate: Accumulate,
+}
+
+/// What each block sums and fetches, on the device.
+#[derive(Debug)]
+pub(super) struct DeviceLists {
     pieces: DeviceBuffer,
     fetches: DeviceBuffer,
     blocks: DeviceBuffer,
-    block_count: u32,
-    accumulate: Accumulate,
+    pub(super) block_count: u32,
+}
+
+impl DeviceLists {
+    /// Of `moves`, for at most `num_sms` blocks.
+    pub(super) fn new(
+        stream: &Stream,
+        spec: &LinkReduceSpec,
+        moves: &[RowMove],
+        num_sms: u32,
+    ) -> Result<Self, CudaError> {
+        let Lists { pieces, fetches, blocks } = lists(spec, moves, num_sms);
+        Ok(Self {
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            fetches: DeviceBuffer::from_slice(stream, &fetches)?,
+            block_count: blocks.len() as u32 - 1,
+            blocks: DeviceBuffer::from_slice(stream, &blocks)?,
+        })
+    }
+
+    /// Of pieces, of what is fetched, and of where each block's begin.
+    pub(super) fn addresses(&self) -> [u64; 3] {
+        [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address)
+    }
 }
 
 /// What a reduction is, apart from its moves.
@@ -48,8 +78,35 @@ pub struct LinkReduceSpec {
     pub accumulate: Accumulate,
     /// Types, the same for all tensors.
     pub types: ReduceTypes,
+    /// Where the operands lie.
+    pub operands: LinkOperands,
     /// Rows of each result, and elements of one of its rows.
     pub tensors: Vec<(usize, u64)>,
+}
+
+/// Where the operands of a reduction lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkOperands {
+    /// In the tensors that each rank announces.
+    Announced,
+    /// With the one that adds them: the others have put theirs there before they announced anything. Its own tensors of a call are
+    /// then the results, what came, and its own shares, each so many as there are results.
+    Delivered {
+        /// The one that adds.
+        rank: usize,
+    },
+}
+
+impl LinkOperands {
+    /// The rank and the tensor from which the kernel fetches what `rank` has for one of `tensors` results.
+    fn place(self, rank: usize, tensor: usize, tensors: usize) -> (u16, u16) {
+        match self {
+            Self::Announced => (rank as u16, tensor as u16),
+            Self::Delivered { rank: own } => {
+                (OWN, (tensor + tensors * if rank == own { 2 } else { 1 }) as u16)
+            }
+        }
+    }
 }
 
 /// `LinkReducePiece` of the kernel.
@@ -117,15 +174,8 @@ impl LinkReduce {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let function = device.function(&source(device.arch(), spec.types))?;
-        let Lists { pieces, fetches, blocks } = lists(spec, moves, num_sms);
-        Ok(Self {
-            function,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
-            fetches: DeviceBuffer::from_slice(stream, &fetches)?,
-            block_count: blocks.len() as u32 - 1,
-            blocks: DeviceBuffer::from_slice(stream, &blocks)?,
-            accumulate: spec.accumulate,
-        })
+        let lists = DeviceLists::new(stream, spec, moves, num_sms)?;
+        Ok(Self { function, lists, accumulate: spec.accumulate })
     }
 
     /// Enqueues the reduction. `started` is marked once all its blocks have begun.
@@ -141,10 +191,10 @@ impl LinkReduce {
         call: &LinkCall,
         started: Option<&Event>,
     ) -> Result<(), CudaError> {
-        let launch = Launch::linear(self.block_count, THREADS).shared_bytes(SHARED_BYTES);
+        let launch = Launch::linear(self.lists.block_count, threads(TEAMS)).shared_bytes(SHARED_BYTES);
         let accumulate = u32::from(self.accumulate == Accumulate::Continue);
-        let lists = [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address);
-        let arguments = (*call, lists[0], lists[1], lists[2], accumulate);
+        let [pieces, fetches, blocks] = self.lists.addresses();
+        let arguments = (*call, pieces, fetches, blocks, accumulate);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
         unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
@@ -180,17 +230,17 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
             for offset in (0..elements).step_by(most as usize) {
                 let to = part.rows.start as u64 * row + offset;
                 let count = most.min(elements - offset) as u32;
-                let fetch = |from: u64, rank, scalar: Scalar| LinkFetch {
+                let fetch = |from: u64, (rank, tensor), scalar: Scalar| LinkFetch {
                     from: from * scalar.bytes(),
                     bytes: count * scalar.bytes() as u32,
                     rank,
-                    tensor: tensor as u16,
+                    tensor,
                 };
-                let own = accumulate.then(|| fetch(to, OWN, spec.types.result));
-                let others = part
-                    .operands
-                    .iter()
-                    .map(|&(rank, from)| fetch(from as u64 * row + offset, rank as u16, spec.types.partial));
+                let own = accumulate.then(|| fetch(to, (OWN, tensor as u16), spec.types.result));
+                let others = part.operands.iter().map(|&(rank, from)| {
+                    let place = spec.operands.place(rank, tensor, spec.tensors.len());
+                    fetch(from as u64 * row + offset, place, spec.types.partial)
+                });
                 let fetches: Vec<LinkFetch> = own.into_iter().chain(others).collect();
                 let tensor = tensor as u32;
                 all.push((LinkReducePiece { to, count, divisor, tensor, operands }, fetches));
@@ -219,35 +269,54 @@ impl Lists {
 }
 
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
+    source_of(arch, types, TEAMS, ["link_reduce", "LinkCall"])
+}
+
+/// Threads of a block with so many teams.
+pub(super) const fn threads(teams: u32) -> u32 {
+    32 * FETCHERS + teams * ADDERS
+}
+
+/// The kernel of this stem, which is given a call of that type, with so many teams.
+pub(super) fn source_of(arch: Arch, types: ReduceTypes, teams: u32, [stem, call]: [&str; 2]) -> KernelSource {
     let ReduceTypes { partial, result, .. } = types;
-    let name = format!("link_reduce_{}_{}", partial.name(), result.name());
+    let name = format!("{stem}_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
         .define("LINK_FETCHERS", FETCHERS)
+        .define("LINK_TEAMS", teams)
         .define("LINK_ELEMENTS", most_elements(types))
         .define("LINK_STAGE_BYTES", STAGE_BYTES)
         .define("LINK_STAGES", STAGES)
-        .line("#include \"link_reduce.cuh\"")
+        .line(format_args!("#include \"{stem}.cuh\""))
         .line("using namespace counterpoint;")
         .line(format_args!(
             "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ LinkCall call, const LinkReducePiece* pieces,"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({})", threads(teams)))
+        .line(format_args!("{name}(const __grid_constant__ {call} call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
-        .line(format_args!("  link_reduce<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
+        .line(format_args!("  {stem}<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
         .line("}")
 }
 
 /// The types that attention uses; others are compiled when they are asked for.
 pub(super) fn specialisations() -> Vec<Specialisation> {
+    specialisations_of(TEAMS, |types| source(Arch::SM_90A, types))
+}
+
+/// Of a kernel for the types that [`LinkReduce::takes`].
+pub(super) fn specialisations_of(
+    teams: u32,
+    source: impl Fn(ReduceTypes) -> KernelSource,
+) -> Vec<Specialisation> {
     let types = ReduceTypes::shipped()
         .into_iter()
         .filter(|types| LinkReduce::takes(types.partial, types.wire, types.sum, 8));
     let specialisation = |types| Specialisation {
-        source: source(Arch::SM_90A, types),
+        source: source(types),
         matrix_unit: MatrixUnit::None,
-        register_limit: 224,
+        register_limit: ((64 << 10) / threads(teams).next_multiple_of(128)).min(224) / 8 * 8,
     };
     types.map(specialisation).collect()
 }
@@ -267,6 +336,31 @@ mod tests {
 
     use super::*;
 
+    /// The others' shares are among the tensors of the one that adds, behind the results; its own behind those.
+    #[test]
+    fn delivered_operands_are_fetched_from_the_own_memory() {
+        let step = |peer, from: usize, to: usize, rows: usize| RowMove {
+            peer,
+            from: Range::new(from, from + rows),
+            to: Range::new(to, to + rows),
+        };
+        let types =
+            ReduceTypes { partial: Scalar::F32, wire: Scalar::F32, sum: Scalar::F32, result: Scalar::Bf16 };
+        let spec = LinkReduceSpec {
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            types,
+            operands: LinkOperands::Delivered { rank: 1 },
+            tensors: vec![(4, 8), (4, 16)],
+        };
+        let lists = lists(&spec, &[step(0, 7, 0, 4), step(1, 0, 0, 4), step(2, 3, 0, 4)], 1);
+        let found = lists.fetches.iter().map(|fetch| (fetch.rank, fetch.tensor, fetch.from, fetch.bytes));
+        let expected = [(2, 7, 8), (4, 0, 8), (2, 3, 8), (3, 7, 16), (5, 0, 16), (3, 3, 16)]
+            .map(|(tensor, row, elements)| (OWN, tensor, 4 * row * elements, 4 * 4 * elements as u32));
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+        assert!(lists.pieces.iter().all(|piece| piece.operands == 3 && piece.divisor == 1));
+    }
+
     /// Element by element: the operands of the definition, in the order of ranks, and rows without any where sums start at 0.
     #[test]
     fn pieces_have_the_operands_of_their_rows() {
@@ -280,7 +374,9 @@ mod tests {
             ReduceTypes { partial: Scalar::Bf16, wire: Scalar::Bf16, sum: Scalar::F32, result: Scalar::F32 };
         for accumulate in [Accumulate::Start, Accumulate::Continue] {
             let tensors = vec![(12, 1000), (12, 8)];
-            let spec = LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, tensors: tensors.clone() };
+            let operands = LinkOperands::Announced;
+            let spec =
+                LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, operands, tensors: tensors.clone() };
             let lists = lists(&spec, &moves, 2);
             assert_eq!(lists.blocks.len(), 3);
             // Each piece with what is fetched for it.

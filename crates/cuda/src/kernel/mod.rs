@@ -30,11 +30,13 @@ mod rms_norm;
 mod row_check;
 mod row_copy;
 mod row_merge;
+mod row_pieces;
 mod row_reduce;
 mod scalar;
 mod signal_litmus;
 mod signal_wait;
 mod specialisation;
+mod staged_reduce;
 mod start_litmus;
 mod user_kernel;
 
@@ -46,7 +48,7 @@ pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
     ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget,
-    ForwardTensors, ResultTensors, StateTensors,
+    ForwardTensors, GradientHomes, ResultTensors, StateTensors,
 };
 pub use bit_check::BitCheck;
 pub use cast::Cast;
@@ -67,7 +69,7 @@ pub use link_meeting::{
     LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkEnd, LinkPeers, LinkShifts,
     LinkStep, MissedRank,
 };
-pub use link_reduce::{LinkReduce, LinkReduceSpec};
+pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;
@@ -80,6 +82,7 @@ pub use scalar::Scalar;
 pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
 pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use staged_reduce::StagedReduce;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 
