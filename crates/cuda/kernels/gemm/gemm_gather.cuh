@@ -12,6 +12,7 @@
 
 #include "gemm/gemm.cuh"
 #include "link_meeting.cuh"
+#include "ptx/bulk.cuh"
 
 namespace counterpoint {
 
@@ -30,6 +31,9 @@ struct GemmGathering {
   u32 own_rows;  // of every rank
   u32 rank;
   u32 ranks;
+  u32 pieces;       // in which all rows leave at once, as one block, or 0
+  u32 piece_bytes;
+  u32 sends_to;     // ranks, a bit each: also this one where tiles have rows of several
 };
 
 // The kernel's parameter. Shared with the host.
@@ -44,6 +48,7 @@ struct GemmFromRanks {
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
   static constexpr u32 kLoadingThreads = 1;
+  static constexpr bool kAwaitsRows = true;
   using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
   const GemmGathering& gathering;
@@ -54,18 +59,68 @@ struct GemmFromRanks {
   // turn among those of all multiprocessors (about 0.2 us each), and every CTA of a group makes one for each block.
   __device__ __forceinline__ static u32 groups() { return min(4u, gridDim.x); }
   // CTAs that copy the block with that number among all that a rank sends.
-  __device__ __forceinline__ static u32 copying(u32 number) {
+  __device__ __forceinline__ u32 copying(u32 number) const {
+    if (gathering.pieces != 0) return gathering.pieces;
     return (gridDim.x - number % groups() + groups() - 1) / groups();
   }
 
   // One warp of every CTA.
-  __device__ __forceinline__ void begin(GemmShared<C>&) const {
+  __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
     const u32 lane = threadIdx.x % 32;
     const u64 number = call();
-    const LinkCall& link = gathering.link;
     if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
-      store_release_system(&link.slots[lane]->announced, number);
+      store_release_system(&gathering.link.slots[lane]->announced, number);
     }
+    if (gathering.pieces == 0) {
+      if (lane == 0) mbarrier_arrive(&shared.own_sent);
+      send_blocks(lane, number);
+    } else if (lane == 0) {
+      send_pieces(shared, number);
+      mbarrier_arrive(&shared.own_sent);
+    }
+  }
+
+  // Few rows: the copy engine brings a piece of them into shared memory, where no result is yet, and from there to every rank. One
+  // thread of some CTAs, for each piece ends with a fence for every rank.
+  __device__ __forceinline__ void send_pieces(GemmShared<C>& shared, u64 number) const {
+    const u32 ranks = gathering.ranks;
+    const u32 stride = max(1u, gridDim.x / gathering.pieces), sending = (gridDim.x + stride - 1) / stride;
+    if (blockIdx.x % stride != 0) return;
+    u8* staging = shared.staging[0][0];
+    u32 loaded = 0;
+    for (u32 piece = blockIdx.x / stride; piece < gathering.pieces; piece += sending) {
+      const u64 first = u64(piece) * gathering.piece_bytes;
+      const u32 bytes = u32(min(u64(gathering.piece_bytes), gathering.own_bytes - first));
+      mbarrier_arrive_expect(&shared.own_loaded, bytes);
+      bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
+      mbarrier_wait(&shared.own_loaded, loaded++ & 1);
+      for (u32 step = 1; step <= ranks; ++step) {
+        const u32 peer = (gathering.rank + ranks - step) % ranks;
+        if ((gathering.sends_to >> peer & 1) == 0) continue;
+        if (peer != gathering.rank &&
+            !link_wait(gathering.link, &gathering.link.mailbox[peer].announced, number, peer, kLinkBegin)) {
+          // What was begun reads shared memory, which must not end before.
+          tma_store_wait<0>();
+          return;
+        }
+        bulk_store(reinterpret_cast<u8*>(gathering.gathered[peer]) + first, staging, bytes);
+        tma_store_commit();
+      }
+      u32 left = __popc(gathering.sends_to);
+      for (u32 step = 1; step <= ranks; ++step) {
+        const u32 peer = (gathering.rank + ranks - step) % ranks;
+        if ((gathering.sends_to >> peer & 1) == 0) continue;
+        // Complete, not only read, before its receiver hears of it.
+        tma_store_wait_but(--left);
+        fence_async_proxy_all();
+        add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
+      }
+    }
+  }
+
+  // One warp of every CTA.
+  __device__ __forceinline__ void send_blocks(u32 lane, u64 number) const {
+    const LinkCall& link = gathering.link;
     u32 began = 0;  // ranks whose memory may be written, a bit each
 #pragma unroll 1
     for (u32 at = blockIdx.x % groups(); at < (gathering.ranks - 1) * gathering.blocks; at += groups()) {
@@ -120,18 +175,21 @@ struct GemmFromRanks {
     }
   }
 
-  // The thread that loads, before a tile: its rows have come.
+  // The thread that loads, before a tile: its rows have come, of all ranks that they are of.
   __device__ __forceinline__ void await_rows(const GemmRowTile& of) const {
     if (of.source != 0) return;
-    const u32 owner = of.source_row / gathering.own_rows;
-    const u32 within = of.source_row - owner * gathering.own_rows;
-    const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
-    // What its owner sends before, to others.
-    const u32 before = (owner + gathering.ranks - gathering.rank - 1) % gathering.ranks * gathering.blocks;
-    for (u32 block = within / gathering.block_rows; block <= last; ++block) {
-      // What comes wrong when the wait gives up, nobody looks at.
-      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(before + block),
-                owner, kLinkSend);
+    const u32 own_rows = gathering.own_rows, end = of.source_row + of.rows;
+    for (u32 row = of.source_row; row < end;) {
+      const u32 owner = row / own_rows, first = owner * own_rows;
+      const u32 last = (min(end, first + own_rows) - 1 - first) / gathering.block_rows;
+      // What its owner sends before, to others.
+      const u32 before = (owner + gathering.ranks - gathering.rank - 1) % gathering.ranks * gathering.blocks;
+      for (u32 block = (row - first) / gathering.block_rows; block <= last; ++block) {
+        // What comes wrong when the wait gives up, nobody looks at.
+        link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(before + block),
+                  owner, kLinkSend);
+      }
+      row = first + own_rows;
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();
@@ -143,6 +201,7 @@ struct GemmFromRanks {
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmRowTile& of, u32 column,
                                        const GemmWalk& walk) const {
+    mbarrier_wait(&staging.shared.own_sent, 0);
     staging.template tile<false>(consumer.acc, of, column, walk.unit.group);
   }
   template <typename Consumer>

@@ -31,6 +31,7 @@ struct GemmReduction {
   const u64* stamps;                    // and the call in which each part came: [ranks, parts of a rank]
   u64 peer_parts[kGemmDestinations];    // this rank's place in those of every rank
   u64 peer_stamps[kGemmDestinations];
+  u64 sums[kGemmDestinations];          // this rank's rows of the sums in the memory of every rank that gets them
   u64 part_bytes;
   u32 stamps_of_rank;
   u32 own_rows;  // of each rank: a multiple of 64, or 32 or 16
@@ -51,6 +52,7 @@ struct GemmToRanks {
   static constexpr u32 kConsumerRegisters = 224;
   // The others of the warp look out for parts.
   static constexpr u32 kLoadingThreads = 32;
+  static constexpr bool kAwaitsRows = false;
   using Held = GemmHeld<C>;
   const GemmArguments& arguments;
   const GemmReduction& reduction;
@@ -94,48 +96,99 @@ struct GemmToRanks {
   }
 
   // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all tell owners of
-  // the parts that have been stored.
+  // the parts that have been stored, and store in other ranks' memory sums that are in this one's.
   __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
-    const u32 peer = threadIdx.x % 32;
-    if (blockIdx.x == 0 && peer < reduction.ranks && peer != reduction.rank) {
-      store_release_system(&reduction.link.slots[peer]->announced, call());
+    const u32 lane = threadIdx.x % 32;
+    const u64 number = call();
+    if (blockIdx.x == 0 && lane < reduction.ranks && lane != reduction.rank) {
+      store_release_system(&reduction.link.slots[lane]->announced, number);
     }
-    if (peer == 0) tell_owners(shared);
+    u32 known = 0;
+    bool wrote = false;
+    for (bool more = true; more;) {
+      u32 news = 0;
+      if (lane == 0) news = tell_owners(shared, number);
+      news = uniform(news);
+      bool busy = (news & kNewsTold) != 0;
+      for (u32 group = 0; reduction.spreads != 0 && group < kGemmConsumers; ++group) {
+        if ((news >> group & 1) == 0) continue;
+        spread_chunk(shared.spreads[group], number, known);
+        busy = wrote = true;
+      }
+      more = busy || (news & kNewsEnd) == 0;
+      if (!busy && more) pause_nanoseconds<200>();
+    }
+    // By every lane, and before this CTA is counted as through: the last one's release must cover what this one wrote.
+    if (wrote) fence_system();
   }
+
+  // What a look around has found: a bit for each warpgroup that has sums to be spread, and
+  static constexpr u32 kNewsTold = 1u << kGemmConsumers;
+  static constexpr u32 kNewsEnd = 2u << kGemmConsumers;
 
   // A fence for the whole system takes its turn among those of all multiprocessors (about 0.2 us each), so who stores does not wait
   // for one: this thread makes one for all that was stored since its last.
-  __device__ __forceinline__ void tell_owners(GemmShared<C>& shared) const {
-    const u64 number = call();
-    for (bool more = true; more;) {
-      more = false;
-      bool fenced = false;
-      u32 stored[kGemmConsumers];
+  __device__ __forceinline__ u32 tell_owners(GemmShared<C>& shared, u64 number) const {
+    u32 news = kNewsEnd;
+    u32 stored[kGemmConsumers];
 #pragma unroll
-      for (u32 g = 0; g < kGemmConsumers; ++g) {
-        stored[g] = load_acquire_shared(&shared.heralds[g].stored);
-        more |= (stored[g] & kHeraldEnd) == 0;
-        fenced |= (stored[g] & ~kHeraldEnd) != shared.heralds[g].told;
-      }
-      if (!fenced) {
-        pause_nanoseconds<200>();
-        continue;
-      }
-      fence_system();
+    for (u32 g = 0; g < kGemmConsumers; ++g) {
+      stored[g] = load_acquire_shared(&shared.heralds[g].stored);
+      // Sums are stored before who stores them says that there is nothing more.
+      if (load_acquire_shared(&shared.spreads[g].stored) != shared.spreads[g].spread) news |= 1u << g;
+      if ((stored[g] & kHeraldEnd) == 0) news &= ~kNewsEnd;
+      if ((stored[g] & ~kHeraldEnd) != shared.heralds[g].told) news |= kNewsTold;
+    }
+    if ((news & kNewsTold) == 0) return news;
+    fence_system();
 #pragma unroll
-      for (u32 g = 0; g < kGemmConsumers; ++g) {
-        GemmHerald& herald = shared.heralds[g];
-        u32 told = herald.told;
-        for (; told != (stored[g] & ~kHeraldEnd); ++told) {
-          const u32 entry = herald.parts[told % kHeraldParts];
-          const u32 part = entry & ((1u << kHeraldOwner) - 1);
-          store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[entry >> kHeraldOwner]) + part, number);
+    for (u32 g = 0; g < kGemmConsumers; ++g) {
+      GemmHerald& herald = shared.heralds[g];
+      u32 told = herald.told;
+      for (; told != (stored[g] & ~kHeraldEnd); ++told) {
+        const u32 entry = herald.parts[told % kHeraldParts];
+        const u32 part = entry & ((1u << kHeraldOwner) - 1);
+        store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[entry >> kHeraldOwner]) + part, number);
+      }
+      store_release_shared(&herald.told, told);
+    }
+    return news;
+  }
+
+  // The warp together: the oldest chunk of sums that is in this rank's memory only. By ordinary loads and stores: while they are on
+  // their way, results have shared memory for themselves.
+  __device__ __forceinline__ void spread_chunk(GemmSpread& spread, u64 number, u32& known) const {
+    constexpr u32 kAhead = 4, kPacksOfRow = C::kChunkColumns / 8;
+    const u32 lane = threadIdx.x % 32, own = reduction.rank;
+    const u32 at = spread.spread % kSpreadChunks;
+    const u32 column = u32(spread.columns[at]), row = u32(spread.rows[at]);
+    for (u32 peer = 0; peer < reduction.ranks; ++peer) {
+      if (peer == own || (known >> peer & 1) != 0) continue;
+      if (lane == 0) may_write(peer, number, known);
+      known = uniform(known);
+    }
+    const u32 first_row = row + lane / kPacksOfRow, pack_column = column + lane % kPacksOfRow * 8;
+    const u64 first = (u64(first_row) * arguments.d_stride + pack_column) * sizeof(Element);
+    const u64 step = u64(32 / kPacksOfRow) * arguments.d_stride * sizeof(Element);
+    if (pack_column < arguments.n) {
+#pragma unroll 1
+      for (u32 line = 0; line < 64 * kPacksOfRow / 32; line += kAhead) {
+        uint4 words[kAhead];
+        const u64 offset = first + line * step;
+#pragma unroll
+        for (u32 i = 0; i < kAhead; ++i) {
+          words[i] = __ldcg(reinterpret_cast<const uint4*>(reduction.sums[own] + offset + i * step));
         }
-        store_release_shared(&herald.told, told);
+        for (u32 peer = 0; peer < reduction.ranks; ++peer) {
+          if (peer == own || (known >> peer & 1) == 0) continue;
+#pragma unroll
+          for (u32 i = 0; i < kAhead; ++i) *reinterpret_cast<uint4*>(reduction.sums[peer] + offset + i * step) = words[i];
+        }
       }
     }
+    __syncwarp();
+    if (lane == 0) store_release_shared(&spread.spread, spread.spread + 1);
   }
-  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
 
   // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.
   __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmRowTile& of, u32 column,
@@ -200,12 +253,17 @@ struct GemmToRanks {
     return began;
   }
 
+  __device__ __forceinline__ bool spreads_now(const GemmChunk& chunk) const {
+    return reduction.spreads != 0 && (chunk.flags & kChunkLater) == 0;
+  }
+
   // The one thread that stores what warpgroup `group` computes.
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     const u64 number = call();
     const u32 own = reduction.rank;
     GemmHerald& herald = shared.heralds[group];
-    u32 known = 0, stored = 0;
+    GemmSpread& spread = shared.spreads[group];
+    u32 known = 0, stored = 0, later = 0;
     for (u32 count = 0;; ++count) {
       const u32 buffer = count % 2;
       mbarrier_wait(&shared.chunk_full[group][buffer], (count / 2) & 1);
@@ -224,7 +282,7 @@ struct GemmToRanks {
         const i32 row = chunk.row + skipped;
         from += skipped * kRowBytes;
         tma_store_2d(&arguments.d_maps[own], from, chunk.column, row);
-        for (u32 peer = 0; reduction.spreads != 0 && peer < reduction.ranks; ++peer) {
+        for (u32 peer = 0; spreads_now(chunk) && peer < reduction.ranks; ++peer) {
           if (peer != own && may_write(peer, number, known)) {
             tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
           }
@@ -233,6 +291,16 @@ struct GemmToRanks {
       tma_store_commit();
       tma_store_wait_read<0>();
       mbarrier_arrive(&shared.chunk_empty[group][buffer]);
+      if ((chunk.flags & kChunkLater) && u32(chunk.column) < arguments.n) {
+        // Complete, not only read, before others read it.
+        tma_store_wait<0>();
+        fence_async_proxy_all();
+        while (later - load_acquire_shared(&spread.spread) == kSpreadChunks) {
+        }
+        spread.columns[later % kSpreadChunks] = chunk.column;
+        spread.rows[later % kSpreadChunks] = chunk.row;
+        store_release_shared(&spread.stored, ++later);
+      }
       if ((chunk.flags & kChunkPart) && (chunk.flags & kChunkLast)) {
         // All of this thread's stores are complete, not only read, before their owners hear of them.
         tma_store_wait<0>();
@@ -265,7 +333,9 @@ struct GemmToRanks {
     if (!kept) return no_tile(consumer, of);
     add_parts(consumer);
     const i32 own_row = i32(row - reduction.rank * reduction.own_rows);
-    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, 0}, consumer.acc, false);
+    // Sums of several ranks' copies would keep shared memory from the next tile's.
+    const bool later = reduction.spreads != 0 && reduction.own_rows >= kGemmTileM && walk.more_after();
+    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, later ? kChunkLater : u8(0)}, consumer.acc, false);
   }
 
   // The others' parts of a tile take their turns, whoever adds them.

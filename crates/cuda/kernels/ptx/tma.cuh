@@ -32,6 +32,11 @@ __device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
+// Global to the second level cache.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
+}
+
 // Shared to global; what lies outside the tensor is not written.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -65,6 +70,16 @@ __device__ __forceinline__ void tma_store_wait_read() {
 template <u32 kPending>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// The same where only the kernel knows how many; it may wait for a few more than it is told to.
+__device__ __forceinline__ void tma_store_wait_but(u32 pending) {
+  switch (pending) {
+    case 0: return tma_store_wait<0>();
+    case 1: return tma_store_wait<1>();
+    case 2: return tma_store_wait<2>();
+    default: return tma_store_wait<3>();
+  }
 }
 
 }  // namespace counterpoint

@@ -19,6 +19,9 @@ pub struct GemmGatherSpec {
     pub ranks: usize,
 }
 
+/// Bytes of a rank's rows that leave at once. More keep the tiles that wait for the last of them from beginning with the first.
+const AT_ONCE: usize = 2 << 20;
+
 /// [`GemmGatherSpec`] made ready to run many times.
 #[derive(Clone, Debug)]
 pub struct GemmGather {
@@ -59,6 +62,9 @@ struct GemmGathering {
     own_rows: u32,
     rank: u32,
     ranks: u32,
+    pieces: u32,
+    piece_bytes: u32,
+    sends_to: u32,
 }
 
 /// `GemmGatherArguments` of the kernel.
@@ -80,9 +86,9 @@ impl GemmGatherSpec {
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
             return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
         }
-        if !product.m.is_multiple_of(ranks * TILE_ROWS) {
+        if !product.m.is_multiple_of(*ranks) || (self.mixes_owners() && self.own_bytes() > AT_ONCE) {
             return Err(format!(
-                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}",
+                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or at most {AT_ONCE} bytes",
                 product.m
             ));
         }
@@ -101,9 +107,32 @@ impl GemmGatherSpec {
         Ok(())
     }
 
+    fn own_bytes(&self) -> usize {
+        self.own_rows() * self.product.k * self.product.element.bytes()
+    }
+
+    /// Whether tiles have rows of several ranks.
+    fn mixes_owners(&self) -> bool {
+        !self.own_rows().is_multiple_of(TILE_ROWS)
+    }
+
+    /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
+    fn pieces(&self) -> Option<[u32; 2]> {
+        /// Pieces that small ones are: each ends with fences, which take turns.
+        const FEW: usize = 32;
+        /// Shared memory that a CTA has for one (`GemmShared::staging`).
+        const MOST_BYTES: usize = 32 << 10;
+        let bytes = self.own_bytes();
+        let piece = bytes.div_ceil(FEW).next_multiple_of(1024).min(MOST_BYTES);
+        (bytes <= AT_ONCE).then(|| [bytes.div_ceil(piece) as u32, piece as u32])
+    }
+
     /// Rows of a block, which travels as one: whole tiles, of a few megabytes, because each ends with a fence that waits until
     /// all of it has been stored; fewer where groups of CTAs would have none.
     fn block_rows(&self) -> usize {
+        if self.pieces().is_some() {
+            return self.own_rows();
+        }
         const BYTES: usize = 4 << 20;
         /// Groups of CTAs that copy a block each (`groups`).
         const GROUPS: usize = 4;
@@ -116,6 +145,9 @@ impl GemmGatherSpec {
     /// A's rows: of its copy those of the other ranks, and this rank's own.
     fn sources(&self) -> Vec<GemmRows> {
         let own = self.own_rows();
+        if self.mixes_owners() {
+            return vec![GemmRows { tensor: 0, first: 0, count: self.product.m }];
+        }
         let first = self.rank * own;
         let after = GemmRows { tensor: 0, first: first + own, count: self.product.m - first - own };
         let sources = [
@@ -139,7 +171,8 @@ impl GemmGather {
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
-        let fits = |shape: &GemmShape| shape.splits == 1 && spec.own_rows().is_multiple_of(shape.unit()[0]);
+        let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
+        let fits = |shape: &GemmShape| shape.splits == 1 && (spec.mixes_owners() || in_rank(shape));
         Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
@@ -153,7 +186,10 @@ impl GemmGather {
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();
-        product.order = TileOrder::Shards { shards: spec.ranks, first: spec.rank };
+        product.order = match spec.mixes_owners() {
+            true => TileOrder::Grouped,
+            false => TileOrder::Shards { shards: spec.ranks, first: spec.rank },
+        };
         let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
@@ -200,8 +236,9 @@ impl GemmGather {
                 format!("{} copies and {} counters of {ranks} ranks", gathered.len(), arrivals.len());
             return Err(refused(reason));
         }
+        let (copy, both) = ([gathered[rank]], [gathered[rank], own]);
         let gemm = self.gemm.arguments(&GemmTensors {
-            a: &[gathered[rank], own],
+            a: if self.spec.mixes_owners() { &copy } else { &both },
             b,
             d: &[d],
             bias,
@@ -212,6 +249,8 @@ impl GemmGather {
         let at = |addresses: &[u64], offset: u64| {
             std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset))
         };
+        let [pieces, piece_bytes] = self.spec.pieces().unwrap_or_default();
+        let all = (1u32 << ranks) - 1;
         let gathering = GemmGathering {
             link: *link,
             own,
@@ -225,6 +264,9 @@ impl GemmGather {
             own_rows: own_rows as u32,
             rank: rank as u32,
             ranks: ranks as u32,
+            pieces,
+            piece_bytes,
+            sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
         };
         let arguments = GemmGatherArguments { gemm, gathering };
         // SAFETY: the arguments are those of the kernel in `GemmChoice::source`, a test compares their layouts; the rest is the
@@ -251,6 +293,9 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 own_rows,
                 rank,
                 ranks,
+                pieces,
+                piece_bytes,
+                sends_to,
             }
         ),
         shared_layout!("gemm/gemm_gather.cuh", GemmGatherArguments { gemm, gathering }),
