@@ -188,6 +188,7 @@ struct GemmConsumer {
 template <typename C, typename Ends>
 __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends& ends) {
   extern __shared__ u8 dynamic[];
+  let_dependents_start();
   // Swizzled rows must begin at multiples of 1024 bytes. Both CTAs have the same skew.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<GemmShared<C>*>(dynamic + skew);
@@ -209,6 +210,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
     fence_mbarrier_init();
   }
   cluster_sync();
+  wait_for_previous();
   if (uniform(threadIdx.x / 128) == 0) {
     registers_decrease<Ends::kProducerRegisters>();
     if (threadIdx.x < Ends::kLoadingThreads) gemm_load<C>(arguments, shared, ends);

@@ -329,8 +329,22 @@ mod tests {
         assert_eq!(spec(16384, 65536, 2).block_rows(), 128);
         assert_eq!(spec(16384, 1024, 2).block_rows(), 2048);
         // Four groups of CTAs copy them.
-        assert_eq!(spec(1024, 1024, 2).block_rows(), 128);
-        assert_eq!(spec(1024, 1024, 4).block_rows(), 128);
-        assert_eq!(spec(4096, 1024, 4).block_rows(), 768);
+        assert_eq!(spec(1024, 16384, 4).block_rows(), 128);
+        assert_eq!(spec(8192, 1024, 4).block_rows(), 1536);
+    }
+
+    #[test]
+    fn few_rows_leave_at_once_in_pieces_that_cover_them() {
+        for (m, k, ranks) in [(128, 4096, 4), (512, 4096, 4), (1024, 4096, 4), (16, 64, 2), (96, 8, 2)] {
+            let spec = spec(m, k, ranks);
+            let [pieces, bytes] = spec.pieces().unwrap();
+            let covered = (pieces * bytes) as usize;
+            assert!((spec.own_bytes()..spec.own_bytes() + bytes as usize).contains(&covered), "{m} x {k}");
+            assert!(bytes <= 32 << 10 && spec.block_rows() == m / ranks);
+        }
+        assert_eq!(spec(2048, 4096, 4).pieces(), None);
+        // Tiles with rows of several owners read all of them from the copy.
+        assert_eq!(spec(128, 4096, 4).sources(), [GemmRows { tensor: 0, first: 0, count: 128 }]);
+        assert!(spec(1000, 16384, 4).check().unwrap_err().contains("1000 rows of 4 ranks"));
     }
 }
