@@ -198,7 +198,6 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
       mbarrier_init(&shared.empty[i], 2 * 4 * kGemmConsumers);
     }
     for (u32 g = 0; g < kGemmConsumers; ++g) {
-      shared.heralds[g].stored = shared.heralds[g].told = 0;
       shared.spreads[g].stored = shared.spreads[g].spread = 0;
       for (u32 i = 0; i < 2; ++i) {
         mbarrier_init(&shared.chunk_full[g][i], 4);

@@ -31,9 +31,11 @@ struct GemmGathering {
   u32 own_rows;  // of every rank
   u32 rank;
   u32 ranks;
-  u32 pieces;       // in which all rows leave at once, as one block, or 0
+  u32 pieces;      // in which all rows leave at once, as one block, or 0
   u32 piece_bytes;
-  u32 sends_to;     // ranks, a bit each: also this one where tiles have rows of several
+  u32 sends_to;    // ranks, a bit each: also this one where tiles have rows of several
+  u32 copy_rows;   // of each of two copies of A that follow each other and take turns, or 0 where there is one
+  u64 copy_bytes;
 };
 
 // The kernel's parameter. Shared with the host.
@@ -68,53 +70,47 @@ struct GemmFromRanks {
   __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
     const u32 lane = threadIdx.x % 32;
     const u64 number = call();
+    if (gathering.pieces != 0) {
+      send_pieces(shared, lane, number);
+      if (lane == 0) mbarrier_arrive(&shared.own_sent);
+      return;
+    }
+    if (lane == 0) mbarrier_arrive(&shared.own_sent);
     if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
       store_release_system(&gathering.link.slots[lane]->announced, number);
     }
-    if (gathering.pieces == 0) {
-      if (lane == 0) mbarrier_arrive(&shared.own_sent);
-      send_blocks(lane, number);
-    } else if (lane == 0) {
-      send_pieces(shared, number);
-      mbarrier_arrive(&shared.own_sent);
-    }
+    send_blocks(lane, number);
   }
 
-  // Few rows: the copy engine brings a piece of them into shared memory, where no result is yet, and from there to every rank. One
-  // thread of some CTAs, for each piece ends with a fence for every rank.
-  __device__ __forceinline__ void send_pieces(GemmShared<C>& shared, u64 number) const {
+  // Few rows: the copy engine brings a piece of them into shared memory, where no result is yet, and from there to every rank, a
+  // lane to each. Nobody waits for the others to begin: calls write two copies in turn, and a rank that has had the rows of the
+  // last call from another, as each kernel waits for, knows that other to be through with the call before it.
+  __device__ __forceinline__ void send_pieces(GemmShared<C>& shared, u32 lane, u64 number) const {
     const u32 ranks = gathering.ranks;
     const u32 stride = max(1u, gridDim.x / gathering.pieces), sending = (gridDim.x + stride - 1) / stride;
     if (blockIdx.x % stride != 0) return;
     u8* staging = shared.staging[0][0];
+    // In step s to the one s before it; to itself last.
+    const u32 peer = (gathering.rank + ranks - 1 - lane % ranks) % ranks;
+    const bool sends = lane < ranks && (gathering.sends_to >> peer & 1) != 0;
     u32 loaded = 0;
     for (u32 piece = blockIdx.x / stride; piece < gathering.pieces; piece += sending) {
       const u64 first = u64(piece) * gathering.piece_bytes;
       const u32 bytes = u32(min(u64(gathering.piece_bytes), gathering.own_bytes - first));
-      mbarrier_arrive_expect(&shared.own_loaded, bytes);
-      bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
-      mbarrier_wait(&shared.own_loaded, loaded++ & 1);
-      for (u32 step = 1; step <= ranks; ++step) {
-        const u32 peer = (gathering.rank + ranks - step) % ranks;
-        if ((gathering.sends_to >> peer & 1) == 0) continue;
-        if (peer != gathering.rank &&
-            !link_wait(gathering.link, &gathering.link.mailbox[peer].announced, number, peer, kLinkBegin)) {
-          // What was begun reads shared memory, which must not end before.
-          tma_store_wait<0>();
-          return;
-        }
-        bulk_store(reinterpret_cast<u8*>(gathering.gathered[peer]) + first, staging, bytes);
-        tma_store_commit();
+      if (lane == 0) {
+        mbarrier_arrive_expect(&shared.own_loaded, bytes);
+        bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
       }
-      u32 left = __popc(gathering.sends_to);
-      for (u32 step = 1; step <= ranks; ++step) {
-        const u32 peer = (gathering.rank + ranks - step) % ranks;
-        if ((gathering.sends_to >> peer & 1) == 0) continue;
+      mbarrier_wait(&shared.own_loaded, loaded++ & 1);
+      if (sends) {
+        bulk_store(reinterpret_cast<u8*>(gathering.gathered[peer]) + (number & 1) * gathering.copy_bytes + first, staging, bytes);
+        tma_store_commit();
         // Complete, not only read, before its receiver hears of it.
-        tma_store_wait_but(--left);
+        tma_store_wait<0>();
         fence_async_proxy_all();
         add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
       }
+      __syncwarp();
     }
   }
 
@@ -193,6 +189,11 @@ struct GemmFromRanks {
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();
+  }
+
+  // Rows before the copy that this call's are in.
+  __device__ __forceinline__ u32 copy_row(const GemmRowTile& of) const {
+    return of.source == 0 && (call() & 1) != 0 ? gathering.copy_rows : 0;
   }
 
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {

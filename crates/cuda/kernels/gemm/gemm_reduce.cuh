@@ -95,78 +95,47 @@ struct GemmToRanks {
     return (walk.unit.group * 2 + walk.rank) * kGemmConsumers;
   }
 
-  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all tell owners of
-  // the parts that have been stored, and store in other ranks' memory sums that are in this one's.
+  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all store in other
+  // ranks' memory what sums have been stored in this one's.
   __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
     const u32 lane = threadIdx.x % 32;
-    const u64 number = call();
     if (blockIdx.x == 0 && lane < reduction.ranks && lane != reduction.rank) {
-      store_release_system(&reduction.link.slots[lane]->announced, number);
+      store_release_system(&reduction.link.slots[lane]->announced, call());
     }
-    u32 known = 0;
+    if (reduction.spreads != 0) spread_sums(shared);
+  }
+
+  __device__ __forceinline__ void spread_sums(GemmShared<C>& shared) const {
+    const u32 known = all_writable();
     bool wrote = false;
     for (bool more = true; more;) {
-      u32 news = 0;
-      if (lane == 0) news = tell_owners(shared, number);
-      news = uniform(news);
-      bool busy = (news & kNewsTold) != 0;
-      for (u32 group = 0; reduction.spreads != 0 && group < kGemmConsumers; ++group) {
-        if ((news >> group & 1) == 0) continue;
-        spread_chunk(shared.spreads[group], number, known);
-        busy = wrote = true;
+      more = false;
+      bool idle = true;
+#pragma unroll
+      for (u32 group = 0; group < kGemmConsumers; ++group) {
+        GemmSpread& spread = shared.spreads[group];
+        u32 stored = 0;
+        if (threadIdx.x % 32 == 0) stored = load_acquire_shared(&spread.stored);
+        stored = uniform(stored);
+        more |= (stored & kSpreadEnd) == 0;
+        if ((stored & ~kSpreadEnd) == spread.spread) continue;
+        spread_chunk(spread, known);
+        idle = false;
+        more = wrote = true;
       }
-      more = busy || (news & kNewsEnd) == 0;
-      if (!busy && more) pause_nanoseconds<200>();
+      if (idle && more) pause_nanoseconds<200>();
     }
     // By every lane, and before this CTA is counted as through: the last one's release must cover what this one wrote.
     if (wrote) fence_system();
   }
 
-  // What a look around has found: a bit for each warpgroup that has sums to be spread, and
-  static constexpr u32 kNewsTold = 1u << kGemmConsumers;
-  static constexpr u32 kNewsEnd = 2u << kGemmConsumers;
-
-  // A fence for the whole system takes its turn among those of all multiprocessors (about 0.2 us each), so who stores does not wait
-  // for one: this thread makes one for all that was stored since its last.
-  __device__ __forceinline__ u32 tell_owners(GemmShared<C>& shared, u64 number) const {
-    u32 news = kNewsEnd;
-    u32 stored[kGemmConsumers];
-#pragma unroll
-    for (u32 g = 0; g < kGemmConsumers; ++g) {
-      stored[g] = load_acquire_shared(&shared.heralds[g].stored);
-      // Sums are stored before who stores them says that there is nothing more.
-      if (load_acquire_shared(&shared.spreads[g].stored) != shared.spreads[g].spread) news |= 1u << g;
-      if ((stored[g] & kHeraldEnd) == 0) news &= ~kNewsEnd;
-      if ((stored[g] & ~kHeraldEnd) != shared.heralds[g].told) news |= kNewsTold;
-    }
-    if ((news & kNewsTold) == 0) return news;
-    fence_system();
-#pragma unroll
-    for (u32 g = 0; g < kGemmConsumers; ++g) {
-      GemmHerald& herald = shared.heralds[g];
-      u32 told = herald.told;
-      for (; told != (stored[g] & ~kHeraldEnd); ++told) {
-        const u32 entry = herald.parts[told % kHeraldParts];
-        const u32 part = entry & ((1u << kHeraldOwner) - 1);
-        store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[entry >> kHeraldOwner]) + part, number);
-      }
-      store_release_shared(&herald.told, told);
-    }
-    return news;
-  }
-
   // The warp together: the oldest chunk of sums that is in this rank's memory only. By ordinary loads and stores: while they are on
   // their way, results have shared memory for themselves.
-  __device__ __forceinline__ void spread_chunk(GemmSpread& spread, u64 number, u32& known) const {
+  __device__ __forceinline__ void spread_chunk(GemmSpread& spread, u32 known) const {
     constexpr u32 kAhead = 4, kPacksOfRow = C::kChunkColumns / 8;
     const u32 lane = threadIdx.x % 32, own = reduction.rank;
     const u32 at = spread.spread % kSpreadChunks;
     const u32 column = u32(spread.columns[at]), row = u32(spread.rows[at]);
-    for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-      if (peer == own || (known >> peer & 1) != 0) continue;
-      if (lane == 0) may_write(peer, number, known);
-      known = uniform(known);
-    }
     const u32 first_row = row + lane / kPacksOfRow, pack_column = column + lane % kPacksOfRow * 8;
     const u64 first = (u64(first_row) * arguments.d_stride + pack_column) * sizeof(Element);
     const u64 step = u64(32 / kPacksOfRow) * arguments.d_stride * sizeof(Element);
@@ -245,12 +214,15 @@ struct GemmToRanks {
     __syncwarp();
   }
 
-  // Whether a rank's memory may be written, asked once of each: `known` has a bit for those that may.
-  __device__ __forceinline__ bool may_write(u32 peer, u64 number, u32& known) const {
-    if (known >> peer & 1) return true;
-    const bool began = link_wait(reduction.link, &reduction.link.mailbox[peer].announced, number, peer, kLinkBegin);
-    if (began) known |= 1u << peer;
-    return began;
+  // Ranks whose memory may be written, a bit each: all others, unless a wait has given up.
+  __device__ __forceinline__ u32 all_writable() const {
+    const u64 number = call();
+    u32 known = 0;
+    for (u32 peer = 0; peer < reduction.ranks; ++peer) {
+      if (peer == reduction.rank) continue;
+      if (link_wait(reduction.link, &reduction.link.mailbox[peer].announced, number, peer, kLinkBegin)) known |= 1u << peer;
+    }
+    return known;
   }
 
   __device__ __forceinline__ bool spreads_now(const GemmChunk& chunk) const {
@@ -261,9 +233,10 @@ struct GemmToRanks {
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     const u64 number = call();
     const u32 own = reduction.rank;
-    GemmHerald& herald = shared.heralds[group];
     GemmSpread& spread = shared.spreads[group];
-    u32 known = 0, stored = 0, later = 0;
+    // Asked before there is anything to store.
+    const u32 known = all_writable();
+    u32 later = 0;
     for (u32 count = 0;; ++count) {
       const u32 buffer = count % 2;
       mbarrier_wait(&shared.chunk_full[group][buffer], (count / 2) & 1);
@@ -272,7 +245,7 @@ struct GemmToRanks {
       const u8* from = shared.staging[group][buffer];
       if (chunk.flags & kChunkPart) {
         for_slices(chunk.row, [&](u32 owner, u32 at, u32 rows) {
-          if (!may_write(owner, number, known)) return;
+          if ((known >> owner & 1) == 0) return;
           u8* to = reinterpret_cast<u8*>(reduction.peer_parts[owner]) + u64(u32(chunk.column)) * kChunkBytes;
           bulk_store(to + at * kRowBytes, from + at * kRowBytes, rows * kRowBytes);
         });
@@ -283,9 +256,7 @@ struct GemmToRanks {
         from += skipped * kRowBytes;
         tma_store_2d(&arguments.d_maps[own], from, chunk.column, row);
         for (u32 peer = 0; spreads_now(chunk) && peer < reduction.ranks; ++peer) {
-          if (peer != own && may_write(peer, number, known)) {
-            tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
-          }
+          if ((known >> peer & 1) != 0) tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
         }
       }
       tma_store_commit();
@@ -305,19 +276,17 @@ struct GemmToRanks {
         // All of this thread's stores are complete, not only read, before their owners hear of them.
         tma_store_wait<0>();
         fence_async_proxy_all();
+        fence_system();
         for_slices(chunk.row, [&](u32 owner, u32, u32) {
           if ((known >> owner & 1) == 0) return;
-          while (stored - load_acquire_shared(&herald.told) == kHeraldParts) {
-          }
-          herald.parts[stored % kHeraldParts] = owner << kHeraldOwner | chunk.group;
-          store_release_shared(&herald.stored, ++stored);
+          store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[owner]) + chunk.group, number);
         });
       }
     }
     // Complete before this CTA is counted as through: who counts last tells the others for all.
     tma_store_wait<0>();
     fence_async_proxy_all();
-    store_release_shared(&herald.stored, stored | kHeraldEnd);
+    store_release_shared(&spread.stored, later | kSpreadEnd);
   }
 
   template <typename Consumer>
@@ -408,8 +377,10 @@ struct GemmToRanks {
     if (add_acquire_release(&link.state->arrived, 1) + 1 != gridDim.x) return;
     bool passed = true;
     if (reduction.spreads != 0) {
+      // One fence for what is told to all.
+      fence_system();
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-        if (peer != reduction.rank) store_release_system(&link.slots[peer]->passed, number);
+        if (peer != reduction.rank) store_relaxed_system(&link.slots[peer]->passed, number);
       }
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
         if (peer != reduction.rank) passed &= link_wait(link, &link.mailbox[peer].passed, number, peer, kLinkPass);

@@ -100,24 +100,15 @@ constexpr u8 kChunkNone = 2;  // there is no more work
 constexpr u8 kChunkPart = 4;  // of another rank's tile: `row` is its place among its owner's (gemm_reduce.cuh)
 constexpr u8 kChunkLater = 8;  // of a sum that other ranks get from a warp that has time for it
 
-// Parts of other ranks' tiles that one thread has stored, for the one that tells their owners (gemm_reduce.cuh).
-constexpr u32 kHeraldParts = 16;
-struct GemmHerald {
-  u32 parts[kHeraldParts];  // the owner's rank in the highest bits
-  u32 stored;               // so many, over all; kHeraldEnd beside it: there is nothing more to store
-  u32 told;
-};
-constexpr u32 kHeraldEnd = 0x80000000u;
-constexpr u32 kHeraldOwner = 28;  // bits of a part below its owner's rank
-
 // Chunks of sums that one thread has stored in this rank's memory, for the warp that stores them in the others' (gemm_reduce.cuh).
 constexpr u32 kSpreadChunks = 8;
 struct GemmSpread {
   i32 columns[kSpreadChunks];
   i32 rows[kSpreadChunks];
-  u32 stored;  // so many, over all
+  u32 stored;  // so many, over all; kSpreadEnd beside it: there is nothing more to store
   u32 spread;
 };
+constexpr u32 kSpreadEnd = 0x80000000u;
 
 template <typename C>
 struct alignas(1024) GemmShared {
@@ -130,7 +121,6 @@ struct alignas(1024) GemmShared {
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
   u32 arrived[kGemmConsumers];
-  GemmHerald heralds[kGemmConsumers];
   GemmSpread spreads[kGemmConsumers];
   u64 own_loaded;  // a piece of this rank's rows is in `staging`, on its way to others (gemm_gather.cuh)
   u64 own_sent;    // `staging` is free for results
@@ -291,7 +281,7 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
   [[maybe_unused]] bool first = true;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
-    const GemmRowTile tile = walk.row_tile();
+    GemmRowTile tile = walk.row_tile();
     const u32 column = walk.template column<C::kTileN>();
     if (loads) {
       u32 ahead = 0;
@@ -299,6 +289,7 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
         if (first) ahead = gemm_load_ahead<C>(arguments, shared, walk, column);
         first = false;
         ends.await_rows(tile);
+        tile.source_row += ends.copy_row(tile);
       }
       gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
     }

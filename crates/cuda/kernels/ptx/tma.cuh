@@ -72,14 +72,4 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The same where only the kernel knows how many; it may wait for a few more than it is told to.
-__device__ __forceinline__ void tma_store_wait_but(u32 pending) {
-  switch (pending) {
-    case 0: return tma_store_wait<0>();
-    case 1: return tma_store_wait<1>();
-    case 2: return tma_store_wait<2>();
-    default: return tma_store_wait<3>();
-  }
-}
-
 }  // namespace counterpoint

@@ -34,10 +34,12 @@ pub struct GemmGather {
 pub struct GemmGatherTensors<'a> {
     /// This rank's rows of A, contiguous.
     pub own: u64,
-    /// Of each rank its copy of A `[m, k]`, contiguous, whose rows of its own nobody writes or reads.
+    /// Of each rank its copy of A `[m, k]`, contiguous, whose rows of its own nobody writes or reads; not looked at where rows leave at
+    /// once ([`GemmGather::leaves_at_once`]).
     pub gathered: &'a [u64],
-    /// Of each rank the words that count what has come: [`GemmGather::arrival_bytes`], zero before the first run.
-    pub arrivals: &'a [u64],
+    /// Of each rank the memory for what it counts, and for rows that leave at once: [`GemmGather::exchange_bytes`], zero before the
+    /// first run.
+    pub exchanges: &'a [u64],
     /// B.
     pub b: u64,
     /// D.
@@ -65,6 +67,8 @@ struct GemmGathering {
     pieces: u32,
     piece_bytes: u32,
     sends_to: u32,
+    copy_rows: u32,
+    copy_bytes: u64,
 }
 
 /// `GemmGatherArguments` of the kernel.
@@ -209,9 +213,23 @@ impl GemmGather {
         self.spec.own_rows().div_ceil(self.spec.block_rows())
     }
 
-    /// Bytes of a rank's words that count what has come.
-    pub fn arrival_bytes(&self) -> usize {
-        self.spec.ranks * self.blocks() * size_of::<u64>()
+    /// Whether rows leave at once, into memory of the exchange's own, and nothing is written to the copies of A.
+    pub fn leaves_at_once(&self) -> bool {
+        self.spec.pieces().is_some()
+    }
+
+    fn arrival_bytes(&self) -> usize {
+        (self.spec.ranks * self.blocks() * size_of::<u64>()).next_multiple_of(256)
+    }
+
+    fn copy_bytes(&self) -> usize {
+        if self.leaves_at_once() { self.spec.own_bytes() * self.spec.ranks } else { 0 }
+    }
+
+    /// Bytes of a rank's memory for what comes from others: words that count it and, where rows leave at once, two copies of A, of
+    /// which calls use one and the other.
+    pub fn exchange_bytes(&self) -> usize {
+        self.arrival_bytes() + 2 * self.copy_bytes()
     }
 
     /// Enqueues it. Nothing is allocated; the kernel waits for the other ranks' as `link` says, each of which is on a GPU of
@@ -230,35 +248,38 @@ impl GemmGather {
         link: &LinkCall,
     ) -> Result<(), CudaError> {
         let GemmGatherSpec { rank, ranks, ref product } = self.spec;
-        let GemmGatherTensors { own, gathered, arrivals, b, d, bias } = *tensors;
-        if gathered.len() != ranks || arrivals.len() != ranks {
+        let GemmGatherTensors { own, gathered, exchanges, b, d, bias } = *tensors;
+        if gathered.len() != ranks || exchanges.len() != ranks {
             let reason =
-                format!("{} copies and {} counters of {ranks} ranks", gathered.len(), arrivals.len());
+                format!("{} copies and {} exchanges of {ranks} ranks", gathered.len(), exchanges.len());
             return Err(refused(reason));
         }
-        let (copy, both) = ([gathered[rank]], [gathered[rank], own]);
-        let gemm = self.gemm.arguments(&GemmTensors {
-            a: if self.spec.mixes_owners() { &copy } else { &both },
-            b,
-            d: &[d],
-            bias,
-            counters: &[],
-        })?;
-        let row_bytes = (product.k * product.element.bytes()) as u64;
-        let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
-        let at = |addresses: &[u64], offset: u64| {
-            std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset))
+        let at = |addresses: &[u64], offset: usize| -> [u64; GEMM_DESTINATIONS] {
+            std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset as u64))
         };
+        let copies = match self.leaves_at_once() {
+            true => at(exchanges, self.arrival_bytes()),
+            false => at(gathered, 0),
+        };
+        let a = [copies[rank], own];
+        // Tiles with rows of several ranks read all of them from the copy.
+        let a = if self.spec.mixes_owners() { &a[..1] } else { &a };
+        let mut gemm = self.gemm.arguments(&GemmTensors { a, b, d: &[d], bias, counters: &[] })?;
+        if self.leaves_at_once() {
+            gemm.a_maps[0] = self.gemm.map_of_a(copies[rank], 2 * product.m)?;
+        }
+        let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
+        let row_bytes = product.k * product.element.bytes();
         let [pieces, piece_bytes] = self.spec.pieces().unwrap_or_default();
         let all = (1u32 << ranks) - 1;
         let gathering = GemmGathering {
             link: *link,
             own,
-            gathered: at(gathered, (rank * own_rows) as u64 * row_bytes),
-            arrivals: arrivals[rank],
-            peer_arrivals: at(arrivals, (rank * self.blocks() * size_of::<u64>()) as u64),
-            own_bytes: own_rows as u64 * row_bytes,
-            block_bytes: block_rows as u64 * row_bytes,
+            gathered: copies.map(|copy| copy + (rank * own_rows * row_bytes) as u64),
+            arrivals: exchanges[rank],
+            peer_arrivals: at(exchanges, rank * self.blocks() * size_of::<u64>()),
+            own_bytes: (own_rows * row_bytes) as u64,
+            block_bytes: (block_rows * row_bytes) as u64,
             block_rows: block_rows as u32,
             blocks: self.blocks() as u32,
             own_rows: own_rows as u32,
@@ -267,6 +288,8 @@ impl GemmGather {
             pieces,
             piece_bytes,
             sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
+            copy_rows: product.m as u32,
+            copy_bytes: self.copy_bytes() as u64,
         };
         let arguments = GemmGatherArguments { gemm, gathering };
         // SAFETY: the arguments are those of the kernel in `GemmChoice::source`, a test compares their layouts; the rest is the
@@ -296,6 +319,8 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 pieces,
                 piece_bytes,
                 sends_to,
+                copy_rows,
+                copy_bytes,
             }
         ),
         shared_layout!("gemm/gemm_gather.cuh", GemmGatherArguments { gemm, gathering }),

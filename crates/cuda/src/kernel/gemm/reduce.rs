@@ -115,14 +115,28 @@ impl GemmReduceSpec {
         self.product.m / self.ranks
     }
 
-    /// Blocks in which sums that everyone gets are made: each of the others' is a round of the multiprocessors, so that parts have come
-    /// when a rank adds them; more would bring nothing.
+    /// Blocks in which sums that everyone gets are made. Sums that take longer to be sent than to be computed are begun before all of
+    /// the others' parts are; what is left of that at the end is a block's. Each of the others' blocks is a round of the
+    /// multiprocessors, so that parts have come when a rank adds them.
     fn blocks(&self, shape: &GemmShape) -> usize {
         /// Units that are computed at the same time.
         const ROUND: usize = 66;
-        const MOST: usize = 8;
+        /// What may be left, of the whole product.
+        const LEFT: f64 = 0.06;
         let units = UnitGrid::new(shape, self.own_rows(), self.product.n).count();
-        (units * (self.ranks - 1) / ROUND).clamp(1, MOST)
+        let others = units * (self.ranks - 1);
+        let own_cycles = units as f64 / ROUND as f64 * shape.unit_cycles(self.product.k);
+        let late = self.spread_cycles(self.own_rows() * self.product.n) - own_cycles;
+        let wanted = (late / (LEFT * own_cycles * self.ranks as f64)).ceil();
+        // Less than one where nothing is late.
+        (wanted as usize).clamp(1, (others / ROUND).max(1))
+    }
+
+    /// Cycles in which a rank sends so many sums to all others.
+    fn spread_cycles(&self, sums: usize) -> f64 {
+        /// Bytes a cycle, as measured on H200s whose links are busy with nothing else: 380 GB/s.
+        const LINK: f64 = 220.0;
+        (sums * (self.ranks - 1) * self.product.element.bytes()) as f64 / LINK
     }
 
     /// Parts of its rows that are computed one after the other, those of one rank each; one part where tiles have rows of several.
@@ -143,7 +157,17 @@ impl GemmReduce {
         let (rows, shards) = (spec.own_rows(), spec.shards());
         let fits =
             |shape: &GemmShape| shape.splits == 1 && (shards == 1 || rows.is_multiple_of(shape.unit()[0]));
-        Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
+        let mut shapes: Vec<GemmShape> =
+            Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect();
+        if spec.spread == SumsGoTo::All && shards > 1 {
+            // The last block's sums are on their way when all has been computed.
+            let cycles = |shape: &GemmShape| {
+                let last = rows * spec.product.n / spec.blocks(shape);
+                shape.cost(&spec.product, device.sm_count()) + spec.spread_cycles(last)
+            };
+            shapes.sort_by(|a, b| cycles(a).total_cmp(&cycles(b)));
+        }
+        Ok(shapes)
     }
 
     /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.
