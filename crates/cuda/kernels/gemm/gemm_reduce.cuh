@@ -3,9 +3,10 @@
 //
 // Every rank computes all of its product, the tiles of other ranks' rows first. A finished part of such a tile, rounded to
 // elements, is stored straight into its owner's memory, in the order in which its threads hold it, and stamped with the call's
-// number; the part for which there is no room on the way follows while the next tile is multiplied. When a rank comes to its own tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its
-// own rounded like theirs, and rounds once: the bits are those of a product followed by a reduction. The sums go to the rank's
-// own rows, and in an all-reduce to every other rank's copy of them.
+// number; the part for which there is no room on the way follows while the next tile is multiplied. When a rank comes to its own
+// tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its own rounded like theirs, and rounds once:
+// the bits are those of a product followed by a reduction. The sums go to the rank's own rows, and in an all-reduce to every other
+// rank's copy of them: those of a CTA's last tile directly, earlier ones while the next tiles are multiplied (gemm_spread.cuh).
 //
 // The others' parts of a tile come through the ring of stages behind its operands: who loads fetches them while the tile is still
 // multiplied, for a warpgroup that waits for memory keeps the matrix unit waiting.
@@ -18,6 +19,7 @@
 #pragma once
 
 #include "gemm/gemm.cuh"
+#include "gemm/gemm_spread.cuh"
 #include "link_meeting.cuh"
 #include "ptx/bulk.cuh"
 
@@ -102,61 +104,8 @@ struct GemmToRanks {
     if (blockIdx.x == 0 && lane < reduction.ranks && lane != reduction.rank) {
       store_release_system(&reduction.link.slots[lane]->announced, call());
     }
-    if (reduction.spreads != 0) spread_sums(shared);
-  }
-
-  __device__ __forceinline__ void spread_sums(GemmShared<C>& shared) const {
-    const u32 known = all_writable();
-    bool wrote = false;
-    for (bool more = true; more;) {
-      more = false;
-      bool idle = true;
-#pragma unroll
-      for (u32 group = 0; group < kGemmConsumers; ++group) {
-        GemmSpread& spread = shared.spreads[group];
-        u32 stored = 0;
-        if (threadIdx.x % 32 == 0) stored = load_acquire_shared(&spread.stored);
-        stored = uniform(stored);
-        more |= (stored & kSpreadEnd) == 0;
-        if ((stored & ~kSpreadEnd) == spread.spread) continue;
-        spread_chunk(spread, known);
-        idle = false;
-        more = wrote = true;
-      }
-      if (idle && more) pause_nanoseconds<200>();
-    }
-    // By every lane, and before this CTA is counted as through: the last one's release must cover what this one wrote.
-    if (wrote) fence_system();
-  }
-
-  // The warp together: the oldest chunk of sums that is in this rank's memory only. By ordinary loads and stores: while they are on
-  // their way, results have shared memory for themselves.
-  __device__ __forceinline__ void spread_chunk(GemmSpread& spread, u32 known) const {
-    constexpr u32 kAhead = 4, kPacksOfRow = C::kChunkColumns / 8;
-    const u32 lane = threadIdx.x % 32, own = reduction.rank;
-    const u32 at = spread.spread % kSpreadChunks;
-    const u32 column = u32(spread.columns[at]), row = u32(spread.rows[at]);
-    const u32 first_row = row + lane / kPacksOfRow, pack_column = column + lane % kPacksOfRow * 8;
-    const u64 first = (u64(first_row) * arguments.d_stride + pack_column) * sizeof(Element);
-    const u64 step = u64(32 / kPacksOfRow) * arguments.d_stride * sizeof(Element);
-    if (pack_column < arguments.n) {
-#pragma unroll 1
-      for (u32 line = 0; line < 64 * kPacksOfRow / 32; line += kAhead) {
-        uint4 words[kAhead];
-        const u64 offset = first + line * step;
-#pragma unroll
-        for (u32 i = 0; i < kAhead; ++i) {
-          words[i] = __ldcg(reinterpret_cast<const uint4*>(reduction.sums[own] + offset + i * step));
-        }
-        for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-          if (peer == own || (known >> peer & 1) == 0) continue;
-#pragma unroll
-          for (u32 i = 0; i < kAhead; ++i) *reinterpret_cast<uint4*>(reduction.sums[peer] + offset + i * step) = words[i];
-        }
-      }
-    }
-    __syncwarp();
-    if (lane == 0) store_release_shared(&spread.spread, spread.spread + 1);
+    if (reduction.spreads == 0) return;
+    gemm_spread_sums<C>(shared, GemmSums{reduction.sums, reduction.rank, all_writable(), arguments.d_stride, arguments.n});
   }
 
   // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.

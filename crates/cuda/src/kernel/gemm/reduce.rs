@@ -338,6 +338,21 @@ mod tests {
         assert!(spec(512, 256, 9).check().unwrap_err().contains("9"));
     }
 
+    #[test]
+    fn sums_that_links_hold_up_are_begun_early() {
+        let blocks = |m: usize, n: usize, k: usize| {
+            let product = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
+            let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread: SumsGoTo::All };
+            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1 })
+        };
+        assert_eq!(blocks(8192, 8192, 14336), 1);
+        assert_eq!(blocks(8192, 12288, 6144), 1);
+        assert_eq!(blocks(8192, 8192, 3584), 4);
+        // Not before there is a round of others' parts.
+        assert_eq!(blocks(2048, 8192, 4096), 2);
+        assert_eq!(blocks(1024, 1024, 1024), 1);
+    }
+
     /// Every rank counts an owner's units alike, whatever its order, and each number is taken once.
     #[test]
     fn units_are_numbered_within_their_shard() {
