@@ -34,6 +34,7 @@ struct GemmGathering {
   u32 pieces;      // in which all rows leave at once, as one block, or 0
   u32 piece_bytes;
   u32 sends_to;    // ranks, a bit each: also this one where tiles have rows of several
+  u32 in_turn;     // whether rows go to one rank after the other, since tiles begin with those that come first
   u32 copy_rows;   // of each of two copies of A that follow each other and take turns, or 0 where there is one
   u64 copy_bytes;
 };
@@ -102,15 +103,24 @@ struct GemmFromRanks {
         bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
       }
       mbarrier_wait(&shared.own_loaded, loaded++ & 1);
-      if (sends) {
-        bulk_store(reinterpret_cast<u8*>(gathering.gathered[peer]) + (number & 1) * gathering.copy_bytes + first, staging, bytes);
-        tma_store_commit();
+      const u32 own_turn = !sends ? ranks + 1 : gathering.in_turn != 0 ? lane : 0;
+#pragma unroll 1
+      for (u32 turn = 0; turn <= ranks; ++turn) {
+        if (turn == own_turn) {
+          const u64 to = gathering.gathered[peer] + (number & 1) * gathering.copy_bytes + first;
+          bulk_store(reinterpret_cast<u8*>(to), staging, bytes);
+          tma_store_commit();
+        }
+        // While the next one's is on its way.
+        if (turn == own_turn + 1) {
+          fence_async_proxy_all();
+          add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
+        }
+        __syncwarp();
         // Complete, not only read, before its receiver hears of it.
-        tma_store_wait<0>();
-        fence_async_proxy_all();
-        add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
+        if (turn == own_turn) tma_store_wait<0>();
+        __syncwarp();
       }
-      __syncwarp();
     }
   }
 

@@ -67,6 +67,7 @@ struct GemmGathering {
     pieces: u32,
     piece_bytes: u32,
     sends_to: u32,
+    in_turn: u32,
     copy_rows: u32,
     copy_bytes: u64,
 }
@@ -118,6 +119,12 @@ impl GemmGatherSpec {
     /// Whether tiles have rows of several ranks.
     fn mixes_owners(&self) -> bool {
         !self.own_rows().is_multiple_of(TILE_ROWS)
+    }
+
+    /// Whether tiles are taken as those of any product are, because none can do without what comes last: few rows are all computed
+    /// at the same time, and what they share is B. Others begin with the rank's own and follow the ranks after it.
+    fn awaits_all(&self) -> bool {
+        self.pieces().is_some() && (self.mixes_owners() || self.own_rows() <= TILE_ROWS)
     }
 
     /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
@@ -176,7 +183,7 @@ impl GemmGather {
     pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
         let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
-        let fits = |shape: &GemmShape| shape.splits == 1 && (spec.mixes_owners() || in_rank(shape));
+        let fits = |shape: &GemmShape| shape.splits == 1 && (spec.awaits_all() || in_rank(shape));
         Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
@@ -190,7 +197,7 @@ impl GemmGather {
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();
-        product.order = match spec.mixes_owners() {
+        product.order = match spec.awaits_all() {
             true => TileOrder::Grouped,
             false => TileOrder::Shards { shards: spec.ranks, first: spec.rank },
         };
@@ -288,7 +295,8 @@ impl GemmGather {
             pieces,
             piece_bytes,
             sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
-            copy_rows: product.m as u32,
+            in_turn: u32::from(!self.spec.awaits_all()),
+            copy_rows: if self.leaves_at_once() { product.m as u32 } else { 0 },
             copy_bytes: self.copy_bytes() as u64,
         };
         let arguments = GemmGatherArguments { gemm, gathering };
@@ -319,6 +327,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 pieces,
                 piece_bytes,
                 sends_to,
+                in_turn,
                 copy_rows,
                 copy_bytes,
             }
