@@ -5,30 +5,17 @@
 #pragma once
 
 #include "ptx/flag.cuh"
+#include "row_pieces.cuh"
 #include "scalar.cuh"
 
 namespace counterpoint {
 
 constexpr u32 kColumnSumThreads = 256;
 constexpr u32 kColumnSumRows = 128;
-constexpr u32 kColumnSumSources = 256;
-
-// Where the tensors begin. Shared with the host.
-struct ColumnSumSources {
-  u64 at[kColumnSumSources];
-};
-
-// Rows `begin` to `end` of the matrix, which are those from `first` on of a tensor. Shared with the host.
-struct ColumnSumPiece {
-  u32 source;
-  u32 first;
-  u32 begin;
-  u32 end;
-};
 
 // The kernel's parameter beside the sources. Shared with the host.
 struct ColumnSumArguments {
-  const ColumnSumPiece* pieces;  // one after the other
+  const RowPiece* pieces;  // one after the other
   void* dst;                     // [columns]
   float* partials;               // [row blocks, columns]
   u32* arrivals;                 // [column blocks], zero between launches
@@ -53,7 +40,7 @@ __device__ __forceinline__ void add_rows(float (&sums)[kPack], const T* from, u6
 
 // Any number of blocks. Rows of tensors are multiples of kPack elements.
 template <typename T, typename Result, u32 kPack>
-__device__ __forceinline__ void column_sum(const ColumnSumSources& sources, const ColumnSumArguments& arguments) {
+__device__ __forceinline__ void column_sum(const RowSources& sources, const ColumnSumArguments& arguments) {
   constexpr u32 kWarps = kColumnSumThreads / 32;
   constexpr u32 kColumns = 32 * kPack;
   constexpr u32 kUnroll = 8;
@@ -74,11 +61,10 @@ __device__ __forceinline__ void column_sum(const ColumnSumSources& sources, cons
     if (column < columns) {
       u32 row = begin + warp;
       for (u32 i = 0; i < arguments.piece_count && row < end; ++i) {
-        const ColumnSumPiece piece = arguments.pieces[i];
+        const RowPiece piece = arguments.pieces[i];
         const u32 piece_end = min(piece.end, end);
         if (piece_end <= row) continue;
-        const T* from = reinterpret_cast<const T*>(sources.at[piece.source]) +
-                        u64(piece.first + row - piece.begin) * columns + column;
+        const T* from = piece.row<T>(sources, row, columns) + column;
         const u64 stride = u64(kWarps) * columns;
         for (; row + (kUnroll - 1) * kWarps < piece_end; row += kUnroll * kWarps) {
           add_rows<T, kPack, kUnroll>(sums, from, stride);

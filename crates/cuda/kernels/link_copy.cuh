@@ -38,7 +38,6 @@ struct alignas(128) LinkCopyShared {
   u64 to[kWarps][kStages];
   u32 bytes[kWarps][kStages];
   u64 tensors[kLinkRanks * kLinkTensors];
-  u64 number;
 };
 
 // `kPush`: from this side to the other; else from there to here. `kAhead`: pieces that a warp loads ahead of what it stores; its
@@ -73,15 +72,42 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     for (u32 s = 0; s < kStages; ++s) mbarrier_init(&shared.full[warp][s], 1);
     fence_mbarrier_init();
   }
-  if (warp == 0) {
-    const u64 begun = (phases & kLinkBegins) != 0 ? link_begin(call, shared.tensors) : link_resume(call, shared.tensors);
-    if (lane == 0) shared.number = begun;
+  const bool begins = (phases & kLinkBegins) != 0;
+  u64 number = begins ? link_announce(call) : 0;
+  const auto load = [&](u32 stage, u64 from, u32 bytes) {
+    shared.bytes[warp][stage] = bytes;
+    mbarrier_arrive_expect(&shared.full[warp][stage], bytes);
+    bulk_load(shared.stages[warp][stage], reinterpret_cast<const void*>(from), bytes, &shared.full[warp][stage]);
+  };
+  // What is pushed first is loaded while the others are waited for.
+  static_assert(!kPush || kAhead >= kLinkTurn, "nothing is stored before the second turn");
+  u32 loaded = 0;
+  if (kPush) {
+#pragma unroll
+    for (u32 e = 0; e < kLinkTurn; ++e) {
+      const u64 own = __shfl_sync(0xffffffffu, held.own, e);
+      const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, e);
+      const u32 tensor = __shfl_sync(0xffffffffu, u32(held.tensor), e);
+      if (bytes == 0) continue;
+      if (lane == 0) load(e, call.own[tensor] + own, bytes);
+      ++loaded;
+    }
   }
-  __syncthreads();
-  const u64 number = shared.number;
-  if (number == 0) return;
-  // What the others wrote before they announced is read by this warp's copy engine too.
-  fence_async_proxy_all();
+  if (begins) {
+    number = link_await(call, number, shared.tensors) ? number : 0;
+  } else {
+    number = link_resume(call, shared.tensors);
+  }
+  if (number == 0) {
+    // Nobody else gets this shared memory before what was loaded is there.
+    for (u32 s = 0; s < loaded; ++s) mbarrier_wait(&shared.full[warp][s], 0);
+    return;
+  }
+  __syncwarp();
+  if (kPush && lane < loaded) {
+    shared.to[warp][lane] = shared.tensors[held.rank * kLinkTensors + held.tensor] + held.remote;
+  }
+  __syncwarp();
   const auto store = [&](u32 m) {
     const u32 stage = m % kStages;
     mbarrier_wait(&shared.full[warp][stage], m / kStages % 2);
@@ -117,15 +143,14 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
       if (lane == 0) {
         // Its stage was stored from kStages pieces ago; younger stores may go on.
         if (n >= kStages) tma_store_wait_read<kStages - kAhead - 1>();
-        const u32 tensor = place & 0xffffu;
-        const u64 own = call.own[tensor] + piece.own;
-        const u64 remote = shared.tensors[(place >> 16) * kLinkTensors + tensor] + piece.remote;
-        const u32 stage = n % kStages;
-        shared.to[warp][stage] = kPush ? remote : own;
-        shared.bytes[warp][stage] = piece.bytes;
-        mbarrier_arrive_expect(&shared.full[warp][stage], piece.bytes);
-        bulk_load(shared.stages[warp][stage], reinterpret_cast<const void*>(kPush ? own : remote), piece.bytes,
-                  &shared.full[warp][stage]);
+        if (!kPush || turn != 0) {
+          const u32 tensor = place & 0xffffu;
+          const u64 own = call.own[tensor] + piece.own;
+          const u64 remote = shared.tensors[(place >> 16) * kLinkTensors + tensor] + piece.remote;
+          const u32 stage = n % kStages;
+          shared.to[warp][stage] = kPush ? remote : own;
+          load(stage, kPush ? own : remote, piece.bytes);
+        }
         const u64 at = held_turn * kLinkTurn + e;
         if (before == kUnknown && part < parts.count && at >= parts.ends[part]) before = n;
         if (n >= kAhead) {
@@ -148,9 +173,9 @@ __device__ __forceinline__ void link_copy(const LinkCall& call, const LinkPiece*
     tma_store_wait<0>();
     for (; part < parts.count; ++part) link_deliver(call, part);
   }
-  fence_async_proxy_all();
-  __syncthreads();
-  if (warp == 0 && (phases & kLinkEnds) != 0) link_end(call, number);
+  __syncwarp();
+  if (kPush) fence_system();
+  if ((phases & kLinkEnds) != 0) link_end(call, number);
 }
 
 }  // namespace counterpoint

@@ -50,6 +50,9 @@ __device__ __forceinline__ void link_litmus(const LinkCall& call, u32 rank, u32 
   for (; round < rounds; ++round) {
     litmus_delay(round * 4 + rank * 2);
     for (u32 w = lane; w < kLitmusWords; w += 32) input[w] = litmus_mix(rank * kLitmusWords + w) ^ round;
+    // Written by this very kernel, for another's copy engine and for the own one.
+    fence_system();
+    fence_async_proxy_all();
     __syncwarp();
     litmus_delay(round * 4 + rank * 2 + 1 + lane * 0x10001);
     const u64 number = link_begin(call, shared.tensors);
@@ -66,6 +69,7 @@ __device__ __forceinline__ void link_litmus(const LinkCall& call, u32 rank, u32 
       tma_store_wait<0>();
     }
     __syncwarp();
+    if (kPush) fence_system();
     link_end(call, number);
     __syncwarp();
     // Not volatile: an ordinary read, as of a kernel behind it, which may find an old line in a cache.

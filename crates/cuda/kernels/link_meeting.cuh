@@ -8,6 +8,11 @@
 //
 // Counters only grow (a call's number), so nothing is reset while another rank may look, and a replayed graph needs nothing
 // new. The call's number is the rank's own: all ranks make the same calls.
+//
+// What a meeting takes is flights of words (0.7 us) and fences for all GPUs (as long, and longer behind stores that are on their
+// way to one). So an address carries its call's number and needs no fence and no word that follows it; every block tells by itself
+// that it has passed; and nobody fences what needs no fence: what earlier kernels of a stream wrote is there for all, and so are
+// pieces that have been read.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -21,11 +26,26 @@ constexpr u32 kLinkParts = 8;
 
 // What one rank tells another.
 struct LinkSlot {
-  u64 announced;              // the call that it has begun
-  u64 passed;                 // the last call in which it was through with what was announced to it
+  u64 announced;              // the call that it has begun, by kernels that announce no tensors
+  u64 passed;                 // grows with each call in which it was through with what was announced to it (kLinkPasses)
   u64 delivered;              // parts of its rows that are there; who takes them as they come leaves 0
-  u64 tensors[kLinkTensors];  // where its tensors are in that call
+  u64 tensors[kLinkTensors];  // where its tensors are in the call that it has begun (link_place)
 };
+
+// An address that is a multiple of 16, divided by that, and below it the last bits of the call's number. Who announces a call has
+// been told of the one before that the other has passed it, so an older word is of the call before and of none as long ago.
+constexpr u32 kLinkStampBits = 16;
+__device__ __forceinline__ u64 link_place(u64 address, u64 number) {
+  return address >> 4 << kLinkStampBits | (number & ((1 << kLinkStampBits) - 1));
+}
+__device__ __forceinline__ u64 link_address(u64 place) { return place >> kLinkStampBits << 4; }
+// The last call up to `number` that a place may be of.
+__device__ __forceinline__ u64 link_call_of(u64 place, u64 number) {
+  return number - ((number - place) & ((1 << kLinkStampBits) - 1));
+}
+
+// What is added to `passed` in a call, by all blocks of the launch that ends it together, however many these are.
+constexpr u64 kLinkPasses = 1 << 10;
 
 // What a rank keeps of one collective from call to call.
 struct LinkState {
@@ -84,14 +104,15 @@ struct LinkArrivals {
   i32 ends[kLinkParts];  // the row at which each part ends
 };
 
-// Waits until a word of another rank's has come to `wanted`; false when it gave up. `Call` is LinkCall or LinkArrivals.
-template <typename Call>
-__device__ __forceinline__ bool link_wait(const Call& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
+// Waits until what `look` gives has come to `wanted`; false when it gave up. `Call` is LinkCall or LinkArrivals.
+template <typename Call, typename Look>
+__device__ __forceinline__ bool link_wait_until(const Call& call, const Look& look_at, u64 wanted, u32 rank, LinkStep step) {
   constexpr u32 kLooks = 64;  // between looks at the clock
   // Between looks at the host's word: some milliseconds. Reads of one word over PCIe follow each other, and hundreds of threads
   // may wait.
   constexpr u32 kHostLooks = 4096;
-  u64 seen = load_acquire_system(word);
+  u64 seen = look_at();
+  if (seen >= wanted) return true;
   const u64 began = global_nanoseconds();
   for (u32 look = 1; seen < wanted; ++look) {
     if (look % kLooks == 0) {
@@ -107,35 +128,55 @@ __device__ __forceinline__ bool link_wait(const Call& call, const u64* word, u64
       const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
       if (given_up || (look % kHostLooks == 0 && load_relaxed_system(call.abort) != 0)) return false;
     }
-    seen = load_acquire_system(word);
+    seen = look_at();
   }
   return true;
 }
 
-// The first warp of every block, before it works: announces, waits for the others, and copies where their tensors are to
-// `tensors` in shared memory, [rank][tensor]. Gives the call's number, or 0 when a wait gave up: the block must leave then.
-__device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
+// The same for a word of another rank's; what was written before it, is read after.
+template <typename Call>
+__device__ __forceinline__ bool link_wait(const Call& call, const u64* word, u64 wanted, u32 rank, LinkStep step) {
+  return link_wait_until(call, [&] { return load_acquire_system(word); }, wanted, rank, step);
+}
+
+// The first warp of every block, before anything else: tells those that work on them where this rank's tensors are. Gives the
+// call's number. What this kernel itself has written there is fenced before.
+__device__ __forceinline__ u64 link_announce(const LinkCall& call) {
   const u32 lane = threadIdx.x % 32;
   const u64 number = call.state->calls + 1;
   if (blockIdx.x == 0 && (call.announce_to >> lane & 1) != 0) {
     LinkSlot* slot = call.slots[lane];
     for (u32 t = 0; t < call.tensors; ++t) {
       const u64 shift = call.shifts == nullptr ? 0 : call.shifts[lane * kLinkTensors + t];
-      store_relaxed_system(&slot->tensors[t], call.announced[t] + shift);
+      store_relaxed_system(&slot->tensors[t], link_place(call.announced[t] + shift, number));
     }
-    store_release_system(&slot->announced, number);
   }
+  return number;
+}
+
+// The first warp of every block, before it works on what others announce: waits for them, and copies where their tensors are to
+// `tensors` in shared memory, [rank][tensor]. False when a wait gave up: the block must leave then.
+__device__ __forceinline__ bool link_await(const LinkCall& call, u64 number, u64* tensors) {
+  const u32 lane = threadIdx.x % 32;
   bool came = true;
   if ((call.work_on >> lane & 1) != 0) {
     const LinkSlot* slot = call.mailbox + lane;
-    came = link_wait(call, &slot->announced, number, lane, kLinkBegin);
-    for (u32 t = 0; t < call.tensors; ++t) {
-      tensors[lane * kLinkTensors + t] = load_relaxed_system(&slot->tensors[t]);
+    for (u32 t = 0; t < call.tensors && came; ++t) {
+      u64 place = 0;
+      const auto look = [&] { return link_call_of(place = load_acquire_system(&slot->tensors[t]), number); };
+      came = link_wait_until(call, look, number, lane, kLinkBegin);
+      tensors[lane * kLinkTensors + t] = link_address(place);
     }
   }
   // What the others wrote in the ordinary way before they announced is read by the copy engine.
   fence_async_proxy_all();
-  return __all_sync(0xffffffffu, came) ? number : 0;
+  return __all_sync(0xffffffffu, came);
+}
+
+// Both, one after the other: the call's number, or 0 when a wait gave up.
+__device__ __forceinline__ u64 link_begin(const LinkCall& call, u64* tensors) {
+  const u64 number = link_announce(call);
+  return link_await(call, number, tensors) ? number : 0;
 }
 
 // What `link_begin` gave in an earlier launch of the same call.
@@ -143,28 +184,28 @@ __device__ __forceinline__ u64 link_resume(const LinkCall& call, u64* tensors) {
   const u32 lane = threadIdx.x % 32;
   if ((call.work_on >> lane & 1) != 0) {
     for (u32 t = 0; t < call.tensors; ++t) {
-      tensors[lane * kLinkTensors + t] = load_relaxed_system(&call.mailbox[lane].tensors[t]);
+      tensors[lane * kLinkTensors + t] = link_address(load_relaxed_system(&call.mailbox[lane].tensors[t]));
     }
   }
   const bool given_up = *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
   return given_up ? 0 : call.state->calls + 1;
 }
 
-// The first warp of every block, after all its threads' loads have arrived and all their stores are complete.
+// The first warp of every block, after all that its threads load has arrived. Where they have written into a peer's memory, each lane
+// has made a fence for all GPUs behind it: that a bulk store is complete says no more than that it has left.
 __device__ __forceinline__ void link_end(const LinkCall& call, u64 number) {
   const u32 lane = threadIdx.x % 32;
+  if ((call.work_on >> lane & 1) != 0) {
+    add_relaxed_system(&call.slots[lane]->passed, blockIdx.x == 0 ? kLinkPasses - (gridDim.x - 1) : 1);
+  }
   u32 before = 0;
-  fence_async_proxy_all();
-  // By every lane, and before the count: the last block's release must cover what this one wrote into a peer's memory.
-  fence_system();
-  __syncwarp();
   if (lane == 0) before = add_acquire_release(&call.state->arrived, 1);
   before = __shfl_sync(0xffffffffu, before, 0);
   if (before + 1 != gridDim.x) return;
-  if ((call.work_on >> lane & 1) != 0) store_release_system(&call.slots[lane]->passed, number);
   bool passed = true;
   if ((call.announce_to >> lane & 1) != 0) {
-    passed = link_wait(call, &call.mailbox[lane].passed, number, lane, kLinkPass);
+    const u64* word = &call.mailbox[lane].passed;
+    passed = link_wait_until(call, [&] { return load_acquire_system(word) / kLinkPasses; }, number, lane, kLinkPass);
   }
   passed = __all_sync(0xffffffffu, passed);
   if (lane == 0) {

@@ -72,31 +72,29 @@ struct LinkStage {
 template <typename Term, u32 kTurns, u32 kPack>
 __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], const Term* terms, u32 packs, u32 thread) {
   // All loads before the first sum: each would otherwise wait for the one before. Past the end there is nothing to add.
-  Pack<Term, kPack> held[kTurns] = {};
+  PackWords<Term, kPack> held[kTurns] = {};
 #pragma unroll
   for (u32 u = 0; u < kTurns; ++u) {
     const u32 pack = thread + u * kLinkAdders;
-    if (pack < packs) held[u] = load_pack<Term, kPack>(terms + pack * kPack);
+    if (pack < packs) held[u] = load_pack_words<Term, kPack>(terms + pack * kPack);
   }
 #pragma unroll
   for (u32 u = 0; u < kTurns; ++u) {
 #pragma unroll
-    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen(held[u].at[e]);
+    for (u32 e = 0; e < kPack; ++e) sums[u][e] += widen_from<Term>(held[u].at, e);
   }
 }
 
 template <typename Partial, typename Result>
 __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared& shared,
-                                         const LinkReducePiece* __restrict__ pieces, u32 begin, u32 end,
-                                         u32 accumulate) {
+                                         const LinkReducePiece* __restrict__ pieces, LinkReducePiece next, u32 begin,
+                                         u32 end, u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
   static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
                 "an operand fits a stage");
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
   const u32 thread = threadIdx.x - 32 * kLinkFetchers;
   LinkStage stage;
-  if (begin == end) return;
-  LinkReducePiece next = pieces[begin];
   for (u32 i = begin; i < end; ++i) {
     const LinkReducePiece piece = next;
     if (i + 1 < end) next = pieces[i + 1];
@@ -135,23 +133,32 @@ __device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared&
   }
 }
 
-// One of several warps, which take turns. The list is read 32 entries at a time and as many ahead.
-__device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared,
-                                           const LinkFetch* __restrict__ fetches, u32 begin, u32 end) {
+// What a fetching warp fetches: its entries of the block's list, which it reads 32 at a time and as many ahead.
+struct LinkFetches {
+  const LinkFetch* __restrict__ list;
+  u32 count;
+
+  // One of several warps, which take turns.
+  __device__ __forceinline__ LinkFetches(const LinkFetch* fetches, u32 begin, u32 end, u32 warp)
+      : list(fetches + begin + warp), count(end - begin > warp ? (end - begin - warp + kLinkFetchers - 1) / kLinkFetchers : 0) {}
+
+  // Entry `first` and those behind it, one a lane.
+  __device__ __forceinline__ LinkFetch from(u32 first) const {
+    const u32 at = first + threadIdx.x % 32;
+    return at < count ? list[at * kLinkFetchers] : LinkFetch{};
+  }
+};
+
+// `next`: the first of them.
+__device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared, const LinkFetches& fetches,
+                                           LinkFetch next) {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
-  const u32 mine = end - begin > warp ? (end - begin - warp + kLinkFetchers - 1) / kLinkFetchers : 0;
-  const auto listed = [&](u32 first) {
-    LinkFetch fetch = {};
-    if (first + lane < mine) fetch = fetches[begin + warp + (first + lane) * kLinkFetchers];
-    return fetch;
-  };
   LinkFetch held = {};
-  LinkFetch next = listed(0);
-  for (u32 n = 0; n < mine; ++n) {
+  for (u32 n = 0; n < fetches.count; ++n) {
     if (n % 32 == 0) {
       held = next;
-      next = listed(n + 32);
+      next = fetches.from(n + 32);
     }
     const u64 from = __shfl_sync(0xffffffffu, held.from, n % 32);
     const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
@@ -186,6 +193,16 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
     }
     fence_mbarrier_init();
   }
+  // Lists are on their way while ranks meet.
+  const bool adds = threadIdx.x >= 32 * kLinkFetchers;
+  const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
+  LinkFetch first_fetch = {};
+  LinkReducePiece first_piece = {};
+  if (adds) {
+    if (begin.pieces != end.pieces) first_piece = pieces[begin.pieces];
+  } else {
+    first_fetch = mine.from(0);
+  }
   u64 number = 0;
   if (threadIdx.x < 32) {
     number = link_begin(call, shared.tensors);
@@ -193,12 +210,10 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   }
   __syncthreads();
   if (shared.begun == 0) return;
-  // What the others wrote before they announced is read by every fetcher's copy engine.
-  fence_async_proxy_all();
-  if (threadIdx.x >= 32 * kLinkFetchers) {
-    link_add<Partial, Result>(call, shared, pieces, begin.pieces, end.pieces, accumulate);
+  if (adds) {
+    link_add<Partial, Result>(call, shared, pieces, first_piece, begin.pieces, end.pieces, accumulate);
   } else {
-    link_fetch(call, shared, fetches, begin.fetches, end.fetches);
+    link_fetch(call, shared, mine, first_fetch);
   }
   __syncthreads();
   if (threadIdx.x < 32) link_end(call, number);

@@ -4,29 +4,16 @@
 // A block takes a row at a time. What is normalised is the sum as it is stored, so the bits are those of two operations.
 #pragma once
 
+#include "row_pieces.cuh"
 #include "scalar.cuh"
 
 namespace counterpoint {
 
 constexpr u32 kRmsNormThreads = 256;
-constexpr u32 kRmsNormSources = 64;
-
-// Where the tensors begin. Shared with the host.
-struct RmsNormSources {
-  u64 at[kRmsNormSources];
-};
-
-// Rows `begin` to `end` of the result, which are those from `first` on of a tensor. Shared with the host.
-struct RmsNormPiece {
-  u32 source;
-  u32 first;
-  u32 begin;
-  u32 end;
-};
 
 // The kernel's parameter beside the sources. Shared with the host.
 struct RmsNormArguments {
-  const RmsNormPiece* pieces;  // one after the other
+  const RowPiece* pieces;  // one after the other
   u64 residual;                // [rows, columns], or 0
   u64 sum;                     // likewise: rows and residual together
   u64 weight;                  // [columns]
@@ -52,7 +39,7 @@ __device__ __forceinline__ float rms_norm_block_sum(float value, float* of_warps
 
 // Any number of blocks. Rows of tensors are multiples of kPack elements.
 template <typename T, u32 kPack>
-__device__ __forceinline__ void rms_norm(const RmsNormSources& sources, const RmsNormArguments& arguments) {
+__device__ __forceinline__ void rms_norm(const RowSources& sources, const RmsNormArguments& arguments) {
   __shared__ float of_warps[kRmsNormThreads / 32];
   const u32 columns = arguments.columns;
   const T* residual = reinterpret_cast<const T*>(arguments.residual);
@@ -62,8 +49,8 @@ __device__ __forceinline__ void rms_norm(const RmsNormSources& sources, const Rm
   u32 p = 0;
   for (u32 row = blockIdx.x; row < arguments.rows; row += gridDim.x) {
     while (row >= arguments.pieces[p].end) ++p;
-    const RmsNormPiece piece = arguments.pieces[p];
-    const T* from = reinterpret_cast<const T*>(sources.at[piece.source]) + u64(piece.first + row - piece.begin) * columns;
+    const RowPiece piece = arguments.pieces[p];
+    const T* from = piece.row<T>(sources, row, columns);
     const u64 begin = u64(row) * columns;
     // As it is stored.
     const auto summed = [&](u32 column) {

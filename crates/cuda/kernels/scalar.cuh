@@ -17,6 +17,23 @@ __device__ __forceinline__ float widen(Bf16 value) { return float_of_bf16(value.
 __device__ __forceinline__ float widen(F16 value) { return float_of_f16(value.bits); }
 __device__ __forceinline__ float widen(F32 value) { return value; }
 
+// Element `e` of those that lie together in these words: whoever takes words apart into narrow elements pays for each of those
+// before it is widened.
+template <typename T>
+__device__ __forceinline__ float widen_from(const u32* words, u32 e);
+template <>
+__device__ __forceinline__ float widen_from<Bf16>(const u32* words, u32 e) {
+  return __uint_as_float(e % 2 == 0 ? words[e / 2] << 16 : words[e / 2] & 0xffff0000u);
+}
+template <>
+__device__ __forceinline__ float widen_from<F16>(const u32* words, u32 e) {
+  return float_of_f16(u16(words[e / 2] >> e % 2 * 16));
+}
+template <>
+__device__ __forceinline__ float widen_from<F32>(const u32* words, u32 e) {
+  return __uint_as_float(words[e]);
+}
+
 // Rounded once, to nearest even.
 template <typename T>
 __device__ __forceinline__ T narrow(float value);
@@ -44,6 +61,17 @@ template <typename T, u32 kCount>
 struct alignas(sizeof(T) * kCount <= 16 ? sizeof(T) * kCount : 16) Pack {
   T at[kCount];
 };
+
+// The same as words.
+template <typename T, u32 kCount>
+struct alignas(16) PackWords {
+  u32 at[kCount * sizeof(T) / 4];
+};
+
+template <typename T, u32 kCount>
+__device__ __forceinline__ PackWords<T, kCount> load_pack_words(const T* from) {
+  return *reinterpret_cast<const PackWords<T, kCount>*>(from);
+}
 
 template <typename T, u32 kCount>
 __device__ __forceinline__ Pack<T, kCount> load_pack(const T* from) {

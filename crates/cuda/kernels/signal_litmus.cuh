@@ -104,10 +104,12 @@ __device__ __forceinline__ void signal_litmus(const SignalLitmusCall& call) {
         __syncthreads();
       }
     } else {
-      const u32 words = tile.bytes / 4;
-      for (u32 i = threadIdx.x; i < tile.rows * words; i += blockDim.x) {
-        const u8* at = from + (i / words) * call.row_bytes + (i % words) * 4;
-        wrong += *reinterpret_cast<const u32*>(at) != call.expected;
+      const u32 vectors = tile.bytes / 16;
+      for (u32 i = threadIdx.x; i < tile.rows * vectors; i += blockDim.x) {
+        const u8* at = from + (i / vectors) * call.row_bytes + (i % vectors) * 16;
+        const uint4 words = *reinterpret_cast<const uint4*>(at);
+        wrong += (words.x != call.expected) + (words.y != call.expected) + (words.z != call.expected) +
+                 (words.w != call.expected);
       }
     }
     read += threadIdx.x == 0;

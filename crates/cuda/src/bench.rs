@@ -14,7 +14,7 @@ use counterpoint_exec::{
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Plan, PlanConfig};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, OverlapPolicy, Program, StartOrder, lower_attention_backward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -126,7 +126,7 @@ impl AttentionBench {
             reason: error.to_string(),
         })?;
         let mut case = BenchCase { bench: self, plan, passes: Vec::new() };
-        let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY);
+        let program = lower_attention_forward(&case.plan, 0, &self.spec, POLICY, KeyBlocks::Suited);
         case.add(BenchPass::Forward, program)?;
         Ok(case)
     }

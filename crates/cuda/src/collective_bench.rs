@@ -17,7 +17,7 @@ use counterpoint_schedule::{
 
 use crate::backend::{exec_error, lock};
 use crate::kernel::{CheckedRows, RowCheck, RowContents, RowOrigin, Scalar};
-use crate::{CudaBackend, CudaBuffer, CudaError, DeviceBuffer, Event};
+use crate::{CudaBackend, CudaBuffer, CudaError, CudaStream, DeviceBuffer, Event};
 
 pub(crate) use repeat::Delays;
 pub use repeat::repeat_collective;
@@ -146,7 +146,8 @@ fn on_ranks<M: Machine<Backend = CudaBackend> + Sync, R: Send>(
             .map(|(rank, ends)| {
                 let (parts, gate, run, world) = (&parts, &gate, &run, &world);
                 scope.spawn(move || {
-                    let ran = Rank::<M>::new(rank, case, parts, ends).and_then(|rank| run(&rank, gate));
+                    let ran = Rank::<M>::new(rank, case, parts, &ends).and_then(|rank| run(&rank, gate));
+                    // Before the ends go: they may wait for the other ranks.
                     ran.map_err(|error| world.fail(error))
                 })
             })
@@ -180,12 +181,14 @@ impl<M: Machine> Gate<'_, M> {
     }
 }
 
+type Prepared<M> = <<M as Machine>::Transport as Transport<CudaBackend>>::Collective;
+
 /// One rank with its tensors.
 struct Rank<'a, M: Machine<Backend = CudaBackend>> {
     rank: usize,
     case: &'a CollectiveCase,
-    ends: Ends<M>,
-    collective: <M::Transport as Transport<CudaBackend>>::Collective,
+    ends: &'a Ends<M>,
+    collective: Prepared<M>,
     place: OpPlace,
     /// Inputs, then outputs.
     buffers: Vec<CudaBuffer>,
@@ -198,10 +201,10 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         rank: usize,
         case: &'a CollectiveCase,
         parts: &[GroupPart],
-        ends: Ends<M>,
+        ends: &'a Ends<M>,
     ) -> Result<Self, ExecError> {
         let CollectiveCase { collective, dtype, row_elements, .. } = *case;
-        let (backend, transport) = &ends;
+        let (backend, transport) = ends;
         let part = &parts[rank];
         let owned_rows = part.owned.iter().map(|split| split.rows.end).max().unwrap_or(0);
         let remote_rows = part.remote.iter().map(|split| split.rows.end).max().unwrap_or(0);
@@ -249,20 +252,29 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         Ok(Self { rank, case, collective: prepared, place, buffers, check, origins, ends })
     }
 
-    fn run(&self, gate: &Gate<'_, M>) -> Result<CollectiveTimes, ExecError> {
-        let (backend, transport) = &self.ends;
-        let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a benchmark", error));
+    fn stream(&self) -> Result<CudaStream, ExecError> {
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
-        let stream = backend.create_stream(&spec)?;
-        let call = CollectiveCall {
-            backend,
-            stream: &stream,
+        self.ends.0.create_stream(&spec)
+    }
+
+    /// A call of the collective, as often as wanted.
+    fn call<'c>(&'c self, stream: &'c CudaStream) -> CollectiveCall<'c, CudaBackend, Prepared<M>> {
+        CollectiveCall {
+            backend: &self.ends.0,
+            stream,
             place: &self.place,
             collective: &self.collective,
             buffers: &self.buffers,
             barrier: None,
             signal: None,
-        };
+        }
+    }
+
+    fn run(&self, gate: &Gate<'_, M>) -> Result<CollectiveTimes, ExecError> {
+        let (backend, transport) = self.ends;
+        let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a benchmark", error));
+        let stream = self.stream()?;
+        let call = self.call(&stream);
         let check = || -> Result<u64, ExecError> {
             self.fill().map_err(failed)?;
             // Nobody's rows are read before they are made.

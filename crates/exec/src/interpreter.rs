@@ -47,9 +47,8 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Program`] for a Program that is not well formed, is of another rank, or has operations whose tensors do
     /// not fit; [`ExecError::BadCollective`]; [`ExecError::OutOfMemory`].
     pub fn new(program: Program, backend: B, transport: T) -> Result<Self, ExecError> {
-        let told = backend.clone();
-        let allocate = |spec: &BufferSpec| told.allocate(spec);
-        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
+        let own = backend.clone();
+        Self::prepare(program, backend, transport, |spec| own.allocate(spec))
     }
 
     /// The same, whose scratch buffers are views of `memory`, which other Programs of the rank may use when this one does not
@@ -63,20 +62,43 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         transport: T,
         memory: &mut GlobalBuffer<B>,
     ) -> Result<Self, ExecError> {
-        let told = backend.clone();
+        let own = backend.clone();
         let allocate = |spec: &BufferSpec| match spec.role {
-            BufferRole::Scratch => memory.view(&told, spec),
-            _ => told.allocate(spec),
+            BufferRole::Scratch => memory.view(&own, spec),
+            _ => own.allocate(spec),
         };
-        Self::prepare(program, backend, transport, allocate).map_err(|error| told.fail(error))
+        Self::prepare(program, backend, transport, allocate)
     }
 
     fn prepare(
         program: Program,
         backend: B,
         transport: T,
-        mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
+        allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
     ) -> Result<Self, ExecError> {
+        let mut prepared = Self {
+            program,
+            backend,
+            transport,
+            streams: Vec::new(),
+            events: Vec::new(),
+            barriers: Vec::new(),
+            signals: Vec::new(),
+            buffers: Vec::new(),
+            steps: Vec::new(),
+        };
+        match prepared.make_ready(allocate) {
+            Ok(()) => Ok(prepared),
+            // Before the transport goes: it may wait for the other ranks, who are to hear of this first.
+            Err(error) => Err(prepared.backend.fail(error)),
+        }
+    }
+
+    fn make_ready(
+        &mut self,
+        mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
+    ) -> Result<(), ExecError> {
+        let Self { program, backend, transport, .. } = &*self;
         let error =
             |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
         for (who, rank, world_size) in [
@@ -92,7 +114,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         }
         backend.check_policy(&program.policy)?;
         program.validate().map_err(|reason| error(reason.to_string()))?;
-        check_names(&program).map_err(&error)?;
+        check_names(program).map_err(&error)?;
         let needed = program.bytes(|role| !given(role));
         if let Some(available) = backend.available_memory().filter(|available| *available < needed) {
             return Err(ExecError::OutOfMemory { rank: Some(program.rank), needed, available });
@@ -116,22 +138,33 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let step = match &op.op {
                 Op::GroupCast(op) => cast(op)?,
                 Op::GroupReduce(op) => reduce(op)?,
+                Op::BackwardReduce(both) => {
+                    let arrive = both.reduce.arrive.map(|barrier| barrier.0);
+                    let signal = both.backward.arriving.map(|keys| keys.delivery.signal.0);
+                    match transport.prepare_backward_reduce(&backend, &place, both, &program)? {
+                        Some(collective) => Step::Collective { collective, arrive, signal },
+                        None => {
+                            push(Step::Compute(backend.prepare(&program, index)?));
+                            reduce(&both.reduce)?
+                        }
+                    }
+                }
                 Op::CastGemm(op) => {
                     let arrive = op.cast.arrive.map(|barrier| barrier.0);
-                    match transport.prepare_cast_gemm(&backend, &place, op, &program)? {
+                    match transport.prepare_cast_gemm(backend, &place, op, program)? {
                         Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
                             push(cast(&op.cast)?);
-                            Step::Compute(backend.prepare(&program, index)?)
+                            Step::Compute(backend.prepare(program, index)?)
                         }
                     }
                 }
                 Op::GemmReduce(op) => {
                     let arrive = op.reduce.arrive.map(|barrier| barrier.0);
-                    match transport.prepare_gemm_reduce(&backend, &place, op, &program)? {
+                    match transport.prepare_gemm_reduce(backend, &place, op, program)? {
                         Some(collective) => Step::Collective { collective, arrive, signal: None },
                         None => {
-                            push(Step::Compute(backend.prepare(&program, index)?));
+                            push(Step::Compute(backend.prepare(program, index)?));
                             push(reduce(&op.reduce)?);
                             match &op.spread {
                                 Some(spread) => cast(spread)?,
@@ -145,7 +178,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::Await { barrier, arrivals } => Step::Await { barrier: barrier.0, arrivals: *arrivals },
                 Op::Signal { signal, value } => Step::Signal { signal: signal.0, value: *value },
                 Op::WaitSignal { signal, value } => Step::WaitSignal { signal: signal.0, value: *value },
-                _ => Step::Compute(backend.prepare(&program, index)?),
+                _ => Step::Compute(backend.prepare(program, index)?),
             };
             push(step);
         }
@@ -163,23 +196,15 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 *buffer = Some(allocate(spec)?);
             }
         }
-        Ok(Self {
-            buffers,
-            streams: program
-                .streams
-                .iter()
-                .map(|spec| backend.create_stream(spec))
-                .collect::<Result<_, _>>()?,
-            events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
-            barriers: (0..program.num_barriers)
-                .map(|_| backend.create_barrier())
-                .collect::<Result<_, _>>()?,
-            signals: (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?,
-            steps,
-            program,
-            backend,
-            transport,
-        })
+        let streams =
+            program.streams.iter().map(|spec| backend.create_stream(spec)).collect::<Result<_, _>>()?;
+        let events = (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?;
+        let barriers =
+            (0..program.num_barriers).map(|_| backend.create_barrier()).collect::<Result<_, _>>()?;
+        let signals = (0..program.num_signals).map(|_| backend.create_signal()).collect::<Result<_, _>>()?;
+        (self.buffers, self.steps) = (buffers, steps);
+        (self.streams, self.events, self.barriers, self.signals) = (streams, events, barriers, signals);
+        Ok(())
     }
 
     /// The Program.

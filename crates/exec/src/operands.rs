@@ -3,8 +3,8 @@
 use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{DType, KEY_BLOCK};
 use counterpoint_schedule::{
-    ArrivingKeys, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op,
-    Program, RowBlock,
+    ArrivingKeys, AttentionBackward, AttentionState, BufferId, BufferSpec, ForwardBegin, ForwardEnd, Gemm,
+    GemmLayout, Op, Program, RowBlock,
 };
 
 use crate::ExecError;
@@ -72,24 +72,8 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             check.tensor(sink, acc, &[check.spec(sink).rows(), out.shape[1]])?;
             check.tensor(dsink, acc, &check.spec(sink).shape)
         }
-        Op::AttentionBackward(op) => {
-            let heads = check.heads(op.q, op.k, op.v)?;
-            let (q, k, v) = (check.spec(op.q), check.spec(op.k), check.spec(op.v));
-            let acc = q.dtype.accumulator();
-            check.tensor(op.dout, q.dtype, &[q.rows(), heads.q, heads.dim_v])?;
-            check.tensor(op.lse, acc, &[q.rows(), heads.q])?;
-            check.tensor(op.delta, acc, &[q.rows(), heads.q])?;
-            check.tensor(op.dq, acc, &q.shape)?;
-            if let Some(rounded) = op.rounded_dq {
-                check.tensor(rounded, q.dtype, &q.shape)?;
-            }
-            let dk = check.spec(op.dk).dtype;
-            let dk = if dk == q.dtype { dk } else { acc };
-            let key_rows = k.rows() + check.arriving(op.arriving.as_ref(), (op.k, op.v))?;
-            check.tensor(op.dk, dk, &with_rows(k, key_rows))?;
-            check.tensor(op.dv, dk, &with_rows(v, key_rows))?;
-            check.bands(&op.bands, q.rows(), key_rows)
-        }
+        Op::AttentionBackward(op) => check.backward(op),
+        Op::BackwardReduce(both) => check.backward(&both.backward),
         Op::Gemm(op) => check.gemm(op),
         Op::WaveGemm(op) => op.groups.iter().try_for_each(|group| check.gemm(group)),
         Op::GemmReduce(op) => check.gemm(&op.gemm),
@@ -171,6 +155,25 @@ fn with_rows(spec: &BufferSpec, rows: usize) -> Vec<usize> {
 }
 
 impl<'a> Check<'a> {
+    fn backward(&self, op: &AttentionBackward) -> Result<(), ExecError> {
+        let heads = self.heads(op.q, op.k, op.v)?;
+        let (q, k, v) = (self.spec(op.q), self.spec(op.k), self.spec(op.v));
+        let acc = q.dtype.accumulator();
+        self.tensor(op.dout, q.dtype, &[q.rows(), heads.q, heads.dim_v])?;
+        self.tensor(op.lse, acc, &[q.rows(), heads.q])?;
+        self.tensor(op.delta, acc, &[q.rows(), heads.q])?;
+        self.tensor(op.dq, acc, &q.shape)?;
+        if let Some(rounded) = op.rounded_dq {
+            self.tensor(rounded, q.dtype, &q.shape)?;
+        }
+        let dk = self.spec(op.dk).dtype;
+        let dk = if dk == q.dtype { dk } else { acc };
+        let key_rows = k.rows() + self.arriving(op.arriving.as_ref(), (op.k, op.v))?;
+        self.tensor(op.dk, dk, &with_rows(k, key_rows))?;
+        self.tensor(op.dv, dk, &with_rows(v, key_rows))?;
+        self.bands(&op.bands, q.rows(), key_rows)
+    }
+
     /// Rows of keys that arrive after those of `k` and `v`.
     fn arriving(
         &self,

@@ -1,4 +1,6 @@
-use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program};
+use counterpoint_schedule::{
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program,
+};
 
 use crate::{Backend, ExecError, OpPlace};
 
@@ -71,6 +73,20 @@ pub trait Transport<B: Backend>: Send {
         Ok(None)
     }
 
+    /// Likewise a stage of the attention backward whose gradients of keys are summed over ranks.
+    ///
+    /// # Errors
+    /// As [`Transport::prepare_gemm_reduce`].
+    fn prepare_backward_reduce(
+        &self,
+        _backend: &B,
+        _place: &OpPlace,
+        _op: &BackwardReduce,
+        _program: &Program,
+    ) -> Result<Option<Self::Collective>, ExecError> {
+        Ok(None)
+    }
+
     /// Tells the peers of this rank's part. Arrives at the call's barrier as soon as the collective has started, before it
     /// waits for any peer.
     ///
@@ -124,6 +140,6 @@ pub struct CollectiveCall<'a, B: Backend, C> {
     pub buffers: &'a [B::Buffer],
     /// Where it arrives.
     pub barrier: Option<&'a B::Barrier>,
-    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)).
+    /// What it raises as its rows come ([`Delivery`](counterpoint_schedule::Delivery)), or what tells it of the rows that it takes so.
     pub signal: Option<&'a B::Signal>,
 }

@@ -14,7 +14,8 @@ use counterpoint_exec::{
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology};
 use counterpoint_schedule::{
-    GradientReduction, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward, lower_attention_forward,
+    GradientReduction, KeyBlocks, OverlapPolicy, SpanKind, StartOrder, lower_attention_backward,
+    lower_attention_forward,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -235,7 +236,8 @@ fn ranks_with_different_masks_are_named() {
         .enumerate()
         .map(|(rank, (mask, transport))| {
             let plan = Plan::new(mask, &spec, &config).unwrap();
-            let program = lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default());
+            let program =
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited);
             let backend = CpuBackend::new(&world, rank, workers.clone());
             let mut prepared = Prepared::new(program, backend, transport).unwrap();
             for (name, heads) in [("q", 2), ("k", 1), ("v", 1)] {

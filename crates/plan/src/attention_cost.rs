@@ -328,8 +328,8 @@ impl CostModel {
         self.operation_seconds(by_tiles.unwrap_or(2.5 * work.flops() / rate), work)
     }
 
-    /// Seconds that `work` adds to a long forward and a long backward in which it is among other work; `None` without tiles.
-    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>) -> Option<f64> {
+    /// Seconds that `work` adds to a long forward and to a long backward in which it is among other work; `None` without tiles.
+    pub(crate) fn share_seconds(&self, work: &AttentionWork<'_>) -> Option<[f64; 2]> {
         let tiles = self.tiles?;
         let share = |tile: TileCost, direction, pair_flops, rate, columns: fn(&Walk) -> f64| {
             let seconds = tile.column_seconds(tiles.workers, pair_flops, rate) / tiles.workers as f64;
@@ -340,7 +340,7 @@ impl CostModel {
         // Key tiles are there for other rows, too.
         let (flops, rate) = (2.5 * flops, self.backward_flops_per_second);
         let backward = share(tiles.backward, TileDirection::Backward, flops, rate, |walk| walk.blocks)?;
-        Some(forward + backward)
+        Some([forward, backward])
     }
 
     fn operation_seconds(&self, computing: f64, work: &AttentionWork<'_>) -> f64 {

@@ -82,14 +82,13 @@ impl Direction {
         (q_rows * bytes) as f64 / cost.memory_bytes_per_second
     }
 
-    /// Seconds to copy the gradients of own rows out of those of a stage that does all work.
+    /// Seconds to make results of a stage's own shares of the gradients of own rows, where it does all work.
     pub(crate) fn own_seconds(self, own_rows: usize, spec: &AttentionSpec, cost: &CostModel) -> f64 {
         if own_rows == 0 || self == Direction::Forward {
             return 0.0;
         }
-        // Of dk and of dv; a copy reads and writes each byte.
-        2.0 * cost.launch_seconds
-            + (2 * own_rows * spec.kv_gradient_row_bytes()) as f64 / cost.memory_bytes_per_second
+        let bytes = own_rows * (spec.kv_gradient_row_bytes() + spec.kv_row_bytes());
+        cost.launch_seconds + bytes as f64 / cost.memory_bytes_per_second
     }
 
     fn pair(self, spec: &AttentionSpec, cost: &CostModel) -> (f64, f64) {

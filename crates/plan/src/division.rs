@@ -32,7 +32,7 @@ impl Owners {
     }
 
     /// By rank: local query rows, global key columns.
-    fn work(&self, mask: &Mask) -> Vec<Vec<Band>> {
+    pub(crate) fn work(&self, mask: &Mask) -> Vec<Vec<Band>> {
         rank_work(mask, &self.q_runs, self.q_dispatch.cp_size())
     }
 

@@ -7,6 +7,7 @@
 
 mod attention_cost;
 mod bounds;
+mod by_seconds;
 mod cache;
 mod config;
 mod cost;

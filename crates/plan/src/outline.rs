@@ -1,15 +1,16 @@
 use counterpoint_mask::{Band, Mask, Range};
 
-use crate::dispatch::{Prices, chunk_work_with_away, settle, settles};
+use crate::by_seconds::by_seconds;
+use crate::dispatch::chunk_work_with_away;
 use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
 use crate::receive_order::ReceiveOrder;
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
-use crate::work::{RowList, needed_rows, rank_work, without};
+use crate::work::{RowList, needed_rows, without};
 use crate::{
-    AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, GroupPart, HostedWork,
-    Plan, PlanConfig, PlanError, RankPlan, StagePlan, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
+    Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -27,51 +28,31 @@ pub(crate) struct RankOutline {
 }
 
 impl RankOutline {
+    /// Those of all ranks: their work, and what of it is hosted, if any is.
+    pub(crate) fn of(
+        owners: &Owners,
+        work: Vec<Vec<Band>>,
+        hosted: Vec<HostedWork>,
+        topology: &Topology,
+    ) -> Vec<Self> {
+        let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
+        let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
+        let order = ReceiveOrder::new(k_runs, &k_rows, topology);
+        let mut hosted = hosted.into_iter();
+        work.into_iter()
+            .enumerate()
+            .map(|(rank, work)| {
+                let own = k_dispatch.ranges(rank);
+                let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
+                Self { own, q_rows: q_dispatch.tokens(rank), work, remote, hosted: hosted.next() }
+            })
+            .collect()
+    }
+
     /// Number of key rows that it owns.
     pub(crate) fn own_rows(&self) -> usize {
         self.own.iter().map(Range::len).sum()
     }
-}
-
-/// What chunks cost kernels that walk tiles. In figures of one GPU and not of the machine's profile: who computes what decides
-/// about bits, which must not follow what was measured.
-fn prices(
-    mask: &Mask,
-    work: &ChunkWork,
-    dispatch: &Dispatch,
-    spec: &AttentionSpec,
-    config: &PlanConfig,
-) -> Option<Prices> {
-    const PICOSECONDS: f64 = 1e12;
-    if config.dispatch != DispatchAlgorithm::Affinity
-        || config.cost.tiles.is_none()
-        || !settles(work, dispatch)
-    {
-        return None;
-    }
-    let cost = CostModel::H200;
-    let (chunks, k_rows) = (work.num_chunks(), work.seqlen_k());
-    let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
-    let runs = Runs::new(&Dispatch::new(work.seqlen_q(), work.chunk_size(), alone));
-    let seconds = |(chunk, bands): (usize, &Vec<Band>)| {
-        let work = AttentionWork {
-            bands,
-            q_rows: work.rows(chunk).len(),
-            k_rows,
-            heads_q: spec.heads_q,
-            heads_kv: spec.heads_kv,
-            head_dim: spec.head_dim,
-            head_dim_v: spec.head_dim_v,
-            staged: false,
-            passed_bytes: 0,
-            computed_seconds: 0.0,
-        };
-        Some((cost.share_seconds(&work)? * PICOSECONDS) as i64)
-    };
-    let chunks = rank_work(mask, &runs, chunks).iter().enumerate().map(seconds).collect::<Option<_>>()?;
-    let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
-    let row = (row_bytes as f64 / cost.link.bytes_per_second * PICOSECONDS) as i64;
-    Some(Prices { chunks, row })
 }
 
 /// Everything that all ranks agree on, before bands and splits of the stages are written out. The shared, cheap half of
@@ -95,8 +76,8 @@ impl Outline {
         let dispatch_with = |away: &[Range]| {
             let work = chunk_work_with_away(mask, chunk_size, away);
             let mut dispatch = dispatch(&work, config.topology.world_size, config.dispatch);
-            if let Some(prices) = prices(mask, &work, &dispatch, spec, config).filter(|_| away.is_empty()) {
-                dispatch = settle(&work, &prices, dispatch);
+            if away.is_empty() {
+                dispatch = by_seconds(mask, &work, dispatch, spec, config);
             }
             Owners::new(dispatch.clone(), dispatch)
         };
@@ -147,19 +128,8 @@ impl Outline {
     /// Of a division of the work.
     pub(crate) fn of(division: Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let Division { owners, work, hosted } = division;
+        let ranks = RankOutline::of(&owners, work, hosted, &config.topology);
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
-        let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
-        let order = ReceiveOrder::new(&k_runs, &k_rows, &config.topology);
-        let mut hosted = hosted.into_iter();
-        let ranks: Vec<RankOutline> = work
-            .into_iter()
-            .enumerate()
-            .map(|(rank, work)| {
-                let own = k_dispatch.ranges(rank);
-                let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
-                RankOutline { own, q_rows: q_dispatch.tokens(rank), work, remote, hosted: hosted.next() }
-            })
-            .collect();
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
         Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward }
     }

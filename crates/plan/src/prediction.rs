@@ -19,9 +19,15 @@ pub struct StagePrediction {
 }
 
 impl StagePrediction {
-    /// The same of a stage that does all work, and begins with what is `ready` before its rows are there.
+    /// The same of a stage that does all work, and begins with what is `ready` before its rows are there. On GPUs gradients leave while
+    /// it computes, and what is left is to add them.
     pub(crate) fn as_rows_arrive(self, ready: &ReadyWork, spec: &AttentionSpec, cost: &CostModel) -> Self {
-        Self { ready_seconds: ready.part(spec.heads_q, cost) * self.compute_seconds, ..self }
+        let ready_seconds = ready.part(spec.heads_q, cost) * self.compute_seconds;
+        let left = match cost.tiles {
+            Some(_) => cost.link.bytes_per_second / cost.memory_bytes_per_second,
+            None => 1.0,
+        };
+        Self { ready_seconds, reduce_seconds: left.min(1.0) * self.reduce_seconds, ..self }
     }
 }
 

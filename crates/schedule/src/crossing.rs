@@ -24,6 +24,7 @@ impl Program {
         let bytes = self.ops.iter().map(|op| match &op.op {
             Op::GroupCast(op) => cast(op),
             Op::GroupReduce(op) => reduce(op),
+            Op::BackwardReduce(op) => reduce(&op.reduce),
             Op::GemmReduce(op) => reduce(&op.reduce) + op.spread.as_ref().map_or(0, cast),
             Op::CastGemm(op) => cast(&op.cast),
             _ => 0,

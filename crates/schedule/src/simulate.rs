@@ -8,8 +8,8 @@ use counterpoint_plan::{AttentionWork, CostModel, DType, GroupPart, ReadyWork, T
 use thiserror::Error;
 
 use crate::{
-    Accumulate, ArrivingKeys, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm, GemmLayout, Op,
-    Program, ProgramOp, RowBlock, Span, Timeline,
+    Accumulate, ArrivingKeys, AttentionBackward, AttentionState, BufferId, ForwardBegin, ForwardEnd, Gemm,
+    GemmLayout, GroupReduce, Mover, Op, Program, ProgramOp, RowBlock, Span, Timeline,
 };
 
 /// Why a timeline cannot be predicted.
@@ -50,7 +50,8 @@ pub enum SimulateError {
 /// larger of the bytes sent and received, as links are full-duplex. Bytes that cross nodes take the network in the same
 /// way; the slower of the two counts.
 ///
-/// A product whose rows travel while it is computed takes the longer of both, and the link's start. Attention that takes rows
+/// A product whose rows travel while it is computed takes the longer of both, and the link's start. A backward whose gradients do
+/// ends when those that its rank owns have come from everyone, and are added. Attention that takes rows
 /// as they arrive does what needs none of them ([`ReadyWork`]), and the rest once all are there.
 ///
 /// Under [`CostModel::sharing`] the work of one rank gets in its own way, as the Program's policy allows: a computation
@@ -111,6 +112,7 @@ fn collective_part(op: &Op) -> Option<&GroupPart> {
     match op {
         Op::GroupCast(op) => Some(&op.part),
         Op::GroupReduce(op) => Some(&op.part),
+        Op::BackwardReduce(op) => Some(&op.reduce.part),
         Op::GemmReduce(op) => Some(&op.reduce.part),
         Op::CastGemm(op) => Some(&op.cast.part),
         _ => None,
@@ -121,6 +123,7 @@ fn arrives_at(op: &Op) -> Option<usize> {
     match op {
         Op::GroupCast(op) => op.arrive.map(|barrier| barrier.0),
         Op::GroupReduce(op) => op.arrive.map(|barrier| barrier.0),
+        Op::BackwardReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
         Op::GemmReduce(op) => op.reduce.arrive.map(|barrier| barrier.0),
         Op::CastGemm(op) => op.cast.arrive.map(|barrier| barrier.0),
         _ => None,
@@ -139,6 +142,7 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
     match &op.op {
         Op::GroupCast(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
         Op::GroupReduce(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
+        Op::BackwardReduce(op) => homeward(program, &op.reduce, topology, cost),
         Op::GemmReduce(op) => {
             let reduce = &op.reduce;
             let mut moved =
@@ -155,6 +159,33 @@ fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostM
             rows_moved(program, (&cast.part, &cast.tensors, cast.wire_dtype), topology, cost)
         }
         _ => Transfer { alpha: [0.0; 2], moving: [0.0; 2] },
+    }
+}
+
+/// What is left of a reduction whose rows leave while their computation goes on: the owner adds what has come. Only kernels on GPUs send
+/// so; elsewhere rows travel after it.
+fn homeward(program: &Program, reduce: &GroupReduce, topology: &Topology, cost: &CostModel) -> Transfer {
+    let mut moved = rows_moved(program, (&reduce.part, &reduce.tensors, reduce.wire_dtype), topology, cost);
+    if cost.sharing.is_some() && program.policy.mover == Mover::Transport {
+        let row =
+            |id: BufferId| (program.buffers[id.0].row_elements() * program.buffers[id.0].dtype.size()) as f64;
+        let owned =
+            reduce.part.owned.iter().map(|split| (split.rows.len() * split.ranks.len()) as f64).sum::<f64>();
+        let bytes = reduce
+            .tensors
+            .iter()
+            .map(|&(share, sum)| owned * row(share) + program.buffers[sum.0].bytes() as f64);
+        moved.moving = [bytes.sum::<f64>() / cost.memory_bytes_per_second, 0.0];
+    }
+    moved
+}
+
+/// Operations that compute first, as any computation does, and in how many parts, and then meet other ranks.
+fn parts_before_meeting(op: &Op) -> usize {
+    match op {
+        Op::BackwardReduce(both) if both.backward.arriving.is_some() => 2,
+        Op::BackwardReduce(_) => 1,
+        _ => 0,
     }
 }
 
@@ -202,8 +233,10 @@ fn rows_moved(
 fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
     let (q, k, bands) = match &op.op {
         Op::AttentionForward(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
-        Op::AttentionBackward(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
-        _ => return 1.0,
+        other => match other.backward() {
+            Some(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
+            _ => return 1.0,
+        },
     };
     let (q, own_rows) = (&program.buffers[q.0], program.buffers[k.0].rows());
     ReadyWork::of(bands, own_rows).part(q.shape[1], cost)
@@ -226,14 +259,8 @@ fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cos
                 ..work
             });
         }
-        Op::AttentionBackward(a) => {
-            let dq = bytes(a.dq);
-            let cleared = if a.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
-            let rounded = a.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
-            let work = attention_work(program, &a.bands, [a.q, a.k, a.v], a.arriving.as_ref());
-            let passed_bytes = cleared + rounded;
-            return cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work });
-        }
+        Op::AttentionBackward(a) => return backward_seconds(program, a, computed_seconds, cost),
+        Op::BackwardReduce(both) => return backward_seconds(program, &both.backward, computed_seconds, cost),
         Op::Gemm(gemm) => product_seconds(program, gemm, cost),
         Op::WaveGemm(waves) => waves_seconds(program, &waves.groups, cost),
         Op::GemmReduce(both) => product_seconds(program, &both.gemm, cost),
@@ -253,6 +280,21 @@ fn compute_seconds(program: &Program, op: &ProgramOp, computed_seconds: f64, cos
         }
     };
     cost.launch_seconds + work
+}
+
+fn backward_seconds(
+    program: &Program,
+    op: &AttentionBackward,
+    computed_seconds: f64,
+    cost: &CostModel,
+) -> f64 {
+    let bytes = |id: BufferId| program.buffers[id.0].bytes();
+    let dq = bytes(op.dq);
+    let cleared = if op.accumulate_dq == Accumulate::Start { dq } else { 2 * dq };
+    let rounded = op.rounded_dq.map_or(0, |rounded| dq + bytes(rounded));
+    let work = attention_work(program, &op.bands, [op.q, op.k, op.v], op.arriving.as_ref());
+    let passed_bytes = cleared + rounded;
+    cost.backward_seconds(&AttentionWork { passed_bytes, computed_seconds, ..work })
 }
 
 /// Bytes read and written where all rows of `src` become rows of `dst`.

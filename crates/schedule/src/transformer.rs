@@ -9,9 +9,9 @@ use thiserror::Error;
 
 use crate::builder::ProgramBuilder;
 use crate::{
-    BufferRole, GradientReduction, Mover, Op, Overlap, OverlapPolicy, Program, SimulateError, StartOrder,
-    StreamKind, Timeline, WeightGradient, WorkerShare, lower_attention_backward, lower_attention_forward,
-    lower_linear_backward, lower_linear_forward, simulate,
+    BufferRole, GradientReduction, KeyBlocks, Mover, Op, Overlap, OverlapPolicy, Program, SimulateError,
+    StartOrder, StreamKind, Timeline, WeightGradient, WorkerShare, lower_attention_backward,
+    lower_attention_forward, lower_linear_backward, lower_linear_forward, simulate,
 };
 
 /// Passes over the tokens of a rank that norms, residual sums and rotations make besides products and attention: of each a
@@ -265,7 +265,9 @@ impl StepSpec {
         };
         Ok(LayerPart {
             name: "attention",
-            forward: lower(&|rank| lower_attention_forward(&plan, rank, &spec, self.policy))?,
+            forward: lower(&|rank| {
+                lower_attention_forward(&plan, rank, &spec, self.policy, KeyBlocks::Suited)
+            })?,
             backward: lower(&|rank| {
                 lower_attention_backward(&plan, rank, &spec, self.policy, GradientReduction::default())
             })?,

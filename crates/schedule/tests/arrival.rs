@@ -6,9 +6,9 @@ use counterpoint_mask::{Band, Range};
 use counterpoint_plan::{CostModel, DType, GroupPart, KEY_BLOCK, Link, OwnedSplit, RemoteSplit, Topology};
 use counterpoint_schedule::{
     Accumulate, ArrivingKeys, AttentionForward, BarrierId, BufferId, BufferRole, BufferSpec, Delivery,
-    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, Op, OverlapPolicy,
-    Program, ProgramError, ProgramOp, ReduceOp, RowBlock, SignalId, SpanKind, StreamId, StreamKind,
-    StreamSpec, simulate,
+    ForwardBegin, ForwardEnd, Gemm, GemmLayout, GemmReduce, GroupCast, GroupReduce, KeyBlocks, Op,
+    OverlapPolicy, Program, ProgramError, ProgramOp, ReduceOp, RowBlock, SignalId, SpanKind, StreamId,
+    StreamKind, StreamSpec, simulate,
 };
 
 const ROWS: usize = KEY_BLOCK;
@@ -80,6 +80,7 @@ fn forward(delivery: Delivery) -> (usize, Op) {
         k: BufferId(1),
         v: BufferId(2),
         arriving: Some(ArrivingKeys { k: BufferId(3), v: BufferId(4), delivery }),
+        blocks: KeyBlocks::Suited,
         begin: ForwardBegin::Start,
         end: ForwardEnd::Result { sink: None, out: BufferId(5), lse: BufferId(6) },
         bands: bands.to_vec().into(),

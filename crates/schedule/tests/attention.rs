@@ -75,7 +75,9 @@ fn programs(plan: &Plan, spec: &AttentionSpec, policy: &str) -> [Vec<Program>; 3
         (0..plan.cp_size()).map(lower).collect()
     };
     [
-        (0..plan.cp_size()).map(|rank| lower_attention_forward(plan, rank, spec, policy)).collect(),
+        (0..plan.cp_size())
+            .map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited))
+            .collect(),
         backward(GradientReduction::PerStage),
         backward(GradientReduction::Deterministic),
     ]
@@ -279,11 +281,77 @@ fn a_single_stage_writes_results_at_once() {
     assert!(states > 0, "some rank needs keys of others");
 }
 
+/// One stage that does all work ends with the sums: of all shares, the own ones too, and rounded. In deterministic mode, whose own
+/// share comes first, it does not. While gradients leave under the computation, only their addition is left.
+#[test]
+fn all_work_at_once_ends_with_the_sums() {
+    let (plan, spec) = (plan(&mask(&[1024]), 2, 128, 0), spec(DType::Bf16, 0));
+    let [_, backward, deterministic] = programs(&plan, &spec, "concurrent");
+    for program in &backward {
+        let sums: Vec<&BackwardReduce> = program
+            .ops
+            .iter()
+            .filter_map(|op| match &op.op {
+                Op::BackwardReduce(both) => Some(&**both),
+                _ => None,
+            })
+            .collect();
+        let [BackwardReduce { backward, reduce }] = sums[..] else { panic!("{} sums", sums.len()) };
+        assert!(program.ops.iter().all(|op| !matches!(op.op, Op::Cast { .. } | Op::CopyRows { .. })));
+        assert_eq!(reduce.accumulate, Accumulate::Start);
+        for (&(share, sum), name) in reduce.tensors.iter().zip(["dk", "dv"]) {
+            let (share, sum) = (&program.buffers[share.0], &program.buffers[sum.0]);
+            assert_eq!((sum.name.as_str(), sum.dtype, sum.role), (name, DType::Bf16, BufferRole::Output));
+            assert_eq!((share.dtype, sum.rows()), (DType::F32, 512));
+            let rows = |rank: usize| -> usize {
+                let owned = reduce.part.owned.iter().filter(|split| split.ranks.contains(&(rank as u32)));
+                owned.map(|split| split.rows.len()).sum()
+            };
+            assert_eq!(rows(program.rank), 512);
+            assert!(rows(1 - program.rank) > 0);
+        }
+        assert_eq!([backward.dk, backward.dv], [0, 1].map(|at| reduce.tensors[at].0));
+    }
+    assert!(deterministic.iter().flat_map(|program| &program.ops).all(|op| match &op.op {
+        Op::BackwardReduce(_) => false,
+        Op::GroupReduce(reduce) => reduce.accumulate == Accumulate::Continue,
+        _ => true,
+    }));
+    // What the last rank to come waits for no other: a start of 10 us, and its rows of 2 heads of 8 elements, dk and dv, 128 bytes each by the
+    // link; or, sent meanwhile, read with the own ones and written in half the bytes.
+    for (sharing, bytes_per_second) in [(None, 1e8), (Some(WorkerSharing::H200), 1e10)] {
+        let timeline = simulate(&backward, &Topology::flat(2), &CostModel { sharing, ..cost() }).unwrap();
+        let beyond = backward.iter().map(|program| {
+            let Some(part) = program.ops.iter().find_map(|op| match &op.op {
+                Op::BackwardReduce(both) => Some(&both.reduce.part),
+                _ => None,
+            }) else {
+                panic!("no sum")
+            };
+            let others = |rows: usize| rows - 512;
+            let owned = part.owned.iter().map(|split| split.rows.len() * split.ranks.len()).sum::<usize>();
+            let held = part.remote.iter().map(|split| split.rows.len()).sum::<usize>();
+            let bytes = match sharing {
+                None => 128 * others(owned).max(others(held)),
+                Some(_) => 128 * owned + 64 * 512,
+            };
+            let of_rank = timeline.spans.iter().filter(|span| span.rank == program.rank);
+            let mut sums = of_rank
+                .filter(|span| span.kind == SpanKind::Communication && span.label == "attention backward");
+            let sum = sums.next().unwrap();
+            sum.end - sum.start - 1e-5 - bytes as f64 / bytes_per_second
+        });
+        let beyond = beyond.fold(f64::INFINITY, f64::min);
+        assert!(beyond.abs() < 1e-9, "{beyond}");
+    }
+}
+
 /// Barriers hold a computation back until the communication that it should hide has started, and no longer.
 #[test]
 fn barriers_follow_the_casts() {
     let plan = plan(&mask(&[400, 300, 300]), 3, 64, 3);
-    let program = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), "kernel-barrier".parse().unwrap());
+    let lower = |policy| lower_attention_forward(&plan, 0, &spec(DType::F32, 0), policy, KeyBlocks::Suited);
+    let program = lower("kernel-barrier".parse().unwrap());
     let mut started = 0;
     for op in &program.ops {
         match &op.op {
@@ -296,7 +364,7 @@ fn barriers_follow_the_casts() {
         }
     }
     assert_eq!(started, 3);
-    let plain = lower_attention_forward(&plan, 0, &spec(DType::F32, 0), OverlapPolicy::default());
+    let plain = lower(OverlapPolicy::default());
     assert!(plain.ops.iter().all(|op| !matches!(op.op, Op::Await { .. })));
     assert_eq!(plain.num_barriers, 0);
 }

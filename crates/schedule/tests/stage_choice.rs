@@ -7,8 +7,8 @@ use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Plan, PlanConfig, StageCount, Topology, WorkerSharing,
 };
 use counterpoint_schedule::{
-    GradientReduction, OverlapPolicy, Program, StartOrder, lower_attention_backward, lower_attention_forward,
-    simulate,
+    GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
+    lower_attention_forward, simulate,
 };
 
 const SPEC: AttentionSpec = AttentionSpec {
@@ -34,7 +34,7 @@ fn seconds(mask: &Mask, ranks: usize, stages: StageCount) -> [f64; 2] {
     };
     let reduction = GradientReduction::PerStage;
     [
-        makespan(&|rank| lower_attention_forward(&plan, rank, &SPEC, policy)),
+        makespan(&|rank| lower_attention_forward(&plan, rank, &SPEC, policy, KeyBlocks::Suited)),
         makespan(&|rank| lower_attention_backward(&plan, rank, &SPEC, policy, reduction)),
     ]
 }

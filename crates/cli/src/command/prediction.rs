@@ -1,7 +1,7 @@
 use counterpoint_plan::{AttentionSpec, Plan, PlanConfig};
 use counterpoint_schedule::{
-    GradientReduction, OverlapPolicy, Program, Timeline, lower_attention_backward, lower_attention_forward,
-    simulate,
+    GradientReduction, KeyBlocks, OverlapPolicy, Program, Timeline, lower_attention_backward,
+    lower_attention_forward, simulate,
 };
 
 use crate::error::CliError;
@@ -35,8 +35,10 @@ impl Prediction {
             let timeline = simulate(&programs, &config.topology, &config.cost);
             Ok((timeline.map_err(|source| CliError::Predict { source })?, crossing))
         };
+        // Where blocks begin changes no prediction.
+        let blocks = KeyBlocks::Suited;
         let (forward, forward_crossing_bytes) =
-            predict(ranks().map(|r| lower_attention_forward(plan, r, spec, policy)).collect())?;
+            predict(ranks().map(|r| lower_attention_forward(plan, r, spec, policy, blocks)).collect())?;
         let backward = match backward {
             None => None,
             Some(how) => Some(predict(

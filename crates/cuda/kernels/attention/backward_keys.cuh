@@ -69,8 +69,20 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
   }
 }
 
+// Where a key's row of dk (tensor 0) or dv (1) goes, in f32: to `out`, or straight to the memory of the GPU that owns the key. Nobody
+// is told before this kernel has ended.
+template <u32 kTensor>
+__device__ __forceinline__ float* gradient_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
+                                               u32 head_dim) {
+  float* to = static_cast<float*>(out) + u64(u32(row)) * (params.heads_kv * head_dim);
+  if (row >= params.homed_from) {
+    to = reinterpret_cast<float*>(__ldg(params.homes + 2 * u32(row - params.homed_from) + kTensor));
+  }
+  return to + head * head_dim;
+}
+
 // Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
-template <u32 kCount>
+template <u32 kTensor, u32 kCount>
 __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
                                                const Step& step, const float (&d)[kCount], float factor) {
   const i32 key = uniform_load(&step.key) + own_key();
@@ -82,9 +94,9 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     const bool owned = row < key_end;
-    const u64 base = u64(u32(row)) * row_stride + u64(head) * head_dim;
     if (kOutputF32) {
-      float* to = static_cast<float*>(out) + base;
+      float* to = nullptr;
+      if (owned) to = gradient_row<kTensor>(out, params, row, head, head_dim);
 #pragma unroll
       for (u32 j = 0; j < kCount / 4; ++j) {
         const u32 column = 8 * j + 2 * c;
@@ -95,7 +107,7 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
       }
     } else {
       // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
-      Element* to = static_cast<Element*>(out) + base;
+      Element* to = static_cast<Element*>(out) + u64(u32(row)) * row_stride + u64(head) * head_dim;
       const bool odd = c & 1;
 #pragma unroll
       for (u32 j = 0; j < kCount / 4; j += 2) {
@@ -113,6 +125,7 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
 }
 
 // Zeros for keys that nobody sees.
+template <u32 kTensor>
 __device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
                                             const Step& step) {
   const i32 key = uniform_load(&step.key) + own_key();
@@ -124,6 +137,9 @@ __device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const Atten
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
     u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim * kSize;
+    if (kOutputF32) {
+      to = reinterpret_cast<u8*>(gradient_row<kTensor>(out, params, row, head, head_dim));
+    }
     for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
       *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
     }
@@ -252,8 +268,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       }
       if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
-      store_zeros(params.dk, params.head_dim, params, step);
-      store_zeros(params.dv, params.head_dim_v, params, step);
+      store_zeros<0>(params.dk, params.head_dim, params, step);
+      store_zeros<1>(params.dv, params.head_dim_v, params, step);
       __syncwarp();
       ++count;
       continue;
@@ -335,8 +351,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    store_gradient(params.dv, params.head_dim_v, params, step, dv, 1.0f);
-    store_gradient(params.dk, params.head_dim, params, step, dk, params.scale);
+    store_gradient<1>(params.dv, params.head_dim_v, params, step, dv, 1.0f);
+    store_gradient<0>(params.dk, params.head_dim, params, step, dk, params.scale);
     __syncwarp();
   }
 }

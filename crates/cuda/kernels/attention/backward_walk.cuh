@@ -111,6 +111,8 @@ struct AttentionBackwardArguments {
   u32 stretch;                            // blocks, see Walk
   LinkArrivals arrivals;
   i32 own_rows;                           // rows of k and v; no tile has rows on both sides
+  i32 homed_from;                         // keys from here on have gradients that leave; none without OUTPUT_F32
+  const u64* homes;                       // of each of them, where its rows of dk and dv go: addresses on any GPU
   u32 classes;                            // of tiles, see Walk
   u32 class_end[backward::kItemClasses];  // tiles up to which each class goes
   float scale;

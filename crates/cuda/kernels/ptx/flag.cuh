@@ -50,6 +50,11 @@ __device__ __forceinline__ void add_release_system(u64* word, u64 value) {
   asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// The same; says nothing of other memory.
+__device__ __forceinline__ void add_relaxed_system(u64* word, u64 value) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 // Makes relaxed accesses after it release what this thread wrote before it, and those before it acquire what it reads after.
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use counterpoint_exec::ExecError;
 use counterpoint_mask::Band;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd};
+use counterpoint_schedule::{
+    AttentionForward, AttentionState, BufferId, ForwardBegin, ForwardEnd, KeyBlocks,
+};
 
 use super::compute::Prepare;
 use super::keys::Keys;
@@ -46,6 +48,11 @@ impl Operand {
             Ok(Self { rows: Rows::Gathered { from, memory }, padding: Padding::of(prepare.setup(), &spec)? })
         };
         gather().map_err(|error| prepare.device_error(error))
+    }
+
+    /// Whether the kernel has its buffer itself.
+    pub(super) fn is_whole(&self) -> bool {
+        self.padding.is_none() && matches!(self.rows, Rows::Of(_))
     }
 
     /// Where the rows are before they are padded.
@@ -165,6 +172,7 @@ enum End {
 impl Forward {
     pub(super) fn new(prepare: &Prepare<'_>, op: &AttentionForward) -> Result<Self, ExecError> {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
+        problem.deterministic = op.blocks == KeyBlocks::Aligned;
         let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), |_| true);
         let seqlen_sink = |sink: Option<BufferId>| sink.map_or(0, |sink| prepare.spec(sink).rows());
         let is_share = |out: BufferId| prepare.spec(out).dtype != prepare.spec(op.q).dtype;
@@ -207,7 +215,8 @@ impl Forward {
         signals: &[CudaSignal],
     ) -> Result<(), CudaError> {
         let address = |id: BufferId| buffers[id.0].address();
-        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        let signal = self.keys.signal().map(|id| &signals[id.0]);
+        let arriving = self.keys.arriving(stream, buffers, signal)?;
         for operand in [&self.q, &self.keys.k, &self.keys.v]
             .into_iter()
             .chain(self.begin.as_ref().map(|state| &state.acc))

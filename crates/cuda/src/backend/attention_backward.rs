@@ -1,16 +1,17 @@
 //! Operations of the backward: from buffers of a Program to addresses of a launcher.
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId};
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId, Program, SignalId};
 
 use super::attention::Operand;
 use super::compute::Prepare;
 use super::keys::Keys;
 use super::padding::padded_dim;
-use super::{CudaBuffer, CudaSignal};
+use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{
     AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors,
+    GradientHomes,
 };
 use crate::{CudaError, Stream};
 
@@ -58,8 +59,21 @@ impl Delta {
     }
 }
 
+impl CudaBackend {
+    /// Makes a stage of the backward ready, which operation `index` of `program` is or begins with.
+    pub(crate) fn backward(
+        &self,
+        program: &Program,
+        index: usize,
+        op: &schedule::AttentionBackward,
+    ) -> Result<Backward, ExecError> {
+        check_operands(program, index)?;
+        Backward::new(&Prepare::new(self, program, index), op)
+    }
+}
+
 /// A stage of the backward.
-pub(super) struct Backward {
+pub(crate) struct Backward {
     kernel: BackwardKernel,
     q: Operand,
     keys: Keys,
@@ -102,13 +116,26 @@ impl Backward {
         })
     }
 
-    pub(super) fn launch(
+    /// Whether its kernel sends gradients of keys where they belong.
+    pub(crate) fn sends_gradients(&self) -> bool {
+        let whole = [&self.dk, &self.dv].into_iter().all(Operand::is_whole);
+        whole && matches!(self.kernel, BackwardKernel::Hopper(_))
+    }
+
+    /// The signal that tells of keys that arrive, in the Program's table.
+    pub(super) fn signal(&self) -> Option<SignalId> {
+        self.keys.signal()
+    }
+
+    /// `signal` tells of keys that arrive; `homes` are where gradients go that belong to other ranks, if they are sent.
+    pub(crate) fn launch(
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signals: &[CudaSignal],
+        signal: Option<&CudaSignal>,
+        homes: Option<GradientHomes>,
     ) -> Result<(), CudaError> {
-        let arriving = self.keys.arriving(stream, buffers, signals)?;
+        let arriving = self.keys.arriving(stream, buffers, signal)?;
         let read = [&self.q, &self.keys.k, &self.keys.v, &self.dout];
         for operand in read.into_iter().chain(self.continues_dq.then_some(&self.dq)) {
             operand.enter(stream, buffers)?;
@@ -125,6 +152,7 @@ impl Backward {
             rounded_dq: self.rounded_dq.as_ref().map(|operand| operand.address(buffers)),
             dk: self.dk.address(buffers),
             dv: self.dv.address(buffers),
+            homes,
         };
         // SAFETY: as in `Forward::launch`.
         unsafe { self.kernel.launch(stream, &tensors) }?;

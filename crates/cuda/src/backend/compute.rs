@@ -48,7 +48,7 @@ enum Work {
 impl CudaKernel {
     pub(super) fn new(backend: &CudaBackend, program: &Program, index: usize) -> Result<Self, ExecError> {
         check_operands(program, index)?;
-        let prepare = Prepare { backend, program, index };
+        let prepare = Prepare::new(backend, program, index);
         let work = match &program.ops[index].op {
             Op::AttentionForward(op) => Work::Forward(Box::new(Forward::new(&prepare, op)?)),
             Op::AttentionFinish(op) => Work::Finish(Box::new(Finish::new(&prepare, op)?)),
@@ -60,6 +60,7 @@ impl CudaKernel {
             Op::Gemm(op) => Work::Product(Box::new(Product::new(&prepare, op)?)),
             Op::WaveGemm(op) => Work::Waves(Box::new(Waves::new(&prepare, op)?)),
             // Where the transport has no kernel that communicates too.
+            Op::BackwardReduce(op) => Work::Backward(Box::new(Backward::new(&prepare, &op.backward)?)),
             Op::GemmReduce(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::CastGemm(op) => Work::Product(Box::new(Product::new(&prepare, &op.gemm)?)),
             Op::ColumnSum(op) => Work::BiasGradient(Box::new(BiasGradient::new(&prepare, op)?)),
@@ -92,7 +93,9 @@ impl CudaKernel {
             Work::Finish(work) => work.launch(stream, buffers),
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
-            Work::Backward(work) => work.launch(stream, buffers, signals),
+            Work::Backward(work) => {
+                work.launch(stream, buffers, work.signal().map(|id| &signals[id.0]), None)
+            }
             Work::Product(work) => work.launch(stream, buffers),
             Work::Waves(work) => work.launch(stream, buffers, signals),
             Work::BiasGradient(work) => work.launch(stream, buffers),
@@ -129,6 +132,10 @@ pub(super) struct Prepare<'a> {
 }
 
 impl<'a> Prepare<'a> {
+    pub(super) fn new(backend: &'a CudaBackend, program: &'a Program, index: usize) -> Self {
+        Self { backend, program, index }
+    }
+
     pub(super) fn spec(&self, id: BufferId) -> &'a BufferSpec {
         // The Program's validation has checked the ids.
         &self.program.buffers[id.0]

@@ -4,7 +4,8 @@ use std::time::Instant;
 
 use counterpoint_exec::{Awaited, Blocker, ExecError};
 
-use super::{CLOSE_WATCH, CudaBackend, PAUSE};
+use super::CudaBackend;
+use super::watch::{CLOSE_WATCH, PAUSE};
 use crate::backend::lock;
 use crate::{CudaError, Device, Event};
 

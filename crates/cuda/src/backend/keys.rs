@@ -1,7 +1,7 @@
 //! The keys of an attention, some of which may arrive while it runs.
 
 use counterpoint_exec::ExecError;
-use counterpoint_schedule::{ArrivingKeys, BufferId, Delivery};
+use counterpoint_schedule::{ArrivingKeys, BufferId, Delivery, SignalId};
 
 use super::attention::Operand;
 use super::compute::Prepare;
@@ -47,21 +47,31 @@ impl Keys {
         })
     }
 
-    /// What the kernel, which is enqueued next, is told of the rows that arrive. Before it the operands may enter.
+    /// The signal that tells of rows that arrive, in a Program's table.
+    pub(super) fn signal(&self) -> Option<SignalId> {
+        match &self.arriving {
+            Arriving::Nothing => None,
+            Arriving::Inside(ArrivingKeys { delivery, .. }) | Arriving::Before(delivery) => {
+                Some(delivery.signal)
+            }
+        }
+    }
+
+    /// What the kernel, which is enqueued next, is told of the rows that arrive. Before it the operands may enter. `signal` is that of
+    /// [`Keys::signal`].
     pub(super) fn arriving(
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
-        signals: &[CudaSignal],
+        signal: Option<&CudaSignal>,
     ) -> Result<Option<ArrivingTensors>, CudaError> {
-        match &self.arriving {
-            Arriving::Nothing => Ok(None),
-            Arriving::Inside(ArrivingKeys { k, v, delivery }) => {
+        match (&self.arriving, signal) {
+            (Arriving::Nothing, _) | (_, None) => Ok(None),
+            (Arriving::Inside(ArrivingKeys { k, v, .. }), Some(signal)) => {
                 let [k, v] = [k, v].map(|id| buffers[id.0].address());
-                let arrivals = signals[delivery.signal.0].arrivals(stream)?;
-                Ok(Some(ArrivingTensors { k, v, arrivals }))
+                Ok(Some(ArrivingTensors { k, v, arrivals: signal.arrivals(stream)? }))
             }
-            Arriving::Before(delivery) => signals[delivery.signal.0].wait_for_all(stream).map(|()| None),
+            (Arriving::Before(_), Some(signal)) => signal.wait_for_all(stream).map(|()| None),
         }
     }
 }

@@ -4,9 +4,10 @@ use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_mem
 use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
 
 use super::clock::Clock;
-use super::{CudaBackend, UserKernels, exec_error};
+use super::rank::UserKernels;
+use super::{CudaBackend, exec_error};
 use crate::kernel::{LINK_RANKS, UserKernelSource};
-use crate::nccl::NcclRank;
+use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
 
@@ -30,6 +31,8 @@ pub struct CudaMachine {
     num_sms: u32,
     engines: EngineUse,
     user_kernels: UserKernels,
+    /// Of NCCL, for the next world: shared by the clones of a machine.
+    connected: ConnectedRanks,
 }
 
 /// Multiprocessors that a kernel of the transport takes, unless told otherwise.
@@ -52,7 +55,8 @@ impl CudaMachine {
         compiler_version()?;
         let (transport, engines, user_kernels) =
             (TransportKind::Auto, EngineUse::NEVER, UserKernels::default());
-        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels }
+        let connected = ConnectedRanks::default();
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels, connected }
             .with_transport(TransportKind::Auto)
     }
 
@@ -169,7 +173,7 @@ impl CudaMachine {
         let hopper = devices.iter().all(|device| device.arch().is_hopper());
         match self.transport {
             TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&devices, world)?;
+                let ranks = NcclRank::connect(&self.connected, &devices, world)?;
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),

@@ -13,7 +13,7 @@ use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
 use super::{CudaBackend, cost, exec_error};
 use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
-use crate::nccl::NcclRank;
+use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
 use crate::transport::{Level, LevelledTransport, Means};
 use crate::{CudaError, CudaTransport, Device, DeviceBuffer, EngineUse, TransportKind, compiler_version};
 
@@ -35,6 +35,8 @@ pub struct CudaProcess {
     nccl_host: Option<String>,
     /// Connections made so far, the same number on every rank.
     connections: AtomicU64,
+    /// Of NCCL, for the next world.
+    connected: ConnectedRanks,
     /// Bytes that this rank has sent through NCCL.
     sent: Arc<AtomicU64>,
 }
@@ -131,6 +133,7 @@ impl CudaProcess {
             meets,
             nccl_host,
             connections: AtomicU64::new(0),
+            connected: ConnectedRanks::default(),
             sent: Arc::default(),
         })
     }
@@ -195,15 +198,32 @@ impl CudaProcess {
     }
 
     fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
-        let (rank, key) = (self.rendezvous.rank(), format!("nccl {number}"));
-        let host = self.nccl_host.as_deref();
-        let own = match rank {
-            0 => NcclRank::meeting(host).map_err(|error| self.unconnected(error))?,
-            _ => Vec::new(),
+        let rank = self.rendezvous.rank();
+        let seat = NcclSeat {
+            connected: &self.connected,
+            device: &self.device,
+            rank,
+            host: self.nccl_host.as_deref(),
+            world,
+            sent: &self.sent,
         };
-        // Here a rank that never comes has a name.
-        let meeting = self.rendezvous.all_gather(&key, &own)?.swap_remove(0);
-        let joined = NcclRank::join(&self.device, rank, &meeting, host, world, &self.sent);
+        // A rank that could not end an exchange has none left of its connection, so that all must have it.
+        let own = NcclRank::connections(&self.connected);
+        let all: Vec<Vec<u64>> = gather(&self.rendezvous, &format!("nccl connections {number}"), &own)?;
+        let common =
+            own.into_iter().filter(|number| all.iter().all(|numbers| numbers.contains(number))).max();
+        let joined = match common {
+            Some(number) => NcclRank::join_again(&seat, number),
+            None => {
+                let own = match rank {
+                    0 => NcclRank::meeting(seat.host).map_err(|error| self.unconnected(error))?,
+                    _ => Vec::new(),
+                };
+                // Here a rank that never comes has a name.
+                let meeting = self.rendezvous.all_gather(&format!("nccl {number}"), &own)?.swap_remove(0);
+                NcclRank::join(seat, number, &meeting)
+            }
+        };
         joined.map(Means::Exchange).map_err(|error| self.unconnected(error))
     }
 

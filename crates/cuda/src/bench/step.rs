@@ -6,7 +6,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, OverlapPolicy, Program, Timeline, lower_attention_backward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, Timeline, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -48,7 +48,11 @@ impl StepBench {
             ends.map(|(rank, (backend, transport))| Prepared::new(program(rank), backend, transport))
                 .collect()
         };
-        let mut forward = prepare(&|rank| lower_attention_forward(plan, rank, spec, policy))?;
+        let blocks = match reduction {
+            GradientReduction::PerStage => KeyBlocks::Suited,
+            GradientReduction::Deterministic => KeyBlocks::Aligned,
+        };
+        let mut forward = prepare(&|rank| lower_attention_forward(plan, rank, spec, policy, blocks))?;
         let mut backward = prepare(&|rank| lower_attention_backward(plan, rank, spec, policy, reduction))?;
         for (rank, (first, second)) in plan.ranks.iter().zip(forward.iter_mut().zip(&mut backward)) {
             let AttentionInputs { q, k, v, sink, dout } = inputs.of_rank(rank)?;

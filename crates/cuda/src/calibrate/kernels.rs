@@ -4,8 +4,8 @@ use counterpoint_exec::{ExecError, random_inputs};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Plan, PlanConfig, Topology};
 use counterpoint_schedule::{
-    GradientReduction, OverlapPolicy, Program, StartOrder, lower_attention_backward, lower_attention_forward,
-    simulate,
+    GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
+    lower_attention_forward, simulate,
 };
 
 use crate::backend::exec_error;
@@ -124,7 +124,7 @@ fn program(
     let plan = Plan::new(mask, spec, &PlanConfig::new(1)).map_err(|error| refused(error.to_string()))?;
     let policy = OverlapPolicy::new(StartOrder::Sequential);
     Ok(match backward {
-        None => lower_attention_forward(&plan, 0, spec, policy),
+        None => lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited),
         Some(reduction) => lower_attention_backward(&plan, 0, spec, policy, reduction),
     })
 }

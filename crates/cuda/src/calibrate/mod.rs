@@ -44,7 +44,10 @@ pub fn calibrate(machine: &CudaMachine, told: &mut dyn FnMut(&str)) -> Result<Ma
         policies: Vec::new(),
     };
     if machine.devices().len() > 1 {
-        profile.transports = links::transports(machine, told)?;
+        // The events that take spans would take part of what a small collective does.
+        let untimed = CudaMachine::new(machine.devices().to_vec(), crate::Timing::Off)
+            .map_err(|error| exec_error(0, "all GPUs of the machine", error))?;
+        profile.transports = links::transports(&untimed, told)?;
         let used = profile.transports.iter().find(|one| one.transport == machine.transport().to_string());
         if let Some(link) = used.and_then(links::link) {
             profile.cost.link = link;

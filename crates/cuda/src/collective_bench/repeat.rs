@@ -1,7 +1,6 @@
 use std::mem;
 
-use counterpoint_exec::{Backend, CollectiveCall, ExecError, Machine, Transport};
-use counterpoint_schedule::{StreamKind, StreamSpec};
+use counterpoint_exec::{Backend, ExecError, Machine, Transport};
 
 use super::{BenchCollective, CheckedRows, CollectiveCase, Gate, Rank, RowContents, TENSORS, on_ranks};
 use crate::backend::exec_error;
@@ -27,23 +26,14 @@ pub fn repeat_collective<M: Machine<Backend = CudaBackend> + Sync>(
 
 impl<M: Machine<Backend = CudaBackend>> Rank<'_, M> {
     fn repeat(&self, gate: &Gate<'_, M>, calls: usize) -> Result<u64, ExecError> {
-        let (backend, transport) = &self.ends;
+        let (backend, transport) = self.ends;
         let failed = |error: CudaError| backend.fail(exec_error(self.rank, "a stress test", error));
-        let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
-        let stream = backend.create_stream(&spec)?;
+        let stream = self.stream()?;
         let queue = stream.queue();
         let wrong = DeviceBuffer::from_slice(queue, &[0u64]).map_err(failed)?;
         let noise = DeviceBuffer::new(backend.device(), NOISE_BYTES).map_err(failed)?;
         let mut delays = Delays::of_rank(self.rank);
-        let enqueued = CollectiveCall {
-            backend,
-            stream: &stream,
-            place: &self.place,
-            collective: &self.collective,
-            buffers: &self.buffers,
-            barrier: None,
-            signal: None,
-        };
+        let enqueued = self.call(&stream);
         // Sums begin with what their owner has, which is new in each call too.
         let (made, contents) = match self.case.collective {
             BenchCollective::GroupCast => (TENSORS, RowContents::Received),

@@ -155,4 +155,16 @@ pub struct BackwardTensors {
     pub dk: u64,
     /// `[rows_k, heads_kv, head_dim_v]`, likewise.
     pub dv: u64,
+    /// Of the last keys, where their rows of `dk` and `dv` go instead; f32 shares only, and not by portable kernels.
+    pub homes: Option<GradientHomes>,
+}
+
+/// Where the gradients of keys go that belong elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientHomes {
+    /// The first such key; all after it are.
+    pub first_row: usize,
+    /// Of a table in the device's memory: for each of these keys the address of its row of dk, then of dv, each aligned to 16 bytes, on
+    /// any GPU that this one reaches.
+    pub addresses: u64,
 }

@@ -1,18 +1,14 @@
-use bytemuck::NoUninit;
-
+use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, Scalar, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
+const KERNEL: &str = "column_sum";
 const THREADS: u32 = 256;
 /// Blocks that a multiprocessor has room for.
 const BLOCKS: u32 = 8;
 /// Rows that a block sums at a time (`kColumnSumRows`).
 const ROWS: usize = 128;
-/// Tensors of one launch (`kColumnSumSources`).
-const SOURCES: usize = 256;
-/// Elements that the kernel loads at once where it can.
-const PACK: usize = 8;
 
 /// What columns are summed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,29 +32,11 @@ pub struct ColumnSumSpec {
 #[derive(Debug)]
 pub struct ColumnSum {
     function: Function,
-    tensors: usize,
-    pieces: DeviceBuffer,
+    pieces: RowPieces,
     partials: DeviceBuffer,
     arrivals: DeviceBuffer,
-    counts: [u32; 4],
+    adds: bool,
     blocks: u32,
-}
-
-/// `ColumnSumSources` of the kernel.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ColumnSumSources {
-    at: [u64; SOURCES],
-}
-
-/// `ColumnSumPiece` of the kernel.
-#[derive(Clone, Copy, Debug, NoUninit)]
-#[repr(C)]
-struct ColumnSumPiece {
-    source: u32,
-    first: u32,
-    begin: u32,
-    end: u32,
 }
 
 /// `ColumnSumArguments` of the kernel.
@@ -82,37 +60,19 @@ impl ColumnSum {
     /// [`CudaError::Launch`] for more tensors or rows than a kernel takes; when it cannot be compiled, or memory is short.
     pub fn new(stream: &Stream, spec: &ColumnSumSpec) -> Result<Self, CudaError> {
         let device = stream.device();
-        let pack = if spec.columns.is_multiple_of(PACK) { PACK } else { 1 };
+        let pack = pack_of(spec.columns);
         let choice = Choice { element: spec.element, result: spec.result, pack };
         let function = device.function(&choice.source(device.arch()))?;
-        let rows: usize = spec.rows.iter().map(|piece| piece.count).sum();
-        let tensors = spec.rows.iter().map(|piece| piece.tensor + 1).max().unwrap_or(0);
-        let (Ok(row_count), Ok(columns)) = (u32::try_from(rows), u32::try_from(spec.columns)) else {
-            return Err(refused(format!("{rows} rows of {} columns", spec.columns)));
-        };
-        if tensors > SOURCES {
-            return Err(refused(format!("rows of {tensors} tensors, it takes those of {SOURCES}")));
-        }
-        let mut begin = 0;
-        let pieces: Vec<ColumnSumPiece> = spec
-            .rows
-            .iter()
-            .map(|piece| {
-                let end = begin + piece.count as u32;
-                let (source, first) = (piece.tensor as u32, piece.first as u32);
-                ColumnSumPiece { source, first, begin: std::mem::replace(&mut begin, end), end }
-            })
-            .collect();
-        let row_blocks = rows.div_ceil(ROWS);
+        let pieces = RowPieces::new(stream, KERNEL, &spec.rows, spec.columns)?;
+        let row_blocks = (pieces.rows as usize).div_ceil(ROWS);
         let column_blocks = spec.columns.div_ceil(32 * pack);
         let most = device.sm_count().saturating_sub(spec.sm_margin).max(1) * BLOCKS;
         Ok(Self {
             function,
-            tensors,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            pieces,
             partials: DeviceBuffer::new(device, row_blocks * spec.columns * size_of::<f32>())?,
             arrivals: DeviceBuffer::from_slice(stream, &vec![0u32; column_blocks])?,
-            counts: [pieces.len() as u32, row_count, columns, u32::from(spec.adds)],
+            adds: spec.adds,
             blocks: ((row_blocks * column_blocks) as u32).min(most),
         })
     }
@@ -126,33 +86,24 @@ impl ColumnSum {
     /// # Errors
     /// [`CudaError::Launch`] for too many or few addresses, or the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &[u64], dst: u64) -> Result<(), CudaError> {
-        if tensors.len() != self.tensors {
-            return Err(refused(format!("{} addresses, it has {} tensors", tensors.len(), self.tensors)));
-        }
+        let sources = self.pieces.sources(tensors)?;
         if self.blocks == 0 {
             return Ok(());
         }
-        let mut sources = ColumnSumSources { at: [0; SOURCES] };
-        sources.at[..tensors.len()].copy_from_slice(tensors);
-        let [piece_count, rows, columns, adds] = self.counts;
         let arguments = ColumnSumArguments {
             pieces: self.pieces.address(),
             dst,
             partials: self.partials.address(),
             arrivals: self.arrivals.address(),
-            piece_count,
-            rows,
-            columns,
-            adds,
+            piece_count: self.pieces.count,
+            rows: self.pieces.rows,
+            columns: self.pieces.columns,
+            adds: u32::from(self.adds),
         };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; lists and partial
         // sums are as long as the kernel takes them to be, by `new`; the rest is the caller's promise.
         unsafe { self.function.launch(stream, &Launch::linear(self.blocks, THREADS), &(sources, arguments)) }
     }
-}
-
-fn refused(reason: String) -> CudaError {
-    CudaError::Launch { kernel: "column_sum".to_owned(), reason }
 }
 
 #[derive(Clone, Copy)]
@@ -174,7 +125,7 @@ impl Choice {
                 "static_assert(kColumnSumRows == {ROWS} && kColumnSumThreads == {THREADS}, \"blocks\");"
             ))
             .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-            .line(format_args!("{name}(const __grid_constant__ ColumnSumSources sources,"))
+            .line(format_args!("{name}(const __grid_constant__ RowSources sources,"))
             .line("    const __grid_constant__ ColumnSumArguments arguments) {")
             .line(format_args!(
                 "  column_sum<{}, {}, {pack}>(sources, arguments);",
@@ -201,12 +152,8 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
 
 /// Types that the kernel shares.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
-        shared_layout!("column_sum.cuh", ColumnSumSources { at }),
-        shared_layout!("column_sum.cuh", ColumnSumPiece { source, first, begin, end }),
-        shared_layout!(
-            "column_sum.cuh",
-            ColumnSumArguments { pieces, dst, partials, arrivals, piece_count, rows, columns, adds }
-        ),
-    ]
+    vec![shared_layout!(
+        "column_sum.cuh",
+        ColumnSumArguments { pieces, dst, partials, arrivals, piece_count, rows, columns, adds }
+    )]
 }

@@ -101,6 +101,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),
         super::rms_norm::layouts(),
+        super::row_pieces::layouts(),
         super::row_check::layouts(),
         super::row_copy::layouts(),
         super::row_merge::layouts(),

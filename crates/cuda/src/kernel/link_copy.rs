@@ -15,9 +15,9 @@ const WARPS: u32 = 1;
 const STAGES: u32 = 12;
 /// Bytes of a stage, and of a piece at most.
 const PIECE_BYTES: u32 = 16 << 10;
-/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; a number; rounded up to its alignment.
+/// `sizeof(LinkCopyShared)`: stages, with a barrier, a target and a length each; addresses; rounded up to its alignment.
 const SHARED_BYTES: u32 =
-    (WARPS * STAGES * (PIECE_BYTES + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 8).next_multiple_of(128);
+    (WARPS * STAGES * (PIECE_BYTES + 20) + 8 * (LINK_RANKS * LINK_TENSORS) as u32).next_multiple_of(128);
 const THREADS: u32 = 32 * WARPS;
 
 /// Which side of a link a rank's kernel writes.

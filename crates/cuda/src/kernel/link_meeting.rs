@@ -12,6 +12,8 @@ pub const LINK_RANKS: usize = 16;
 pub const LINK_TENSORS: usize = 13;
 /// Parts that a call's rows may be told of in (`kLinkParts`).
 pub const LINK_PARTS: usize = 8;
+/// Of tensors that ranks announce, in bytes (`link_place`).
+const ALIGNMENT: u64 = 16;
 
 /// `LinkSlot` of the kernels.
 #[derive(Clone, Copy, Debug)]
@@ -168,7 +170,8 @@ impl LinkEnd {
     /// `own` those on its side of its own work. Each wait lasts `limit` at most.
     ///
     /// # Errors
-    /// [`CudaError::Launch`] when there are more ranks or tensors than kernels have room for.
+    /// [`CudaError::Launch`] when there are more ranks or tensors than kernels have room for, or when an announced address is no
+    /// multiple of 16.
     pub fn call(
         &self,
         rank: usize,
@@ -185,6 +188,10 @@ impl LinkEnd {
                 announced.len(),
                 own.len()
             );
+            return Err(CudaError::Launch { kernel: "a link".to_owned(), reason });
+        }
+        if let Some(odd) = announced.iter().find(|address| **address % ALIGNMENT != 0) {
+            let reason = format!("a tensor at {odd:#x}; others reach multiples of {ALIGNMENT} bytes");
             return Err(CudaError::Launch { kernel: "a link".to_owned(), reason });
         }
         let mut slots = [0; LINK_RANKS];

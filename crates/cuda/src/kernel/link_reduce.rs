@@ -48,8 +48,35 @@ pub struct LinkReduceSpec {
     pub accumulate: Accumulate,
     /// Types, the same for all tensors.
     pub types: ReduceTypes,
+    /// Where the operands lie.
+    pub operands: LinkOperands,
     /// Rows of each result, and elements of one of its rows.
     pub tensors: Vec<(usize, u64)>,
+}
+
+/// Where the operands of a reduction lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkOperands {
+    /// In the tensors that each rank announces.
+    Announced,
+    /// With the one that adds them: the others have put theirs there before they announced anything. Its own tensors of a call are
+    /// then the results, what came, and its own shares, each so many as there are results.
+    Delivered {
+        /// The one that adds.
+        rank: usize,
+    },
+}
+
+impl LinkOperands {
+    /// The rank and the tensor from which the kernel fetches what `rank` has for one of `tensors` results.
+    fn place(self, rank: usize, tensor: usize, tensors: usize) -> (u16, u16) {
+        match self {
+            Self::Announced => (rank as u16, tensor as u16),
+            Self::Delivered { rank: own } => {
+                (OWN, (tensor + tensors * if rank == own { 2 } else { 1 }) as u16)
+            }
+        }
+    }
 }
 
 /// `LinkReducePiece` of the kernel.
@@ -180,17 +207,17 @@ fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
             for offset in (0..elements).step_by(most as usize) {
                 let to = part.rows.start as u64 * row + offset;
                 let count = most.min(elements - offset) as u32;
-                let fetch = |from: u64, rank, scalar: Scalar| LinkFetch {
+                let fetch = |from: u64, (rank, tensor), scalar: Scalar| LinkFetch {
                     from: from * scalar.bytes(),
                     bytes: count * scalar.bytes() as u32,
                     rank,
-                    tensor: tensor as u16,
+                    tensor,
                 };
-                let own = accumulate.then(|| fetch(to, OWN, spec.types.result));
-                let others = part
-                    .operands
-                    .iter()
-                    .map(|&(rank, from)| fetch(from as u64 * row + offset, rank as u16, spec.types.partial));
+                let own = accumulate.then(|| fetch(to, (OWN, tensor as u16), spec.types.result));
+                let others = part.operands.iter().map(|&(rank, from)| {
+                    let place = spec.operands.place(rank, tensor, spec.tensors.len());
+                    fetch(from as u64 * row + offset, place, spec.types.partial)
+                });
                 let fetches: Vec<LinkFetch> = own.into_iter().chain(others).collect();
                 let tensor = tensor as u32;
                 all.push((LinkReducePiece { to, count, divisor, tensor, operands }, fetches));
@@ -267,6 +294,31 @@ mod tests {
 
     use super::*;
 
+    /// The others' shares are among the tensors of the one that adds, behind the results; its own behind those.
+    #[test]
+    fn delivered_operands_are_fetched_from_the_own_memory() {
+        let step = |peer, from: usize, to: usize, rows: usize| RowMove {
+            peer,
+            from: Range::new(from, from + rows),
+            to: Range::new(to, to + rows),
+        };
+        let types =
+            ReduceTypes { partial: Scalar::F32, wire: Scalar::F32, sum: Scalar::F32, result: Scalar::Bf16 };
+        let spec = LinkReduceSpec {
+            op: ReduceOp::Sum,
+            accumulate: Accumulate::Start,
+            types,
+            operands: LinkOperands::Delivered { rank: 1 },
+            tensors: vec![(4, 8), (4, 16)],
+        };
+        let lists = lists(&spec, &[step(0, 7, 0, 4), step(1, 0, 0, 4), step(2, 3, 0, 4)], 1);
+        let found = lists.fetches.iter().map(|fetch| (fetch.rank, fetch.tensor, fetch.from, fetch.bytes));
+        let expected = [(2, 7, 8), (4, 0, 8), (2, 3, 8), (3, 7, 16), (5, 0, 16), (3, 3, 16)]
+            .map(|(tensor, row, elements)| (OWN, tensor, 4 * row * elements, 4 * 4 * elements as u32));
+        assert_eq!(found.collect::<Vec<_>>(), expected);
+        assert!(lists.pieces.iter().all(|piece| piece.operands == 3 && piece.divisor == 1));
+    }
+
     /// Element by element: the operands of the definition, in the order of ranks, and rows without any where sums start at 0.
     #[test]
     fn pieces_have_the_operands_of_their_rows() {
@@ -280,7 +332,9 @@ mod tests {
             ReduceTypes { partial: Scalar::Bf16, wire: Scalar::Bf16, sum: Scalar::F32, result: Scalar::F32 };
         for accumulate in [Accumulate::Start, Accumulate::Continue] {
             let tensors = vec![(12, 1000), (12, 8)];
-            let spec = LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, tensors: tensors.clone() };
+            let operands = LinkOperands::Announced;
+            let spec =
+                LinkReduceSpec { op: ReduceOp::Avg, accumulate, types, operands, tensors: tensors.clone() };
             let lists = lists(&spec, &moves, 2);
             assert_eq!(lists.blocks.len(), 3);
             // Each piece with what is fetched for it.

@@ -30,6 +30,7 @@ mod rms_norm;
 mod row_check;
 mod row_copy;
 mod row_merge;
+mod row_pieces;
 mod row_reduce;
 mod scalar;
 mod signal_litmus;
@@ -46,7 +47,7 @@ pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
     ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget,
-    ForwardTensors, ResultTensors, StateTensors,
+    ForwardTensors, GradientHomes, ResultTensors, StateTensors,
 };
 pub use bit_check::BitCheck;
 pub use cast::Cast;
@@ -67,7 +68,7 @@ pub use link_meeting::{
     LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkEnd, LinkPeers, LinkShifts,
     LinkStep, MissedRank,
 };
-pub use link_reduce::{LinkReduce, LinkReduceSpec};
+pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;

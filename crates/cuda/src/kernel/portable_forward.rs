@@ -1,4 +1,4 @@
-use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+use counterpoint_plan::{TileDirection, TilePlacement, TileSchedule, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
@@ -164,8 +164,14 @@ impl PortableForward {
         };
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
 
-        let config =
-            TileScheduleConfig::new(TileDirection::Forward, shape.tile_rows() as usize, shape.block as usize);
+        let config = TileScheduleConfig {
+            blocks: if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight },
+            ..TileScheduleConfig::new(
+                TileDirection::Forward,
+                shape.tile_rows() as usize,
+                shape.block as usize,
+            )
+        };
         let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
             .map_err(|error| refused(error.to_string()))?;
         let schedule = DeviceSchedule::new(setup, &schedule)?;

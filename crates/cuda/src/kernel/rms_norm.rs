@@ -1,14 +1,10 @@
-use bytemuck::NoUninit;
-
+use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Function, KernelSource, Launch, Stream};
 
+const KERNEL: &str = "rms_norm";
 const THREADS: u32 = 256;
-/// Tensors of one launch (`kRmsNormSources`).
-const SOURCES: usize = 64;
-/// Elements that the kernel loads at once where it can.
-const PACK: usize = 8;
 
 /// What is normalised.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,28 +36,9 @@ pub struct RmsNormTensors<'a> {
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     function: Function,
-    pieces: DeviceBuffer,
-    tensors: usize,
-    counts: [u32; 3],
+    pieces: RowPieces,
     epsilon: f32,
     blocks: u32,
-}
-
-/// `RmsNormSources` of the kernel.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct RmsNormSources {
-    at: [u64; SOURCES],
-}
-
-/// `RmsNormPiece` of the kernel.
-#[derive(Clone, Copy, Debug, NoUninit)]
-#[repr(C)]
-struct RmsNormPiece {
-    source: u32,
-    first: u32,
-    begin: u32,
-    end: u32,
 }
 
 /// `RmsNormArguments` of the kernel.
@@ -86,31 +63,10 @@ impl RmsNorm {
     /// [`CudaError::Launch`] for more tensors or rows than a kernel takes; when it cannot be compiled, or memory is short.
     pub fn new(stream: &Stream, spec: &RmsNormSpec) -> Result<Self, CudaError> {
         let device = stream.device();
-        let pack = if spec.columns.is_multiple_of(PACK) { PACK } else { 1 };
-        let function = device.function(&source(device.arch(), spec.element, pack))?;
-        let rows: usize = spec.rows.iter().map(|piece| piece.count).sum();
-        let tensors = spec.rows.iter().map(|piece| piece.tensor + 1).max().unwrap_or(0);
-        let (Ok(row_count), Ok(columns)) = (u32::try_from(rows), u32::try_from(spec.columns)) else {
-            return Err(refused(format!("{rows} rows of {} columns", spec.columns)));
-        };
-        if tensors > SOURCES {
-            return Err(refused(format!("rows of {tensors} tensors, it takes those of {SOURCES}")));
-        }
-        let mut begin = 0;
-        let pieces = spec.rows.iter().map(|piece| {
-            let end = begin + piece.count as u32;
-            let (source, first) = (piece.tensor as u32, piece.first as u32);
-            RmsNormPiece { source, first, begin: std::mem::replace(&mut begin, end), end }
-        });
-        let pieces: Vec<RmsNormPiece> = pieces.collect();
-        Ok(Self {
-            function,
-            tensors,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
-            counts: [pieces.len() as u32, row_count, columns],
-            epsilon: spec.epsilon,
-            blocks: blocks_of(rows as u64, device.sm_count()),
-        })
+        let function = device.function(&source(device.arch(), spec.element, pack_of(spec.columns)))?;
+        let pieces = RowPieces::new(stream, KERNEL, &spec.rows, spec.columns)?;
+        let blocks = blocks_of(u64::from(pieces.rows), device.sm_count());
+        Ok(Self { function, pieces, epsilon: spec.epsilon, blocks })
     }
 
     /// Enqueues it.
@@ -122,16 +78,10 @@ impl RmsNorm {
     /// # Errors
     /// [`CudaError::Launch`] for too many or few addresses, or the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &RmsNormTensors<'_>) -> Result<(), CudaError> {
-        let [piece_count, rows, columns] = self.counts;
-        if tensors.src.len() != self.tensors {
-            let given = tensors.src.len();
-            return Err(refused(format!("{given} addresses, it has {} tensors", self.tensors)));
-        }
-        if rows == 0 {
+        let sources = self.pieces.sources(tensors.src)?;
+        if self.pieces.rows == 0 {
             return Ok(());
         }
-        let mut sources = RmsNormSources { at: [0; SOURCES] };
-        sources.at[..tensors.src.len()].copy_from_slice(tensors.src);
         let (residual, sum) = tensors.residual.unwrap_or((0, 0));
         let arguments = RmsNormArguments {
             pieces: self.pieces.address(),
@@ -139,19 +89,15 @@ impl RmsNorm {
             sum,
             weight: tensors.weight,
             out: tensors.out,
-            piece_count,
-            rows,
-            columns,
+            piece_count: self.pieces.count,
+            rows: self.pieces.rows,
+            columns: self.pieces.columns,
             epsilon: self.epsilon,
         };
         // SAFETY: the arguments are those of the kernel in `source`, a test compares their layouts; the pieces have all rows, by `new`;
         // the rest is the caller's promise.
         unsafe { self.function.launch(stream, &Launch::linear(self.blocks, THREADS), &(sources, arguments)) }
     }
-}
-
-fn refused(reason: String) -> CudaError {
-    CudaError::Launch { kernel: "rms_norm".to_owned(), reason }
 }
 
 fn source(arch: Arch, element: ElementType, pack: usize) -> KernelSource {
@@ -162,7 +108,7 @@ fn source(arch: Arch, element: ElementType, pack: usize) -> KernelSource {
         .line("using namespace counterpoint;")
         .line(format_args!("static_assert(kRmsNormThreads == {THREADS}, \"blocks\");"))
         .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ RmsNormSources sources,"))
+        .line(format_args!("{name}(const __grid_constant__ RowSources sources,"))
         .line("    const __grid_constant__ RmsNormArguments arguments) {")
         .line(format_args!("  rms_norm<{}, {pack}>(sources, arguments);", element.cpp()))
         .line("}")
@@ -177,12 +123,8 @@ pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
 
 /// Types that the kernel shares.
 pub(super) fn layouts() -> Vec<SharedLayout> {
-    vec![
-        shared_layout!("rms_norm.cuh", RmsNormSources { at }),
-        shared_layout!("rms_norm.cuh", RmsNormPiece { source, first, begin, end }),
-        shared_layout!(
-            "rms_norm.cuh",
-            RmsNormArguments { pieces, residual, sum, weight, out, piece_count, rows, columns, epsilon }
-        ),
-    ]
+    vec![shared_layout!(
+        "rms_norm.cuh",
+        RmsNormArguments { pieces, residual, sum, weight, out, piece_count, rows, columns, epsilon }
+    )]
 }

@@ -1,23 +1,27 @@
+use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 use counterpoint_exec::{
     AttentionInputs, Backend, Ends, ExecError, FaultInjection, FaultKind, FaultPoint, HostTensor, Machine,
-    Prepared, World, WorldConfig, random_inputs,
+    Prepared, World, WorldConfig,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
-use counterpoint_schedule::{Op, OverlapPolicy, Program, lower_attention_forward};
+use counterpoint_schedule::{KeyBlocks, Op, OverlapPolicy, Program, lower_attention_forward};
 
+use super::staged::StagedAttention;
+use crate::backend::lock;
 use crate::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Timing, TransportKind,
 };
 
 const ROWS: usize = 2048;
-/// Limit of every wait. Connecting the ranks of NCCL has it too, which takes seconds where all cores are busy.
-const LIMIT: Duration = Duration::from_secs(6);
-/// How much longer a run may take: a stalled rank sleeps on, and memory is freed.
+/// Limit of every wait of a run that is disturbed.
+const LIMIT: Duration = Duration::from_secs(3);
+/// Of the others, which compile kernels and connect the ranks of NCCL, while all cores are busy.
+const LONG: Duration = Duration::from_secs(20);
+/// How much longer a run may take: a stalled rank sleeps on.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// A rank dies, or stalls for longer than the limit, before operations of a run picked by the seed, each rank enqueued by a
@@ -107,6 +111,13 @@ fn all_memory(device: &Device) -> Vec<DeviceBuffer> {
     all
 }
 
+/// What became of ranks.
+struct Ended {
+    ranks: Vec<Result<HostTensor, ExecError>>,
+    /// Until the last of them that did not die said so.
+    took: Duration,
+}
+
 struct Problem {
     programs: Vec<Program>,
     inputs: Vec<AttentionInputs>,
@@ -114,24 +125,12 @@ struct Problem {
 
 impl Problem {
     fn new(ranks: usize) -> Result<Self, ExecError> {
-        let spec = AttentionSpec {
-            heads_q: 4,
-            heads_kv: 2,
-            head_dim: 64,
-            head_dim_v: 64,
-            dtype: DType::Bf16,
-            scale: 0.125,
-            softcap: 0.0,
-            seqlen_sink: 0,
-        };
-        let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
-        let mask = Mask::causal(ROWS).map_err(|error| refuse(error.to_string()))?;
-        let config =
-            PlanConfig { chunk_size: Some(128), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };
-        let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
-        let inputs = random_inputs(&mask, &spec, 5, false);
+        let StagedAttention { spec, plan, inputs } =
+            StagedAttention::new(Mask::causal(ROWS), ranks, 3, 5, false)?;
         let programs = (0..ranks)
-            .map(|rank| lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default()))
+            .map(|rank| {
+                lower_attention_forward(&plan, rank, &spec, OverlapPolicy::default(), KeyBlocks::Suited)
+            })
             .collect();
         let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
         Ok(Self { programs, inputs })
@@ -139,32 +138,32 @@ impl Problem {
 
     /// The results of all ranks.
     fn undisturbed(&self, machine: &CudaMachine) -> Result<Vec<HostTensor>, ExecError> {
-        self.run(machine, Vec::new())?.into_iter().collect()
-    }
-
-    /// What became of each rank.
-    fn run(
-        &self,
-        machine: &CudaMachine,
-        faults: Vec<FaultInjection>,
-    ) -> Result<Vec<Result<HostTensor, ExecError>>, ExecError> {
-        Ok(self.run_on(self.connect(machine, faults)?))
+        let ends = self.connect(machine, LONG, Vec::new())?;
+        self.run(ends).ranks.into_iter().collect()
     }
 
     fn connect(
         &self,
         machine: &CudaMachine,
+        limit: Duration,
         faults: Vec<FaultInjection>,
     ) -> Result<Vec<Ends<CudaMachine>>, ExecError> {
-        let config = WorldConfig { limit: LIMIT, faults, ..WorldConfig::default() };
+        let config = WorldConfig { limit, faults, ..WorldConfig::default() };
         machine.connect(&World::new(self.programs.len(), config))
     }
 
-    /// The same with ranks that are connected.
-    fn run_on(&self, ends: Vec<Ends<CudaMachine>>) -> Vec<Result<HostTensor, ExecError>> {
-        thread::scope(|scope| {
+    /// What becomes of each rank.
+    fn run(&self, ends: Vec<Ends<CudaMachine>>) -> Ended {
+        let (began, said) = (Instant::now(), Mutex::new(Duration::ZERO));
+        let ranks = thread::scope(|scope| {
+            let said = &said;
             let run = |(rank, (backend, transport)): (usize, Ends<CudaMachine>)| {
-                scope.spawn(move || self.run_rank(rank, backend, transport))
+                scope.spawn(move || {
+                    self.run_rank(rank, backend, transport, || {
+                        let mut said = lock(said);
+                        *said = began.elapsed().max(*said);
+                    })
+                })
             };
             let threads: Vec<_> = ends.into_iter().enumerate().map(run).collect();
             let join = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, _>)| {
@@ -174,7 +173,9 @@ impl Problem {
                 })
             };
             threads.into_iter().enumerate().map(join).collect()
-        })
+        });
+        let took = *lock(&said);
+        Ended { ranks, took }
     }
 
     /// Uses up the memory of the last rank's GPU once all are connected: every rank must say that it was that one's.
@@ -185,16 +186,14 @@ impl Problem {
             return SelfCheck::failed(name, 0, "it shares its GPU".to_owned());
         };
         let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
-        let ends = match self.connect(machine, Vec::new()) {
+        let ends = match self.connect(machine, LIMIT, Vec::new()) {
             Ok(ends) => ends,
             Err(error) => return fail(error.to_string()),
         };
         let hog = all_memory(device);
-        let began = Instant::now();
-        let ended = self.run_on(ends);
-        let took = began.elapsed();
+        let Ended { ranks, took } = self.run(ends);
         drop(hog);
-        for (rank, ended) in ended.iter().enumerate() {
+        for (rank, ended) in ranks.iter().enumerate() {
             let said = match ended {
                 Err(error) => error.to_string(),
                 Ok(_) => "nothing, and had results".to_owned(),
@@ -217,6 +216,7 @@ impl Problem {
         rank: usize,
         backend: CudaBackend,
         transport: CudaTransport,
+        says: impl Fn(),
     ) -> Result<HostTensor, ExecError> {
         let AttentionInputs { q, k, v, .. } = &self.inputs[rank];
         let mut inputs = Vec::new();
@@ -230,7 +230,10 @@ impl Problem {
             Some(out) => told.download(out),
             None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is no output".to_owned() }),
         });
-        ran.map_err(|error| told.fail(error))
+        let ended = ran.map_err(|error| told.fail(error));
+        // What is freed from here on may wait for other processes, which the driver serves first.
+        says();
+        ended
     }
 
     fn strike(
@@ -256,16 +259,14 @@ impl Problem {
         };
         let label = &self.programs[victim].ops[op].label;
         let name = format!("rank {victim} {what} before `{label}`: seconds until all ranks say so");
-        let began = Instant::now();
-        let ended = match self.run(machine, vec![fault]) {
-            Ok(ended) => ended,
+        let Ended { ranks, took } = match self.connect(machine, LIMIT, vec![fault]) {
+            Ok(ends) => self.run(ends),
             Err(error) => return SelfCheck::failed(name, seed as u64, error.to_string()),
         };
-        let took = began.elapsed();
         // Whatever else a rank needs of the victim, it has by then.
         let given = ops[..op].iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
         let all = ops.iter().filter(|op| matches!(op.op, Op::GroupCast(_))).count();
-        for (rank, (ended, expected)) in ended.iter().zip(expected).enumerate() {
+        for (rank, (ended, expected)) in ranks.iter().zip(expected).enumerate() {
             let wrong = match ended {
                 Err(error) if error.to_string().contains(&format!("rank {victim}")) => continue,
                 Err(error) => format!("rank {rank} said: {error}"),

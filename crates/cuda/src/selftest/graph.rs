@@ -1,15 +1,15 @@
 use std::time::Duration;
 
 use counterpoint_exec::selftest::{Case, Extent, SelfCheck, unlike_elements};
-use counterpoint_exec::{
-    Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig, random_inputs,
-};
+use counterpoint_exec::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, World, WorldConfig};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{DType, Plan, PlanConfig};
 use counterpoint_schedule::{
-    BufferRole, GradientReduction, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
+    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward,
+    lower_attention_forward,
 };
 
+use super::staged::StagedAttention;
 use crate::bench::StepBench;
 use crate::{CudaBackend, CudaBuffer, CudaMachine, CudaTransport, GraphRun};
 
@@ -63,7 +63,7 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
     let mut bound: Vec<(&str, CudaBuffer)> = Vec::new();
     let mut unlike = 0;
     let policy = OverlapPolicy::default();
-    let forward = lower_attention_forward(&plan, 0, spec, policy);
+    let forward = lower_attention_forward(&plan, 0, spec, policy, KeyBlocks::Suited);
     let backward = lower_attention_backward(&plan, 0, spec, policy, GradientReduction::Deterministic);
     for program in [forward, backward] {
         let Some((backend, transport)) = machine.connect(&world)?.pop() else { return Ok(unlike) };
@@ -110,31 +110,12 @@ pub fn selftest_step_graphs(machine: &CudaMachine, extent: Extent) -> Result<Vec
         Extent::Quick => (10, &["causal"][..]),
     };
     let ranks = machine.devices().len();
-    let spec = AttentionSpec {
-        heads_q: 4,
-        heads_kv: 2,
-        head_dim: 64,
-        head_dim_v: 64,
-        dtype: DType::Bf16,
-        scale: 0.125,
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
     let mut checks = Vec::new();
     for mask_name in masks {
         for stages in [1, 3] {
-            let refuse =
-                |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
             let rows = 1024 * ranks;
             let mask = if *mask_name == "causal" { Mask::causal(rows) } else { Mask::full(rows) };
-            let mask = mask.map_err(|error| refuse(error.to_string()))?;
-            let config = PlanConfig {
-                chunk_size: Some(128),
-                stages: StageCount::Fixed(stages),
-                ..PlanConfig::new(ranks)
-            };
-            let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
-            let inputs = random_inputs(&mask, &spec, 6, true);
+            let StagedAttention { spec, plan, inputs } = StagedAttention::new(mask, ranks, stages, 6, true)?;
             let (policy, reduction) = (OverlapPolicy::default(), GradientReduction::Deterministic);
             let name = format!(
                 "{replays} replays of a step by {} on {ranks} GPUs, {mask_name}, {stages} remote stages: with other bits",

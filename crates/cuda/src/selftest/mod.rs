@@ -12,6 +12,7 @@ mod links;
 mod long;
 mod repeats;
 mod signals;
+mod staged;
 mod subject;
 
 pub use cache::selftest_cache;

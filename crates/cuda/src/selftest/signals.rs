@@ -25,7 +25,7 @@ use crate::{
 const SIZE: [usize; 3] = [4096, 4096, 256];
 /// Operands that take turns: a tile of another round has other elements.
 const TURNS: usize = 4;
-/// Multiprocessors that are left to those who read.
+/// Multiprocessors that are left to those who read on the product's own GPU.
 const READERS: u32 = 16;
 const LIMIT: Duration = Duration::from_secs(5);
 
@@ -56,6 +56,8 @@ fn read_tiles(producer: &Device, reader: &Device, rounds: u32) -> Result<SelfChe
     }
     let (computing, reading) =
         (Stream::new(producer, StreamPriority::Low)?, Stream::new(reader, StreamPriority::High)?);
+    // Reads through a link take long, so there all multiprocessors do it.
+    let readers = if of_system { reader.sm_count() } else { READERS };
     let mut spec = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
     spec.sm_margin = READERS;
     let shape = Gemm::shapes(producer, &spec)?[0];
@@ -94,10 +96,10 @@ fn read_tiles(producer: &Device, reader: &Device, rounds: u32) -> Result<SelfChe
             of_system,
         };
         // SAFETY: the tensors are those of the spec and live until both streams are idle; those who read take no more multiprocessors
-        // than the product leaves, and have read the round before.
+        // than the product leaves, or are on another GPU, and have read the round before.
         unsafe {
             product.launch(&computing, &tensors)?;
-            litmus.launch(&reading, &at, READERS, LIMIT)?;
+            litmus.launch(&reading, &at, readers, LIMIT)?;
         }
         read.record(&reading)?;
         computing.wait(&read)?;

@@ -1,6 +1,6 @@
 use counterpoint_exec::selftest::{SelfCheck, Subject, SubjectError};
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, LinearConfig, LinearInputs, LinearOutputs, RunConfig,
+    AttentionInputs, AttentionOutputs, LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig,
     run_attention_on, run_linear_on,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
@@ -87,6 +87,12 @@ impl Subject for CudaSubject {
 
     fn dtypes(&self) -> &[DType] {
         &[DType::Bf16, DType::F16]
+    }
+
+    fn same_in_any_stages(&self) -> Pass {
+        // Portable kernels add a stage's share of dq as a whole.
+        let portable = self.gpu().portable().arch() == self.gpu().arch();
+        if portable { Pass::Forward } else { Pass::ForwardBackward }
     }
 
     fn run(

@@ -171,9 +171,8 @@ impl CudaTransport {
         unsafe {
             pack.launch(queue, |_, tensor| inputs[tensor], &targets)?;
             marks.as_ref().map_or(Ok(()), |marks| marks.begun.record(queue))?;
-            nccl.exchange(queue, &sends, &receives)?;
+            nccl.exchange(queue, &sends, &receives, marks.as_ref().map(|marks| &marks.ended))?;
         }
-        marks.map_or(Ok(()), |marks| marks.ended.record(queue))?;
         let input = staged_input(self.rank, staged, &inputs, &received.staging, &received.memory);
         place.launch(queue, backend.left_to_communication(), input, &outputs)?;
         Ok(())

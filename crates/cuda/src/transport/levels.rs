@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
 use counterpoint_schedule::{
-    Accumulate, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
+    Accumulate, BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
 };
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
@@ -149,6 +149,18 @@ impl Transport<CudaBackend> for LevelledTransport {
     ) -> Result<Option<LevelledCollective>, ExecError> {
         let Some(transport) = self.only() else { return Ok(None) };
         let work = transport.prepare_cast_gemm(backend, place, op, program)?;
+        Ok(work.map(|work| LevelledCollective(vec![work])))
+    }
+
+    fn prepare_backward_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &BackwardReduce,
+        program: &Program,
+    ) -> Result<Option<LevelledCollective>, ExecError> {
+        let Some(transport) = self.only() else { return Ok(None) };
+        let work = transport.prepare_backward_reduce(backend, place, op, program)?;
         Ok(work.map(|work| LevelledCollective(vec![work])))
     }
 

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, WireTensor};
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, Reduction, WireTensor};
 use counterpoint_exec::{CollectiveCall, ExecError};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
@@ -14,7 +14,7 @@ use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection,
-    LinkEnd, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
+    LinkEnd, LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -79,24 +79,10 @@ impl LinkWork {
         abort: &LinkAbort,
         engines: EngineUse,
     ) -> Result<Self, CudaError> {
-        let spec = collective.reduction.as_ref().map(|reduction| {
-            let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
-            let tensors = collective.contract.tensors.iter().zip(outputs);
-            let mut types = tensors.map(|(tensor, output)| rows::types(tensor, reduction, output));
-            let first = types.next().unwrap_or_else(|| Err("it has no tensor".to_owned())).map_err(refuse)?;
-            if types.any(|other| other != Ok(first)) {
-                return Err(refuse("results that are summed in one launch have one type".to_owned()));
-            }
-            let tensors = collective.contract.tensors.iter().zip(outputs);
-            Ok(LinkReduceSpec {
-                op: reduction.op,
-                accumulate: reduction.accumulate,
-                types: first,
-                tensors: tensors
-                    .map(|(tensor, output)| (output.rows(), tensor.row_elements as u64))
-                    .collect(),
-            })
-        });
+        let spec = collective
+            .reduction
+            .as_ref()
+            .map(|reduction| reduce_spec(collective, reduction, outputs, LinkOperands::Announced));
         let spec = spec.transpose()?;
         match &spec {
             Some(spec) => LinkReduce::load(device, spec.types)?,
@@ -241,6 +227,29 @@ impl CudaTransport {
         let peers = LinkPeers { mailboxes, announce_to, work_on };
         Ok(Met { kernel, engine, peers, shifts: KnownShifts::default() })
     }
+}
+
+/// The sum that a kernel makes of a collective's rows.
+pub(super) fn reduce_spec(
+    collective: &Collective,
+    reduction: &Reduction,
+    outputs: &[BufferSpec],
+    operands: LinkOperands,
+) -> Result<LinkReduceSpec, CudaError> {
+    let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
+    let tensors = collective.contract.tensors.iter().zip(outputs);
+    let mut types = tensors.clone().map(|(tensor, output)| rows::types(tensor, reduction, output));
+    let first = types.next().unwrap_or_else(|| Err("it has no tensor".to_owned())).map_err(refuse)?;
+    if types.any(|other| other != Ok(first)) {
+        return Err(refuse("results that are summed in one launch have one type".to_owned()));
+    }
+    Ok(LinkReduceSpec {
+        op: reduction.op,
+        accumulate: reduction.accumulate,
+        types: first,
+        operands,
+        tensors: tensors.map(|(tensor, output)| (output.rows(), tensor.row_elements as u64)).collect(),
+    })
 }
 
 /// Adds a move to the parts in which its receiver, who receives so many `rows`, is told of them.

@@ -10,7 +10,10 @@
 //! their senders by copy engines (`push`), or NCCL (`exchange`). Where each rank has a GPU of its own, kernels that read or
 //! write the others' memory meet by themselves (`link`). The last two need the host's meeting in the first run only.
 
+mod backward_reduce;
+mod call;
 mod cast_gemm;
+mod collective;
 mod copies;
 mod engine;
 mod exchange;
@@ -19,6 +22,8 @@ mod gemm_reduce;
 mod kind;
 mod levels;
 mod link;
+mod means;
+mod meeting;
 mod process;
 mod pull;
 mod push;
@@ -27,22 +32,26 @@ mod staging;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
-use counterpoint_exec::collective::{Board, Collective, Payload, Post, Waiter};
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Rendezvous, Transport, World};
-use counterpoint_schedule::{BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, SpanKind};
+use counterpoint_exec::collective::{Board, Collective};
+use counterpoint_exec::{ExecError, OpPlace, Rendezvous, Transport, World};
+use counterpoint_schedule::{
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program,
+};
 
-use crate::backend::{CudaBackend, CudaBuffer, SpanStart, exec_error, lock};
-use crate::kernel::LinkAbort;
-use crate::nccl::NcclRank;
-use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::backend::{CudaBackend, exec_error};
+use crate::{CudaError, Device};
 
+use call::{Call, CallError, addresses, untold};
+pub use collective::CudaCollective;
+use collective::{Part, Work};
 pub use engine::EngineUse;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
 pub use levels::{LevelledCollective, LevelledMeeting, LevelledTransport};
 use link::LinkWork;
+pub(crate) use means::Means;
+pub use meeting::CudaMeeting;
 use process::PeerProcesses;
 
 /// One rank of the CUDA transport.
@@ -56,96 +65,6 @@ pub struct CudaTransport {
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     means: Means,
-}
-
-/// What moves the rows of one rank.
-pub(crate) enum Means {
-    /// Kernels that read the other ranks' memory, after events.
-    Pull,
-    /// Kernels of `num_sms` blocks that do so and meet by themselves, and copy engines beside them.
-    Link { num_sms: u32, abort: LinkAbort, engines: EngineUse },
-    /// Copy engines.
-    Push,
-    /// NCCL.
-    Exchange(NcclRank),
-}
-
-impl Means {
-    /// Kernels of a rank that meet by themselves, whose waits end when the world fails: the host may be held up by what waits
-    /// behind them.
-    pub(crate) fn link(
-        world: &World,
-        device: &Device,
-        num_sms: u32,
-        engines: EngineUse,
-    ) -> Result<Self, CudaError> {
-        let abort = LinkAbort::new(&Stream::new(device, StreamPriority::Low)?)?;
-        let ended = abort.clone();
-        world.when_failed(move || ended.set());
-        Ok(Self::Link { num_sms, abort, engines })
-    }
-}
-
-/// What a rank publishes of its part in a collective.
-struct Part {
-    inputs: Vec<CudaBuffer>,
-    outputs: Vec<CudaBuffer>,
-    /// Where others write partial results, when copy engines do.
-    staging: Option<DeviceBuffer>,
-    /// Where others' kernels write to, when kernels meet.
-    mailbox: Option<DeviceBuffer>,
-    /// Passed when the inputs may be read and the outputs be written.
-    ready: Event,
-    /// Passed when this rank is through with the tensors of others.
-    done: Event,
-}
-
-impl Payload for Part {
-    fn spent(&self) -> Self {
-        // Others still wait for the events, and kernels still meet.
-        let Self { mailbox, ready, done, .. } = self;
-        let (mailbox, ready, done) = (mailbox.clone(), ready.clone(), done.clone());
-        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, ready, done }
-    }
-}
-
-/// One rank's part in a group collective, made ready.
-pub struct CudaCollective {
-    /// Among those of its transport.
-    number: u64,
-    collective: Arc<Collective>,
-    outputs: Vec<BufferSpec>,
-    ready: Mutex<Option<Event>>,
-    done: Mutex<Option<Event>>,
-    work: Work,
-}
-
-/// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.
-enum Work {
-    Pull(Mutex<Option<pull::PullWork>>),
-    Link(LinkWork),
-    GemmReduce(Box<gemm_reduce::GemmReduceWork>),
-    CastGemm(Box<cast_gemm::CastGemmWork>),
-    Push(push::PushWork),
-    Exchange(exchange::ExchangeWork),
-}
-
-impl CudaCollective {
-    /// Parts in which its rows are told of as they come.
-    fn delivery_parts(&self) -> Option<usize> {
-        self.collective.delivery_parts
-    }
-
-    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
-    fn has_met(&self) -> bool {
-        match &self.work {
-            Work::Link(link) => link.has_met(),
-            Work::GemmReduce(work) => work.has_met(),
-            Work::CastGemm(work) => work.has_met(),
-            Work::Exchange(exchange) => exchange.has_met(),
-            Work::Pull(_) | Work::Push(_) => false,
-        }
-    }
 }
 
 impl CudaTransport {
@@ -294,6 +213,18 @@ impl Transport<CudaBackend> for CudaTransport {
         Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
     }
 
+    fn prepare_backward_reduce(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &BackwardReduce,
+        program: &Program,
+    ) -> Result<Option<CudaCollective>, ExecError> {
+        let work = self.backward_reduce_work(backend, place, op, program);
+        let work = work.map_err(|error| self.world.fail(error))?;
+        Ok(work.map(|(collective, work)| self.collective(collective, Vec::new(), work)))
+    }
+
     fn begin(&self, call: &Call<'_>) -> Result<CudaMeeting, ExecError> {
         call.backend.strike(call.stream, call.place).map_err(|error| self.world.fail(error))?;
         self.world.check()?;
@@ -304,6 +235,7 @@ impl Transport<CudaBackend> for CudaTransport {
         let enqueued = match &call.collective.work {
             Work::Pull(work) => self.pull(call, meeting, work),
             Work::Link(work) => self.link(call, meeting, work),
+            Work::BackwardReduce(work) => self.backward_reduce(call, meeting, work),
             Work::GemmReduce(work) => self.gemm_reduce(call, meeting, work),
             Work::CastGemm(work) => self.cast_gemm(call, meeting, work),
             Work::Push(work) => self.push(call, meeting, work),
@@ -314,196 +246,5 @@ impl Transport<CudaBackend> for CudaTransport {
 
     fn end(&self, call: &Call<'_>, meeting: CudaMeeting) -> Result<(), ExecError> {
         self.report(call, self.end_meeting(call, &meeting))
-    }
-}
-
-type Call<'a> = CollectiveCall<'a, CudaBackend, CudaCollective>;
-
-/// A collective that is being enqueued.
-pub struct CudaMeeting {
-    sequence: u64,
-    /// `None` where nobody needs to know any more.
-    own: Option<Arc<Post<Part>>>,
-    /// Where its time is taken, when it is.
-    started: Option<SpanStart>,
-}
-
-impl CudaTransport {
-    fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
-        let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
-        let queue = stream.queue();
-        backend.device().bind()?;
-        stream.status().begin(place);
-        let started = stream.start_span(backend.timed())?;
-        // Kernels that meet by themselves say themselves when they have started.
-        match barrier {
-            Some(barrier) if !matches!(collective.work, Work::Link(_)) => barrier.arrive(queue)?,
-            _ => {}
-        }
-        let sequence = self.next.fetch_add(1, Ordering::Relaxed);
-        let pattern = &collective.collective.pattern;
-        if collective.has_met() {
-            return Ok(CudaMeeting { sequence, own: None, started });
-        }
-        let tensors = &collective.collective.tensors;
-        let inputs = || tensors.iter().map(|(input, _)| buffers[input.0].clone()).collect();
-        let outputs = || tensors.iter().map(|(_, output)| buffers[output.0].clone()).collect();
-        let mut part = Part {
-            inputs: Vec::new(),
-            outputs: Vec::new(),
-            staging: None,
-            mailbox: None,
-            ready: self.event(&collective.ready)?,
-            done: self.event(&collective.done)?,
-        };
-        let users = match &collective.work {
-            Work::Pull(_) => {
-                part.inputs = inputs();
-                &pattern.outgoing[..]
-            }
-            Work::Push(push) => {
-                part.staging = push.staging();
-                if part.staging.is_none() {
-                    part.outputs = outputs();
-                }
-                &pattern.incoming[..]
-            }
-            Work::Link(link) => {
-                part.mailbox = Some(link.mailbox());
-                let told = link.told_of_outputs(pattern);
-                if !told.is_empty() {
-                    part.outputs = outputs();
-                }
-                told
-            }
-            Work::GemmReduce(work) => {
-                part.mailbox = Some(work.mailbox());
-                part.staging = Some(work.exchange());
-                part.outputs = work.written_by_others(buffers);
-                &pattern.incoming[..]
-            }
-            Work::CastGemm(work) => {
-                part.mailbox = Some(work.mailbox());
-                part.staging = Some(work.exchange());
-                part.outputs = vec![work.written_by_others(buffers)];
-                &pattern.outgoing[..]
-            }
-            Work::Exchange(_) => &[][..],
-        };
-        part.ready.record(queue)?;
-        let post = Post {
-            place: place.clone(),
-            collective: collective.collective.clone(),
-            at: Instant::now(),
-            payload: part,
-        };
-        let own = self.board.publish(self.rank, sequence, post, users);
-        if let Some(peers) = &self.peers {
-            peers.tell(sequence, collective.number, &own)?;
-        }
-        Ok(CudaMeeting { sequence, own: Some(own), started })
-    }
-
-    fn end_meeting(&self, call: &Call<'_>, meeting: &CudaMeeting) -> Result<(), CallError> {
-        let CollectiveCall { stream, place, collective, .. } = *call;
-        match &collective.work {
-            Work::Pull(_) => self.end_pull(call, meeting)?,
-            Work::Push(work) => self.end_push(call, meeting, work)?,
-            // Who has not learnt yet where this rank's memory is must find it told.
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) if meeting.own.is_some() => {
-                self.board.all_used(&self.world, &self.waiter(call), meeting.sequence)?;
-            }
-            Work::Link(_) | Work::GemmReduce(_) | Work::CastGemm(_) | Work::Exchange(_) => {}
-        }
-        if let Some((signal, parts)) = call.signal.zip(collective.collective.delivery_parts) {
-            signal.raise(stream.queue(), parts as u64)?;
-        }
-        self.board.finish(self.rank, meeting.sequence, place);
-        let kind = match &collective.work {
-            Work::GemmReduce(_) | Work::CastGemm(_) => SpanKind::Compute,
-            _ => SpanKind::Communication,
-        };
-        stream.end_span(place, kind, meeting.started)?;
-        stream.status().end();
-        Ok(())
-    }
-
-    /// The part of `peer`, once it has begun, which must fit the own one.
-    fn post_of(
-        &self,
-        call: &Call<'_>,
-        meeting: &CudaMeeting,
-        peer: usize,
-    ) -> Result<Arc<Post<Part>>, ExecError> {
-        let post = self.board.post_of(&self.world, &self.waiter(call), peer, meeting.sequence)?;
-        if let Some(own) = &meeting.own {
-            own.meet(self.rank, meeting.sequence, peer, &post)?;
-        }
-        Ok(post)
-    }
-
-    /// Lets `peer` know that this rank has enqueued its use of what that one published.
-    fn acknowledge(&self, peer: usize, sequence: u64) -> Result<(), ExecError> {
-        self.board.acknowledge(peer, sequence, self.rank);
-        match &self.peers {
-            Some(peers) => peers.used(peer, sequence),
-            None => Ok(()),
-        }
-    }
-
-    /// A collective's event, made on its first run.
-    fn event(&self, slot: &Mutex<Option<Event>>) -> Result<Event, CudaError> {
-        let mut slot = lock(slot);
-        if let Some(event) = &*slot {
-            return Ok(event.clone());
-        }
-        let made = match self.peers {
-            Some(_) => Event::shared(&self.device)?,
-            None => Event::new(&self.device)?,
-        };
-        Ok(slot.insert(made).clone())
-    }
-
-    fn waiter<'a>(&self, call: &Call<'a>) -> Waiter<'a> {
-        Waiter { rank: self.rank, place: call.place, status: call.stream.status() }
-    }
-
-    fn report<R>(&self, call: &Call<'_>, result: Result<R, CallError>) -> Result<R, ExecError> {
-        result.map_err(|error| {
-            self.world.fail(match error {
-                CallError::Exec(error) => error,
-                CallError::Cuda(error) => call.backend.error(call.place, error),
-            })
-        })
-    }
-}
-
-/// Addresses of a call's tensors.
-fn addresses(call: &Call<'_>) -> (Vec<u64>, Vec<u64>) {
-    let tensors = call.collective.collective.tensors.iter();
-    tensors.map(|(input, output)| (call.buffers[input.0].address(), call.buffers[output.0].address())).unzip()
-}
-
-/// The error of a rank that has not told where its memory is: nothing may be enqueued then.
-fn untold(rank: usize) -> CallError {
-    let reason = format!("rank {rank} has not told where its memory is; this is a bug, please report it");
-    CallError::Cuda(CudaError::Launch { kernel: "a product whose rows travel".to_owned(), reason })
-}
-
-/// Why a collective cannot be enqueued.
-enum CallError {
-    Exec(ExecError),
-    Cuda(CudaError),
-}
-
-impl From<ExecError> for CallError {
-    fn from(error: ExecError) -> Self {
-        Self::Exec(error)
-    }
-}
-
-impl From<CudaError> for CallError {
-    fn from(error: CudaError) -> Self {
-        Self::Cuda(error)
     }
 }

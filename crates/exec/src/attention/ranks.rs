@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, GradientReduction, Program, Timeline, lower_attention_backward,
+    BufferRole, BufferSpec, GradientReduction, KeyBlocks, Program, Timeline, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -58,10 +58,12 @@ pub fn run_attention_ranks<M: Machine>(
     for (rank, inputs) in plan.ranks[here.clone()].iter().zip(&inputs) {
         inputs.check((rank.q_rows, rank.k_rows), spec)?;
     }
+    let (blocks, reduction) = match config.deterministic {
+        true => (KeyBlocks::Aligned, GradientReduction::Deterministic),
+        false => (KeyBlocks::Suited, GradientReduction::PerStage),
+    };
     let forward: Vec<Program> =
-        here.clone().map(|rank| lower_attention_forward(plan, rank, spec, config.policy)).collect();
-    let reduction =
-        if config.deterministic { GradientReduction::Deterministic } else { GradientReduction::PerStage };
+        here.clone().map(|rank| lower_attention_forward(plan, rank, spec, config.policy, blocks)).collect();
     let backward: Vec<Program> = here
         .clone()
         .filter(|_| pass == Pass::ForwardBackward)

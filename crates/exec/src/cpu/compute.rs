@@ -78,15 +78,8 @@ impl CpuKernel {
             Op::AttentionDelta(op) => {
                 with_host_element!(dtype(op.out), T => delta::<T>(op, &access, workers))
             }
-            Op::AttentionBackward(op) => {
-                // `check_operands` has seen that there is no third type.
-                let rounded = dtype(op.dk) == dtype(op.q);
-                with_host_element!(dtype(op.q), T => if rounded {
-                    backward::<T, T>(op, &access, workers)
-                } else {
-                    backward::<T, <T as HostElement>::Accumulator>(op, &access, workers)
-                })
-            }
+            Op::AttentionBackward(op) => backward_of_type(op, &access, workers),
+            Op::BackwardReduce(both) => backward_of_type(&both.backward, &access, workers),
             Op::Gemm(op) => multiply(op, &access, workers),
             Op::WaveGemm(op) => op.groups.iter().enumerate().try_for_each(|(done, group)| {
                 multiply(group, &access, workers)?;
@@ -132,6 +125,21 @@ impl CpuKernel {
             _ => Ok(()),
         }
     }
+}
+
+fn backward_of_type(
+    op: &AttentionBackward,
+    access: &Access<'_>,
+    workers: &ThreadPool,
+) -> Result<(), ExecError> {
+    let dtype = |id: BufferId| access.buffers[id.0].dtype();
+    // `check_operands` has seen that there is no third type.
+    let rounded = dtype(op.dk) == dtype(op.q);
+    with_host_element!(dtype(op.q), T => if rounded {
+        backward::<T, T>(op, access, workers)
+    } else {
+        backward::<T, <T as HostElement>::Accumulator>(op, access, workers)
+    })
 }
 
 fn multiply(op: &Gemm, access: &Access<'_>, workers: &ThreadPool) -> Result<(), ExecError> {

@@ -2,7 +2,7 @@ use counterpoint_mask::{Band, Mask};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
-use super::{add_scaled, dot, exp, operand, rounded};
+use super::arithmetic::{add_scaled, dot, exp, operand, rounded};
 use crate::draw::Draw;
 use crate::host_element::{convert, with_host_element};
 use crate::kernel::Real;

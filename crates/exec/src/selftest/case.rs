@@ -2,7 +2,9 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
-use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, PlanConfig, QueryExchange, StageCount};
+use counterpoint_plan::{
+    AttentionSpec, DType, DispatchAlgorithm, KEY_BLOCK, PlanConfig, QueryExchange, StageCount,
+};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use super::random_mask;
@@ -53,6 +55,7 @@ impl Case {
             many_tiles(dtypes, &mut cases);
         }
         hosted(extent, dtypes, &mut cases);
+        staged(extent, dtypes, &mut cases);
         let count = match extent {
             Extent::Full => 240,
             Extent::Quick => 6,
@@ -319,6 +322,31 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
                 case.spec = AttentionSpec { softcap: 3.0, ..case.spec };
                 cases.push(case);
             }
+        }
+    }
+}
+
+/// Ranks in deterministic mode, whose bits are compared between numbers of stages: rows that chunks and blocks of keys divide, which
+/// may arrive while an only stage runs, and rows that nothing divides.
+fn staged(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
+    let dtypes = if extent == Extent::Quick { &dtypes[..dtypes.len().min(1)] } else { dtypes };
+    for (at, &dtype) in dtypes.iter().enumerate() {
+        let masks = [
+            random_mask::documents(6 * KEY_BLOCK, 5, &mut Draw::new(10)),
+            random_mask::single(6 * KEY_BLOCK, 6 * KEY_BLOCK, MaskType::Causal),
+            random_mask::grid(611, 611, 6, &mut Draw::new(11)),
+        ];
+        for (which, mask) in masks.into_iter().enumerate() {
+            let head_dim = [64, 128, 40][(at + which) % 3];
+            let seed = 850 + which as u64;
+            let mut case = Case::single_rank("ranks in order", seed, mask, spec(4, 2, head_dim, dtype));
+            case.plan = PlanConfig {
+                chunk_size: Some(if which < 2 { KEY_BLOCK } else { 97 }),
+                stages: StageCount::Fixed(0),
+                ..PlanConfig::new(3)
+            };
+            case.run.deterministic = true;
+            cases.push(case);
         }
     }
 }

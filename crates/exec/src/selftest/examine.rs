@@ -1,14 +1,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
 
-use counterpoint_plan::{DType, Plan};
+use counterpoint_plan::{DType, Plan, PlanConfig, StageCount};
 use rayon::prelude::*;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Case, Extent, Share, Subject, SubjectError};
 use crate::check::check_against;
 use crate::{
-    AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Reference,
+    AttentionInputs, AttentionOutputs, CheckReport, ExecError, HostData, HostTensor, Pass, Reference,
     plain_attention, reference_attention,
 };
 
@@ -184,8 +184,8 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
             return (vec![SelfCheck::failed(name, case.seed, error.to_string())], DeviceState::Answers);
         }
     };
-    let run = || subject.run(&plan, &case.spec, inputs, &case.run);
-    let outputs = match run() {
+    let run = |plan: &Plan| subject.run(plan, &case.spec, inputs, &case.run);
+    let outputs = match run(&plan) {
         Ok(outputs) => outputs,
         Err(error) => {
             let (check, state) = failed(name, error);
@@ -195,26 +195,42 @@ fn examine(subject: &dyn Subject, expected: &Expected, index: usize) -> (Vec<Sel
     let report = check_against(&case.mask, &case.spec, inputs, (reference, plain.as_ref()), &outputs);
     let mut checks = vec![SelfCheck::of_report(name.clone(), case.seed, &report)];
     let mut state = DeviceState::Answers;
-    if case.run.deterministic || index.is_multiple_of(REPEATED) {
-        let name = format!("same bits twice: {name}");
-        checks.push(match run() {
-            Ok(again) => repeated(name, case, &outputs, &again),
+    let mut repeat = |name: String, plan: &Plan, pass: Pass| {
+        checks.push(match run(plan) {
+            Ok(again) => repeated(name, case.seed, pass, &outputs, &again),
             Err(error) => {
                 let (check, found) = failed(name, error);
                 state = found;
                 check
             }
         });
+    };
+    if case.run.deterministic || index.is_multiple_of(REPEATED) {
+        let pass = if case.run.deterministic { Pass::ForwardBackward } else { Pass::Forward };
+        repeat(format!("same bits twice: {name}"), &plan, pass);
+    }
+    if case.run.deterministic && plan.cp_size() > 1 {
+        let other = if plan.ranks[0].forward.len() == 2 { 3 } else { 1 };
+        let other = PlanConfig { stages: StageCount::Fixed(other), ..case.plan };
+        if let Ok(plan) = Plan::new(&case.mask, &case.spec, &other) {
+            repeat(format!("same bits in other stages: {name}"), &plan, subject.same_in_any_stages());
+        }
     }
     (checks, state)
 }
 
-/// Whether two runs gave the same bits: every tensor in deterministic mode, those of the forward always.
-fn repeated(name: String, case: &Case, first: &AttentionOutputs, again: &AttentionOutputs) -> SelfCheck {
+/// Whether two runs gave the same bits in the tensors of a pass.
+fn repeated(
+    name: String,
+    seed: u64,
+    pass: Pass,
+    first: &AttentionOutputs,
+    again: &AttentionOutputs,
+) -> SelfCheck {
     let tensors = |of: &AttentionOutputs| {
         let forward = vec![("out", Some(of.out.clone())), ("lse", Some(of.lse.clone()))];
         let backward = [("dq", &of.dq), ("dk", &of.dk), ("dv", &of.dv), ("dsink", &of.dsink)];
-        let backward = backward.into_iter().filter(|_| case.run.deterministic);
+        let backward = backward.into_iter().filter(|_| pass == Pass::ForwardBackward);
         forward.into_iter().chain(backward.map(|(name, tensor)| (name, tensor.clone()))).collect::<Vec<_>>()
     };
     let mut different = Vec::new();
@@ -230,7 +246,7 @@ fn repeated(name: String, case: &Case, first: &AttentionOutputs, again: &Attenti
             different.push(format!("{unlike} elements of {tensor} differ"));
         }
     }
-    SelfCheck::of(name, case.seed, count as f64, 0.0).because(|| different.join("; "))
+    SelfCheck::of(name, seed, count as f64, 0.0).because(|| different.join("; "))
 }
 
 /// Elements of two tensors whose bits are not the same; all of them where the tensors are not of one shape and type.
@@ -272,6 +288,10 @@ mod tests {
 
         fn dtypes(&self) -> &[DType] {
             &[DType::Bf16, DType::F32]
+        }
+
+        fn same_in_any_stages(&self) -> Pass {
+            CpuSubject.same_in_any_stages()
         }
 
         fn run(
@@ -323,7 +343,9 @@ mod tests {
         let wrong: Vec<_> = checks.iter().filter(|check| !check.passed).collect();
         assert!(wrong.is_empty(), "{wrong:#?}");
         assert_eq!(heard, checks.len());
-        assert!(checks.iter().any(|check| check.name.starts_with("same bits twice")));
+        for bits in ["same bits twice", "same bits in other stages"] {
+            assert!(checks.iter().any(|check| check.name.starts_with(bits)), "{bits}");
+        }
     }
 
     #[test]
@@ -381,7 +403,7 @@ mod tests {
             }
         });
         assert!(!found.is_empty());
-        assert!(found.iter().all(|check| check.name.starts_with("same bits twice")), "{found:#?}");
+        assert!(found.iter().all(|check| check.name.starts_with("same bits")), "{found:#?}");
     }
 
     /// Another way round, the same problems: a seed stands for its case.
@@ -424,6 +446,10 @@ mod tests {
 
         fn dtypes(&self) -> &[DType] {
             &[DType::F32]
+        }
+
+        fn same_in_any_stages(&self) -> Pass {
+            Pass::ForwardBackward
         }
 
         fn run(

@@ -173,7 +173,7 @@ mod tests {
 
     use super::*;
     use crate::selftest::{CpuSubject, SubjectError};
-    use crate::{AttentionInputs, AttentionOutputs, HostData, HostTensor};
+    use crate::{AttentionInputs, AttentionOutputs, HostData, HostTensor, Pass};
 
     /// A device that spoils what the CPU computes.
     struct Spoiled<F>(F, AtomicUsize);
@@ -185,6 +185,10 @@ mod tests {
 
         fn dtypes(&self) -> &[DType] {
             &[DType::Bf16, DType::F32]
+        }
+
+        fn same_in_any_stages(&self) -> Pass {
+            CpuSubject.same_in_any_stages()
         }
 
         fn run(

@@ -2,7 +2,7 @@ use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
 use thiserror::Error;
 
 use crate::{
-    AttentionInputs, AttentionOutputs, ExecError, LinearConfig, LinearInputs, LinearOutputs, RunConfig,
+    AttentionInputs, AttentionOutputs, ExecError, LinearConfig, LinearInputs, LinearOutputs, Pass, RunConfig,
     run_attention, run_linear,
 };
 
@@ -25,6 +25,9 @@ pub trait Subject {
 
     /// Element types that it takes.
     fn dtypes(&self) -> &[DType];
+
+    /// Which tensors of a deterministic run have the same bits for any number of stages.
+    fn same_in_any_stages(&self) -> Pass;
 
     /// Runs attention as `config` says, with guard bytes behind every buffer that are looked at after, where the device can
     /// write beyond one.
@@ -62,6 +65,10 @@ impl Subject for CpuSubject {
 
     fn dtypes(&self) -> &[DType] {
         &[DType::F32, DType::F64, DType::Bf16, DType::F16]
+    }
+
+    fn same_in_any_stages(&self) -> Pass {
+        Pass::ForwardBackward
     }
 
     fn run(

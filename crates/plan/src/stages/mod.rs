@@ -47,7 +47,7 @@ impl StageCuts {
     }
 
     /// All work in one stage, which takes received rows as they arrive.
-    fn gathered(ranks: &[RankOutline]) -> Self {
+    pub(crate) fn gathered(ranks: &[RankOutline]) -> Self {
         let rows = ranks.iter().flat_map(|outline| [Vec::new(), outline.remote.ranges.clone()]).collect();
         Self { stages: 2, rows, gathered: Some(ranks.iter().map(RankOutline::own_rows).collect()) }
     }

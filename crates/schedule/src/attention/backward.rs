@@ -1,5 +1,6 @@
 use std::sync::Arc;
 
+use counterpoint_mask::Range;
 use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit};
 
 use super::gradient::Gradient;
@@ -10,8 +11,8 @@ use super::rotation::Rotation;
 use super::{GradientReduction, LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
-    Accumulate, AttentionBackward, AttentionDelta, BufferId, BufferRole, GroupCast, GroupReduce, Op,
-    OverlapPolicy, Program, ReduceOp, StreamKind,
+    Accumulate, AttentionBackward, AttentionDelta, BackwardReduce, BufferId, BufferRole, GroupCast,
+    GroupReduce, Op, OverlapPolicy, Program, ReduceOp, StreamKind,
 };
 
 /// Lowers one rank's backward. Inputs `q`, `k`, `v`, `out`, `lse`, `dout` (its local rows) and `sink`; outputs `dq`, `dk`,
@@ -49,8 +50,14 @@ pub fn lower_attention_backward(
     let hosts_do_all = hosts_do_all(plan);
     let declare = if hosts_do_all { Gradient::whole } else { Gradient::summed };
     let dq = declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
+    let delivery_parts = delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec);
+    // One stage that does all work has all shares of a sum together, so that one reduction makes the results of them. Its order is that
+    // of ranks, in deterministic mode the own share is first.
+    let at_once = delivery_parts.is_some()
+        && reduction == GradientReduction::PerStage
+        && plan.ranks.iter().all(|rank| rank.hosted.is_none());
     // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
-    let shared = stages.len() > 1 || (rank_plan.hosted.is_some() && !hosts_do_all);
+    let shared = (stages.len() > 1 && !at_once) || (rank_plan.hosted.is_some() && !hosts_do_all);
     let declare = if shared { Gradient::summed } else { Gradient::whole };
     let dk = declare(&mut p, "dk", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim]);
     let dv = declare(&mut p, "dv", spec.dtype, &[rank_plan.k_rows, spec.heads_kv, spec.head_dim_v]);
@@ -106,7 +113,7 @@ pub fn lower_attention_backward(
     let between_nodes =
         two_level.map(|parts| (parts, p.stream("group-cast between nodes", StreamKind::Communication)));
     let mut keys = KeyPrefetch::new(&local, stages, spec, compute, cast, cast_barrier, between_nodes);
-    keys.deliver_in(delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec));
+    keys.deliver_in(delivery_parts);
     if hosted.is_some() {
         keys.after_queries();
     }
@@ -167,6 +174,21 @@ pub fn lower_attention_backward(
             accumulate_dq: if begins { Accumulate::Start } else { Accumulate::Continue },
             deterministic: reduction == GradientReduction::Deterministic,
         };
+        if at_once && s > 0 {
+            let reduce = GroupReduce {
+                part: Arc::new(with_own(&stage.part, rank, stage.own_rows)),
+                tensors: vec![(stage_dk, dk.written), (stage_dv, dv.written)],
+                op: ReduceOp::Sum,
+                accumulate: Accumulate::Start,
+                wire_dtype: acc_dtype,
+                reduce_dtype: acc_dtype,
+                arrive: None,
+            };
+            let both = Op::BackwardReduce(Box::new(BackwardReduce { backward: op, reduce }));
+            p.push(compute, here, "attention backward", both);
+            keys.leave(&mut p, s);
+            continue;
+        }
         p.push(compute, here, "attention backward", Op::AttentionBackward(op));
         keys.leave(&mut p, s);
         if stage.own_rows > 0 {
@@ -227,10 +249,21 @@ pub fn lower_attention_backward(
     p.finish()
 }
 
+/// A stage's pattern, and `rank`'s own `rows` rows, which its keys begin with, as shares of its own.
+fn with_own(part: &GroupPart, rank: usize, rows: usize) -> GroupPart {
+    let (rank, rows) = (rank as u32, Range::new(0, rows));
+    let owned = std::iter::once(OwnedSplit { rows, ranks: vec![rank] });
+    let remote = std::iter::once(RemoteSplit { rows, rank });
+    GroupPart {
+        owned: owned.chain(part.owned.iter().cloned()).collect(),
+        remote: remote.chain(part.remote.iter().cloned()).collect(),
+    }
+}
+
 /// The pattern in which rank 0 owns `rows` rows and every rank, itself included, holds a copy: reduced, then cast, it is
 /// an all-reduce with a fixed order.
 fn through_rank_0(rank: usize, world_size: usize, rows: usize) -> GroupPart {
-    let rows = counterpoint_mask::Range::new(0, rows);
+    let rows = Range::new(0, rows);
     let ranks = (0..world_size as u32).collect();
     GroupPart {
         owned: if rank == 0 { vec![OwnedSplit { rows, ranks }] } else { Vec::new() },

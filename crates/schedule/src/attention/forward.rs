@@ -5,22 +5,25 @@ use super::keys::{KeyPrefetch, StageKeys, delivery_parts};
 use super::{LocalTensors, sink_input};
 use crate::builder::ProgramBuilder;
 use crate::{
-    AttentionForward, AttentionState, BufferRole, ForwardBegin, ForwardEnd, Op, OverlapPolicy, Program,
-    StreamKind,
+    AttentionForward, AttentionState, BufferRole, ForwardBegin, ForwardEnd, KeyBlocks, Op, OverlapPolicy,
+    Program, StreamKind,
 };
 
 /// Lowers one rank's forward. Inputs `q`, `k`, `v` (its local rows) and `sink` if the spec has one; outputs `out`, `lse`.
 ///
 /// The last stage with work writes the results; a state lives between stages only, so a forward whose work is all in one
-/// stage has none.
+/// stage has none. Blocks are `blocks`; those of a rank whose keys are all its own suit the mask in any case, since it has one stage
+/// whatever the plan's others have.
 pub fn lower_attention_forward(
     plan: &Plan,
     rank: usize,
     spec: &AttentionSpec,
     policy: OverlapPolicy,
+    blocks: KeyBlocks,
 ) -> Program {
     let rank_plan = &plan.ranks[rank];
     let stages = &rank_plan.forward;
+    let blocks = if rank_plan.recv_rows() == 0 { KeyBlocks::Suited } else { blocks };
     let mut p = ProgramBuilder::new("attention forward", rank, plan.ranks.len(), policy);
     let compute = p.stream("compute", StreamKind::Compute);
     let travels = stages.len() > 1 || rank_plan.hosted.is_some();
@@ -72,6 +75,7 @@ pub fn lower_attention_forward(
                 k,
                 v,
                 arriving,
+                blocks,
                 begin: state.filter(|_| s > first).map_or(ForwardBegin::Start, ForwardBegin::Continue),
                 end: state
                     .filter(|_| s < last)

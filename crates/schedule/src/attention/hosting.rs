@@ -9,7 +9,7 @@ use super::GradientReduction;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, AttentionBackward, AttentionFinish, AttentionForward, BarrierId, BufferId, BufferRole,
-    ForwardBegin, ForwardEnd, GroupCast, GroupReduce, Op, ReduceOp, StreamId,
+    ForwardBegin, ForwardEnd, GroupCast, GroupReduce, KeyBlocks, Op, ReduceOp, StreamId,
 };
 
 /// Whether every row of every rank is away: stages then have nothing to compute, to begin or to write, and what hosts compute is
@@ -169,6 +169,8 @@ impl HostedForward<'_> {
             k,
             v,
             arriving: None,
+            // They are one stage whatever the others are cut into.
+            blocks: KeyBlocks::Suited,
             begin: ForwardBegin::Start,
             end: ForwardEnd::Result { sink: None, out, lse },
             bands: hosting.work.bands.clone(),

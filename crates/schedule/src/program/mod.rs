@@ -8,7 +8,7 @@ mod uses;
 
 pub use attention::{
     ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
-    ForwardBegin, ForwardEnd,
+    BackwardReduce, ForwardBegin, ForwardEnd, KeyBlocks,
 };
 pub use collective::{Delivery, GroupCast, GroupReduce, ReduceOp};
 pub use linear::{

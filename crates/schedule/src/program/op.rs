@@ -6,8 +6,9 @@ use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BarrierId, BufferId, CastGemm,
-    ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm, SignalId, UserKernel, WaveGemm,
+    AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, BackwardReduce, BarrierId,
+    BufferId, CastGemm, ColumnSum, EventId, Gemm, GemmReduce, GroupCast, GroupReduce, RmsNorm, SignalId,
+    UserKernel, WaveGemm,
 };
 
 /// What one operation does.
@@ -23,6 +24,8 @@ pub enum Op {
     AttentionDelta(AttentionDelta),
     /// A stage of the attention backward.
     AttentionBackward(AttentionBackward),
+    /// A stage of the attention backward whose gradients of keys are summed over ranks.
+    BackwardReduce(Box<BackwardReduce>),
     /// A matrix product.
     Gemm(Gemm),
     /// Matrix products that raise a signal one by one.
@@ -101,6 +104,15 @@ pub enum Op {
 }
 
 impl Op {
+    /// The stage of the attention backward that the operation is, or begins with.
+    pub fn backward(&self) -> Option<&AttentionBackward> {
+        match self {
+            Op::AttentionBackward(op) => Some(op),
+            Op::BackwardReduce(both) => Some(&both.backward),
+            _ => None,
+        }
+    }
+
     /// Of an operation that others may see finished part by part, its signal and its parts.
     pub fn raises(&self) -> Option<(SignalId, usize)> {
         match self {

@@ -1,14 +1,16 @@
 //! What an operation touches: buffers that it reads and writes, barriers that it arrives at.
 
-use super::{Accumulate, ArrivingKeys, BarrierId, BufferId, ForwardBegin, ForwardEnd, Gemm, GroupReduce, Op};
+use super::{
+    Accumulate, ArrivingKeys, AttentionBackward, BarrierId, BufferId, ForwardBegin, ForwardEnd, Gemm,
+    GroupReduce, Op,
+};
 
 impl Op {
     /// What arrives while the operation runs.
     pub fn arriving(&self) -> Option<&ArrivingKeys> {
         match self {
             Op::AttentionForward(op) => op.arriving.as_ref(),
-            Op::AttentionBackward(op) => op.arriving.as_ref(),
-            _ => None,
+            _ => self.backward().and_then(|op| op.arriving.as_ref()),
         }
     }
 
@@ -39,11 +41,10 @@ impl Op {
                 }
                 out
             }
-            Op::AttentionBackward(op) => {
-                let mut out = vec![op.q, op.k, op.v, op.dout, op.lse, op.delta];
-                if op.accumulate_dq == Accumulate::Continue {
-                    out.push(op.dq);
-                }
+            Op::AttentionBackward(op) => op.reads(),
+            Op::BackwardReduce(op) => {
+                let (mut out, own) = (op.backward.reads(), op.backward.writes());
+                out.extend(op.reduce.reads().into_iter().filter(|id| !own.contains(id)));
                 out
             }
             Op::Gemm(op) => op.reads(),
@@ -97,9 +98,10 @@ impl Op {
                 out.extend(op.sink.map(|(_, dsink)| dsink));
                 out
             }
-            Op::AttentionBackward(op) => {
-                let mut out = vec![op.dq, op.dk, op.dv];
-                out.extend(op.rounded_dq);
+            Op::AttentionBackward(op) => op.writes(),
+            Op::BackwardReduce(op) => {
+                let mut out = op.backward.writes();
+                out.extend(op.reduce.tensors.iter().map(|&(_, output)| output));
                 out
             }
             Op::Gemm(op) => vec![op.out],
@@ -141,6 +143,7 @@ impl Op {
             Op::GroupCast(cast) => [cast.arrive, None],
             Op::GroupReduce(reduce) => [reduce.arrive, None],
             Op::GemmReduce(both) => [both.reduce.arrive, both.spread.as_ref().and_then(|cast| cast.arrive)],
+            Op::BackwardReduce(both) => [both.reduce.arrive, None],
             Op::CastGemm(both) => [both.cast.arrive, None],
             _ => [None, None],
         };
@@ -164,6 +167,22 @@ impl Op {
             }
             _ => vec![(usize::MAX, self.reads(), false), (usize::MAX, self.writes(), true)],
         }
+    }
+}
+
+impl AttentionBackward {
+    fn reads(&self) -> Vec<BufferId> {
+        let mut out = vec![self.q, self.k, self.v, self.dout, self.lse, self.delta];
+        if self.accumulate_dq == Accumulate::Continue {
+            out.push(self.dq);
+        }
+        out
+    }
+
+    fn writes(&self) -> Vec<BufferId> {
+        let mut out = vec![self.dq, self.dk, self.dv];
+        out.extend(self.rounded_dq);
+        out
     }
 }
 

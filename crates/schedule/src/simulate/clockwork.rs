@@ -6,7 +6,9 @@ use std::collections::BinaryHeap;
 use counterpoint_plan::{CostModel, GroupPart, Topology};
 
 use super::rank::{Computing, Head, Rank};
-use super::{SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, transfer};
+use super::{
+    SimulateError, arrives_at, collective_part, compute_seconds, part_seconds, parts_before_meeting, transfer,
+};
 use crate::{GroupCast, Op, Program, Span, SpanKind};
 
 /// All spans of a run, in no order.
@@ -172,6 +174,7 @@ impl<'a> Clockwork<'a> {
     fn pass(&mut self, rank: usize, stream: usize, now: f64) {
         let state = &mut self.ranks[rank];
         state.next[stream] += 1;
+        state.parts[stream] = 0;
         state.reached[stream] = now;
         state.heads[stream] = Head::Waiting;
     }
@@ -347,6 +350,21 @@ impl<'a> Clockwork<'a> {
     /// A part of an operation has ended. Whether there is another one, which has started then or waits for its rows.
     fn go_on(&mut self, rank: usize, stream: usize, op: usize, now: f64) -> bool {
         let state = &mut self.ranks[rank];
+        let before_meeting = parts_before_meeting(&state.program.ops[op].op);
+        if before_meeting > 0 {
+            state.parts[stream] += 1;
+            state.heads[stream] = Head::Waiting;
+            if state.parts[stream] == before_meeting {
+                self.span(rank, stream, op, SpanKind::Compute, self.ranks[rank].reached[stream], now);
+                self.ranks[rank].reached[stream] = now;
+            }
+            self.change_speed(rank, now);
+            for waiting in self.pending(rank, |reached| reached < now) {
+                self.advance(rank, waiting, now);
+            }
+            self.advance(rank, stream, now);
+            return true;
+        }
         if state.program.ops[op].op.arriving().is_some() {
             state.parts[stream] += 1;
             state.heads[stream] = Head::Waiting;

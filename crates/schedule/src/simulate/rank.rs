@@ -1,6 +1,6 @@
 use counterpoint_plan::WorkerSharing;
 
-use super::collective_part;
+use super::{collective_part, parts_before_meeting};
 use crate::{HardwareQueues, Mover, Op, OverlapPolicy, Program, WorkerShare};
 
 /// How far one rank's simulated run has got.
@@ -81,8 +81,12 @@ impl<'a> Rank<'a> {
         }
     }
 
+    /// The operation at the head of a stream, and the number of the collective where it is one: one that computes first is one
+    /// from then on.
     pub(super) fn head(&self, stream: usize) -> Option<(usize, Option<usize>)> {
-        self.queues[stream].get(self.next[stream]).copied()
+        let (op, collective) = self.queues[stream].get(self.next[stream]).copied()?;
+        let meets = self.parts[stream] >= parts_before_meeting(&self.program.ops[op].op);
+        Some((op, collective.filter(|_| meets)))
     }
 
     pub(super) fn first_unfinished(&self) -> Option<usize> {

@@ -111,7 +111,7 @@ impl Program {
     fn check_fused(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
         let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
             Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
-            Op::GroupCast(_) | Op::GroupReduce(_) => Some((index, false)),
+            Op::GroupCast(_) | Op::GroupReduce(_) | Op::BackwardReduce(_) => Some((index, false)),
             _ => None,
         });
         let collectives: Vec<(usize, bool)> = collectives.collect();

@@ -21,14 +21,9 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         .num_threads(threads)
         .build()
         .map_err(|error| CliError::Threads { threads, reason: error.to_string() })?;
-    let mut section = Section {
-        title: format!(
-            "attention kernels, one rank, {threads} threads; vs baseline: rate over that of a {MATMUL_SIZE}^3 matrix product"
-        ),
-        rows: Vec::new(),
-        findings: Vec::new(),
-        wrong: Vec::new(),
-    };
+    let mut section = Section::new(format!(
+        "attention kernels, one rank, {threads} threads; vs baseline: rate over that of a {MATMUL_SIZE}^3 matrix product"
+    ));
     let (goal_rows, rows, heads) = (sizes.goal_rows, sizes.rows, sizes.heads);
     let documents = [rows / 2, rows / 4, rows / 8, rows / 16, rows / 16].map(|n| n.to_string()).join(",");
     let cases = [

@@ -119,6 +119,11 @@ pub(super) struct Section {
 }
 
 impl Section {
+    /// Without rows.
+    pub(super) fn new(title: String) -> Self {
+        Self { title, rows: Vec::new(), findings: Vec::new(), wrong: Vec::new() }
+    }
+
     /// Keeps a row if what it timed is right.
     pub(super) fn add(&mut self, row: BenchRow, detail: serde_json::Value, check: &CheckReport) {
         if row.verified.passed() {

@@ -54,16 +54,11 @@ pub(super) fn measure(sizes: &Sizes, progress: &Progress) -> Result<Section, Cli
         }
     }
 
-    let mut section = Section {
-        title: format!(
-            "staged attention on {RANKS} ranks over a link of {} a collective and {:.3} GB/s; vs baseline: sequential over it",
-            format_seconds(link.alpha.as_secs_f64()),
-            link.bytes_per_second / 1e9
-        ),
-        rows: Vec::new(),
-        findings: Vec::new(),
-        wrong: Vec::new(),
-    };
+    let mut section = Section::new(format!(
+        "staged attention on {RANKS} ranks over a link of {} a collective and {:.3} GB/s; vs baseline: sequential over it",
+        format_seconds(link.alpha.as_secs_f64()),
+        link.bytes_per_second / 1e9
+    ));
     let [sequential, ..] = &all[..] else { return Ok(section) };
     for measured in &all {
         case.add_row(&mut section, "forward", measured, &measured.forward, &sequential.forward, sizes.goals);

@@ -155,17 +155,12 @@ impl<'a> Bench<'a> {
     }
 
     fn measure(&self, masks: &[BenchMask], traced: &mut Vec<Traced>) -> Result<Section, CliError> {
-        let mut section = Section {
-            title: format!(
-                "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
-                self.tokens,
-                self.ranks.name(),
-                self.policy
-            ),
-            rows: Vec::new(),
-            findings: Vec::new(),
-            wrong: Vec::new(),
-        };
+        let mut section = Section::new(format!(
+            "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
+            self.tokens,
+            self.ranks.name(),
+            self.policy
+        ));
         let progress = Progress::new();
         for &name in masks {
             let mask = bench_mask::load(name, self.inputs.q.rows())?;

@@ -20,19 +20,14 @@ impl Bench<'_> {
             let (value, reason) = ("(whole steps)".to_owned(), "is for GPUs; add --device cuda".to_owned());
             return Err(CliError::Flag { flag: "--step", value, reason });
         };
-        let mut section = Section {
-            title: format!(
-                "steps of distributed attention, {} tokens a rank on {} GPUs by {}, {}, {}; vs baseline: enqueued",
-                self.tokens,
-                machine.devices().len(),
-                machine.transport(),
-                self.ranks.name(),
-                self.policy
-            ),
-            rows: Vec::new(),
-            findings: Vec::new(),
-            wrong: Vec::new(),
-        };
+        let mut section = Section::new(format!(
+            "steps of distributed attention, {} tokens a rank on {} GPUs by {}, {}, {}; vs baseline: enqueued",
+            self.tokens,
+            machine.devices().len(),
+            machine.transport(),
+            self.ranks.name(),
+            self.policy
+        ));
         let progress = Progress::new();
         for &mask in masks {
             progress.step(format!("{}, steps", bench_mask::name(mask)));

@@ -1,5 +1,8 @@
 //! Who examines what at the same time.
 
+#[cfg(test)]
+mod makespan;
+
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -148,7 +151,7 @@ mod tests {
         while began.len() < count {
             while let Some((part, gpus)) = crew.next() {
                 if matches!(part.place, Place::AllGpus(SLOTS)) {
-                    assert!(running.iter().all(|(part, _)| part.place == Place::Host), "{part:?} is alone");
+                    assert!(running.iter().all(|(part, _)| slots(part.place) == 0), "{part:?} is alone");
                 }
                 began.push(part.clone());
                 running.push((part, gpus));

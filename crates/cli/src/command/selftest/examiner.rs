@@ -78,8 +78,8 @@ struct Calls {
 impl Calls {
     const QUICK: Self = Self { meetings: 50_000, signals: 1000, products: 100, collectives: 100 };
     const FULL: Self = Self { meetings: 500_000, signals: 8000, products: 2_000, collectives: 2_000 };
-    const STRESS: Self =
-        Self { meetings: 10_000_000, signals: 200_000, products: 500_000, collectives: 500_000 };
+    /// More than a million calls in which computation and communication overlap, 800,000 of them products on two GPUs and more.
+    const STRESS: Self = Self { meetings: 2_000_000, signals: 50_000, products: 25_000, collectives: 40_000 };
 }
 
 type Checks = Result<Vec<SelfCheck>, CannotBegin>;
@@ -183,8 +183,7 @@ impl Examiner {
             Group::NcclSignalled => self.signalled(Nccl),
             Group::NvlinkLinear => self.linear_over(Nvlink, extent, 1),
             Group::CopyEngineLinear => self.linear_over(CopyEngine, extent, 2),
-            // Each layer connects NCCL's ranks twice, for half a second.
-            Group::NcclLinear => self.linear_over(Nccl, Extent::Quick, 1),
+            Group::NcclLinear => self.linear_over(Nccl, extent, 1),
             Group::NvlinkRepeats => self.repeats(Nvlink),
             Group::CopyEngineRepeats => self.repeats(CopyEngine),
             Group::NcclRepeats => self.repeats(Nccl),

@@ -43,7 +43,9 @@ pub(super) enum When {
 }
 
 /// Slots of a GPU: what takes all of them runs alone.
-pub(super) const SLOTS: usize = 10;
+pub(super) const SLOTS: usize = 18;
+/// What keeps the host busy only.
+const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
 const LIGHT: usize = 1;
 /// What keeps a GPU busy by turns.
@@ -139,54 +141,50 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
             parts.extend(Share::each(shares).map(part));
         }
     };
-    // Compilers keep all cores busy meanwhile, and GPUs idle: what waits for limits goes first.
-    add(&[G::Kernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
-    add(&[G::PortableKernels], Place::AnyGpu(LIGHT), When::AtOnce, 1, full && hopper);
-    // Half a minute of one thread, which makes its inputs.
-    add(&[G::LongSequence], Place::AnyGpu(LIGHT), When::AtOnce, 1, full);
+    // Compilers keep all cores busy meanwhile and GPUs idle, but for loading what is compiled.
+    add(&[G::Kernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
+    add(&[G::PortableKernels], Place::AnyGpu(NOTHING), When::AtOnce, 1, full && hopper);
+    // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
+    let alone = Place::AllGpus(SLOTS);
+    add(&[G::Meetings, G::Signals], alone, When::AtOnce, 1, hopper);
+    let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
+    add(&travelling, alone, When::AtOnce, 1, several && hopper);
+    // Half a minute of one thread, which makes its inputs, before the GPU has anything to do.
+    add(&[G::LongSequence], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
     let [light, everywhere, jobs] = [LIGHT, USUAL, JOBS].map(Place::AllGpus);
-    add(&[G::NcclFaults], everywhere, When::AtOnce, if full { 4 } else { 1 }, several);
-    add(&[G::ProcessStops], jobs, When::AtOnce, 1, true);
-    add(&[G::ProcessDeaths], jobs, When::AtOnce, 1, true);
-    add(&[G::NvlinkFaults], everywhere, When::AtOnce, 1, true);
-    add(&[G::CopyEngineFaults], everywhere, When::AtOnce, 1, true);
-    add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
-    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
-    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
-    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], jobs, When::AtOnce, 1, true);
     let shares = machine.shares(extent);
     let any = Place::AnyGpu(USUAL);
+    // The longest first: many processes, which begin one after the other, and what waits for limits and connects NCCL's ranks anew.
+    add(&[G::ProcessBits], jobs, When::AtOnce, 1, true);
+    add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
+    add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
     add(attention, any, When::Compiled, shares, true);
-    add(&[G::Linear], any, When::Compiled, shares, hopper);
-    add(&[G::Gemm], any, When::Compiled, shares, hopper);
-    add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
-    // Every world of NCCL takes half a second to connect.
-    add(&[G::NcclCollectives], light, When::Compiled, 6, several);
-    add(&[G::NcclLinear], light, When::Compiled, 4, several && hopper);
+    add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
-    add(&[G::Isolation, G::NcclSteps], light, When::Compiled, 1, several);
-    add(&[G::NvlinkLinear], everywhere, When::Compiled, 2, several && hopper);
-    add(&[G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
-    add(&[G::NvlinkCollectives], everywhere, When::Compiled, 1, several);
-    add(&[G::SharedCollectives], everywhere, When::Compiled, 1, several);
-    add(&[G::CopyEngineCollectives], everywhere, When::Compiled, 1, several);
-    add(&[G::EngineCollectives], everywhere, When::Compiled, 1, several);
+    add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
+    add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
+    add(&[G::CopyEngineFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
+    add(&[G::NcclCollectives], light, When::Compiled, 1, several);
+    add(&[G::ProcessDeaths], everywhere, When::AtOnce, 1, true);
+    add(&[G::ProcessLateDeaths, G::ProcessDisagreement], everywhere, When::AtOnce, 1, true);
+    add(&[G::Isolation, G::NcclSteps, G::NcclRepeats], light, When::Compiled, 1, several);
+    add(&[G::Linear, G::Gemm], any, When::Compiled, shares, hopper);
+    add(&[G::Guard, G::Collectives, G::Graphs], any, When::Compiled, 1, true);
+    add(&[G::NvlinkLinear, G::CopyEngineLinear], everywhere, When::Compiled, 2, several && hopper);
+    add(&[G::NvlinkCollectives, G::SharedCollectives], everywhere, When::Compiled, 1, several);
+    add(&[G::CopyEngineCollectives, G::EngineCollectives], everywhere, When::Compiled, 1, several);
     add(&[G::GpusAttention], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkSteps, G::CopyEngineSteps], everywhere, When::Compiled, 1, several);
     add(&[G::NvlinkRepeats, G::CopyEngineRepeats], everywhere, When::Compiled, 1, true);
-    add(&[G::NcclRepeats], everywhere, When::Compiled, 1, several);
-    // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
-    let alone = Place::AllGpus(SLOTS);
-    add(&[G::Meetings, G::Signals], alone, When::Compiled, 1, hopper);
-    let products = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
-    add(&products, alone, When::Compiled, 1, several && hopper);
-    add(&[G::ProcessBitsAfter], jobs, When::Last, 1, true);
-    add(&[G::CompiledKernels], Place::AnyGpu(LIGHT), When::Last, 1, true);
+    // It needs no memory, and the others leave it the first GPU's.
+    add(&[G::CompiledKernels], Place::AnyGpu(NOTHING), When::Last, 1, true);
     // They use up all memory.
     add(&[G::ProcessMemory], alone, When::Last, 1, several);
     let memory = [G::NvlinkExhaustion, G::CopyEngineExhaustion, G::NcclExhaustion];
     add(&memory, alone, When::Last, 1, several);
+    add(&[G::ProcessBitsAfter], jobs, When::Last, 1, true);
 }
 
 #[cfg(test)]

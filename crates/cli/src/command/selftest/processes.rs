@@ -19,13 +19,15 @@ use super::job::{Ended, Gpus, start};
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
                          --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11 --limit 20";
 /// A job that begins collectives again and again, and is in one most of the time.
-const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 4";
+const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 6";
 /// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed, while other
 /// parts of the selftest keep cores and GPUs busy.
-const LIMIT: Duration = Duration::from_secs(4);
+const LIMIT: Duration = Duration::from_secs(6);
 const GRACE: Duration = Duration::from_secs(9);
 /// Of a job that nothing happens to.
 const LONG: Duration = Duration::from_secs(60);
+/// Of one that cannot begin.
+const SOON: Duration = Duration::from_secs(30);
 
 /// What happens to rank 1, so long after the first row was printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,12 +217,13 @@ impl Bench {
         let hog = DeviceBuffer::new(device, free.saturating_sub(LEFT))?;
         let checks = side_by_side(self.transports(), |transport| {
             let line =
-                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 20 --transports {transport}");
+                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 40 --transports {transport}");
             let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
             let job =
                 start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
             let silent = job.map(|job| {
-                let ended = job.end(&[0, 1], LONG);
+                // Less than any wait's limit: nobody is to wait for one that has said that it cannot come.
+                let ended = job.end(&[0, 1], SOON);
                 let says = |rank: &&Ended| {
                     let text = last_line(&rank.text);
                     rank.code.is_some_and(|code| code != 0)

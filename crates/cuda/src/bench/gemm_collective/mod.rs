@@ -17,7 +17,7 @@ use self::meeting::Meeting;
 use self::rank::{Rank, RankTimes};
 use crate::backend::exec_error;
 use crate::kernel::{ElementType, GemmLibrary};
-use crate::nccl::NcclRank;
+use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::{CudaBackend, CudaError, CudaMachine, CudaTransport};
 
 /// GPUs with a rank each, and NCCL among them.
@@ -67,7 +67,8 @@ impl GemmCollectiveBench {
     /// When there are fewer, or no cuBLASLt or NCCL.
     pub fn new(machine: CudaMachine, limit: Duration) -> Result<Self, CudaError> {
         let config = WorldConfig { limit, ..WorldConfig::default() };
-        let nccl = NcclRank::connect(machine.devices(), &World::new(machine.devices().len(), config))?;
+        let world = World::new(machine.devices().len(), config);
+        let nccl = NcclRank::connect(&ConnectedRanks::default(), machine.devices(), &world)?;
         let libraries = machine.devices().iter().map(GemmLibrary::open).collect::<Result<_, _>>()?;
         Ok(Self { machine, nccl, libraries, limit })
     }

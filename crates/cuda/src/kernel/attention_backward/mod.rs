@@ -106,8 +106,8 @@ impl AttentionBackward {
         if heads_kv == 0 || !heads_q.is_multiple_of(heads_kv) {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
-        let schedule =
-            shape.schedule(problem, DqSums::of(problem, mode)).map_err(|error| refused(error.to_string()))?;
+        let sums = DqSums::of(problem, mode);
+        let schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,
@@ -136,7 +136,7 @@ impl AttentionBackward {
             None => None,
         };
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
-        let stretch = stretch(schedule.tiles());
+        let stretch = stretch(schedule.tiles(), sums);
         let class_ends = class_ends(&schedule);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
@@ -313,6 +313,8 @@ impl AttentionBackward {
             stretch: self.stretch,
             arrivals: arriving.arrivals.after(own_rows, rows_arriving),
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
+            homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
+            homes: tensors.homes.map_or(0, |homes| homes.addresses),
             classes: self.class_ends.len() as u32,
             class_end,
             scale,

@@ -121,8 +121,12 @@ impl BackwardShape {
 }
 
 /// Blocks that one query head walks before the next: all, where tiles are short and most as long as the longest (a window),
-/// so that neighbours go in step.
-pub(super) fn stretch(tiles: &[Tile]) -> u32 {
+/// so that neighbours go in step. dk and dv of a group of query heads are summed in that order, so it is fixed where they must be the
+/// same for any number of stages.
+pub(super) fn stretch(tiles: &[Tile], sums: DqSums) -> u32 {
+    if sums == DqSums::AcrossStages {
+        return STRETCH;
+    }
     let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
     let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
     if most <= WHOLE_STRETCH && 2 * alike > tiles.len() { most.max(1) } else { STRETCH }
@@ -182,11 +186,12 @@ mod tests {
 
     #[test]
     fn heads_walk_short_tiles_alone_where_all_are_alike() {
-        assert_eq!(stretch(&tiles([18, 18, 18, 5])), 18);
-        assert_eq!(stretch(&tiles([18, 12, 8, 5])), STRETCH);
-        assert_eq!(stretch(&tiles([128; 9])), STRETCH);
-        assert_eq!(stretch(&tiles([0])), 1);
-        assert_eq!(stretch(&[]), STRETCH);
+        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AsTheyCome), 18);
+        assert_eq!(stretch(&tiles([18, 12, 8, 5]), DqSums::AsTheyCome), STRETCH);
+        assert_eq!(stretch(&tiles([128; 9]), DqSums::AsTheyCome), STRETCH);
+        assert_eq!(stretch(&tiles([0]), DqSums::AsTheyCome), 1);
+        assert_eq!(stretch(&[], DqSums::AsTheyCome), STRETCH);
+        assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), STRETCH);
     }
 
     #[test]

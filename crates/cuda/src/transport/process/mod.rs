@@ -13,6 +13,7 @@ mod message;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Instant;
 
 use counterpoint_exec::collective::{Board, Collective, Post};
@@ -194,7 +195,8 @@ impl Drop for PeerProcesses {
             others.clone().try_for_each(|peer| self.mesh.send(peer, &PartMessage::Closed, &[]))?;
             self.inbox.all_closed(count)
         };
-        if !matches!(closed(), Ok(Some(()))) {
+        // Who panics has told nobody yet, and nobody would close anything.
+        if thread::panicking() || !matches!(closed(), Ok(Some(()))) {
             // Somebody may still have it open, which ends with this process, as does the memory.
             std::mem::forget(std::mem::take(&mut *lock(&self.exports)));
         }

@@ -41,7 +41,7 @@ use super::sequential::sequential;
 use super::{ChunkWork, Home};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
-pub(crate) use settle::{Prices, settle, settles};
+pub(crate) use settle::{Prices, Search, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;
 

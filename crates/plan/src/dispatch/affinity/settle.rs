@@ -5,8 +5,9 @@ use crate::dispatch::{ChunkWork, Dispatch, Home};
 /// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
 const MOST_CHUNKS: usize = 1024;
 const MOST_RANKS: usize = 16;
-/// Swaps that are proposed. A budget and no clock: the result is the same on every machine.
+/// Swaps that are proposed, in a wide search and in one downhill. A budget and no clock: the result is the same on every machine.
 const PROPOSALS: usize = 8_000;
+const PROPOSALS_DOWNHILL: usize = 2_000;
 /// The first worsening that is accepted, as a part of the whole; they shrink evenly to none.
 const FIRST_THRESHOLD: i64 = 48;
 /// How much of the time of the slowest rank all others' counts for: so that a swap that helps only these is a step.
@@ -17,13 +18,24 @@ const LEAST_GAIN: i64 = 100;
 /// By which part of an average chunk each piece costs more that ranks' rows are cut into: blocks end where pieces do.
 const PIECE: i64 = 16;
 
-/// What a step of work takes, in picoseconds.
+/// What a step of work takes, in picoseconds: a forward, and a backward.
 #[derive(Clone, Debug)]
 pub(crate) struct Prices {
     /// Computing each chunk.
-    pub(crate) chunks: Vec<i64>,
+    pub(crate) chunks: Vec<[i64; 2]>,
+    /// Of each rank, what it takes beyond its chunks.
+    pub(crate) beyond: Vec<[i64; 2]>,
     /// A key row on the busier side of a rank's links.
     pub(crate) row: i64,
+}
+
+/// How far swaps are looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Search {
+    /// From one dispatch to whatever is best, over worse ones too. A dispatch is left alone unless another gains.
+    Wide,
+    /// Only where each swap gains.
+    Downhill,
 }
 
 /// Whether a dispatch is one that is settled: of a few ranks, in pieces that are not too many.
@@ -34,15 +46,18 @@ pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
 
 /// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
 /// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
-pub(crate) fn settle(work: &ChunkWork, prices: &Prices, dispatch: Dispatch) -> Dispatch {
+pub(crate) fn settle(work: &ChunkWork, prices: &Prices, search: Search, dispatch: Dispatch) -> Dispatch {
     let segments = Segments::new(work, Home::WithQueries);
     let mut state = State::new(&segments, prices, &dispatch);
     let mut seconds = state.seconds();
-    let limit = seconds - seconds / LEAST_GAIN;
+    let (limit, first_threshold, proposals) = match search {
+        Search::Wide => (seconds - seconds / LEAST_GAIN, seconds / FIRST_THRESHOLD, PROPOSALS),
+        Search::Downhill => (seconds, 0, PROPOSALS_DOWNHILL),
+    };
     let mut best = (seconds, state.rank_chunks.clone());
     let mut draw = Draw::default();
-    for step in 0..PROPOSALS {
-        let threshold = best.0 / FIRST_THRESHOLD * (PROPOSALS - step) as i64 / PROPOSALS as i64;
+    for step in 0..proposals {
+        let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
         let Some(swap) = state.propose(&mut draw) else { continue };
         state.swap(swap);
         let after = state.seconds();
@@ -71,7 +86,7 @@ struct State<'a> {
     rank_chunks: Vec<Vec<u32>>,
     /// By chunk.
     rank_of: Vec<usize>,
-    loads: Vec<i64>,
+    loads: Vec<[i64; 2]>,
     /// Segments that each rank reads and owns, `[rank * words + word]`.
     read: Vec<u64>,
     own: Vec<u64>,
@@ -87,7 +102,8 @@ impl<'a> State<'a> {
         }
         let sets = || vec![0; ranks * segments.words()];
         let (read, own) = (sets(), sets());
-        let mut state = Self { segments, prices, rank_chunks, rank_of, loads: vec![0; ranks], read, own };
+        let mut state =
+            Self { segments, prices, rank_chunks, rank_of, loads: vec![[0; 2]; ranks], read, own };
         (0..ranks).for_each(|rank| state.refresh(rank));
         state
     }
@@ -105,8 +121,9 @@ impl<'a> State<'a> {
             let rows = self.segments.own(chunk);
             words_of(rows).for_each(|word| own[word] |= bits_in(rows, word));
         }
-        let prices = &self.prices.chunks;
-        self.loads[rank] = self.rank_chunks[rank].iter().map(|&chunk| prices[chunk as usize]).sum();
+        let chunks = self.rank_chunks[rank].iter().map(|&chunk| self.prices.chunks[chunk as usize]);
+        self.loads[rank] =
+            chunks.fold(self.prices.beyond[rank], |sum, chunk| [0, 1].map(|at| sum[at] + chunk[at]));
     }
 
     /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
@@ -156,13 +173,17 @@ impl<'a> State<'a> {
             }
         }
         let busier = |rank: usize| i64::max(sent[rank], received[rank]) * self.prices.row;
-        let most_computed = self.loads.iter().copied().max().unwrap_or(0);
         let most_moved = (0..ranks).map(busier).max().unwrap_or(0);
-        let all: i64 = self.loads.iter().sum();
-        let mean = all / ranks as i64;
+        let (mut most_computed, mut all, mut uneven) = (0, 0, 0);
+        for direction in 0..2 {
+            let loads = self.loads.iter().map(|load| load[direction]);
+            let sum: i64 = loads.clone().sum();
+            all += sum;
+            most_computed += loads.clone().max().unwrap_or(0);
+            uneven += loads.map(|load| (load - sum / ranks as i64).abs()).sum::<i64>();
+        }
         let pieces = self.rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
         let cut = pieces * (all / self.rank_of.len() as i64) / (PIECE * ranks as i64);
-        let uneven: i64 = self.loads.iter().map(|load| (load - mean).abs()).sum();
         let moved: i64 = (0..ranks).map(busier).sum();
         most_computed + most_moved + cut + (uneven + moved) / (OTHERS * ranks as i64)
     }
@@ -194,9 +215,9 @@ mod tests {
             let work = chunk_work(&mask, 64);
             let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
             prop_assume!(settles(&work, &first));
-            let chunks = (0..work.num_chunks()).map(|chunk| prices[chunk % 64]).collect();
-            let prices = Prices { chunks, row };
-            let settled = settle(&work, &prices, first.clone());
+            let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
+            let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
+            let settled = settle(&work, &prices, Search::Wide, first.clone());
             let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
@@ -205,7 +226,9 @@ mod tests {
             }
             let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
             prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &prices, first), settled);
+            prop_assert_eq!(settle(&work, &prices, Search::Wide, first.clone()), settled.clone());
+            let level = settle(&work, &prices, Search::Downhill, settled.clone());
+            prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
 
@@ -214,12 +237,13 @@ mod tests {
     fn a_load_that_pairs_do_not_show_is_shared() {
         let mask = Mask::full(Documents::from_lengths(vec![64; 16]).unwrap()).unwrap();
         let work = chunk_work(&mask, 64);
-        let prices =
-            Prices { chunks: (0..16).map(|chunk| if chunk < 8 { 9_000 } else { 1_000 }).collect(), row: 1 };
+        let price = |chunk| if chunk < 8 { 9_000 } else { 1_000 };
+        let chunks = (0..16).map(|chunk| [price(chunk), 2 * price(chunk)]).collect();
+        let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
         let halves = vec![(0..8).collect(), (8..16).collect()];
-        let settled = settle(&work, &prices, Dispatch::new(work.seqlen_q(), 64, halves));
+        let settled = settle(&work, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
         let load =
-            |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]).sum::<i64>();
+            |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
         assert_eq!([load(0), load(1)], [40_000, 40_000]);
     }
 }

@@ -101,17 +101,12 @@ impl Shape {
 
     fn measure(&self, sizes: &Sizes) -> Result<Section, CliError> {
         let shape = shape_text(&self.inputs.q, &self.inputs.k);
-        let mut section = Section {
-            title: format!(
-                "{} attention kernels on {}, {}",
-                mask::value_name(&sizes.kernels),
-                self.device,
-                sizes.clock_text()
-            ),
-            rows: Vec::new(),
-            findings: Vec::new(),
-            wrong: Vec::new(),
-        };
+        let mut section = Section::new(format!(
+            "{} attention kernels on {}, {}",
+            mask::value_name(&sizes.kernels),
+            self.device,
+            sizes.clock_text()
+        ));
         let progress = Progress::new();
         let passes = sizes.timed();
         for &name in &sizes.masks {

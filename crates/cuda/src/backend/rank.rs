@@ -1,0 +1,156 @@
+//! What a rank is made of, and how its operations are enqueued.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use counterpoint_exec::{ExecError, OpPlace, World};
+use counterpoint_schedule::SpanKind;
+
+use super::clock::{Clock, RunClock};
+use super::counters::lock;
+use super::exchange_marks::{ExchangeMarks, LastCalls};
+use super::start_line::StartLine;
+use super::{CudaSignal, CudaStream, Timing, exec_error};
+use crate::kernel::{LinkEnd, MissedTurn, UserKernelSource};
+use crate::partition::Partition;
+use crate::{CudaError, Device, Stream, StreamPriority};
+
+/// Users' own kernels, by name.
+pub(super) type UserKernels = Arc<HashMap<String, UserKernelSource>>;
+
+/// One rank of the CUDA backend.
+#[derive(Clone)]
+pub struct CudaBackend(pub(super) Arc<Rank>);
+
+pub(super) struct Rank {
+    pub(super) world: Arc<World>,
+    pub(super) rank: usize,
+    pub(super) device: Device,
+    /// For uploads and downloads; nothing of a run is on it.
+    pub(super) setup: Stream,
+    pub(super) timing: Timing,
+    pub(super) clock: Arc<Clock>,
+    pub(super) run: Mutex<Option<RunClock>>,
+    /// A graph takes no times, and what is captured does not run now.
+    pub(super) capturing: AtomicBool,
+    /// Waits on the device that may have given up, with their operations' labels.
+    pub(super) missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    /// Likewise waits for kernels.
+    pub(super) signals: Mutex<Vec<CudaSignal>>,
+    /// Likewise waits of kernels for other ranks.
+    pub(super) links: Mutex<Vec<(String, Arc<LinkEnd>)>>,
+    /// And exchanges by other means, which have no limit on the device.
+    pub(super) exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
+    pub(super) last_calls: Mutex<LastCalls>,
+    /// Multiprocessors of communication and of computation, where the policy parts them.
+    pub(super) partition: Mutex<Option<Arc<Partition>>>,
+    /// Multiprocessors that computation leaves to communication; 0 where the policy says nothing of it.
+    pub(super) margin: AtomicU32,
+    /// Users' own kernels, by name.
+    pub(super) user_kernels: UserKernels,
+    /// What faults strike: the Program that runs, and how many runs there were.
+    pub(super) program: Mutex<(String, u64)>,
+    pub(super) start_line: StartLine,
+}
+
+impl CudaBackend {
+    pub(super) fn new(
+        world: &Arc<World>,
+        rank: usize,
+        device: &Device,
+        timing: Timing,
+        clock: Arc<Clock>,
+        user_kernels: UserKernels,
+    ) -> Result<Self, ExecError> {
+        let setup = Stream::new(device, StreamPriority::High)
+            .map_err(|error| exec_error(rank, "the start of a rank", error))?;
+        Ok(Self(Arc::new(Rank {
+            world: world.clone(),
+            rank,
+            device: device.clone(),
+            setup,
+            timing,
+            clock,
+            run: Mutex::new(None),
+            capturing: AtomicBool::new(false),
+            missed_turns: Mutex::default(),
+            signals: Mutex::default(),
+            links: Mutex::default(),
+            exchanges: Mutex::default(),
+            last_calls: Mutex::default(),
+            partition: Mutex::default(),
+            margin: AtomicU32::new(0),
+            user_kernels,
+            program: Mutex::default(),
+            start_line: StartLine::default(),
+        })))
+    }
+
+    /// What the ranks share.
+    pub fn world(&self) -> &Arc<World> {
+        &self.0.world
+    }
+
+    /// The rank's device.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// A stream with nothing of a run on it, for uploads that are waited for.
+    pub(crate) fn setup(&self) -> &Stream {
+        &self.0.setup
+    }
+
+    /// A kernel that a user has given the machine.
+    pub(super) fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
+        self.0.user_kernels.get(name)
+    }
+
+    /// Whether operations take times.
+    pub(crate) fn timed(&self) -> bool {
+        self.0.timing == Timing::Spans && !self.is_capturing()
+    }
+
+    /// Multiprocessors that the policy leaves to communication. A kernel that takes more holds up the computation after it, whose
+    /// blocks all want to start at once.
+    pub(crate) fn left_to_communication(&self) -> Option<u32> {
+        Some(self.0.margin.load(Ordering::Relaxed)).filter(|margin| *margin > 0)
+    }
+
+    /// Whether operations go into a graph instead of running.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.0.capturing.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn error(&self, place: &dyn std::fmt::Display, error: CudaError) -> ExecError {
+        exec_error(self.0.rank, &place.to_string(), error)
+    }
+
+    /// Lets injected faults strike an operation that is about to be enqueued on `stream`.
+    pub(crate) fn strike(&self, stream: &CudaStream, place: &OpPlace) -> Result<(), ExecError> {
+        let Rank { world, rank, program, .. } = &*self.0;
+        if world.config().faults.is_empty() {
+            return Ok(());
+        }
+        let (name, runs) = lock(program).clone();
+        // Those who wait for this rank meanwhile ask what it does.
+        stream.status().begin(place);
+        world.strike(*rank, &name, place, runs)
+    }
+
+    /// Enqueues an operation; a failed world takes none.
+    pub(super) fn enqueue(
+        &self,
+        stream: &CudaStream,
+        place: &OpPlace,
+        kind: SpanKind,
+        work: impl FnOnce(&Stream) -> Result<(), CudaError>,
+    ) -> Result<(), ExecError> {
+        self.strike(stream, place)?;
+        self.0.world.check()?;
+        // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
+        self.0.device.bind().map_err(|error| self.error(place, error))?;
+        stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
+    }
+}

@@ -1,0 +1,126 @@
+//! The end of a run: waits that have a limit, and what waits on the device have told.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use counterpoint_exec::{Awaited, Blocker, ExecError};
+
+use super::counters::lock;
+use super::exchange_marks::ExchangeMarks;
+use super::rank::Rank;
+use super::{CudaBackend, CudaSignal, CudaStream};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn};
+
+/// How long the end of a run is awaited by asking again and again.
+pub(super) const CLOSE_WATCH: Duration = Duration::from_millis(2);
+/// Between questions after that.
+pub(super) const PAUSE: Duration = Duration::from_micros(50);
+
+impl CudaBackend {
+    /// Waits until `stream` is idle, for `limit` at most.
+    pub(super) fn wait_until_idle(&self, stream: &CudaStream, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, .. } = &*self.0;
+        // Longer than any wait on the host while operations are enqueued: those know better what they waited for.
+        let limit = world.config().limit.saturating_add(world.config().limit / 16);
+        loop {
+            let place = format!("the end of a run on stream {}", stream.status().name);
+            if stream.queue().is_idle().map_err(|error| self.error(&place, error))? {
+                return world.check();
+            }
+            world.check()?;
+            let waited = began.elapsed();
+            if waited > limit {
+                let stall = match self.exchange_under_way() {
+                    Some(exchange) => exchange.stalled(self, began),
+                    None => {
+                        let awaited = Awaited {
+                            name: format!("stream {} of {:?}", stream.status().name, self.0.device),
+                            evidence: "the device has not finished what was enqueued there".to_owned(),
+                            blocker: None::<Blocker>,
+                        };
+                        world.stalled(*rank, place, began, awaited)
+                    }
+                };
+                return Err(world.fail(stall));
+            }
+            // Short runs are watched closely, long ones leave the core to others.
+            if waited < CLOSE_WATCH { std::hint::spin_loop() } else { thread::sleep(PAUSE) }
+        }
+    }
+
+    /// Has the end of every run ask whether a turn was missed.
+    pub(super) fn watch(&self, label: String, missed_turn: MissedTurn) {
+        lock(&self.0.missed_turns).push((label, missed_turn));
+    }
+
+    /// Has the end of every run ask whether a rank was waited for in vain.
+    pub(crate) fn watch_link(&self, label: String, link: Arc<LinkEnd>) {
+        lock(&self.0.links).push((label, link));
+    }
+
+    /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
+    pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
+        lock(&self.0.exchanges).push(exchange);
+    }
+
+    /// Whether all ranks that kernels waited for have come.
+    pub(super) fn check_links(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, links, exchanges, .. } = &*self.0;
+        for (label, link) in lock(links).iter() {
+            let missed = link.missed().map_err(|error| self.error(label, error))?;
+            let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
+            let of_call =
+                |what: &str| format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}");
+            let evidence = match step {
+                LinkStep::Begin => of_call("begun"),
+                LinkStep::Pass => of_call("read or written this rank's rows in"),
+                LinkStep::Send => of_call("sent all of its rows in"),
+                LinkStep::Deliver => {
+                    format!("rank {awaited} has delivered {seen} parts of its rows, and not part {wanted}")
+                }
+            };
+            let awaited =
+                Awaited { name: format!("rank {awaited}"), evidence, blocker: Some(Blocker::Rank(awaited)) };
+            return Err(world.stalled(*rank, label.clone(), began, awaited));
+        }
+        // Those that nobody else holds belong to calls that were made once.
+        lock(links).retain(|(_, link)| Arc::strong_count(link) > 1);
+        lock(exchanges).retain(|exchange| Arc::strong_count(exchange) > 1);
+        Ok(())
+    }
+
+    /// Whether all kernels that raise signals have.
+    pub(super) fn check_signals(&self, began: Instant) -> Result<(), ExecError> {
+        let Rank { world, rank, signals, .. } = &*self.0;
+        lock(signals).retain(CudaSignal::is_used);
+        for signal in lock(signals).iter() {
+            let missed = signal.missed().map_err(|error| self.error(&"a signal", error))?;
+            let Some((label, MissedSignal { seen, wanted })) = missed else { continue };
+            let awaited = Awaited {
+                name: format!("a kernel of {:?} that raises the signal", self.0.device),
+                evidence: format!("its counter is at {seen} of {wanted}"),
+                blocker: None::<Blocker>,
+            };
+            return Err(world.stalled(*rank, label, began, awaited));
+        }
+        Ok(())
+    }
+
+    /// Whether every wait on the device came to its end.
+    pub(super) fn check_turns(&self) -> Result<(), ExecError> {
+        let Rank { rank, setup, missed_turns, .. } = &*self.0;
+        for (label, missed_turn) in lock(missed_turns).iter() {
+            if missed_turn.is_set(setup).map_err(|error| self.error(label, error))? {
+                let reason = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without \
+                              deterministic mode, and report this mask";
+                return Err(ExecError::Device {
+                    rank: *rank,
+                    place: format!("`{label}`"),
+                    reason: reason.to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+}

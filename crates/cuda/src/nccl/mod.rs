@@ -1,0 +1,276 @@
+//! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
+
+mod connect;
+mod shelf;
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+use counterpoint_exec::World;
+
+pub(crate) use connect::NcclSeat;
+use shelf::{Lent, Shelf};
+
+use crate::backend::lock;
+use crate::kernel::ElementType;
+use crate::library::{Nccl, NcclHandle, NcclProgress};
+use crate::{CudaError, Device, Event, Stream};
+
+/// `ncclUint8`: bytes, whatever they mean.
+const BYTES: c_int = 1;
+
+/// One rank's end. Once all ranks that are connected with it are through with their worlds, others may have them.
+pub(crate) struct NcclRank {
+    nccl: &'static Nccl,
+    lent: Arc<Lent<Among, End>>,
+    rank: usize,
+    /// Ranks.
+    count: usize,
+    device: Device,
+    world: Arc<World>,
+    /// Bytes that were sent.
+    sent: Arc<AtomicU64>,
+    /// Passed when the last exchange that is no graph's has ended.
+    last: Mutex<Option<Event>>,
+}
+
+/// Ranks that are connected and that nobody uses.
+pub(crate) type ConnectedRanks = Shelf<Among, End>;
+
+/// Who is connected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Among {
+    /// Threads of this process, a rank on each of these.
+    Devices(Vec<Device>),
+    /// Processes, since the connection of that number.
+    Processes(u64),
+}
+
+/// NCCL's handle, until it is aborted.
+pub(crate) struct End {
+    nccl: &'static Nccl,
+    device: Device,
+    handle: Mutex<Option<NcclHandle>>,
+}
+
+// SAFETY: a handle may be used from any thread, by one at a time, which the lock sees to.
+unsafe impl Send for End {}
+// SAFETY: as above.
+unsafe impl Sync for End {}
+
+impl End {
+    fn new(nccl: &'static Nccl, device: &Device, handle: NcclHandle) -> Self {
+        Self { nccl, device: device.clone(), handle: Mutex::new(Some(handle)) }
+    }
+
+    fn with<R>(&self, call: impl FnOnce(NcclHandle) -> Result<R, CudaError>) -> Result<R, CudaError> {
+        let aborted = || CudaError::Transport { transport: "nccl", reason: "it was aborted".to_owned() };
+        lock(&self.handle).ok_or_else(aborted).and_then(call)
+    }
+
+    /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
+    fn abort(&self) {
+        let handle = lock(&self.handle).take();
+        if let Some(handle) = handle
+            && self.device.bind().is_ok()
+        {
+            // SAFETY: a handle of NCCL's, which nobody else has any more.
+            unsafe { (self.nccl.ncclCommAbort)(handle) };
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.abort();
+    }
+}
+
+/// Bytes for or from one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NcclMessage {
+    pub(crate) peer: usize,
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A collective of NCCL's own, with the elements that it counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NcclCollective {
+    /// Of each rank what it sends.
+    AllGather,
+    /// Of each rank what it receives.
+    ReduceScatter,
+    /// All.
+    AllReduce,
+}
+
+impl NcclRank {
+    /// Enqueues the sends and the receives, which may wait for each other, and behind them `ended`, unless a graph is captured.
+    ///
+    /// # Safety
+    /// The messages lie in memory of this rank's device, which lives until they have been sent or received and which nobody
+    /// else touches meanwhile.
+    ///
+    /// # Errors
+    /// NCCL's own, also when it has not enqueued them at the limit.
+    pub(crate) unsafe fn exchange(
+        &self,
+        stream: &Stream,
+        sends: &[NcclMessage],
+        receives: &[NcclMessage],
+        ended: Option<&Event>,
+    ) -> Result<(), CudaError> {
+        self.device.bind()?;
+        // SAFETY: the caller's promise.
+        self.lent
+            .end()
+            .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
+        let bytes = sends.iter().map(|message| message.bytes).sum();
+        self.sent.fetch_add(bytes, Ordering::Relaxed);
+        self.wait("ncclGroupEnd")?;
+        if let Some(ended) = ended {
+            ended.record(stream)?;
+            *lock(&self.last) = Some(ended.clone());
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As [`NcclRank::exchange`].
+    unsafe fn enqueue(
+        &self,
+        handle: NcclHandle,
+        stream: &Stream,
+        sends: &[NcclMessage],
+        receives: &[NcclMessage],
+    ) -> Result<(), CudaError> {
+        let nccl = self.nccl;
+        for &NcclMessage { peer, address, bytes } in sends {
+            // SAFETY: the caller's promise.
+            let code = unsafe {
+                (nccl.ncclSend)(address as _, bytes as usize, BYTES, peer as c_int, handle, stream.raw())
+            };
+            nccl.check("ncclSend", code)?;
+        }
+        for &NcclMessage { peer, address, bytes } in receives {
+            // SAFETY: the caller's promise.
+            let code = unsafe {
+                (nccl.ncclRecv)(address as _, bytes as usize, BYTES, peer as c_int, handle, stream.raw())
+            };
+            nccl.check("ncclRecv", code)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues one of NCCL's own collectives on elements of a type: what others measure themselves against. All ranks call it,
+    /// each from a thread of its own.
+    ///
+    /// # Safety
+    /// `from` and `to` are addresses of what the collective reads and writes in memory of this rank's device, which lives until
+    /// it has ended and which nobody else touches meanwhile.
+    ///
+    /// # Errors
+    /// NCCL's own.
+    pub(crate) unsafe fn collective(
+        &self,
+        stream: &Stream,
+        collective: NcclCollective,
+        element: ElementType,
+        from: u64,
+        to: u64,
+        count: usize,
+    ) -> Result<(), CudaError> {
+        /// `ncclSum`.
+        const SUM: c_int = 0;
+        let nccl = self.nccl;
+        // `ncclFloat16` and `ncclBfloat16`.
+        let kind = if element == ElementType::F16 { 6 } else { 9 };
+        self.device.bind()?;
+        let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
+        // SAFETY: the caller's promise.
+        let called = |handle: NcclHandle| unsafe {
+            match collective {
+                NcclCollective::AllGather => {
+                    ("ncclAllGather", (nccl.ncclAllGather)(from, to, count, kind, handle, queue))
+                }
+                NcclCollective::ReduceScatter => {
+                    ("ncclReduceScatter", (nccl.ncclReduceScatter)(from, to, count, kind, SUM, handle, queue))
+                }
+                NcclCollective::AllReduce => {
+                    ("ncclAllReduce", (nccl.ncclAllReduce)(from, to, count, kind, SUM, handle, queue))
+                }
+            }
+        };
+        self.lent.end().with(|handle| {
+            let (name, code) = called(handle);
+            nccl.check(name, code).map(|_| ())
+        })
+    }
+
+    /// Waits on the host until NCCL has done what it was asked.
+    fn wait(&self, call: &'static str) -> Result<(), CudaError> {
+        let began = Instant::now();
+        loop {
+            let progress = self.lent.end().with(|handle| {
+                let mut result = 0;
+                // SAFETY: the handle is alive, the pointer is to a local.
+                let code = unsafe { (self.nccl.ncclCommGetAsyncError)(handle, &mut result) };
+                self.nccl.check("ncclCommGetAsyncError", code)?;
+                self.nccl.check(call, result)
+            });
+            if progress? == NcclProgress::Done {
+                return Ok(());
+            }
+            go_on(&self.world, self.rank, began, call)?;
+            thread::yield_now();
+        }
+    }
+
+    /// Whether the next world may have this end: nothing is under way that only its abort would end.
+    fn is_through(&self) -> bool {
+        let is_done = |last: &Event| matches!(last.is_done(), Ok(true));
+        !thread::panicking() && !self.world.has_failed() && lock(&self.last).as_ref().is_none_or(is_done)
+    }
+
+    /// Ends what is under way, and lets no other world have ranks that are connected with this one.
+    fn spoil(&self) {
+        self.lent.spoil();
+        self.lent.end().abort();
+    }
+}
+
+impl Drop for NcclRank {
+    fn drop(&mut self) {
+        if !self.is_through() {
+            self.spoil();
+        }
+    }
+}
+
+/// Whether `rank` is to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.
+fn go_on(world: &World, rank: usize, began: Instant, what: &str) -> Result<(), CudaError> {
+    let refuse = |reason| Err(CudaError::Transport { transport: "nccl", reason });
+    let limit = world.config().limit;
+    if let Some(error) = world.failure() {
+        return refuse(format!("rank {rank} stopped to wait for {what}: {error}"));
+    }
+    if began.elapsed() > limit {
+        return refuse(format!("rank {rank} waited {:.3} s for {what}", limit.as_secs_f64()));
+    }
+    Ok(())
+}
+
+/// Calls of a group, begun together. Closed in any case: an open group would swallow this thread's calls from then on.
+fn group<R>(nccl: &Nccl, calls: impl FnOnce() -> Result<R, CudaError>) -> Result<R, CudaError> {
+    // SAFETY: neither takes anything.
+    nccl.check("ncclGroupStart", unsafe { (nccl.ncclGroupStart)() })?;
+    let called = calls();
+    // SAFETY: as above.
+    let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.ncclGroupEnd)() });
+    let result = called?;
+    ended.map(|_| result)
+}

@@ -1,0 +1,42 @@
+use counterpoint_exec::{AttentionInputs, ExecError, random_inputs};
+use counterpoint_mask::{Mask, MaskError};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+
+/// A small problem of attention whose ranks exchange keys in stages.
+pub(super) struct StagedAttention {
+    pub(super) spec: AttentionSpec,
+    pub(super) plan: Plan,
+    pub(super) inputs: AttentionInputs,
+}
+
+impl StagedAttention {
+    /// Inputs come from `seed`, those of the backward among them if it is wanted.
+    ///
+    /// # Errors
+    /// When the mask was refused, or does not fit the ranks.
+    pub(super) fn new(
+        mask: Result<Mask, MaskError>,
+        ranks: usize,
+        stages: usize,
+        seed: u64,
+        backward: bool,
+    ) -> Result<Self, ExecError> {
+        let spec = AttentionSpec {
+            heads_q: 4,
+            heads_kv: 2,
+            head_dim: 64,
+            head_dim_v: 64,
+            dtype: DType::Bf16,
+            scale: 0.125,
+            softcap: 0.0,
+            seqlen_sink: 0,
+        };
+        let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
+        let mask = mask.map_err(|error| refuse(error.to_string()))?;
+        let config =
+            PlanConfig { chunk_size: Some(128), stages: StageCount::Fixed(stages), ..PlanConfig::new(ranks) };
+        let plan = Plan::new(&mask, &spec, &config).map_err(|error| refuse(error.to_string()))?;
+        let inputs = random_inputs(&mask, &spec, seed, backward);
+        Ok(Self { spec, plan, inputs })
+    }
+}

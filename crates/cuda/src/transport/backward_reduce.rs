@@ -1,0 +1,253 @@
+//! A backward whose gradients of other ranks' keys leave while it is computed, each rank on a GPU of its own. They go into memory of
+//! the rank that owns the keys, a place for each rank that has some; once all of these are through with their computation, which
+//! they say by a meeting inside a kernel, it adds what has come to its own share, in the order of ranks.
+
+use std::sync::{Arc, OnceLock};
+
+use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
+use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
+use counterpoint_schedule::{
+    self as schedule, Accumulate, BufferId, BufferSpec, Program, ReduceOp, SpanKind,
+};
+
+use super::staging::Staging;
+use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, link, rows, untold};
+use crate::backend::{Backward, CudaBackend};
+use crate::kernel::{
+    GradientHomes, LinkAbort, LinkEnd, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove,
+};
+use crate::{CudaError, DeviceBuffer};
+
+/// One rank's part.
+pub(super) struct BackwardReduceWork {
+    end: Arc<LinkEnd>,
+    abort: LinkAbort,
+    backward: Backward,
+    spec: LinkReduceSpec,
+    /// Bytes of a row of each of the tensors.
+    row_bytes: Vec<u64>,
+    /// The rank's shares, and the sums.
+    tensors: Vec<(BufferId, BufferId)>,
+    /// Where the others' shares of this rank's rows come in.
+    delivered: Staging,
+    memory: DeviceBuffer,
+    /// Blocks that add.
+    adders: u32,
+    /// Made when ranks first meet.
+    met: OnceLock<Met>,
+}
+
+struct Met {
+    peers: LinkPeers,
+    sums: LinkReduce,
+    homes: Option<GradientHomes>,
+    _table: DeviceBuffer,
+    /// Where others take shares in.
+    _memory: Vec<DeviceBuffer>,
+}
+
+impl BackwardReduceWork {
+    /// Whether the ranks know each other.
+    pub(super) fn has_met(&self) -> bool {
+        self.met.get().is_some()
+    }
+
+    pub(super) fn mailbox(&self) -> DeviceBuffer {
+        self.end.mailbox().clone()
+    }
+
+    pub(super) fn memory(&self) -> DeviceBuffer {
+        self.memory.clone()
+    }
+}
+
+/// What the kernel adds to the rows of `rank`: from its own share, and from what the others have delivered.
+fn moves(pattern: &Pattern, rank: usize, delivered: &Staging) -> Vec<RowMove> {
+    let of_peer = |peer: &PeerRows| -> Vec<RowMove> {
+        let from = if peer.rank == rank { pattern.to(rank) } else { delivered.of(peer.rank) };
+        from.iter().zip(&peer.rows).map(|(&from, &to)| RowMove { peer: peer.rank, from, to }).collect()
+    };
+    pattern.incoming.iter().flat_map(of_peer).collect()
+}
+
+impl CudaTransport {
+    /// The operation as a kernel that sends and one that adds, and what its ranks must agree on; `None` when there are none.
+    pub(super) fn backward_reduce_work(
+        &self,
+        backend: &CudaBackend,
+        place: &OpPlace,
+        op: &schedule::BackwardReduce,
+        program: &Program,
+    ) -> Result<Option<(Collective, Work)>, ExecError> {
+        let Means::Link { abort, .. } = &self.means else { return Ok(None) };
+        let schedule::BackwardReduce { backward, reduce } = op;
+        let mut collective =
+            Collective::reduce(self.rank, self.world.size(), place, reduce, &program.buffers)?;
+        let shares: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
+        let alike = shares == [backward.dk, backward.dv]
+            && reduce.op == ReduceOp::Sum
+            && reduce.accumulate == Accumulate::Start
+            && link::takes(&collective);
+        if !alike {
+            return Ok(None);
+        }
+        let backward = backend.backward(program, place.index, backward)?;
+        let Some(reduction) = collective.reduction.as_ref().filter(|_| backward.sends_gradients()) else {
+            return Ok(None);
+        };
+        let outputs: Vec<BufferSpec> =
+            reduce.tensors.iter().map(|tensor| program.buffers[tensor.1.0].clone()).collect();
+        let make = || -> Result<BackwardReduceWork, CudaError> {
+            let setup = backend.setup();
+            let operands = LinkOperands::Delivered { rank: self.rank };
+            let spec = link::reduce_spec(&collective, reduction, &outputs, operands)?;
+            LinkReduce::load(&self.device, spec.types)?;
+            let row_bytes = rows::row_bytes(&collective);
+            let delivered = Staging::new(&collective.pattern.incoming, &row_bytes, self.rank);
+            Ok(BackwardReduceWork {
+                end: Arc::new(LinkEnd::new(setup)?),
+                abort: abort.clone(),
+                backward,
+                spec,
+                row_bytes,
+                tensors: reduce.tensors.clone(),
+                // No buffer is empty.
+                memory: DeviceBuffer::new(&self.device, (delivered.bytes as usize).max(1))?,
+                delivered,
+                // Nothing computes beside it. But it waits for others, and other collectives must find room meanwhile.
+                adders: (self.device.sm_count() / 2).max(1),
+                met: OnceLock::new(),
+            })
+        };
+        let work = make().map_err(|error| backend.error(place, error))?;
+        collective.contract.kind = "a backward and the sum of its gradients over ranks".to_owned();
+        Ok(Some((collective, Work::BackwardReduce(Box::new(work)))))
+    }
+
+    pub(super) fn backward_reduce(
+        &self,
+        call: &Call<'_>,
+        meeting: &mut CudaMeeting,
+        work: &BackwardReduceWork,
+    ) -> Result<(), CallError> {
+        let CollectiveCall { backend, stream, place, buffers, .. } = *call;
+        let met = match work.met.get() {
+            Some(met) => met,
+            None => {
+                let met = self.meet_homes(call, meeting, work)?;
+                backend.watch_link(place.to_string(), work.end.clone());
+                work.met.get_or_init(|| met)
+            }
+        };
+        work.backward.launch(stream.queue(), buffers, call.signal, met.homes)?;
+        stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
+        meeting.started = stream.start_span(backend.timed())?;
+        let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);
+        let address = |id: BufferId| buffers[id.0].address();
+        let sums = work.tensors.iter().map(|tensor| address(tensor.1));
+        let shares = work.tensors.iter().map(|tensor| address(tensor.0));
+        let own: Vec<u64> = sums.chain(delivered).chain(shares).collect();
+        let limit = self.world.config().limit;
+        // Nobody reads what is announced: all that others have is here once they announce it.
+        let link = work.end.call(self.rank, &met.peers, &own, &own, &work.abort, limit)?;
+        // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
+        // `delivered` has room for all that comes; the others' memory lives as long as `met`. All ranks make the same calls, each on a
+        // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.
+        unsafe { met.sums.launch(stream.queue(), &link, None) }?;
+        Ok(())
+    }
+
+    /// Learns where the others take shares in.
+    fn meet_homes(
+        &self,
+        call: &Call<'_>,
+        meeting: &CudaMeeting,
+        work: &BackwardReduceWork,
+    ) -> Result<Met, CallError> {
+        let pattern = &call.collective.collective.pattern;
+        let of = |peers: &[PeerRows]| -> Vec<usize> {
+            peers.iter().map(|peer| peer.rank).filter(|&rank| rank != self.rank).collect()
+        };
+        // Those to whom this rank's shares go add them once it announces that it is through.
+        let (announce_to, work_on) = (of(&pattern.outgoing), of(&pattern.incoming));
+        let mut ranks: Vec<usize> = announce_to.iter().chain(&work_on).copied().collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
+        let mut homes: Vec<(usize, [u64; 2])> = Vec::new();
+        for rank in ranks {
+            let post = self.post_of(call, meeting, rank)?;
+            let (Some(mailbox), Some(delivered)) = (&post.payload.mailbox, &post.payload.staging) else {
+                return Err(untold(rank));
+            };
+            mailboxes.push((rank, mailbox.clone()));
+            memory.push(delivered.clone());
+            let theirs = Staging::new(&post.collective.pattern.incoming, &work.row_bytes, rank);
+            let place = |row: usize| {
+                let of_tensor = |at: usize| {
+                    let (offset, row_bytes) = theirs.tensors[at];
+                    delivered.address() + offset + row as u64 * row_bytes
+                };
+                [of_tensor(0), of_tensor(1)]
+            };
+            for (from, to) in pattern.to(rank).iter().zip(theirs.of(self.rank)) {
+                homes.extend((from.start..from.end).zip((to.start..to.end).map(place)));
+            }
+        }
+        pattern.outgoing.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
+        homes.sort_unstable();
+        let first_row = homes.first().map(|home| home.0);
+        // The kernel finds a row's home by its number.
+        if homes.windows(2).any(|pair| pair[0].0 + 1 != pair[1].0) {
+            let reason = "keys of other ranks do not follow each other".to_owned();
+            return Err(CudaError::Launch { kernel: call.place.to_string(), reason }.into());
+        }
+        let setup = call.backend.setup();
+        let mut addresses: Vec<[u64; 2]> = homes.into_iter().map(|home| home.1).collect();
+        // No buffer is empty.
+        addresses.resize(addresses.len().max(1), [0; 2]);
+        let table = DeviceBuffer::from_slice(setup, &addresses)?;
+        let moves = moves(pattern, self.rank, &work.delivered);
+        let sums = LinkReduce::new(setup, &work.spec, &moves, work.adders)?;
+        Ok(Met {
+            peers: LinkPeers { mailboxes, announce_to, work_on },
+            sums,
+            homes: first_row.map(|first_row| GradientHomes { first_row, addresses: table.address() }),
+            _table: table,
+            _memory: memory,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Range;
+
+    use super::*;
+
+    fn peer(rank: usize, rows: &[(usize, usize)]) -> PeerRows {
+        PeerRows { rank, rows: rows.iter().map(|&(start, end)| Range::new(start, end)).collect() }
+    }
+
+    /// Rank 1 owns ten rows; ranks 0 and 2 hold some of them, and it holds all.
+    #[test]
+    fn what_comes_lies_rank_by_rank_and_the_own_share_where_it_is() {
+        let pattern = Pattern {
+            outgoing: vec![peer(0, &[(10, 14)]), peer(1, &[(0, 10)])],
+            incoming: vec![peer(0, &[(7, 9), (2, 5)]), peer(1, &[(0, 10)]), peer(2, &[(4, 10)])],
+        };
+        let moves = moves(&pattern, 1, &Staging::new(&pattern.incoming, &[16], 1));
+        let step = |peer, from: (usize, usize), to: (usize, usize)| RowMove {
+            peer,
+            from: Range::new(from.0, from.1),
+            to: Range::new(to.0, to.1),
+        };
+        let expected = [
+            step(0, (0, 2), (7, 9)),
+            step(0, (2, 5), (2, 5)),
+            step(1, (0, 10), (0, 10)),
+            step(2, (5, 11), (4, 10)),
+        ];
+        assert_eq!(moves, expected);
+    }
+}

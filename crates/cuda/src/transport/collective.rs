@@ -1,0 +1,80 @@
+//! A rank's part in one collective: what is prepared of it, and what the others are told.
+
+use std::sync::{Arc, Mutex};
+
+use counterpoint_exec::collective::{Collective, Payload};
+use counterpoint_schedule::BufferSpec;
+
+use super::backward_reduce::BackwardReduceWork;
+use super::cast_gemm::CastGemmWork;
+use super::exchange::ExchangeWork;
+use super::gemm_reduce::GemmReduceWork;
+use super::link::LinkWork;
+use super::pull::PullWork;
+use super::push::PushWork;
+use crate::backend::CudaBuffer;
+use crate::{DeviceBuffer, Event};
+
+/// What a rank publishes of its part in a collective.
+pub(super) struct Part {
+    pub(super) inputs: Vec<CudaBuffer>,
+    pub(super) outputs: Vec<CudaBuffer>,
+    /// Where others write partial results, when copy engines do.
+    pub(super) staging: Option<DeviceBuffer>,
+    /// Where others' kernels write to, when kernels meet.
+    pub(super) mailbox: Option<DeviceBuffer>,
+    /// Passed when the inputs may be read and the outputs be written.
+    pub(super) ready: Event,
+    /// Passed when this rank is through with the tensors of others.
+    pub(super) done: Event,
+}
+
+impl Payload for Part {
+    fn spent(&self) -> Self {
+        // Others still wait for the events, and kernels still meet.
+        let Self { mailbox, ready, done, .. } = self;
+        let (mailbox, ready, done) = (mailbox.clone(), ready.clone(), done.clone());
+        Self { inputs: Vec::new(), outputs: Vec::new(), staging: None, mailbox, ready, done }
+    }
+}
+
+/// One rank's part in a group collective, made ready.
+pub struct CudaCollective {
+    /// Among those of its transport.
+    pub(super) number: u64,
+    pub(super) collective: Arc<Collective>,
+    pub(super) outputs: Vec<BufferSpec>,
+    pub(super) ready: Mutex<Option<Event>>,
+    pub(super) done: Mutex<Option<Event>>,
+    pub(super) work: Work,
+}
+
+/// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.
+pub(super) enum Work {
+    Pull(Mutex<Option<PullWork>>),
+    Link(LinkWork),
+    BackwardReduce(Box<BackwardReduceWork>),
+    GemmReduce(Box<GemmReduceWork>),
+    CastGemm(Box<CastGemmWork>),
+    Push(PushWork),
+    Exchange(ExchangeWork),
+}
+
+impl CudaCollective {
+    /// Parts in which its rows are told of as they come.
+    pub(super) fn delivery_parts(&self) -> Option<usize> {
+        self.collective.delivery_parts
+    }
+
+    /// Whether its ranks have met, where kernels or NCCL do without the host from then on.
+    pub(super) fn has_met(&self) -> bool {
+        match &self.work {
+            Work::Link(link) => link.has_met(),
+            Work::BackwardReduce(work) => work.has_met(),
+            Work::GemmReduce(work) => work.has_met(),
+            Work::CastGemm(work) => work.has_met(),
+            Work::Exchange(exchange) => exchange.has_met(),
+            Work::Pull(_) | Work::Push(_) => false,
+        }
+    }
+}

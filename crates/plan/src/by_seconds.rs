@@ -1,0 +1,173 @@
+//! Dispatches by what kernels that walk tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
+//! about bits, which must not follow what was measured.
+
+use counterpoint_mask::{Band, Mask, Range};
+
+use crate::direction::{Direction, makespan};
+use crate::dispatch::{Prices, Search, settle, settles};
+use crate::division::Owners;
+use crate::exchange::exchange;
+use crate::outline::RankOutline;
+use crate::prediction::busier_rows;
+use crate::runs::Runs;
+use crate::stages::StageCuts;
+use crate::work::rank_work;
+use crate::{
+    AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, ReadyWork,
+    StagePrediction,
+};
+
+const PICOSECONDS: f64 = 1e12;
+const COST: CostModel = CostModel::H200;
+/// How often the schedules of all ranks are built to see what they take beyond their chunks.
+const ROUNDS: usize = 4;
+/// A dispatch gives way to one that is predicted to take less by this part.
+const LEAST_GAIN: i64 = 300;
+
+/// `dispatch`, or one whose slowest rank is predicted to end sooner: found by swaps whose chunks have prices of their own, and then
+/// made level by the schedules of whole ranks, which share tiles among chunks and keys.
+pub(crate) fn by_seconds(
+    mask: &Mask,
+    work: &ChunkWork,
+    dispatch: Dispatch,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Dispatch {
+    if config.dispatch != DispatchAlgorithm::Affinity
+        || config.cost.tiles.is_none()
+        || !settles(work, &dispatch)
+    {
+        return dispatch;
+    }
+    let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec) else { return dispatch };
+    // Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
+    let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
+    let mut dispatch = settle(work, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch);
+    let mut seconds = rank_seconds(mask, &dispatch, spec, config);
+    let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
+    for _ in 0..ROUNDS {
+        prices.beyond = (0..dispatch.cp_size())
+            .map(|rank| {
+                let chunks = dispatch.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]);
+                chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
+            })
+            .collect();
+        let next = settle(work, &prices, Search::Downhill, dispatch.clone());
+        if next == dispatch {
+            break;
+        }
+        dispatch = next;
+        seconds = rank_seconds(mask, &dispatch, spec, config);
+        if slowest(&seconds) < least - least / LEAST_GAIN {
+            (best, least) = (dispatch.clone(), slowest(&seconds));
+        }
+    }
+    best
+}
+
+/// A forward and a backward, each until its slowest rank has ended.
+fn slowest(seconds: &[[i64; 2]]) -> i64 {
+    [0, 1].map(|at| seconds.iter().map(|rank| rank[at]).max().unwrap_or(0)).iter().sum()
+}
+
+/// What each chunk costs, and each row that travels.
+fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> Option<Prices> {
+    let chunks = work.num_chunks();
+    let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
+    let runs = Runs::new(&Dispatch::new(work.seqlen_q(), work.chunk_size(), alone));
+    let price = |(chunk, bands): (usize, &Vec<Band>)| {
+        let work = attention(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
+        Some(COST.share_seconds(&work)?.map(|seconds| (seconds * PICOSECONDS) as i64))
+    };
+    let chunks = rank_work(mask, &runs, chunks).iter().enumerate().map(price).collect::<Option<_>>()?;
+    let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
+    let row = (row_bytes as f64 / COST.link.bytes_per_second * PICOSECONDS) as i64;
+    Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row })
+}
+
+/// What a forward and a backward that do all work at once take each rank, in picoseconds.
+fn rank_seconds(
+    mask: &Mask,
+    dispatch: &Dispatch,
+    spec: &AttentionSpec,
+    config: &PlanConfig,
+) -> Vec<[i64; 2]> {
+    let owners = Owners::new(dispatch.clone(), dispatch.clone());
+    let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), &config.topology);
+    let cuts = StageCuts::gathered(&ranks);
+    let parts = exchange(&owners.k_runs, &cuts.placed_rows(1));
+    let seconds = |(rank, outline): (usize, &RankOutline)| {
+        let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
+        let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
+        let work = attention(bands, [outline.q_rows, own_rows + received], spec);
+        let (links, ready) =
+            (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(bands, own_rows));
+        let takes = |direction: Direction, computing: f64| {
+            let compute_seconds = computing + direction.own_seconds(own_rows, spec, &COST);
+            let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
+            (makespan([stage.as_rows_arrive(&ready, spec, &COST)]) * PICOSECONDS) as i64
+        };
+        [
+            takes(Direction::Forward, COST.forward_seconds(&work)),
+            takes(Direction::Backward, COST.backward_seconds(&work)),
+        ]
+    };
+    ranks.iter().enumerate().map(seconds).collect()
+}
+
+fn attention<'a>(bands: &'a [Band], [q_rows, k_rows]: [usize; 2], spec: &AttentionSpec) -> AttentionWork<'a> {
+    AttentionWork {
+        bands,
+        q_rows,
+        k_rows,
+        heads_q: spec.heads_q,
+        heads_kv: spec.heads_kv,
+        head_dim: spec.head_dim,
+        head_dim_v: spec.head_dim_v,
+        staged: false,
+        passed_bytes: 0,
+        computed_seconds: 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::Documents;
+
+    use super::*;
+    use crate::dispatch::dispatch;
+    use crate::{DType, chunk_work};
+
+    const SPEC: AttentionSpec = AttentionSpec {
+        heads_q: 64,
+        heads_kv: 8,
+        head_dim: 128,
+        head_dim_v: 128,
+        dtype: DType::Bf16,
+        scale: 0.1,
+        softcap: 0.0,
+        seqlen_sink: 0,
+    };
+
+    /// Prices of chunks leave the slowest of these ranks several hundredths behind the others.
+    #[test]
+    fn schedules_of_whole_ranks_make_them_level() {
+        let lengths = [2150, 6102, 419, 2404, 2178, 895, 108, 3766, 1139, 8192, 2701, 1393, 440, 881];
+        let documents = Documents::from_lengths(lengths).unwrap();
+        let rows = lengths.iter().sum::<usize>();
+        let config = PlanConfig { cost: CostModel::H200, ..PlanConfig::new(4) };
+        for mask in [Mask::full(documents.clone()).unwrap(), Mask::causal(documents).unwrap()] {
+            assert_eq!(rows, 32768);
+            let work = chunk_work(&mask, 512);
+            let first = dispatch(&work, 4, DispatchAlgorithm::Affinity);
+            let by_chunks =
+                settle(&work, &prices(&mask, &work, 4, &SPEC).unwrap(), Search::Wide, first.clone());
+            let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
+            let seconds = |dispatch: &Dispatch| slowest(&rank_seconds(&mask, dispatch, &SPEC, &config));
+            assert!(seconds(&level) < seconds(&by_chunks), "{} {}", seconds(&level), seconds(&by_chunks));
+            assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);
+            let other = PlanConfig { dispatch: DispatchAlgorithm::Zigzag, ..config };
+            assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &other), first);
+        }
+    }
+}
