@@ -174,7 +174,9 @@ impl CudaTransport {
                 work.met.get_or_init(|| met)
             }
         };
-        self.check_unmoved(place, met.gathered[self.rank], buffers[work.all.0].address())?;
+        if !work.kernel.leaves_at_once() {
+            self.check_unmoved(place, met.gathered[self.rank], buffers[work.all.0].address())?;
+        }
         let limit = self.world.config().limit;
         let link = work.end.call(self.rank, &met.peers, &[], &[], &work.abort, limit)?;
         let tensors = GemmGatherTensors {
