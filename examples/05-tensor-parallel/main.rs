@@ -8,10 +8,11 @@
 use std::error::Error;
 
 use counterpoint::exec::{
-    ColumnParallelLinear, CpuMachine, HostTensor, LayerGradient, LinearOptions, LinearScratch, LinearTensor,
-    RowParallelLinear,
+    ColumnParallelLinear, CpuMachine, HostTensor, LayerGradient, LayerOverlap, LinearOptions, LinearScratch,
+    LinearTensor, RowParallelLinear,
 };
-use counterpoint::plan::{DType, WaveGroups};
+use counterpoint::plan::{CostModel, DType, WaveGroups};
+use counterpoint::schedule::OverlapPolicy;
 
 const RANKS: usize = 2;
 const TOKENS: usize = 64;
@@ -23,10 +24,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Layers of a rank run one after the other, so that all of them share the memory of what they gather.
     let mut scratch = LinearScratch::new();
 
-    // A pass is cut into groups of tokens: one is multiplied while another travels. No bit of a result depends on it.
+    // A pass is cut into groups of tokens: one is multiplied while another travels. No bit of a result depends on it. Without this line
+    // each pass overlaps as is predicted to be fastest on the machine.
     // Gradients of the weight wait in a queue of two, and are added to an f32 `main_grad`.
     let options = LinearOptions {
-        groups: WaveGroups::Fixed(4),
+        overlap: LayerOverlap::Policy(OverlapPolicy::default(), WaveGroups::Fixed(4), CostModel::H200),
         gradient: LayerGradient::Deferred { into: Some(DType::F32), limit: 2 },
         ..LinearOptions::new(DType::F32)
     };

@@ -11,15 +11,18 @@
 
 namespace counterpoint {
 
-// How many warps fetch, elements of a piece at most, stages and the bytes of each: chosen when a kernel is compiled.
+// How many warps fetch, teams of threads that add a piece each, elements of a piece at most, stages and the bytes of each: chosen when a
+// kernel is compiled.
 #ifndef LINK_FETCHERS
 #define LINK_FETCHERS 1
+#define LINK_TEAMS 1
 #define LINK_ELEMENTS 4096
 #define LINK_STAGE_BYTES 16384
 #define LINK_STAGES 12
 #endif
 constexpr u32 kLinkFetchers = LINK_FETCHERS;
-constexpr u32 kLinkAdders = 256;
+constexpr u32 kLinkTeams = LINK_TEAMS;
+constexpr u32 kLinkAdders = 256;  // of a team
 constexpr u32 kLinkElements = LINK_ELEMENTS;
 constexpr u32 kLinkOperandStages = LINK_STAGES;
 constexpr u32 kLinkStageBytes = LINK_STAGE_BYTES;
@@ -67,6 +70,10 @@ struct LinkStage {
       parity ^= 1;
     }
   }
+  // Those of another team's piece.
+  __device__ __forceinline__ void skip(u32 count) {
+    for (at += count; at >= kLinkOperandStages; at -= kLinkOperandStages) parity ^= 1;
+  }
 };
 
 template <typename Term, u32 kTurns, u32 kPack>
@@ -85,19 +92,25 @@ __device__ __forceinline__ void link_add_terms(float (&sums)[kTurns][kPack], con
   }
 }
 
-template <typename Partial, typename Result>
-__device__ __forceinline__ void link_add(const LinkCall& call, LinkReduceShared& shared,
+// `Call` says where the results are: LinkCall or StagedCall. `next`: the first of the pieces.
+template <typename Partial, typename Result, typename Call>
+__device__ __forceinline__ void link_add(const Call& call, LinkReduceShared& shared,
                                          const LinkReducePiece* __restrict__ pieces, LinkReducePiece next, u32 begin,
                                          u32 end, u32 accumulate) {
   constexpr u32 kPack = 16 / sizeof(Partial);
   static_assert(kLinkElements * sizeof(Partial) <= kLinkStageBytes && kLinkElements * sizeof(Result) <= kLinkStageBytes,
                 "an operand fits a stage");
   constexpr u32 kTurns = kLinkElements / kPack / kLinkAdders;
-  const u32 thread = threadIdx.x - 32 * kLinkFetchers;
+  const u32 thread = (threadIdx.x - 32 * kLinkFetchers) % kLinkAdders;
+  const u32 team = uniform((threadIdx.x - 32 * kLinkFetchers) / kLinkAdders);
   LinkStage stage;
   for (u32 i = begin; i < end; ++i) {
     const LinkReducePiece piece = next;
     if (i + 1 < end) next = pieces[i + 1];
+    if ((i - begin) % kLinkTeams != team) {
+      stage.skip(piece.operands);
+      continue;
+    }
     const u32 packs = piece.count / kPack;
     float sums[kTurns][kPack] = {};
     for (u32 o = 0; o < piece.operands; ++o) {
@@ -149,11 +162,18 @@ struct LinkFetches {
   }
 };
 
-// `next`: the first of them.
-__device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShared& shared, const LinkFetches& fetches,
+// `next`: the first of them. `kAhead`: fetches, below 32, by which L2 is told before, where what is fetched lies in this GPU's memory;
+// else 0.
+template <u32 kAhead, typename Call>
+__device__ __forceinline__ void link_fetch(const Call& call, LinkReduceShared& shared, const LinkFetches& fetches,
                                            LinkFetch next) {
   const u32 lane = threadIdx.x % 32;
   const u32 warp = uniform(threadIdx.x / 32);
+  const auto address = [&](u64 from, u32 place) {
+    const u32 rank = place >> 16;
+    const u32 tensor = place & 0xffffu;
+    return (rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor]) + from;
+  };
   LinkFetch held = {};
   for (u32 n = 0; n < fetches.count; ++n) {
     if (n % 32 == 0) {
@@ -163,17 +183,35 @@ __device__ __forceinline__ void link_fetch(const LinkCall& call, LinkReduceShare
     const u64 from = __shfl_sync(0xffffffffu, held.from, n % 32);
     const u32 bytes = __shfl_sync(0xffffffffu, held.bytes, n % 32);
     const u32 place = __shfl_sync(0xffffffffu, u32(held.rank) << 16 | held.tensor, n % 32);
+    if constexpr (kAhead > 0) {
+      const u32 ahead = n + kAhead;
+      const bool is_held = n % 32 + kAhead < 32;
+      const u64 soon_from = __shfl_sync(0xffffffffu, is_held ? held.from : next.from, ahead % 32);
+      const u32 soon_bytes = __shfl_sync(0xffffffffu, is_held ? held.bytes : next.bytes, ahead % 32);
+      const u32 soon_rank = __shfl_sync(0xffffffffu, u32(is_held ? held.rank : next.rank), ahead % 32);
+      const u32 soon_tensor = __shfl_sync(0xffffffffu, u32(is_held ? held.tensor : next.tensor), ahead % 32);
+      const u32 soon_place = soon_rank << 16 | soon_tensor;
+      if (lane == 0 && ahead < fetches.count) {
+        bulk_prefetch(reinterpret_cast<const void*>(address(soon_from, soon_place)), soon_bytes);
+      }
+    }
     if (lane == 0) {
-      const u32 rank = place >> 16;
-      const u32 tensor = place & 0xffffu;
-      const u64 at = rank == kLinkOwn ? call.own[tensor] : shared.tensors[rank * kLinkTensors + tensor];
       const u32 fetch = warp + n * kLinkFetchers;
       const u32 stage = fetch % kLinkOperandStages;
       mbarrier_wait(&shared.empty[stage], fetch / kLinkOperandStages % 2 ^ 1);
       mbarrier_arrive_expect(&shared.full[stage], bytes);
-      bulk_load(shared.stages[stage], reinterpret_cast<const void*>(at + from), bytes, &shared.full[stage]);
+      bulk_load(shared.stages[stage], reinterpret_cast<const void*>(address(from, place)), bytes, &shared.full[stage]);
     }
   }
+}
+
+// The thread that does so makes what all others see after the next __syncthreads.
+__device__ __forceinline__ void link_stages_init(LinkReduceShared& shared) {
+  for (u32 s = 0; s < kLinkOperandStages; ++s) {
+    mbarrier_init(&shared.full[s], 1);
+    mbarrier_init(&shared.empty[s], kLinkAdders / 32);
+  }
+  fence_mbarrier_init();
 }
 
 // Sums are in f32. Every count is a multiple of 8 elements, every tensor aligned to 16 bytes. There is one more entry of
@@ -186,13 +224,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   LinkReduceShared& shared = *reinterpret_cast<LinkReduceShared*>(shared_bytes);
   const LinkBlock begin = blocks[blockIdx.x];
   const LinkBlock end = blocks[blockIdx.x + 1];
-  if (threadIdx.x == 0) {
-    for (u32 s = 0; s < kLinkOperandStages; ++s) {
-      mbarrier_init(&shared.full[s], 1);
-      mbarrier_init(&shared.empty[s], kLinkAdders / 32);
-    }
-    fence_mbarrier_init();
-  }
+  if (threadIdx.x == 0) link_stages_init(shared);
   // Lists are on their way while ranks meet.
   const bool adds = threadIdx.x >= 32 * kLinkFetchers;
   const LinkFetches mine(fetches, begin.fetches, end.fetches, uniform(threadIdx.x / 32));
@@ -213,7 +245,7 @@ __device__ __forceinline__ void link_reduce(const LinkCall& call, const LinkRedu
   if (adds) {
     link_add<Partial, Result>(call, shared, pieces, first_piece, begin.pieces, end.pieces, accumulate);
   } else {
-    link_fetch(call, shared, mine, first_fetch);
+    link_fetch<0>(call, shared, mine, first_fetch);
   }
   __syncthreads();
   if (threadIdx.x < 32) link_end(call, number);

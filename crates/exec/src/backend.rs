@@ -5,6 +5,17 @@ use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, StreamSpec
 
 use crate::{ExecError, HostTensor, OpPlace};
 
+/// Which times runs take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RunTimes {
+    /// Of every operation: what a timeline needs.
+    #[default]
+    Operations,
+    /// Of the whole, as one span on a rank's first stream. Where time stamps are operations themselves, they hold up others: on a single
+    /// hardware queue one behind a product lets nothing pass until that has ended.
+    Whole,
+}
+
 /// Where the operations of one rank run: streams, events, memory and kernels.
 ///
 /// Everything that is "enqueued" only takes its place on a stream and returns at once; nothing in a run waits for the host,
@@ -121,6 +132,29 @@ pub trait Backend: Clone + Send {
         Self: Sized,
     {
         let _ = ranks;
+        Ok(())
+    }
+
+    /// Which times runs take from the next one on. Backends whose times cost nothing always take all of them.
+    fn take_times(&self, times: RunTimes) {
+        let _ = times;
+    }
+
+    /// Marks the begin of a run on its `streams`, before anything of it is enqueued, where the time of the whole is taken.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn mark_begin(&self, streams: &[Self::Stream]) -> Result<(), ExecError> {
+        let _ = streams;
+        Ok(())
+    }
+
+    /// Marks its end, once all of it is enqueued.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    fn mark_end(&self, streams: &[Self::Stream]) -> Result<(), ExecError> {
+        let _ = streams;
         Ok(())
     }
 

@@ -98,6 +98,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         &mut self,
         mut allocate: impl FnMut(&BufferSpec) -> Result<B::Buffer, ExecError>,
     ) -> Result<(), ExecError> {
+        self.transport.follow(&self.program.policy)?;
         let Self { program, backend, transport, .. } = &*self;
         let error =
             |reason: String| ExecError::Program { program: program.name.clone(), rank: program.rank, reason };
@@ -141,10 +142,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
                 Op::BackwardReduce(both) => {
                     let arrive = both.reduce.arrive.map(|barrier| barrier.0);
                     let signal = both.backward.arriving.map(|keys| keys.delivery.signal.0);
-                    match transport.prepare_backward_reduce(&backend, &place, both, &program)? {
+                    match transport.prepare_backward_reduce(backend, &place, both, program)? {
                         Some(collective) => Step::Collective { collective, arrive, signal },
                         None => {
-                            push(Step::Compute(backend.prepare(&program, index)?));
+                            push(Step::Compute(backend.prepare(program, index)?));
                             reduce(&both.reduce)?
                         }
                     }
@@ -286,6 +287,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn enqueue_ranks(ranks: &[Self], origin: Instant) -> Result<(), ExecError> {
         let mut queues: Vec<Enqueue<'_, B, T>> =
             ranks.iter().map(|rank| Enqueue::new(rank, origin)).collect::<Result<_, _>>()?;
+        let marked = |rank: &Self, mark: fn(&B, &[B::Stream]) -> Result<(), ExecError>| {
+            mark(&rank.backend, &rank.streams).map_err(|error| rank.backend.fail(error))
+        };
+        ranks.iter().try_for_each(|rank| marked(rank, B::mark_begin))?;
         loop {
             let mut meetings: Vec<Option<Meeting<'_, B, T>>> = queues.iter().map(|_| None).collect();
             let mut under_way: Vec<usize> = (0..queues.len()).collect();
@@ -303,7 +308,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let meetings = queues.iter().zip(meetings).filter_map(|(queue, met)| Some((queue, met?)));
             let mut meetings: Vec<_> = meetings.collect();
             if meetings.is_empty() {
-                return Ok(());
+                return ranks.iter().try_for_each(|rank| marked(rank, B::mark_end));
             }
             meetings.iter_mut().try_for_each(|(queue, meeting)| queue.fetch(meeting))?;
             meetings.into_iter().try_for_each(|(queue, meeting)| queue.end(meeting))?;

@@ -51,7 +51,7 @@ pub use attention::{
     AttentionInputs, AttentionOutputs, AttentionRun, RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork,
     run_attention, run_attention_on, run_attention_ranks,
 };
-pub use backend::Backend;
+pub use backend::{Backend, RunTimes};
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
 pub use check::{
@@ -69,10 +69,10 @@ pub use interpreter::Prepared;
 pub use layout::{dispatch, undispatch};
 pub use linear::{
     CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerGradient,
-    LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearRun,
-    LinearSample, LinearScratch, LinearTensor, MeasureError, MeasuredClock, PreparedOn, RankBuffers, Repeats,
-    RowParallelLinear, all_gather_gemm, check_linear, check_linear_part, gemm_all_reduce,
-    gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
+    LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs,
+    LinearRun, LinearSample, LinearScratch, LinearTensor, MeasureError, MeasuredClock, PlannedPass,
+    PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm, check_linear,
+    check_linear_part, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

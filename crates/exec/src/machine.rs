@@ -1,7 +1,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::DType;
+use counterpoint_plan::{DType, PassOverlap};
 use rayon::ThreadPool;
 
 use crate::cpu::{CpuUserKernels, CpuUserPart};
@@ -41,6 +41,12 @@ pub trait Machine: Sized {
     /// Those of `world_size` ranks that are in this process.
     fn ranks_here(&self, world_size: usize) -> Range<usize> {
         0..world_size
+    }
+
+    /// The ways in which so many ranks can run a pass of a linear layer, where what runs side by side takes workers from each other.
+    /// Without any, passes are cut into groups that overlap.
+    fn pass_overlaps(&self, _ranks: usize) -> &'static [PassOverlap] {
+        &[]
     }
 
     /// Backend and transport of every rank of `world` that is in this process, in the order of ranks.

@@ -1,5 +1,5 @@
 use counterpoint_schedule::{
-    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program,
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy, Program,
 };
 
 use crate::{Backend, ExecError, OpPlace};
@@ -21,6 +21,15 @@ pub trait Transport<B: Backend>: Send {
 
     /// Ranks that take part.
     fn world_size(&self) -> usize;
+
+    /// Has the collectives that are prepared from now on be moved as a Program's policy says, where the backend has not refused it.
+    ///
+    /// # Errors
+    /// [`ExecError::Policy`] when it has nothing that moves them so.
+    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        let _ = policy;
+        Ok(())
+    }
 
     /// Checks this rank's part of a group-cast and makes it ready. `specs` is the table that its buffer ids index.
     ///

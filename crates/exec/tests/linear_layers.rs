@@ -1,11 +1,11 @@
 //! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
 
 use counterpoint_exec::{
-    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer,
-    LinearOptions, LinearOutputs, LinearSample, LinearScratch, LinearTensor, RowParallelLinear,
+    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LayerOverlap, LinearInputs,
+    LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearScratch, LinearTensor, RowParallelLinear,
     check_linear_part,
 };
-use counterpoint_plan::{Activations, DType, WaveGroups};
+use counterpoint_plan::{Activations, CostModel, DType, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 
 const RANKS: usize = 3;
@@ -49,10 +49,13 @@ fn options(gradient: LayerGradient, activations: Activations) -> LinearOptions {
     let mut options = LinearOptions {
         gradient,
         activations,
-        groups: WaveGroups::Fixed(2),
+        overlap: LayerOverlap::Policy(
+            OverlapPolicy::new(StartOrder::Concurrent),
+            WaveGroups::Fixed(2),
+            CostModel::H200,
+        ),
         ..LinearOptions::new(DType::F32)
     };
-    options.run.policy = OverlapPolicy::new(StartOrder::Concurrent);
     options.run.poison = true;
     options
 }

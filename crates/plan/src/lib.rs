@@ -24,6 +24,7 @@ mod hierarchy;
 mod hosting;
 mod layout;
 mod linear;
+mod linear_pass;
 mod machine_profile;
 mod outline;
 mod plan;
@@ -60,6 +61,7 @@ pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::HostedWork;
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
+pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };

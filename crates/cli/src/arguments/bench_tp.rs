@@ -1,10 +1,11 @@
+use std::path::PathBuf;
+
 use clap::{Args, ValueEnum};
 use counterpoint_cuda::TransportKind;
 use counterpoint_plan::{Activations, LinearKind};
-use counterpoint_schedule::OverlapPolicy;
 use serde::{Deserialize, Serialize};
 
-use super::{Device, value};
+use super::{Device, OverlapChoice, value};
 
 /// Time tensor-parallel linear layers: how much of their communication runs under their products
 #[derive(Debug, Args)]
@@ -30,7 +31,7 @@ Examples:
   counterpoint bench tp --device cuda --tp-size 2
   torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
   counterpoint bench tp --device cuda --kinds column --passes backward --activations replicated --peers
-  counterpoint bench tp --device cuda --kinds column --passes backward --overlap sm-margin=4 --groups 1 --connections 1,8,32
+  counterpoint bench tp --device cuda --kinds column --passes backward --connections 1,8,32
   counterpoint bench tp --device cuda --shapes 8k:8k:7k --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
 pub(crate) struct BenchTpArguments {
     /// What to measure
@@ -67,17 +68,18 @@ pub(crate) struct BenchTpArguments {
     #[arg(long)]
     pub(crate) bias: bool,
 
-    /// How communication is brought to run under computation
+    /// How communication is brought to run under computation; auto runs each pass in the way that is predicted to be fastest, as layers do
+    /// that are told nothing
     #[arg(
         long,
         value_name = "POLICIES",
-        value_parser = value::named_overlap,
+        value_parser = value::overlap,
         value_delimiter = ',',
-        default_value = "concurrent,kernel-barrier,concurrent+sm-margin=2"
+        default_value = "auto"
     )]
-    pub(crate) overlap: Vec<OverlapPolicy>,
+    pub(crate) overlap: Vec<OverlapChoice>,
 
-    /// Groups of tokens of a pass; 0 takes those that `tune gemm` kept for the layer, or has them chosen by what work and
+    /// Groups of tokens of a pass under a policy that is named; 0 takes those that `tune gemm` kept for the layer, or has them chosen by what work and
     /// transport cost
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "0", value_parser = clap::value_parser!(u32).range(0..=1024), allow_hyphen_values = true)]
     pub(crate) groups: Vec<u32>,
@@ -98,6 +100,10 @@ pub(crate) struct BenchTpArguments {
     /// Time PyTorch's ways too, with these CUDA_DEVICE_MAX_CONNECTIONS [given without numbers: 8, which is unset, 1 and 32]
     #[arg(long, value_name = "NUMBERS", num_args = 0..=1, require_equals = true, default_missing_value = "8,1,32", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=32))]
     pub(crate) peers: Vec<u32>,
+
+    /// Write the last run of every row to a trace to open in Perfetto
+    #[arg(long, value_name = "FILE", conflicts_with = "connections")]
+    pub(crate) trace: Option<PathBuf>,
 
     /// Print one JSON object a row and nothing else
     #[arg(long)]

@@ -14,6 +14,11 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* from, u32 by
                : "memory");
 }
 
+// From memory to L2, of what a load will ask for.
+__device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Shared to global, in the group that `tma_store_commit` closes.
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)),

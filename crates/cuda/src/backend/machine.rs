@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, MachineProfile, WorkerSharing};
+use counterpoint_plan::{DType, MachineProfile, PassOverlap, WorkerSharing};
 
 use super::clock::Clock;
 use super::rank::UserKernels;
@@ -165,12 +165,15 @@ impl CudaMachine {
         (0..ranks).map(|rank| self.devices[rank % self.devices.len()].clone()).collect()
     }
 
+    /// Whether kernels of so many ranks can wait for each other: all must be running.
+    fn meets(&self, ranks: usize) -> bool {
+        let alone = ranks <= self.devices.len().min(LINK_RANKS);
+        alone && ranks > 1 && self.devices.iter().take(ranks).all(|device| device.arch().is_hopper())
+    }
+
     /// What moves the rows of each rank of a world.
     fn means(&self, world: &Arc<World>) -> Result<Vec<Means>, CudaError> {
         let devices = self.of_ranks(world.size());
-        // Kernels that wait for each other must all be running.
-        let alone = world.size() <= self.devices.len().min(LINK_RANKS);
-        let hopper = devices.iter().all(|device| device.arch().is_hopper());
         match self.transport {
             TransportKind::Nccl => {
                 let ranks = NcclRank::connect(&self.connected, &devices, world)?;
@@ -178,7 +181,7 @@ impl CudaMachine {
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
-                if alone && hopper && world.size() > 1 =>
+                if self.meets(world.size()) =>
             {
                 let link = |device: &Device| Means::link(world, device, self.num_sms, self.engines);
                 devices.iter().map(link).collect()
@@ -196,6 +199,10 @@ impl Machine for CudaMachine {
 
     fn element_types(&self) -> ElementTypes {
         ELEMENT_TYPES
+    }
+
+    fn pass_overlaps(&self, ranks: usize) -> &'static [PassOverlap] {
+        self.transport.pass_overlaps(self.meets(ranks))
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

@@ -27,9 +27,10 @@ mod user_kernel;
 mod watch;
 mod waves;
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use counterpoint_exec::{Backend, ExecError, HostData, HostTensor, OpPlace};
+use counterpoint_exec::{Backend, ExecError, HostData, HostTensor, OpPlace, RunTimes};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec};
 
@@ -172,7 +173,7 @@ impl Backend for CudaBackend {
             let mut current = lock(&self.0.program);
             *current = (program.to_owned(), current.1 + 1);
         }
-        if self.timed() {
+        if self.takes_times() {
             let clock = self.0.clock.of_run(origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
@@ -181,7 +182,7 @@ impl Backend for CudaBackend {
 
     fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
         match ranks {
-            [(first, _), _, ..] if first.timed() => {
+            [(first, _), _, ..] if first.takes_times() => {
                 let streams: Vec<&Stream> =
                     ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
                 let held = first.0.start_line.hold(first.device(), ranks.len(), &streams);
@@ -189,6 +190,20 @@ impl Backend for CudaBackend {
             }
             _ => Ok(()),
         }
+    }
+
+    fn take_times(&self, times: RunTimes) {
+        self.0.whole_runs.store(times == RunTimes::Whole, Ordering::Relaxed);
+    }
+
+    fn mark_begin(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+        let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
+        first.begin_run().map_err(|error| self.error(&"the begin of a run", error))
+    }
+
+    fn mark_end(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+        let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
+        first.end_run().map_err(|error| self.error(&"the end of a run", error))
     }
 
     fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {

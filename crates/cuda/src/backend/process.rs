@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use counterpoint_exec::{
     ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
 };
-use counterpoint_plan::{CostModel, Topology};
+use counterpoint_plan::{CostModel, PassOverlap, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -246,6 +246,10 @@ impl Machine for CudaProcess {
 
     fn ranks_here(&self, _: usize) -> Range<usize> {
         self.rendezvous.rank()..self.rendezvous.rank() + 1
+    }
+
+    fn pass_overlaps(&self, _: usize) -> &'static [PassOverlap] {
+        self.transport.pass_overlaps(self.meets && self.topology.nodes() == 1)
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {

@@ -34,6 +34,8 @@ pub(super) struct Rank {
     pub(super) run: Mutex<Option<RunClock>>,
     /// A graph takes no times, and what is captured does not run now.
     pub(super) capturing: AtomicBool,
+    /// Whether times are those of whole runs.
+    pub(super) whole_runs: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
     pub(super) missed_turns: Mutex<Vec<(String, MissedTurn)>>,
     /// Likewise waits for kernels.
@@ -74,6 +76,7 @@ impl CudaBackend {
             clock,
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
+            whole_runs: AtomicBool::new(false),
             missed_turns: Mutex::default(),
             signals: Mutex::default(),
             links: Mutex::default(),
@@ -109,6 +112,15 @@ impl CudaBackend {
 
     /// Whether operations take times.
     pub(crate) fn timed(&self) -> bool {
+        self.takes_times() && !self.0.whole_runs.load(Ordering::Relaxed)
+    }
+
+    /// Whether the time of a whole run is taken instead.
+    pub(super) fn times_whole_runs(&self) -> bool {
+        self.takes_times() && self.0.whole_runs.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn takes_times(&self) -> bool {
         self.0.timing == Timing::Spans && !self.is_capturing()
     }
 

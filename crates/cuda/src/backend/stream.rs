@@ -21,6 +21,8 @@ struct Measured {
     events: Vec<Event>,
     used: usize,
     spans: Vec<(OpPlace, SpanKind, usize, usize)>,
+    /// Of a run whose time is taken as a whole.
+    begun: Option<SpanStart>,
 }
 
 impl CudaStream {
@@ -70,6 +72,20 @@ impl CudaStream {
         let end = measured.mark(&self.stream)?;
         measured.spans.push((place.clone(), kind, start, end));
         Ok(())
+    }
+
+    /// Marks where a run begins whose time is taken as a whole.
+    pub(super) fn begin_run(&self) -> Result<(), CudaError> {
+        let start = self.start_span(true)?;
+        lock(&self.measured).begun = start;
+        Ok(())
+    }
+
+    /// Marks where it ends.
+    pub(super) fn end_run(&self) -> Result<(), CudaError> {
+        let begun = lock(&self.measured).begun.take();
+        let place = OpPlace { index: 0, label: "run".into(), stage: None };
+        self.end_span(&place, SpanKind::Compute, begun)
     }
 
     /// Spans of the run, which has finished.

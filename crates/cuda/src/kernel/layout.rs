@@ -97,6 +97,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::link_copy::layouts(),
         super::link_meeting::layouts(),
         super::link_reduce::layouts(),
+        super::staged_reduce::layouts(),
         super::portable_backward::layouts(),
         super::portable_backward_query::layouts(),
         super::portable_forward::layouts(),

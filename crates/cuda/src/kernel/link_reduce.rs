@@ -9,10 +9,11 @@ use super::{MatrixUnit, RowMove, SharedLayout, Specialisation, shared_layout};
 use crate::arch::Arch;
 use crate::{CudaError, Device, DeviceBuffer, Event, Function, KernelSource, Launch, Stream};
 
-/// Warps that have the copy engine fetch operands, and those that add them (`kLinkAdders`).
+/// Teams that add pieces in turn.
+const TEAMS: u32 = 1;
+/// Warps that have the copy engine fetch operands, and threads of a team (`kLinkAdders`).
 const FETCHERS: u32 = 1;
 const ADDERS: u32 = 256;
-const THREADS: u32 = 32 * FETCHERS + ADDERS;
 /// Stages, and bytes of each: an operand of a piece.
 const STAGES: u32 = 12;
 const STAGE_BYTES: u32 = 16 << 10;
@@ -23,7 +24,7 @@ const PIECES: u64 = 8;
 /// `kLinkOwn`: what is fetched is the result's own contents.
 const OWN: u16 = u16::MAX;
 /// `sizeof(LinkReduceShared)`: stages with two barriers each, addresses, a word; rounded up to its alignment.
-const SHARED_BYTES: u32 =
+pub(super) const SHARED_BYTES: u32 =
     (STAGES * (STAGE_BYTES + 16) + 8 * (LINK_RANKS * LINK_TENSORS) as u32 + 4).next_multiple_of(128);
 
 /// Partial results of rows summed (or averaged) in f32 into their owner's rows, straight from the memories of GPUs that reach
@@ -32,11 +33,40 @@ const SHARED_BYTES: u32 =
 #[derive(Debug)]
 pub struct LinkReduce {
     function: Function,
+    lists: DeviceLists,
+    accumulate: Accumulate,
+}
+
+/// What each block sums and fetches, on the device.
+#[derive(Debug)]
+pub(super) struct DeviceLists {
     pieces: DeviceBuffer,
     fetches: DeviceBuffer,
     blocks: DeviceBuffer,
-    block_count: u32,
-    accumulate: Accumulate,
+    pub(super) block_count: u32,
+}
+
+impl DeviceLists {
+    /// Of `moves`, for at most `num_sms` blocks.
+    pub(super) fn new(
+        stream: &Stream,
+        spec: &LinkReduceSpec,
+        moves: &[RowMove],
+        num_sms: u32,
+    ) -> Result<Self, CudaError> {
+        let Lists { pieces, fetches, blocks } = lists(spec, moves, num_sms);
+        Ok(Self {
+            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
+            fetches: DeviceBuffer::from_slice(stream, &fetches)?,
+            block_count: blocks.len() as u32 - 1,
+            blocks: DeviceBuffer::from_slice(stream, &blocks)?,
+        })
+    }
+
+    /// Of pieces, of what is fetched, and of where each block's begin.
+    pub(super) fn addresses(&self) -> [u64; 3] {
+        [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address)
+    }
 }
 
 /// What a reduction is, apart from its moves.
@@ -144,15 +174,8 @@ impl LinkReduce {
     ) -> Result<Self, CudaError> {
         let device = stream.device();
         let function = device.function(&source(device.arch(), spec.types))?;
-        let Lists { pieces, fetches, blocks } = lists(spec, moves, num_sms);
-        Ok(Self {
-            function,
-            pieces: DeviceBuffer::from_slice(stream, &pieces)?,
-            fetches: DeviceBuffer::from_slice(stream, &fetches)?,
-            block_count: blocks.len() as u32 - 1,
-            blocks: DeviceBuffer::from_slice(stream, &blocks)?,
-            accumulate: spec.accumulate,
-        })
+        let lists = DeviceLists::new(stream, spec, moves, num_sms)?;
+        Ok(Self { function, lists, accumulate: spec.accumulate })
     }
 
     /// Enqueues the reduction. `started` is marked once all its blocks have begun.
@@ -168,10 +191,10 @@ impl LinkReduce {
         call: &LinkCall,
         started: Option<&Event>,
     ) -> Result<(), CudaError> {
-        let launch = Launch::linear(self.block_count, THREADS).shared_bytes(SHARED_BYTES);
+        let launch = Launch::linear(self.lists.block_count, threads(TEAMS)).shared_bytes(SHARED_BYTES);
         let accumulate = u32::from(self.accumulate == Accumulate::Continue);
-        let lists = [&self.pieces, &self.fetches, &self.blocks].map(DeviceBuffer::address);
-        let arguments = (*call, lists[0], lists[1], lists[2], accumulate);
+        let [pieces, fetches, blocks] = self.lists.addresses();
+        let arguments = (*call, pieces, fetches, blocks, accumulate);
         // SAFETY: the arguments are those of the kernel in `source`; the rest is the caller's promise.
         unsafe { self.function.launch_telling(stream, &launch, &arguments, started) }
     }
@@ -246,35 +269,54 @@ impl Lists {
 }
 
 fn source(arch: Arch, types: ReduceTypes) -> KernelSource {
+    source_of(arch, types, TEAMS, ["link_reduce", "LinkCall"])
+}
+
+/// Threads of a block with so many teams.
+pub(super) const fn threads(teams: u32) -> u32 {
+    32 * FETCHERS + teams * ADDERS
+}
+
+/// The kernel of this stem, which is given a call of that type, with so many teams.
+pub(super) fn source_of(arch: Arch, types: ReduceTypes, teams: u32, [stem, call]: [&str; 2]) -> KernelSource {
     let ReduceTypes { partial, result, .. } = types;
-    let name = format!("link_reduce_{}_{}", partial.name(), result.name());
+    let name = format!("{stem}_{}_{}", partial.name(), result.name());
     let (partial, result) = (partial.cpp(), result.cpp());
     KernelSource::new(&name, arch)
         .define("LINK_FETCHERS", FETCHERS)
+        .define("LINK_TEAMS", teams)
         .define("LINK_ELEMENTS", most_elements(types))
         .define("LINK_STAGE_BYTES", STAGE_BYTES)
         .define("LINK_STAGES", STAGES)
-        .line("#include \"link_reduce.cuh\"")
+        .line(format_args!("#include \"{stem}.cuh\""))
         .line("using namespace counterpoint;")
         .line(format_args!(
             "static_assert(sizeof(LinkReduceShared) == {SHARED_BYTES}, \"shared memory of a launch\");"
         ))
-        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({THREADS})"))
-        .line(format_args!("{name}(const __grid_constant__ LinkCall call, const LinkReducePiece* pieces,"))
+        .line(format_args!("extern \"C\" __global__ void __launch_bounds__({})", threads(teams)))
+        .line(format_args!("{name}(const __grid_constant__ {call} call, const LinkReducePiece* pieces,"))
         .line("    const LinkFetch* fetches, const LinkBlock* blocks, u32 accumulate) {")
-        .line(format_args!("  link_reduce<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
+        .line(format_args!("  {stem}<{partial}, {result}>(call, pieces, fetches, blocks, accumulate);"))
         .line("}")
 }
 
 /// The types that attention uses; others are compiled when they are asked for.
 pub(super) fn specialisations() -> Vec<Specialisation> {
+    specialisations_of(TEAMS, |types| source(Arch::SM_90A, types))
+}
+
+/// Of a kernel for the types that [`LinkReduce::takes`].
+pub(super) fn specialisations_of(
+    teams: u32,
+    source: impl Fn(ReduceTypes) -> KernelSource,
+) -> Vec<Specialisation> {
     let types = ReduceTypes::shipped()
         .into_iter()
         .filter(|types| LinkReduce::takes(types.partial, types.wire, types.sum, 8));
     let specialisation = |types| Specialisation {
-        source: source(Arch::SM_90A, types),
+        source: source(types),
         matrix_unit: MatrixUnit::None,
-        register_limit: 224,
+        register_limit: ((64 << 10) / threads(teams).next_multiple_of(128)).min(224) / 8 * 8,
     };
     types.map(specialisation).collect()
 }

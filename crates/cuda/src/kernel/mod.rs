@@ -36,6 +36,7 @@ mod scalar;
 mod signal_litmus;
 mod signal_wait;
 mod specialisation;
+mod staged_reduce;
 mod start_litmus;
 mod user_kernel;
 
@@ -81,6 +82,7 @@ pub use scalar::Scalar;
 pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
 pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
+pub use staged_reduce::StagedReduce;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 

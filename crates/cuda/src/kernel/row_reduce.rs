@@ -156,6 +156,11 @@ impl RowReduce {
         })
     }
 
+    /// One more than the highest of its peers.
+    pub fn peers(&self) -> usize {
+        self.peers
+    }
+
     /// Enqueues the reduction, on `sms` multiprocessors at most where that is said. `source` gives the address of a peer's
     /// partial results.
     ///

@@ -4,6 +4,7 @@ use counterpoint_exec::{
     run_attention_on, run_linear_on,
 };
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use counterpoint_schedule::Mover;
 
 use crate::kernel::specialisations_for;
 use crate::{CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind};
@@ -83,6 +84,13 @@ impl CudaSubject {
 impl Subject for CudaSubject {
     fn device(&self) -> String {
         self.gpu().properties().name.clone()
+    }
+
+    fn movers(&self) -> &'static [Mover] {
+        match self.machine.transport() {
+            TransportKind::Nccl => &[Mover::Transport, Mover::Fused],
+            _ => &[Mover::Transport, Mover::Fused, Mover::CopyEngine],
+        }
     }
 
     fn dtypes(&self) -> &[DType] {

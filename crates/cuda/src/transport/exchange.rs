@@ -119,7 +119,7 @@ impl ExchangeWork {
         let tensors: Vec<_> = collective.contract.tensors.iter().map(rows::unconverted).collect();
         Ok(Self {
             pack: RowCopy::new(&setup, &tensors, &moves)?,
-            place: staged_rows(&setup, rank, (collective, outputs), &staged, &received)?,
+            place: staged_rows(&setup, rank, (collective, outputs), &staged, &received, None)?,
             sent: Packed::new(device, sent)?,
             received: Packed::new(device, received)?,
             staged,

@@ -1,5 +1,7 @@
 use std::fmt;
 
+use counterpoint_plan::PassOverlap;
+
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportKind {
@@ -28,6 +30,16 @@ impl TransportKind {
         ("nccl", Self::Nccl),
         ("hierarchical", Self::Hierarchical),
     ];
+
+    /// The ways in which passes of linear layers can be run; `meets` where kernels of all ranks can wait for each other.
+    pub(crate) fn pass_overlaps(self, meets: bool) -> &'static [PassOverlap] {
+        use PassOverlap::{Beside, Fused, Sequential};
+        match self {
+            Self::Auto | Self::Nvlink if meets => &[Sequential, Fused, Beside],
+            Self::CopyEngine => &[Sequential, Beside],
+            _ => &[Sequential],
+        }
+    }
 
     /// Its name.
     pub fn name(self) -> &'static str {

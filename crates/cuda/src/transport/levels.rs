@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
 use counterpoint_schedule::{
-    Accumulate, BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
+    Accumulate, BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy,
+    Program, ReduceOp,
 };
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
@@ -94,6 +95,10 @@ impl Transport<CudaBackend> for LevelledTransport {
 
     fn world_size(&self) -> usize {
         self.levels[0].1.world_size()
+    }
+
+    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        self.levels.iter_mut().try_for_each(|(_, transport)| transport.follow(policy))
     }
 
     fn prepare_cast(

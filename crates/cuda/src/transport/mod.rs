@@ -36,7 +36,7 @@ use std::sync::{Arc, Mutex};
 use counterpoint_exec::collective::{Board, Collective};
 use counterpoint_exec::{ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
-    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Program,
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Mover, OverlapPolicy, Program,
 };
 
 use crate::backend::{CudaBackend, exec_error};
@@ -65,6 +65,8 @@ pub struct CudaTransport {
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     means: Means,
+    /// What the policy wants rows to be moved by.
+    mover: Mover,
 }
 
 impl CudaTransport {
@@ -78,7 +80,7 @@ impl CudaTransport {
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
             let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-            Self { world, board, rank, device, next, prepared, peers: None, means }
+            Self { world, board, rank, device, next, prepared, peers: None, means, mover: Mover::Transport }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
@@ -94,7 +96,8 @@ impl CudaTransport {
         let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Self { world, board, rank: rendezvous.rank(), device, next, prepared, peers: Some(peers), means })
+        let (rank, peers, mover) = (rendezvous.rank(), Some(peers), Mover::Transport);
+        Ok(Self { world, board, rank, device, next, prepared, peers, means, mover })
     }
 
     fn prepare(
@@ -137,20 +140,23 @@ impl CudaTransport {
             rows::load(&self.device, collective, outputs)?;
             Ok(Work::Pull(Mutex::new(None)))
         };
+        let by_engines = self.mover == Mover::CopyEngine || matches!(self.means, Means::Push);
         match &self.means {
-            Means::Pull => pull(),
+            // No copy engine rounds.
+            _ if by_engines
+                && collective.reduction.is_none()
+                && collective.contract.tensors.iter().any(rows::is_rounded) =>
+            {
+                pull()
+            }
+            _ if by_engines => {
+                push::PushWork::new(&self.device, self.rank, collective, outputs).map(Work::Push)
+            }
+            Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, abort, engines } if link::takes(collective) => {
                 LinkWork::new(&self.device, collective, outputs, *num_sms, abort, *engines).map(Work::Link)
             }
             Means::Link { .. } => pull(),
-            // No copy engine rounds.
-            Means::Push
-                if collective.reduction.is_none()
-                    && collective.contract.tensors.iter().any(rows::is_rounded) =>
-            {
-                pull()
-            }
-            Means::Push => push::PushWork::new(&self.device, self.rank, collective, outputs).map(Work::Push),
             Means::Exchange(_) => {
                 exchange::ExchangeWork::new(&self.device, self.rank, collective, outputs).map(Work::Exchange)
             }
@@ -168,6 +174,15 @@ impl Transport<CudaBackend> for CudaTransport {
 
     fn world_size(&self) -> usize {
         self.world.size()
+    }
+
+    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        if matches!(self.means, Means::Exchange(_)) && policy.mover == Mover::CopyEngine {
+            let reason = "NCCL moves the rows of this transport; leave copy-engine out".to_owned();
+            return Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason });
+        }
+        self.mover = policy.mover;
+        Ok(())
     }
 
     fn prepare_cast(

@@ -51,8 +51,13 @@ impl CudaTransport {
                         to: &peer.rows,
                     })
                     .collect();
-                let rows =
-                    RowWork::new(backend.setup(), &collective.collective, &collective.outputs, &incoming)?;
+                let rows = RowWork::new(
+                    backend.setup(),
+                    &collective.collective,
+                    &collective.outputs,
+                    &incoming,
+                    None,
+                )?;
                 PullWork { parts: posts.iter().map(|post| post.collective.clone()).collect(), rows }
             }
         };

@@ -1,7 +1,7 @@
 //! Senders have their copy engines write straight into receivers' memory: into the tensors of a group-cast, into a staging
 //! buffer for a group-reduce, which is then summed where it lies.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows};
@@ -13,7 +13,7 @@ use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, addresses};
 use crate::backend::{CudaBuffer, lock};
-use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Event, Stream};
 
 /// One rank's part.
 pub(super) struct PushWork {
@@ -33,7 +33,8 @@ struct Copies {
 struct StagedReduction {
     staging: Staging,
     memory: DeviceBuffer,
-    rows: RowWork,
+    /// Made in the first run, when it is known how many multiprocessors computation leaves.
+    rows: OnceLock<RowWork>,
 }
 
 impl PushWork {
@@ -48,11 +49,10 @@ impl PushWork {
         let reduction = match collective.reduction {
             None => None,
             Some(_) => {
-                let setup = Stream::new(device, StreamPriority::Low)?;
+                rows::load(device, collective, outputs)?;
                 let staging = Staging::new(&pattern.incoming, &row_bytes, rank);
-                let rows = staged_rows(&setup, rank, (collective, outputs), &pattern.incoming, &staging)?;
                 let memory = DeviceBuffer::new(device, staging.bytes as usize)?;
-                Some(StagedReduction { staging, memory, rows })
+                Some(StagedReduction { staging, memory, rows: OnceLock::new() })
             }
         };
         let others = pattern.outgoing.iter().map(|peer| peer.rank).filter(|&peer| peer != rank);
@@ -77,12 +77,13 @@ pub(super) fn staged_rows(
     (collective, outputs): (&Collective, &[BufferSpec]),
     incoming: &[PeerRows],
     staging: &Staging,
+    sms: Option<u32>,
 ) -> Result<RowWork, CudaError> {
     let incoming = incoming.iter().map(|peer| {
         let from = if peer.rank == rank { collective.pattern.to(rank) } else { staging.of(peer.rank) };
         Incoming { from, to: &peer.rows }
     });
-    RowWork::new(setup, collective, outputs, &incoming.collect::<Vec<_>>())
+    RowWork::new(setup, collective, outputs, &incoming.collect::<Vec<_>>(), sms)
 }
 
 /// Where such kernels find a tensor of the rank with this index in the pattern.
@@ -167,12 +168,22 @@ impl CudaTransport {
         meeting: &CudaMeeting,
         work: &PushWork,
     ) -> Result<(), CallError> {
-        let incoming = &call.collective.collective.pattern.incoming;
+        let CollectiveCall { backend, stream, collective, .. } = *call;
+        let incoming = &collective.collective.pattern.incoming;
         self.end_after(call, meeting, incoming.iter().map(|peer| peer.rank))?;
         if let Some(StagedReduction { staging, memory, rows }) = &work.reduction {
             let (inputs, outputs) = addresses(call);
             let input = staged_input(self.rank, incoming, &inputs, staging, memory);
-            rows.launch(call.stream.queue(), call.backend.left_to_communication(), input, &outputs)?;
+            let sms = backend.left_to_communication();
+            let rows = match rows.get() {
+                Some(rows) => rows,
+                None => {
+                    let of = (&*collective.collective, &collective.outputs[..]);
+                    let made = staged_rows(backend.setup(), self.rank, of, incoming, staging, sms)?;
+                    rows.get_or_init(|| made)
+                }
+            };
+            rows.launch(stream.queue(), sms, input, &outputs)?;
         }
         Ok(())
     }

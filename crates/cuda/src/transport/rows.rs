@@ -6,7 +6,8 @@ use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferSpec, ReduceOp};
 
 use crate::kernel::{
-    ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
+    LinkOperands, LinkReduceSpec, ReduceTypes, RowCopy, RowCopyTensor, RowMerge, RowMergeSpec, RowMove,
+    RowReduce, RowReduceSpec, Scalar, StagedReduce,
 };
 use crate::{CudaError, Device, Stream};
 
@@ -21,6 +22,8 @@ pub(super) enum RowWork {
     Copy(RowCopy),
     /// One a tensor.
     Reduce(Vec<RowReduce>),
+    /// All tensors at once on a few multiprocessors, and the others where an address is odd.
+    Few(StagedReduce, Vec<RowReduce>),
     /// One a pair (out, lse).
     Merge(Vec<RowMerge>),
 }
@@ -110,12 +113,14 @@ pub(super) fn load(
 }
 
 impl RowWork {
-    /// Makes the lists for what `parts` have for this rank, on `setup`, which is waited for.
+    /// Makes the lists for what `parts` have for this rank, on `setup`, which is waited for. Sums keep to `sms` multiprocessors, where
+    /// that is said.
     pub(super) fn new(
         setup: &Stream,
         collective: &Collective,
         outputs: &[BufferSpec],
         parts: &[Incoming<'_>],
+        sms: Option<u32>,
     ) -> Result<Self, CudaError> {
         let refuse = |reason| CudaError::Launch { kernel: collective.contract.kind.clone(), reason };
         let moves: Vec<RowMove> = parts
@@ -158,7 +163,12 @@ impl RowWork {
                     };
                     RowReduce::new(setup, &spec, &moves)
                 };
-                Self::Reduce(tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?)
+                let each = tensors.iter().zip(outputs).map(reduce).collect::<Result<_, _>>()?;
+                let few = sms.zip(few_spec(setup.device(), collective, reduction, outputs, parts.len()));
+                match few {
+                    Some((sms, spec)) => Self::Few(StagedReduce::new(setup, &spec, &moves, sms)?, each),
+                    None => Self::Reduce(each),
+                }
             }
         })
     }
@@ -183,6 +193,19 @@ impl RowWork {
                         reduction.launch(stream, sms, |peer| input(peer, tensor), output)
                     })
                 }
+                Self::Few(few, each) => {
+                    let peers = each.iter().map(RowReduce::peers).max().unwrap_or(0);
+                    let sources =
+                        (0..peers).flat_map(|peer| (0..each.len()).map(move |tensor| (peer, tensor)));
+                    let sources = sources.map(|(peer, tensor)| input(peer, tensor));
+                    if StagedReduce::reads(sources.chain(outputs.iter().copied())) {
+                        return few.launch(stream, peers, input, outputs);
+                    }
+                    let mut tensors = each.iter().zip(outputs).enumerate();
+                    tensors.try_for_each(|(tensor, (reduction, &output))| {
+                        reduction.launch(stream, sms, |peer| input(peer, tensor), output)
+                    })
+                }
                 Self::Merge(merges) => {
                     let mut pairs = merges.iter().zip(outputs.chunks_exact(2)).enumerate();
                     pairs.try_for_each(|(pair, (merge, output))| {
@@ -193,4 +216,29 @@ impl RowWork {
             }
         }
     }
+}
+
+/// What one launch on a few multiprocessors sums, where there is a kernel for it.
+fn few_spec(
+    device: &Device,
+    collective: &Collective,
+    reduction: &Reduction,
+    outputs: &[BufferSpec],
+    peers: usize,
+) -> Option<LinkReduceSpec> {
+    let tensors = &collective.contract.tensors;
+    let first = types(tensors.first()?, reduction, outputs.first()?).ok()?;
+    let takes = |(tensor, output): (&WireTensor, &BufferSpec)| {
+        let alike = types(tensor, reduction, output) == Ok(first);
+        alike && StagedReduce::takes(device, first, tensor.row_elements as u64, [peers, tensors.len()])
+    };
+    let rows =
+        tensors.iter().zip(outputs).map(|(tensor, output)| (output.rows(), tensor.row_elements as u64));
+    tensors.iter().zip(outputs).all(takes).then(|| LinkReduceSpec {
+        op: reduction.op,
+        accumulate: reduction.accumulate,
+        types: first,
+        operands: LinkOperands::Announced,
+        tensors: rows.collect(),
+    })
 }

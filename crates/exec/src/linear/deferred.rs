@@ -1,7 +1,7 @@
 use std::collections::VecDeque;
 
 use counterpoint_plan::{DType, LinearPlan};
-use counterpoint_schedule::{BufferRole, Timeline, lower_linear_weight_gradient};
+use counterpoint_schedule::{BufferRole, OverlapPolicy, Timeline, lower_linear_weight_gradient};
 
 use super::layer::{Maker, Rank, RankBuffers, bind, wants};
 use crate::{Backend, ExecError, Machine, Prepared};
@@ -28,7 +28,7 @@ struct Kept<M: Machine> {
 impl<M: Machine> Deferred<M> {
     pub(super) fn new(
         maker: &mut Maker<'_, M>,
-        plan: &LinearPlan,
+        (plan, policy): (&LinearPlan, OverlapPolicy),
         into: Option<DType>,
         limit: usize,
     ) -> Result<Self, ExecError> {
@@ -42,7 +42,6 @@ impl<M: Machine> Deferred<M> {
         if let Some(reason) = reason {
             return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
         }
-        let policy = maker.policy;
         let ranks = maker.prepare(plan, |rank| lower_linear_weight_gradient(plan, rank, into, policy))?;
         Ok(Self { ranks, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
     }

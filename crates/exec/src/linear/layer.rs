@@ -2,13 +2,15 @@ use std::sync::Arc;
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward,
-    lower_linear_forward,
+    BufferRole, BufferSpec, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
 };
 
 use super::deferred::Deferred;
+use super::overlap::{PlannedPass, PlannedPasses};
 use super::shard::Shard;
-use crate::{Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, World, WorldConfig};
+use crate::{
+    Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, RunTimes, World, WorldConfig,
+};
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
@@ -122,7 +124,8 @@ pub struct LinearLayer<M: Machine> {
 }
 
 impl<M: Machine> LinearLayer<M> {
-    /// Lowers the passes of `plan` for the ranks here, and makes them ready. Scratch buffers are views of `scratch`.
+    /// Lowers the passes of `plan` for the ranks here, both under the policy of `run`, and makes them ready. Scratch buffers are views
+    /// of `scratch`.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] for a queue of no or too many gradients; [`ExecError::OutOfMemory`]; when the machine has no way to
@@ -134,15 +137,35 @@ impl<M: Machine> LinearLayer<M> {
         run: &RunConfig,
         scratch: &mut LinearScratch<M>,
     ) -> Result<Self, ExecError> {
+        let pass = PlannedPass { plan, policy: run.policy };
+        let passes = PlannedPasses { forward: pass.clone(), backward: pass };
+        Self::with_passes(machine, passes, gradient, run, scratch)
+    }
+
+    /// The same with a plan and a policy of its own for each pass; that of `run` is not looked at.
+    ///
+    /// # Errors
+    /// As [`LinearLayer::new`].
+    pub fn with_passes(
+        machine: &M,
+        passes: PlannedPasses,
+        gradient: LayerGradient,
+        run: &RunConfig,
+        scratch: &mut LinearScratch<M>,
+    ) -> Result<Self, ExecError> {
+        let PlannedPasses { forward, backward: PlannedPass { plan, policy } } = passes;
         let mut maker = Maker::new(machine, &plan, run, scratch);
         let deferred = match gradient {
-            LayerGradient::Deferred { into, limit } => Some(Deferred::new(&mut maker, &plan, into, limit)?),
+            LayerGradient::Deferred { into, limit } => {
+                Some(Deferred::new(&mut maker, (&plan, policy), into, limit)?)
+            }
             _ => None,
         };
         let of_backward = gradient.of_backward();
         let backward =
-            maker.prepare(&plan, |rank| lower_linear_backward(&plan, rank, of_backward, run.policy))?;
-        Ok(Self { backward, deferred, gradient, ..Self::forward_only(machine, plan, run, scratch)? })
+            maker.prepare(&plan, |rank| lower_linear_backward(&plan, rank, of_backward, policy))?;
+        let run = &RunConfig { policy: forward.policy, ..run.clone() };
+        Ok(Self { backward, deferred, gradient, ..Self::forward_only(machine, forward.plan, run, scratch)? })
     }
 
     /// The same without a backward.
@@ -302,6 +325,11 @@ impl<M: Machine> LinearLayer<M> {
         Ok(LayerPass { result: outputs(&self.backward, "dx")?, timeline })
     }
 
+    /// Which times passes take from the next one on, in their timelines.
+    pub fn take_times(&self, times: RunTimes) {
+        self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
+    }
+
     /// Gradients of the weight that wait.
     pub fn waiting(&self) -> usize {
         self.deferred.as_ref().map_or(0, Deferred::waiting)
@@ -335,14 +363,13 @@ impl<M: Machine> LinearLayer<M> {
 pub(super) struct Maker<'a, M: Machine> {
     machine: &'a M,
     world: Arc<World>,
-    pub(super) policy: OverlapPolicy,
     scratch: &'a mut LinearScratch<M>,
 }
 
 impl<'a, M: Machine> Maker<'a, M> {
     fn new(machine: &'a M, plan: &LinearPlan, run: &RunConfig, scratch: &'a mut LinearScratch<M>) -> Self {
         let config = WorldConfig { limit: run.limit, poison: run.poison, faults: run.faults.clone() };
-        Self { machine, world: World::new(plan.tp_size, config), policy: run.policy, scratch }
+        Self { machine, world: World::new(plan.tp_size, config), scratch }
     }
 
     pub(super) fn prepare(

@@ -4,6 +4,7 @@ mod clock;
 mod deferred;
 mod gemm_collective;
 mod layer;
+mod overlap;
 mod parallel;
 mod reference;
 mod run;
@@ -21,6 +22,7 @@ pub use gemm_collective::{
     gemm_reduce_scatter,
 };
 pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearScratch, LinearTensor, RankBuffers};
+pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};

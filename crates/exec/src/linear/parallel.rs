@@ -1,8 +1,9 @@
 use std::ops::{Deref, DerefMut};
 
-use counterpoint_plan::{Activations, CostModel, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use counterpoint_plan::{Activations, DType, LinearKind, LinearSpec};
 
 use super::layer::{LayerGradient, LinearLayer, LinearScratch};
+use super::overlap::LayerOverlap;
 use crate::{ExecError, Machine, RunConfig};
 
 /// What a tensor-parallel layer is beside its sizes.
@@ -16,24 +17,21 @@ pub struct LinearOptions {
     pub dtype: DType,
     /// What becomes of the gradient of the weight.
     pub gradient: LayerGradient,
-    /// Groups of tokens in which a pass is computed, so that one travels while another is multiplied.
-    pub groups: WaveGroups,
-    /// What work and transport cost, for [`WaveGroups::Auto`].
-    pub cost: CostModel,
-    /// Policy and limits.
+    /// How communication is brought to run under computation; the policy of `run` is not looked at.
+    pub overlap: LayerOverlap,
+    /// Limits and test tools.
     pub run: RunConfig,
 }
 
 impl LinearOptions {
-    /// Sequence parallelism, no bias, gradients of the weight added to f32, groups as an H200 would have them.
+    /// Sequence parallelism, no bias, gradients of the weight added to f32, each pass overlapped as is predicted to be fastest.
     pub fn new(dtype: DType) -> Self {
         Self {
             activations: Activations::SequenceParallel,
             has_bias: false,
             dtype,
             gradient: LayerGradient::Accumulated(dtype.accumulator()),
-            groups: WaveGroups::Auto,
-            cost: CostModel::H200,
+            overlap: LayerOverlap::default(),
             run: RunConfig::default(),
         }
     }
@@ -46,11 +44,12 @@ impl LinearOptions {
         [tokens, in_features, out_features]: [usize; 3],
         scratch: &mut LinearScratch<M>,
     ) -> Result<LinearLayer<M>, ExecError> {
-        let Self { activations, has_bias, dtype, gradient, ref groups, ref cost, ref run } = *self;
+        let Self { activations, has_bias, dtype, gradient, ref overlap, ref run } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
-        let plan = LinearPlan::new(spec, tp_size, groups.clone(), cost)
+        let passes = overlap
+            .passes(machine, spec, tp_size, gradient)
             .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })?;
-        LinearLayer::new(machine, plan, gradient, run, scratch)
+        LinearLayer::with_passes(machine, passes, gradient, run, scratch)
     }
 }
 

@@ -36,7 +36,7 @@ pub fn selftest_linear(
     };
     let mut checks = Vec::new();
     for seed in (0..count).filter(|seed| share.takes(*seed as usize)) {
-        let case = LinearCase::random(seed, subject.dtypes(), most_ranks);
+        let case = LinearCase::random(seed, subject.dtypes(), subject.movers(), most_ranks);
         for check in case.examine(subject) {
             checked(&check, share.count(count as usize));
             checks.push(check);
@@ -46,7 +46,7 @@ pub fn selftest_linear(
 }
 
 impl LinearCase {
-    fn random(seed: u64, dtypes: &[DType], most_ranks: usize) -> Self {
+    fn random(seed: u64, dtypes: &[DType], movers: &[Mover], most_ranks: usize) -> Self {
         let mut draw = Draw::new(seed ^ 0x11ea);
         let tp_size = draw.within(1, most_ranks);
         let dtype = draw.pick(dtypes);
@@ -81,8 +81,8 @@ impl LinearCase {
         };
         let start = draw.pick(&StartOrder::ALL);
         let workers =
-            if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
-        let mover = if draw.chance(40) { Mover::Fused } else { Mover::Transport };
+            if draw.chance(30) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
+        let mover = draw.pick(movers);
         let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
         let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
@@ -263,9 +263,11 @@ mod tests {
         assert!(found.iter().all(|check| check.name.starts_with("same bits")), "{found:#?}");
     }
 
+    const MOVERS: &[Mover] = &[Mover::Transport, Mover::Fused, Mover::CopyEngine];
+
     #[test]
     fn cases_have_what_matters() {
-        let case = |seed| LinearCase::random(seed, &[DType::Bf16, DType::F16], 4).describe();
+        let case = |seed| LinearCase::random(seed, &[DType::Bf16, DType::F16], MOVERS, 4).describe();
         let cases: Vec<String> = (0..96).map(case).collect();
         for feature in [
             "column replicated",
@@ -284,6 +286,8 @@ mod tests {
             "groups=5",
             "sm-margin",
             "kernel-barrier",
+            "copy-engine",
+            "fused",
         ] {
             let count = cases.iter().filter(|case| case.contains(feature)).count();
             assert!(count >= 2, "{feature}: {count}");

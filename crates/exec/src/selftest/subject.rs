@@ -1,4 +1,5 @@
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
+use counterpoint_schedule::Mover;
 use thiserror::Error;
 
 use crate::{
@@ -25,6 +26,11 @@ pub trait Subject {
 
     /// Element types that it takes.
     fn dtypes(&self) -> &[DType];
+
+    /// What policies may say that moves its rows.
+    fn movers(&self) -> &'static [Mover] {
+        &[Mover::Transport, Mover::Fused]
+    }
 
     /// Which tensors of a deterministic run have the same bits for any number of stages.
     fn same_in_any_stages(&self) -> Pass;

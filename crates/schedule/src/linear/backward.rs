@@ -4,7 +4,9 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens, all_tokens, rows_on_their_way};
+use super::exchange::{
+    GatheredTokens, Lowering, ReducedTokens, all_tokens, leaves_workers, rows_on_their_way,
+};
 use super::forward::group_rows;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
@@ -118,16 +120,21 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
     let dy = lowering.input("dy", &shapes.dy);
     let weight = lowering.input("weight", &[plan.local_out_features(), features]);
     let x = (gradient != WeightGradient::Frozen).then(|| lowering.input("x", &shapes.x));
-    // What the gradient of the weight needs travels under the product of dx.
-    let x = x.map(|x| gather_all(lowering, x, features, gradient));
+    // What the gradient of the weight needs travels under the product of dx. Where that leaves it what it takes, it is enqueued behind
+    // that, as sums are.
+    let behind = plan.tp_size > 1 && leaves_workers(lowering.p.policy());
+    let mut inputs = None;
+    if let Some(x) = x.filter(|_| !behind) {
+        inputs = Some(gather_all(lowering, x, features, gradient));
+    }
     if plan.tp_size == 1 {
         let dx = lowering.p.buffer("dx", plan.spec.dtype, &[tokens, features], BufferRole::Output);
         let all = (lowering.whole(dy, tokens), vec![Range::new(0, tokens)]);
         input_gradient(lowering, 0, all, weight, dx);
     } else {
         // A product that is reduced while it is computed has no other collective beside it.
-        let mover = match &x {
-            Some(AllInputs { arrived: Some(_), .. }) => Mover::Transport,
+        let mover = match x {
+            Some(_) if lowering.gathers() => Mover::Transport,
             _ => lowering.p.policy().mover,
         };
         let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, mover);
@@ -140,14 +147,18 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             sums.compute(lowering, group, "dx", gemm);
         }
         sums.after_start(lowering, plan.groups());
-        if let Some(x) = x {
+        if let Some(x) = x.filter(|_| behind) {
+            inputs = Some(gather_all(lowering, x, features, gradient));
+        }
+        sums.mark(lowering);
+        if let Some(x) = inputs {
             let blocks = x.enter(lowering);
             let dy = lowering.whole(dy, tokens);
             weight_gradient(lowering, gradient, blocks, dy);
         }
         return sums.finish(lowering);
     }
-    if let Some(x) = x {
+    if let Some(x) = inputs {
         let blocks = x.enter(lowering);
         let dy = lowering.whole(dy, tokens);
         weight_gradient(lowering, gradient, blocks, dy);

@@ -198,8 +198,8 @@ pub(super) struct ReducedTokens {
     done: Vec<(BufferId, Mark)>,
     /// `[tokens, columns]` under replicated activations.
     replicated: Option<BufferId>,
-    /// Shares that are computed by the mark and not yet sent.
-    waiting: Option<(Mark, Travel)>,
+    /// Shares that are computed by the mark, where there is one yet, and not sent.
+    waiting: Option<(Option<Mark>, Travel)>,
     name: String,
     columns: usize,
     /// Of the sums once they are together.
@@ -318,10 +318,10 @@ impl ReducedTokens {
         }
         let travel = Travel { group, reduce, spread, result };
         let Some(waves) = &mut self.waves else {
-            p.push(compute, here, label, Op::Gemm(gemm));
-            let ready = p.mark(compute, here, "shares done");
+            self.mark(lowering);
+            lowering.p.push(compute, here, label, Op::Gemm(gemm));
             self.send(lowering);
-            self.waiting = Some((ready, travel));
+            self.waiting = Some((None, travel));
             if !leaves_workers(lowering.p.policy()) {
                 self.send(lowering);
             }
@@ -344,9 +344,18 @@ impl ReducedTokens {
         }
     }
 
+    /// Marks where the shares that wait to be sent are done: before anything else is computed. On a single hardware queue such a mark holds
+    /// up all that is enqueued behind it until they are, so what may run beside them comes before.
+    pub(super) fn mark(&mut self, lowering: &mut Lowering<'_>) {
+        if let Some((ready @ None, travel)) = &mut self.waiting {
+            *ready = Some(lowering.p.mark(lowering.compute, Some(travel.group), "shares done"));
+        }
+    }
+
     /// Sends the shares that wait for it on their way, if there are any.
     pub(super) fn send(&mut self, lowering: &mut Lowering<'_>) {
-        let Some((ready, travel)) = self.waiting.take() else { return };
+        self.mark(lowering);
+        let Some((Some(ready), travel)) = self.waiting.take() else { return };
         lowering.p.after(self.reduce, Some(travel.group), "wait for shares", ready);
         self.depart(lowering, travel);
     }
@@ -412,7 +421,7 @@ impl ReducedTokens {
 }
 
 /// Whether communication can start however much computation has started before it.
-fn leaves_workers(policy: &OverlapPolicy) -> bool {
+pub(super) fn leaves_workers(policy: &OverlapPolicy) -> bool {
     let apart = policy.workers != WorkerShare::Common || policy.mover == Mover::CopyEngine;
     policy.start == StartOrder::Concurrent && apart
 }

@@ -1,7 +1,8 @@
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
-    ExecError, HostTensor, LayerGradient, LinearInputs, LinearLayer, LinearOutputs, LinearSample,
-    LinearScratch, LinearTensor, Machine, RankBuffers, RunConfig, check_linear_part,
+    ExecError, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
+    LinearSample, LinearScratch, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig,
+    RunTimes, check_linear_part,
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
@@ -9,15 +10,17 @@ use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient}
 use rayon::prelude::*;
 
 use super::connections;
-use super::measured::{Measured, digest};
+use super::measured::{Measured, MeasuredPass, digest};
 use super::parts::Parts;
 use super::row::Row;
-use crate::arguments::{BenchTpArguments, BenchTpPass};
+use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice};
 use crate::error::CliError;
 
 /// Rows and columns of each result that are compared with f64.
 const SAMPLED: usize = 12;
 const WARM_UPS: usize = 3;
+/// What becomes of the gradient of the weight.
+const GRADIENT: LayerGradient = LayerGradient::Accumulated(DType::F32);
 /// Of the ideal time: where less can be hidden, a share of it says nothing.
 const LEAST_HIDEABLE: f64 = 0.01;
 
@@ -61,19 +64,27 @@ impl Case<'_> {
         let scratch = &mut LinearScratch::new();
         let mut tensors = None;
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
-        let plain = self.plan(WaveGroups::Fixed(1))?;
-        let mut all = vec![joined(self.measure(machine, sequential, plain, &mut tensors, scratch)?)?];
-        for policy in &self.arguments.overlap {
-            let mut done = Vec::new();
-            for &groups in &self.arguments.groups {
-                let plan = self.plan(match groups {
+        let named = |policy, groups| LayerOverlap::Policy(policy, groups, self.cost);
+        let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1)))];
+        for choice in &self.arguments.overlap {
+            let OverlapChoice::Named(policy) = choice else {
+                asked.push((choice.to_string(), LayerOverlap::Predicted(self.cost)));
+                continue;
+            };
+            asked.extend(self.arguments.groups.iter().map(|&groups| {
+                let groups = match groups {
                     0 => self.tuned.groups_for(&self.spec, self.tp_size, self.device),
                     groups => WaveGroups::Fixed(groups as usize),
-                })?;
-                if !done.contains(&plan) {
-                    done.push(plan.clone());
-                    all.push(joined(self.measure(machine, *policy, plan, &mut tensors, scratch)?)?);
-                }
+                };
+                (choice.to_string(), named(*policy, groups))
+            }));
+        }
+        let (mut all, mut done) = (Vec::new(), Vec::new());
+        for (overlap, how) in asked {
+            let passes = self.passes(machine, &how)?;
+            if !done.contains(&(overlap.clone(), passes.clone())) {
+                done.push((overlap.clone(), passes.clone()));
+                all.push(joined(self.measure(machine, overlap, passes, &mut tensors, scratch)?)?);
             }
         }
         let all: Vec<Measured> = all.into_iter().flatten().collect();
@@ -86,8 +97,8 @@ impl Case<'_> {
         Ok(rows.collect())
     }
 
-    fn plan(&self, groups: WaveGroups) -> Result<LinearPlan, CliError> {
-        LinearPlan::new(self.spec, self.tp_size, groups, &self.cost).map_err(|error| CliError::Flag {
+    fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
+        overlap.passes(machine, self.spec, self.tp_size, GRADIENT).map_err(|error| CliError::Flag {
             flag: "--shapes",
             value: self.shape.map(|size| size.to_string()).join(":"),
             reason: error.to_string(),
@@ -97,15 +108,15 @@ impl Case<'_> {
     fn measure<M: Machine>(
         &self,
         machine: &M,
-        policy: OverlapPolicy,
-        plan: LinearPlan,
+        overlap: String,
+        planned: PlannedPasses,
         tensors: &mut Option<Tensors<M>>,
         scratch: &mut LinearScratch<M>,
     ) -> Result<Measured, CliError> {
         let failed = |source| CliError::Run { source };
-        let run = RunConfig { policy, poison: false, ..RunConfig::default() };
-        let gradient = LayerGradient::Accumulated(DType::F32);
-        let mut layer = LinearLayer::new(machine, plan.clone(), gradient, &run, scratch).map_err(failed)?;
+        let run = RunConfig { poison: false, ..RunConfig::default() };
+        let layer = LinearLayer::with_passes(machine, planned.clone(), GRADIENT, &run, scratch);
+        let mut layer = layer.map_err(failed)?;
         let tensors = match tensors {
             Some(tensors) => tensors,
             None => tensors.insert(self.upload(&layer)?),
@@ -113,24 +124,34 @@ impl Case<'_> {
         layer.bind_weight(&tensors.weight, tensors.bias.as_ref()).map_err(failed)?;
         let sums = self.zeros(&layer).map_err(failed)?;
         layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
-        let (checked, bits) = self.check(&mut layer, tensors, &sums, &plan)?;
+        let (checked, bits) = self.check(&mut layer, tensors, &sums, &planned.forward.plan)?;
         let mut passes = Vec::new();
         for &pass in &self.arguments.passes {
-            let mut timelines = Vec::new();
-            for run in 0..WARM_UPS + self.arguments.iterations as usize {
-                machine.meet("a run").map_err(failed)?;
-                let done = match pass {
-                    BenchTpPass::Forward => layer.forward(&tensors.x),
-                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy),
-                };
-                let timeline = done.map_err(failed)?.timeline;
-                if run >= WARM_UPS {
-                    timelines.push(timeline);
+            let mut runs = |times: RunTimes| -> Result<Vec<Timeline>, ExecError> {
+                layer.take_times(times);
+                let mut timelines = Vec::new();
+                for run in 0..WARM_UPS + self.arguments.iterations as usize {
+                    machine.meet("a run")?;
+                    let done = match pass {
+                        BenchTpPass::Forward => layer.forward(&tensors.x)?,
+                        BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
+                    };
+                    if run >= WARM_UPS {
+                        timelines.push(done.timeline);
+                    }
                 }
-            }
-            passes.push((pass, timelines));
+                Ok(timelines)
+            };
+            let detailed = runs(RunTimes::Operations).map_err(failed)?;
+            let whole = runs(RunTimes::Whole).map_err(failed)?;
+            let PlannedPass { plan, policy } = match pass {
+                BenchTpPass::Forward => &planned.forward,
+                BenchTpPass::Backward => &planned.backward,
+            };
+            let (policy, groups) = (*policy, plan.groups());
+            passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
-        Ok(Measured { policy, groups: plan.groups(), passes, checked, bits })
+        Ok(Measured { overlap, passes, checked, bits })
     }
 
     fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {
@@ -195,18 +216,15 @@ impl Case<'_> {
     }
 
     fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
-        let of = |measured: &Measured| {
-            measured.passes.iter().find(|(found, _)| *found == pass).map(|(_, timelines)| timelines.clone())
-        };
-        let (timelines, plain) = (of(measured)?, of(of_plain)?);
-        let seconds = |timelines: &[Timeline]| {
-            Statistics::of(&timelines.iter().map(Timeline::duration).collect::<Vec<_>>())
-        };
-        let (statistics, sequential) = (seconds(&timelines)?, seconds(&plain)?);
-        let parts = |timelines: &[Timeline]| Parts::median(timelines.iter().map(Parts::of).collect());
-        let (own, plain) = (parts(&timelines), parts(&plain));
-        let overlap = timelines.last()?.overlap();
-        let ideal = plain.ideal(self.spec.kind, pass);
+        let of = |measured: &Measured| measured.passes.iter().find(|measured| measured.pass == pass).cloned();
+        let (runs, plain) = (of(measured)?, of(of_plain)?);
+        let seconds = |runs: &MeasuredPass| Statistics::of(&runs.seconds());
+        let (statistics, sequential) = (seconds(&runs)?, seconds(&plain)?);
+        let of_ranks = Parts::of_ranks(&plain.detailed);
+        let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
+        let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
+        let last = runs.detailed.last()?.clone();
+        let overlap = last.overlap();
         let hideable = sequential.median - ideal;
         let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
         let flops = products
@@ -222,14 +240,15 @@ impl Case<'_> {
             ranks: self.tp_size,
             device: self.device.to_owned(),
             connections: connections::here(),
-            policy: measured.policy.to_string(),
+            overlap: measured.overlap.clone(),
+            policy: runs.policy.to_string(),
             transport: self.transport.to_string(),
-            groups: measured.groups,
+            groups: runs.groups,
             tflops: flops / self.tp_size as f64 / statistics.median / 1e12,
             seconds: statistics,
             sequential_seconds: sequential.median,
             ideal_seconds: ideal,
-            efficiency: (measured.policy.start != StartOrder::Sequential
+            efficiency: (measured.overlap != StartOrder::Sequential.name()
                 && overlap.communication_seconds > 0.0
                 && hideable > LEAST_HIDEABLE * ideal)
                 .then(|| (sequential.median - statistics.median) / hideable),
@@ -238,10 +257,14 @@ impl Case<'_> {
             bias_gradient_seconds: own.bias_gradient,
             weight_gradient_slowdown: (plain.weight_gradient > 0.0)
                 .then_some(own.weight_gradient / plain.weight_gradient),
+            gather_seconds: own.gather,
+            reduce_seconds: own.reduce,
+            spread_seconds: own.spread,
             communication_seconds: overlap.communication_seconds,
             exposed_seconds: overlap.exposed_seconds,
             of_bound: measured.checked.clone().unwrap_or(f64::INFINITY),
             bits: measured.bits_in_words(),
+            last,
             wrong: match (&measured.checked, measured.bits == of_plain.bits) {
                 (Err(reason), _) => Some(reason.clone()),
                 (Ok(_), false) => Some("its bits are not those of the sequential run".to_owned()),

@@ -9,14 +9,41 @@ use crate::error::CliError;
 /// What is measured of one policy.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Measured {
-    pub(super) policy: OverlapPolicy,
-    pub(super) groups: usize,
-    /// Of each pass that was asked for, all runs.
-    pub(super) passes: Vec<(BenchTpPass, Vec<Timeline>)>,
+    /// What was asked for: a policy, or `auto`.
+    pub(super) overlap: String,
+    /// Those that were asked for.
+    pub(super) passes: Vec<MeasuredPass>,
     /// The largest share of an element's bound, or what is wrong.
     pub(super) checked: Result<f64, String>,
     /// What tells the results of each rank from others.
     pub(super) bits: Vec<u64>,
+}
+
+/// All runs of a pass.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct MeasuredPass {
+    pub(super) pass: BenchTpPass,
+    pub(super) policy: OverlapPolicy,
+    pub(super) groups: usize,
+    /// With the times of all operations.
+    pub(super) detailed: Vec<Timeline>,
+    /// With that of the whole alone, which nothing holds up.
+    pub(super) whole: Vec<Timeline>,
+}
+
+impl MeasuredPass {
+    /// What the slowest rank took in each run.
+    pub(super) fn seconds(&self) -> Vec<f64> {
+        let of_rank = |timeline: &Timeline, rank: usize| {
+            let spans = timeline.spans.iter().filter(|span| span.rank == rank);
+            let (begin, end) = spans.fold((f64::INFINITY, f64::NEG_INFINITY), |(begin, end), span| {
+                (span.start.min(begin), span.end.max(end))
+            });
+            end - begin
+        };
+        let slowest = |run: &Timeline| (0..run.world_size).map(|rank| of_rank(run, rank)).fold(0.0, f64::max);
+        self.whole.iter().map(slowest).collect()
+    }
 }
 
 impl Measured {
@@ -29,10 +56,14 @@ impl Measured {
 
     /// Of more ranks, which ran together.
     fn join(mut self, other: Self) -> Self {
-        for ((_, ours), (_, theirs)) in self.passes.iter_mut().zip(other.passes) {
+        let extend = |ours: &mut Vec<Timeline>, theirs: Vec<Timeline>| {
             for (ours, theirs) in ours.iter_mut().zip(theirs) {
                 ours.spans.extend(theirs.spans);
             }
+        };
+        for (ours, theirs) in self.passes.iter_mut().zip(other.passes) {
+            extend(&mut ours.detailed, theirs.detailed);
+            extend(&mut ours.whole, theirs.whole);
         }
         self.checked = match (self.checked, other.checked) {
             (Ok(a), Ok(b)) => Ok(f64::max(a, b)),

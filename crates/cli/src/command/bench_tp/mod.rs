@@ -10,6 +10,7 @@ mod row;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Facet, LinearInputs, RunConfig, random_linear_inputs};
 use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, TunedPlans};
+use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::row::Row;
@@ -18,6 +19,7 @@ use super::rank_machine::RankMachine;
 use crate::arguments::{BenchTpArguments, Device};
 use crate::console;
 use crate::error::CliError;
+use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::tuned;
 
@@ -87,6 +89,7 @@ fn measure_all(
     machines: &[(TransportKind, RankMachine)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
+    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())], &[])?;
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
     if first.prints() {
         console::note_development_build();
@@ -120,6 +123,9 @@ fn measure_all(
         }
     }
     drop(progress);
+    if first.prints() {
+        traces.write(|_| Ok(trace_of(&rows).into_bytes()))?;
+    }
     if !arguments.peers.is_empty() {
         peers::run(&arguments.peers, arguments, tp_size, &shapes, &rows)?;
     }
@@ -127,6 +133,15 @@ fn measure_all(
         return Ok(());
     }
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
+}
+
+/// The rows one after the other.
+fn trace_of(rows: &[Row]) -> String {
+    let names: Vec<String> = rows.iter().map(Row::name).collect();
+    let timelines = |row| TimelinePair { measured: Some(row), predicted: None };
+    let sections =
+        names.iter().zip(rows).map(|(name, row)| TraceSection { name, timelines: timelines(&row.last) });
+    chrome_trace(&sections.collect::<Vec<_>>())
 }
 
 /// What a layer is measured on.

@@ -14,17 +14,19 @@ pub(super) struct Parts {
     pub(super) bias_gradient: f64,
     /// Inputs on their way to all ranks.
     pub(super) gather: f64,
-    /// Sums on their way to their owners, and to all ranks where all want them.
+    /// Sums on their way to their owners.
     pub(super) reduce: f64,
+    /// From there to all ranks, where all want them.
+    pub(super) spread: f64,
 }
 
 impl Parts {
-    /// Of a measured pass, averaged over its ranks.
-    pub(super) fn of(timeline: &Timeline) -> Self {
+    /// Of a rank in a measured pass.
+    fn of(timeline: &Timeline, rank: usize) -> Self {
         let mut parts = Self::default();
         let mut reduces = false;
-        for span in &timeline.spans {
-            let seconds = (span.end - span.start) / timeline.world_size.max(1) as f64;
+        for span in timeline.spans.iter().filter(|span| span.rank == rank) {
+            let seconds = span.end - span.start;
             match (span.kind, span.label.as_str()) {
                 (SpanKind::Compute, "dweight") => parts.weight_gradient += seconds,
                 (SpanKind::Compute, "dbias") => parts.bias_gradient += seconds,
@@ -34,7 +36,7 @@ impl Parts {
                     parts.reduce += seconds;
                 }
                 // What follows a reduction takes its sums to all ranks.
-                (SpanKind::Communication, "all-gather") if reduces => parts.reduce += seconds,
+                (SpanKind::Communication, "all-gather") if reduces => parts.spread += seconds,
                 (SpanKind::Communication, _) => parts.gather += seconds,
                 (SpanKind::Wait, _) => {}
             }
@@ -42,27 +44,53 @@ impl Parts {
         parts
     }
 
-    /// The middle one of each.
-    pub(super) fn median(all: Vec<Self>) -> Self {
-        let middle = |of: fn(&Self) -> f64| {
-            let mut values: Vec<f64> = all.iter().map(of).collect();
+    /// Of each rank the middle one of its runs.
+    pub(super) fn of_ranks(runs: &[Timeline]) -> Vec<Self> {
+        let ranks = runs.first().map_or(0, |run| run.world_size);
+        let of_rank = |rank| {
+            let all: Vec<Self> = runs.iter().map(|run| Self::of(run, rank)).collect();
+            Self::each(&all, |values| values.get(values.len() / 2).copied().unwrap_or(0.0))
+        };
+        (0..ranks).map(of_rank).collect()
+    }
+
+    /// What ranks take on average.
+    pub(super) fn mean(ranks: &[Self]) -> Self {
+        Self::each(ranks, |values| values.iter().sum::<f64>() / values.len().max(1) as f64)
+    }
+
+    /// One figure for each part, of all figures in ascending order.
+    fn each(all: &[Self], one: impl Fn(&[f64]) -> f64) -> Self {
+        let of = |part: fn(&Self) -> f64| {
+            let mut values: Vec<f64> = all.iter().map(part).collect();
             values.sort_by(f64::total_cmp);
-            values.get(values.len() / 2).copied().unwrap_or(0.0)
+            one(&values)
         };
         Self {
-            product: middle(|parts| parts.product),
-            weight_gradient: middle(|parts| parts.weight_gradient),
-            bias_gradient: middle(|parts| parts.bias_gradient),
-            gather: middle(|parts| parts.gather),
-            reduce: middle(|parts| parts.reduce),
+            product: of(|parts| parts.product),
+            weight_gradient: of(|parts| parts.weight_gradient),
+            bias_gradient: of(|parts| parts.bias_gradient),
+            gather: of(|parts| parts.gather),
+            reduce: of(|parts| parts.reduce),
+            spread: of(|parts| parts.spread),
         }
+    }
+
+    /// [`Parts::ideal`] of the rank that is slowest: GPUs are not equally fast. What travels takes as long as on the rank that waits
+    /// least for the others in it.
+    pub(super) fn ideal_of_slowest(ranks: &[Self], kind: LinearKind, pass: BenchTpPass) -> f64 {
+        let Self { gather, reduce, spread, .. } =
+            Self::each(ranks, |values| values.first().copied().unwrap_or(0.0));
+        let ideal = |rank: &Self| Self { gather, reduce, spread, ..*rank }.ideal(kind, pass);
+        ranks.iter().map(ideal).fold(0.0, f64::max)
     }
 
     /// The least time of a pass whose communication is hidden wherever it can be. Of a column-parallel backward the sums of dx
     /// can be under the gradient of the weight only, unless they travel in groups, which may do better; inputs that are gathered
     /// again are under the product of dx.
     pub(super) fn ideal(&self, kind: LinearKind, pass: BenchTpPass) -> f64 {
-        let Self { product, gather, reduce, .. } = *self;
+        let Self { product, gather, .. } = *self;
+        let reduce = self.reduce + self.spread;
         let weight_gradient = self.weight_gradient + self.bias_gradient;
         match (pass, kind) {
             (BenchTpPass::Forward, _) => product.max(gather + reduce),
@@ -102,13 +130,23 @@ mod tests {
                 span("dbias", SpanKind::Compute, 1090.0, 1100.0),
             ],
         };
-        let parts = Parts::of(&timeline);
+        let parts = Parts::mean(&Parts::of_ranks(&[timeline]));
         assert_eq!(
             parts,
-            Parts { product: 200.0, weight_gradient: 490.0, bias_gradient: 10.0, gather: 0.0, reduce: 400.0 }
+            Parts {
+                product: 200.0,
+                weight_gradient: 490.0,
+                bias_gradient: 10.0,
+                gather: 0.0,
+                reduce: 200.0,
+                spread: 200.0
+            }
         );
         assert_eq!(parts.ideal(LinearKind::Column, BenchTpPass::Backward), 700.0);
-        let gathers = Parts { gather: 800.0, reduce: 0.0, ..parts };
+        let slower = Parts { product: 210.0, reduce: 190.0, ..parts };
+        let slowest = Parts::ideal_of_slowest(&[parts, slower], LinearKind::Column, BenchTpPass::Backward);
+        assert_eq!(slowest, 710.0);
+        let gathers = Parts { gather: 800.0, reduce: 0.0, spread: 0.0, ..parts };
         assert_eq!(gathers.ideal(LinearKind::Row, BenchTpPass::Backward), 800.0);
         assert_eq!(gathers.ideal(LinearKind::Column, BenchTpPass::Forward), 800.0);
     }

@@ -1,5 +1,6 @@
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::Statistics;
+use counterpoint_schedule::Timeline;
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
@@ -17,10 +18,14 @@ pub(super) struct Row {
     pub(super) device: String,
     /// Hardware queues that the driver was told to use; `None` where it was told nothing.
     pub(super) connections: Option<u32>,
+    /// What was asked for: a policy, or `auto`.
+    pub(super) overlap: String,
+    /// What the pass ran under.
     pub(super) policy: String,
     pub(super) transport: String,
     pub(super) groups: usize,
-    /// From the start of the first operation of any rank to the end of the last.
+    /// Of the slowest rank, from the start of its first operation to the end of its last; no other times are taken meanwhile, and those
+    /// of parts below are of other runs.
     pub(super) seconds: Statistics,
     /// Of a rank.
     pub(super) tflops: f64,
@@ -35,17 +40,24 @@ pub(super) struct Row {
     pub(super) bias_gradient_seconds: f64,
     /// That of the weight over that of the sequential run.
     pub(super) weight_gradient_slowdown: Option<f64>,
+    /// Inputs on their way to all ranks; sums to their owners; those to all ranks.
+    pub(super) gather_seconds: f64,
+    pub(super) reduce_seconds: f64,
+    pub(super) spread_seconds: f64,
     pub(super) communication_seconds: f64,
     pub(super) exposed_seconds: f64,
     /// The largest share of what an element may err.
     pub(super) of_bound: f64,
     /// The same word for the same bits of all results.
     pub(super) bits: String,
+    /// The last run with the times of all operations.
+    #[serde(skip)]
+    pub(super) last: Timeline,
     #[serde(skip)]
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                    transport    \
+pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                                  transport    \
                                  groups        us  TFLOP/s  sequential     ideal  efficiency  wgrad x  exposed us  of bound";
 
 impl Row {
@@ -64,7 +76,7 @@ impl Row {
         };
         let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         format!(
-            "{:6}  {:8}  {:17}  {:18}  {:24}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
+            "{:6}  {:8}  {:17}  {:18}  {:38}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
             word(&self.kind),
             word(&self.pass),
             activations,

@@ -1,0 +1,93 @@
+use counterpoint_plan::{
+    CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, SUMMING_WORKERS,
+    WaveGroups,
+};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+
+use super::layer::LayerGradient;
+use crate::Machine;
+
+/// How the passes of a layer share a machine. Results have the same bits however they do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum LayerOverlap {
+    /// Each pass in the way that is predicted to end soonest by these costs, of those that the machine has.
+    Predicted(CostModel),
+    /// Both by this policy, in these groups; automatic ones by these costs.
+    Policy(OverlapPolicy, WaveGroups, CostModel),
+}
+
+impl Default for LayerOverlap {
+    /// By the costs of a machine that nobody has measured.
+    fn default() -> Self {
+        Self::Predicted(CostModel::H200)
+    }
+}
+
+/// A pass of a layer as it is run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedPass {
+    /// The layer in the pass's groups.
+    pub plan: LinearPlan,
+    /// How communication is brought to run under computation.
+    pub policy: OverlapPolicy,
+}
+
+/// The passes of a layer as they are run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedPasses {
+    /// `y`.
+    pub forward: PlannedPass,
+    /// `dx` and the gradient of the weight.
+    pub backward: PlannedPass,
+}
+
+impl LayerOverlap {
+    /// The passes of a layer over `tp_size` ranks of `machine`.
+    ///
+    /// # Errors
+    /// As [`LinearPlan::new`].
+    pub fn passes<M: Machine>(
+        &self,
+        machine: &M,
+        spec: LinearSpec,
+        tp_size: usize,
+        gradient: LayerGradient,
+    ) -> Result<PlannedPasses, PlanError> {
+        let cost = match self {
+            Self::Policy(policy, groups, cost) => {
+                let plan = LinearPlan::new(spec, tp_size, groups.clone(), cost)?;
+                let pass = PlannedPass { plan, policy: *policy };
+                return Ok(PlannedPasses { forward: pass.clone(), backward: pass });
+            }
+            Self::Predicted(cost) => cost,
+        };
+        let ways = machine.pass_overlaps(tp_size);
+        let pass = |direction: LinearDirection| {
+            // Where workers are threads, what overlaps takes nothing from each other, and groups do.
+            if ways.is_empty() {
+                let plan = LinearPlan::new(spec, tp_size, WaveGroups::Auto, cost)?;
+                return Ok(PlannedPass { plan, policy: OverlapPolicy::default() });
+            }
+            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(1), cost)?;
+            let way = LinearPass { spec, tp_size, direction }.fastest(ways, cost);
+            Ok(PlannedPass { plan, policy: policy_of(way) })
+        };
+        let weight_gradient = !matches!(gradient, LayerGradient::Frozen | LayerGradient::Deferred { .. });
+        Ok(PlannedPasses {
+            forward: pass(LinearDirection::Forward)?,
+            backward: pass(LinearDirection::Backward { weight_gradient })?,
+        })
+    }
+}
+
+fn policy_of(way: PassOverlap) -> OverlapPolicy {
+    let concurrent = OverlapPolicy::default();
+    match way {
+        PassOverlap::Sequential => OverlapPolicy::new(StartOrder::Sequential),
+        PassOverlap::Fused => OverlapPolicy { mover: Mover::Fused, ..concurrent },
+        PassOverlap::Beside => {
+            let workers = WorkerShare::Margin(SUMMING_WORKERS);
+            OverlapPolicy { mover: Mover::CopyEngine, workers, ..concurrent }
+        }
+    }
+}
