@@ -11,8 +11,8 @@
 //
 // What a meeting takes is flights of words (0.7 us) and fences for all GPUs (as long, and longer behind stores that are on their
 // way to one). So an address carries its call's number and needs no fence and no word that follows it; every block tells by itself
-// that it has passed; and nobody fences what needs no fence: what earlier kernels of a stream wrote is there for all, and so are
-// pieces that have been read.
+// that it has passed; and nobody fences what needs no fence: what earlier kernels of a stream wrote into this GPU's memory is there for
+// all, and so are pieces that have been read. Who writes into another GPU's memory makes the fence itself, behind its last store.
 #pragma once
 
 #include "ptx/barrier.cuh"

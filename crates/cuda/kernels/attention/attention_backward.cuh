@@ -74,6 +74,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
   } else {
     registers_increase<kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
+    gradients_arrive(params);
     round_role<16>(params);
   }
 }

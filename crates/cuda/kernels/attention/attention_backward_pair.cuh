@@ -50,6 +50,7 @@ __device__ __forceinline__ void attention_backward_pair(const AttentionBackwardA
     } else {
       key_role(params, shared);
     }
+    gradients_arrive(params);
   }
   // Nobody leaves while the other CTA may still write to its shared memory.
   cluster_sync();

@@ -81,6 +81,12 @@ __device__ __forceinline__ float* gradient_row(void* out, const AttentionBackwar
   return to + head * head_dim;
 }
 
+// The last that a thread does which stores such rows: those that leave are there once this kernel has ended, and who tells of it need
+// not make a fence for what others wrote.
+__device__ __forceinline__ void gradients_arrive(const AttentionBackwardArguments& params) {
+  if (kOutputF32 && params.homes != nullptr) fence_system();
+}
+
 // Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
 template <u32 kTensor, u32 kCount>
 __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
