@@ -47,6 +47,10 @@ const LAST_SPREAD: f64 = 14e-6;
 /// Until the first rows of an operand have come, and the part of the link's rate at which they come while tiles are computed.
 const FIRST_ROWS: f64 = 15e-6;
 const ROWS_RATE: f64 = 0.7;
+/// Few rows of each rank, these bytes of a tile at most, leave at once: so long until the first are there, and at the link's rate
+/// (on four H200s 512 x 8192 x 4096 took 64 us where the product takes 47).
+const AT_ONCE_BYTES: usize = 2 << 20;
+const AT_ONCE: f64 = 7e-6;
 
 impl GemmExchange {
     /// What it takes by a machine's costs.
@@ -68,6 +72,16 @@ impl GemmExchange {
                 sequential: product + 2.0 * (cost.launch_seconds + travel(n)),
                 fused: product.max(2.0 * bytes(n) / cost.link.bytes_per_second) + LAST_SPREAD,
             },
+            // All tiles wait for all rows.
+            GemmTraffic::Operand
+                if m.div_ceil(ranks) <= TILE_ROWS
+                    && m.div_ceil(ranks) * k * element_bytes <= AT_ONCE_BYTES =>
+            {
+                GemmExchangeSeconds {
+                    sequential: product + cost.launch_seconds + travel(k),
+                    fused: product + AT_ONCE + bytes(k) / cost.link.bytes_per_second,
+                }
+            }
             GemmTraffic::Operand => {
                 let rounds = (m * n).div_ceil(ROUND) as f64;
                 let tiled = m.div_ceil(ranks).next_multiple_of(TILE_ROWS) * ranks;
@@ -104,20 +118,21 @@ mod tests {
         }
     }
 
-    /// All tiles of 512 rows are computed at the same time, so those of other ranks' rows wait for them anyway (measured: 103 us
-    /// beside 91 on four GPUs).
+    /// Measured on four GPUs: 34, 64 and 122 us beside 39, 70 and 124.
     #[test]
-    fn one_round_of_tiles_waits_for_its_operand() {
-        let few = seconds(GemmTraffic::Operand, 4, [512, 8192, 4096]);
-        assert!(few.fused > few.sequential, "{few:?}");
-        let sums = seconds(GemmTraffic::Shares, 4, [512, 8192, 4096]);
-        assert!(sums.fused < sums.sequential, "{sums:?}");
+    fn few_rows_travel_under_the_product_too() {
+        for m in [128, 512, 1024] {
+            for traffic in [GemmTraffic::Shares, GemmTraffic::Operand] {
+                let few = seconds(traffic, 4, [m, 8192, 4096]);
+                assert!(few.fused < few.sequential, "{m} {traffic:?}: {few:?}");
+            }
+        }
     }
 
-    /// Rows of four ranks would be four rows of tiles instead of one.
+    /// More rows than leave at once, of which two ranks' would share a tile: four rows of tiles instead of one.
     #[test]
     fn rows_that_fill_no_tile_come_first() {
-        let few = seconds(GemmTraffic::Operand, 4, [128, 8192, 8192]);
+        let few = seconds(GemmTraffic::Operand, 4, [128, 8192, 65536]);
         assert!(few.fused > 1.2 * few.sequential, "{few:?}");
     }
 

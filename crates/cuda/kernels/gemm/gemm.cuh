@@ -21,11 +21,11 @@ struct GemmToMemory {
   static constexpr u32 kProducerRegisters = 40;
   static constexpr u32 kConsumerRegisters = 232;
   static constexpr u32 kLoadingThreads = 1;
+  static constexpr bool kAwaitsRows = false;
   using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
 
   __device__ __forceinline__ void begin(GemmShared<C>&) const {}
-  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     gemm_store<C>(arguments, shared, group);
   }
@@ -188,6 +188,7 @@ struct GemmConsumer {
 template <typename C, typename Ends>
 __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends& ends) {
   extern __shared__ u8 dynamic[];
+  let_dependents_start();
   // Swizzled rows must begin at multiples of 1024 bytes. Both CTAs have the same skew.
   const u32 skew = (1024 - shared_address(dynamic) % 1024) % 1024;
   auto& shared = *reinterpret_cast<GemmShared<C>*>(dynamic + skew);
@@ -197,15 +198,18 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
       mbarrier_init(&shared.empty[i], 2 * 4 * kGemmConsumers);
     }
     for (u32 g = 0; g < kGemmConsumers; ++g) {
-      shared.heralds[g].stored = shared.heralds[g].told = 0;
+      shared.spreads[g].stored = shared.spreads[g].spread = 0;
       for (u32 i = 0; i < 2; ++i) {
         mbarrier_init(&shared.chunk_full[g][i], 4);
         mbarrier_init(&shared.chunk_empty[g][i], 1);
       }
     }
+    mbarrier_init(&shared.own_loaded, 1);
+    mbarrier_init(&shared.own_sent, 1);
     fence_mbarrier_init();
   }
   cluster_sync();
+  wait_for_previous();
   if (uniform(threadIdx.x / 128) == 0) {
     registers_decrease<Ends::kProducerRegisters>();
     if (threadIdx.x < Ends::kLoadingThreads) gemm_load<C>(arguments, shared, ends);

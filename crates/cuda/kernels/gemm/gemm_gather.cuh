@@ -12,6 +12,7 @@
 
 #include "gemm/gemm.cuh"
 #include "link_meeting.cuh"
+#include "ptx/bulk.cuh"
 
 namespace counterpoint {
 
@@ -30,6 +31,12 @@ struct GemmGathering {
   u32 own_rows;  // of every rank
   u32 rank;
   u32 ranks;
+  u32 pieces;      // in which all rows leave at once, as one block, or 0
+  u32 piece_bytes;
+  u32 sends_to;    // ranks, a bit each: also this one where tiles have rows of several
+  u32 in_turn;     // whether rows go to one rank after the other, since tiles begin with those that come first
+  u32 copy_rows;   // of each of two copies of A that follow each other and take turns, or 0 where there is one
+  u64 copy_bytes;
 };
 
 // The kernel's parameter. Shared with the host.
@@ -44,6 +51,7 @@ struct GemmFromRanks {
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
   static constexpr u32 kLoadingThreads = 1;
+  static constexpr bool kAwaitsRows = true;
   using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
   const GemmGathering& gathering;
@@ -54,18 +62,71 @@ struct GemmFromRanks {
   // turn among those of all multiprocessors (about 0.2 us each), and every CTA of a group makes one for each block.
   __device__ __forceinline__ static u32 groups() { return min(4u, gridDim.x); }
   // CTAs that copy the block with that number among all that a rank sends.
-  __device__ __forceinline__ static u32 copying(u32 number) {
+  __device__ __forceinline__ u32 copying(u32 number) const {
+    if (gathering.pieces != 0) return gathering.pieces;
     return (gridDim.x - number % groups() + groups() - 1) / groups();
   }
 
   // One warp of every CTA.
-  __device__ __forceinline__ void begin(GemmShared<C>&) const {
+  __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
     const u32 lane = threadIdx.x % 32;
     const u64 number = call();
-    const LinkCall& link = gathering.link;
-    if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
-      store_release_system(&link.slots[lane]->announced, number);
+    if (gathering.pieces != 0) {
+      send_pieces(shared, lane, number);
+      if (lane == 0) mbarrier_arrive(&shared.own_sent);
+      return;
     }
+    if (lane == 0) mbarrier_arrive(&shared.own_sent);
+    if (blockIdx.x == 0 && lane < gathering.ranks && lane != gathering.rank) {
+      store_release_system(&gathering.link.slots[lane]->announced, number);
+    }
+    send_blocks(lane, number);
+  }
+
+  // Few rows: the copy engine brings a piece of them into shared memory, where no result is yet, and from there to every rank, a
+  // lane to each. Nobody waits for the others to begin: calls write two copies in turn, and a rank that has had the rows of the
+  // last call from another, as each kernel waits for, knows that other to be through with the call before it.
+  __device__ __forceinline__ void send_pieces(GemmShared<C>& shared, u32 lane, u64 number) const {
+    const u32 ranks = gathering.ranks;
+    const u32 stride = max(1u, gridDim.x / gathering.pieces), sending = (gridDim.x + stride - 1) / stride;
+    if (blockIdx.x % stride != 0) return;
+    u8* staging = shared.staging[0][0];
+    // In step s to the one s before it; to itself last.
+    const u32 peer = (gathering.rank + ranks - 1 - lane % ranks) % ranks;
+    const bool sends = lane < ranks && (gathering.sends_to >> peer & 1) != 0;
+    u32 loaded = 0;
+    for (u32 piece = blockIdx.x / stride; piece < gathering.pieces; piece += sending) {
+      const u64 first = u64(piece) * gathering.piece_bytes;
+      const u32 bytes = u32(min(u64(gathering.piece_bytes), gathering.own_bytes - first));
+      if (lane == 0) {
+        mbarrier_arrive_expect(&shared.own_loaded, bytes);
+        bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
+      }
+      mbarrier_wait(&shared.own_loaded, loaded++ & 1);
+      const u32 own_turn = !sends ? ranks + 1 : gathering.in_turn != 0 ? lane : 0;
+#pragma unroll 1
+      for (u32 turn = 0; turn <= ranks; ++turn) {
+        if (turn == own_turn) {
+          const u64 to = gathering.gathered[peer] + (number & 1) * gathering.copy_bytes + first;
+          bulk_store(reinterpret_cast<u8*>(to), staging, bytes);
+          tma_store_commit();
+        }
+        // While the next one's is on its way.
+        if (turn == own_turn + 1) {
+          fence_async_proxy_all();
+          add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
+        }
+        __syncwarp();
+        // Complete, not only read, before its receiver hears of it.
+        if (turn == own_turn) tma_store_wait<0>();
+        __syncwarp();
+      }
+    }
+  }
+
+  // One warp of every CTA.
+  __device__ __forceinline__ void send_blocks(u32 lane, u64 number) const {
+    const LinkCall& link = gathering.link;
     u32 began = 0;  // ranks whose memory may be written, a bit each
 #pragma unroll 1
     for (u32 at = blockIdx.x % groups(); at < (gathering.ranks - 1) * gathering.blocks; at += groups()) {
@@ -120,21 +181,29 @@ struct GemmFromRanks {
     }
   }
 
-  // The thread that loads, before a tile: its rows have come.
+  // The thread that loads, before a tile: its rows have come, of all ranks that they are of.
   __device__ __forceinline__ void await_rows(const GemmRowTile& of) const {
     if (of.source != 0) return;
-    const u32 owner = of.source_row / gathering.own_rows;
-    const u32 within = of.source_row - owner * gathering.own_rows;
-    const u32 last = (within + kGemmTileM - 1) / gathering.block_rows;
-    // What its owner sends before, to others.
-    const u32 before = (owner + gathering.ranks - gathering.rank - 1) % gathering.ranks * gathering.blocks;
-    for (u32 block = within / gathering.block_rows; block <= last; ++block) {
-      // What comes wrong when the wait gives up, nobody looks at.
-      link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(before + block),
-                owner, kLinkSend);
+    const u32 own_rows = gathering.own_rows, end = of.source_row + of.rows;
+    for (u32 row = of.source_row; row < end;) {
+      const u32 owner = row / own_rows, first = owner * own_rows;
+      const u32 last = (min(end, first + own_rows) - 1 - first) / gathering.block_rows;
+      // What its owner sends before, to others.
+      const u32 before = (owner + gathering.ranks - gathering.rank - 1) % gathering.ranks * gathering.blocks;
+      for (u32 block = (row - first) / gathering.block_rows; block <= last; ++block) {
+        // What comes wrong when the wait gives up, nobody looks at.
+        link_wait(gathering.link, gathering.arrivals + owner * gathering.blocks + block, call() * copying(before + block),
+                  owner, kLinkSend);
+      }
+      row = first + own_rows;
     }
     // What ordinary stores of another GPU wrote is read by the copy engine.
     fence_async_proxy_all();
+  }
+
+  // Rows before the copy that this call's are in.
+  __device__ __forceinline__ u32 copy_row(const GemmRowTile& of) const {
+    return of.source == 0 && (call() & 1) != 0 ? gathering.copy_rows : 0;
   }
 
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
@@ -143,6 +212,7 @@ struct GemmFromRanks {
   template <typename Consumer>
   __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmRowTile& of, u32 column,
                                        const GemmWalk& walk) const {
+    mbarrier_wait(&staging.shared.own_sent, 0);
     staging.template tile<false>(consumer.acc, of, column, walk.unit.group);
   }
   template <typename Consumer>

@@ -3,9 +3,10 @@
 //
 // Every rank computes all of its product, the tiles of other ranks' rows first. A finished part of such a tile, rounded to
 // elements, is stored straight into its owner's memory, in the order in which its threads hold it, and stamped with the call's
-// number; the part for which there is no room on the way follows while the next tile is multiplied. When a rank comes to its own tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its
-// own rounded like theirs, and rounds once: the bits are those of a product followed by a reduction. The sums go to the rank's
-// own rows, and in an all-reduce to every other rank's copy of them.
+// number; the part for which there is no room on the way follows while the next tile is multiplied. When a rank comes to its own
+// tiles it waits for the others' parts of each, adds them in f32 in the order of ranks, its own rounded like theirs, and rounds once:
+// the bits are those of a product followed by a reduction. The sums go to the rank's own rows, and in an all-reduce to every other
+// rank's copy of them: those of a CTA's last tile directly, earlier ones while the next tiles are multiplied (gemm_spread.cuh).
 //
 // The others' parts of a tile come through the ring of stages behind its operands: who loads fetches them while the tile is still
 // multiplied, for a warpgroup that waits for memory keeps the matrix unit waiting.
@@ -18,6 +19,7 @@
 #pragma once
 
 #include "gemm/gemm.cuh"
+#include "gemm/gemm_spread.cuh"
 #include "link_meeting.cuh"
 #include "ptx/bulk.cuh"
 
@@ -31,6 +33,7 @@ struct GemmReduction {
   const u64* stamps;                    // and the call in which each part came: [ranks, parts of a rank]
   u64 peer_parts[kGemmDestinations];    // this rank's place in those of every rank
   u64 peer_stamps[kGemmDestinations];
+  u64 sums[kGemmDestinations];          // this rank's rows of the sums in the memory of every rank that gets them
   u64 part_bytes;
   u32 stamps_of_rank;
   u32 own_rows;  // of each rank: a multiple of 64, or 32 or 16
@@ -51,6 +54,7 @@ struct GemmToRanks {
   static constexpr u32 kConsumerRegisters = 224;
   // The others of the warp look out for parts.
   static constexpr u32 kLoadingThreads = 32;
+  static constexpr bool kAwaitsRows = false;
   using Held = GemmHeld<C>;
   const GemmArguments& arguments;
   const GemmReduction& reduction;
@@ -93,49 +97,16 @@ struct GemmToRanks {
     return (walk.unit.group * 2 + walk.rank) * kGemmConsumers;
   }
 
-  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all tell owners of
-  // the parts that have been stored.
+  // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all store in other
+  // ranks' memory what sums have been stored in this one's.
   __device__ __forceinline__ void begin(GemmShared<C>& shared) const {
-    const u32 peer = threadIdx.x % 32;
-    if (blockIdx.x == 0 && peer < reduction.ranks && peer != reduction.rank) {
-      store_release_system(&reduction.link.slots[peer]->announced, call());
+    const u32 lane = threadIdx.x % 32;
+    if (blockIdx.x == 0 && lane < reduction.ranks && lane != reduction.rank) {
+      store_release_system(&reduction.link.slots[lane]->announced, call());
     }
-    if (peer == 0) tell_owners(shared);
+    if (reduction.spreads == 0) return;
+    gemm_spread_sums<C>(shared, GemmSums{reduction.sums, reduction.rank, all_writable(), arguments.d_stride, arguments.n});
   }
-
-  // A fence for the whole system takes its turn among those of all multiprocessors (about 0.2 us each), so who stores does not wait
-  // for one: this thread makes one for all that was stored since its last.
-  __device__ __forceinline__ void tell_owners(GemmShared<C>& shared) const {
-    const u64 number = call();
-    for (bool more = true; more;) {
-      more = false;
-      bool fenced = false;
-      u32 stored[kGemmConsumers];
-#pragma unroll
-      for (u32 g = 0; g < kGemmConsumers; ++g) {
-        stored[g] = load_acquire_shared(&shared.heralds[g].stored);
-        more |= (stored[g] & kHeraldEnd) == 0;
-        fenced |= (stored[g] & ~kHeraldEnd) != shared.heralds[g].told;
-      }
-      if (!fenced) {
-        pause_nanoseconds<200>();
-        continue;
-      }
-      fence_system();
-#pragma unroll
-      for (u32 g = 0; g < kGemmConsumers; ++g) {
-        GemmHerald& herald = shared.heralds[g];
-        u32 told = herald.told;
-        for (; told != (stored[g] & ~kHeraldEnd); ++told) {
-          const u32 entry = herald.parts[told % kHeraldParts];
-          const u32 part = entry & ((1u << kHeraldOwner) - 1);
-          store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[entry >> kHeraldOwner]) + part, number);
-        }
-        store_release_shared(&herald.told, told);
-      }
-    }
-  }
-  __device__ __forceinline__ void await_rows(const GemmRowTile&) const {}
 
   // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.
   __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmRowTile& of, u32 column,
@@ -192,20 +163,29 @@ struct GemmToRanks {
     __syncwarp();
   }
 
-  // Whether a rank's memory may be written, asked once of each: `known` has a bit for those that may.
-  __device__ __forceinline__ bool may_write(u32 peer, u64 number, u32& known) const {
-    if (known >> peer & 1) return true;
-    const bool began = link_wait(reduction.link, &reduction.link.mailbox[peer].announced, number, peer, kLinkBegin);
-    if (began) known |= 1u << peer;
-    return began;
+  // Ranks whose memory may be written, a bit each: all others, unless a wait has given up.
+  __device__ __forceinline__ u32 all_writable() const {
+    const u64 number = call();
+    u32 known = 0;
+    for (u32 peer = 0; peer < reduction.ranks; ++peer) {
+      if (peer == reduction.rank) continue;
+      if (link_wait(reduction.link, &reduction.link.mailbox[peer].announced, number, peer, kLinkBegin)) known |= 1u << peer;
+    }
+    return known;
+  }
+
+  __device__ __forceinline__ bool spreads_now(const GemmChunk& chunk) const {
+    return reduction.spreads != 0 && (chunk.flags & kChunkLater) == 0;
   }
 
   // The one thread that stores what warpgroup `group` computes.
   __device__ __forceinline__ void store(GemmShared<C>& shared, u32 group) const {
     const u64 number = call();
     const u32 own = reduction.rank;
-    GemmHerald& herald = shared.heralds[group];
-    u32 known = 0, stored = 0;
+    GemmSpread& spread = shared.spreads[group];
+    // Asked before there is anything to store.
+    const u32 known = all_writable();
+    u32 later = 0;
     for (u32 count = 0;; ++count) {
       const u32 buffer = count % 2;
       mbarrier_wait(&shared.chunk_full[group][buffer], (count / 2) & 1);
@@ -214,7 +194,7 @@ struct GemmToRanks {
       const u8* from = shared.staging[group][buffer];
       if (chunk.flags & kChunkPart) {
         for_slices(chunk.row, [&](u32 owner, u32 at, u32 rows) {
-          if (!may_write(owner, number, known)) return;
+          if ((known >> owner & 1) == 0) return;
           u8* to = reinterpret_cast<u8*>(reduction.peer_parts[owner]) + u64(u32(chunk.column)) * kChunkBytes;
           bulk_store(to + at * kRowBytes, from + at * kRowBytes, rows * kRowBytes);
         });
@@ -224,32 +204,38 @@ struct GemmToRanks {
         const i32 row = chunk.row + skipped;
         from += skipped * kRowBytes;
         tma_store_2d(&arguments.d_maps[own], from, chunk.column, row);
-        for (u32 peer = 0; reduction.spreads != 0 && peer < reduction.ranks; ++peer) {
-          if (peer != own && may_write(peer, number, known)) {
-            tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
-          }
+        for (u32 peer = 0; spreads_now(chunk) && peer < reduction.ranks; ++peer) {
+          if ((known >> peer & 1) != 0) tma_store_2d(&arguments.d_maps[peer], from, chunk.column, row);
         }
       }
       tma_store_commit();
       tma_store_wait_read<0>();
       mbarrier_arrive(&shared.chunk_empty[group][buffer]);
+      if ((chunk.flags & kChunkLater) && u32(chunk.column) < arguments.n) {
+        // Complete, not only read, before others read it.
+        tma_store_wait<0>();
+        fence_async_proxy_all();
+        while (later - load_acquire_shared(&spread.spread) == kSpreadChunks) {
+        }
+        spread.columns[later % kSpreadChunks] = chunk.column;
+        spread.rows[later % kSpreadChunks] = chunk.row;
+        store_release_shared(&spread.stored, ++later);
+      }
       if ((chunk.flags & kChunkPart) && (chunk.flags & kChunkLast)) {
         // All of this thread's stores are complete, not only read, before their owners hear of them.
         tma_store_wait<0>();
         fence_async_proxy_all();
+        fence_system();
         for_slices(chunk.row, [&](u32 owner, u32, u32) {
           if ((known >> owner & 1) == 0) return;
-          while (stored - load_acquire_shared(&herald.told) == kHeraldParts) {
-          }
-          herald.parts[stored % kHeraldParts] = owner << kHeraldOwner | chunk.group;
-          store_release_shared(&herald.stored, ++stored);
+          store_relaxed_system(reinterpret_cast<u64*>(reduction.peer_stamps[owner]) + chunk.group, number);
         });
       }
     }
     // Complete before this CTA is counted as through: who counts last tells the others for all.
     tma_store_wait<0>();
     fence_async_proxy_all();
-    store_release_shared(&herald.stored, stored | kHeraldEnd);
+    store_release_shared(&spread.stored, later | kSpreadEnd);
   }
 
   template <typename Consumer>
@@ -265,7 +251,9 @@ struct GemmToRanks {
     if (!kept) return no_tile(consumer, of);
     add_parts(consumer);
     const i32 own_row = i32(row - reduction.rank * reduction.own_rows);
-    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, 0}, consumer.acc, false);
+    // Sums of several ranks' copies would keep shared memory from the next tile's.
+    const bool later = reduction.spreads != 0 && reduction.own_rows >= kGemmTileM && walk.more_after();
+    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, later ? kChunkLater : u8(0)}, consumer.acc, false);
   }
 
   // The others' parts of a tile take their turns, whoever adds them.
@@ -338,8 +326,10 @@ struct GemmToRanks {
     if (add_acquire_release(&link.state->arrived, 1) + 1 != gridDim.x) return;
     bool passed = true;
     if (reduction.spreads != 0) {
+      // One fence for what is told to all.
+      fence_system();
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
-        if (peer != reduction.rank) store_release_system(&link.slots[peer]->passed, number);
+        if (peer != reduction.rank) store_relaxed_system(&link.slots[peer]->passed, number);
       }
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
         if (peer != reduction.rank) passed &= link_wait(link, &link.mailbox[peer].passed, number, peer, kLinkPass);

@@ -98,16 +98,17 @@ struct GemmChunk {
 constexpr u8 kChunkLast = 1;  // of this warpgroup's part of a tile
 constexpr u8 kChunkNone = 2;  // there is no more work
 constexpr u8 kChunkPart = 4;  // of another rank's tile: `row` is its place among its owner's (gemm_reduce.cuh)
+constexpr u8 kChunkLater = 8;  // of a sum that other ranks get from a warp that has time for it
 
-// Parts of other ranks' tiles that one thread has stored, for the one that tells their owners (gemm_reduce.cuh).
-constexpr u32 kHeraldParts = 16;
-struct GemmHerald {
-  u32 parts[kHeraldParts];  // the owner's rank in the highest bits
-  u32 stored;               // so many, over all; kHeraldEnd beside it: there is nothing more to store
-  u32 told;
+// Chunks of sums that one thread has stored in this rank's memory, for the warp that stores them in the others' (gemm_reduce.cuh).
+constexpr u32 kSpreadChunks = 8;
+struct GemmSpread {
+  i32 columns[kSpreadChunks];
+  i32 rows[kSpreadChunks];
+  u32 stored;  // so many, over all; kSpreadEnd beside it: there is nothing more to store
+  u32 spread;
 };
-constexpr u32 kHeraldEnd = 0x80000000u;
-constexpr u32 kHeraldOwner = 28;  // bits of a part below its owner's rank
+constexpr u32 kSpreadEnd = 0x80000000u;
 
 template <typename C>
 struct alignas(1024) GemmShared {
@@ -120,7 +121,9 @@ struct alignas(1024) GemmShared {
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
   u32 arrived[kGemmConsumers];
-  GemmHerald heralds[kGemmConsumers];
+  GemmSpread spreads[kGemmConsumers];
+  u64 own_loaded;  // a piece of this rank's rows is in `staging`, on its way to others (gemm_gather.cuh)
+  u64 own_sent;    // `staging` is free for results
 };
 
 // The items of this CTA: every warp walks the same list. A unit's parts of k follow each other.
@@ -131,6 +134,7 @@ struct GemmWalk {
   GemmUnit unit = {0, 0, 0};
 
   __device__ __forceinline__ bool more() const { return index < arguments.unit_count * arguments.splits; }
+  __device__ __forceinline__ bool more_after() const { return index + gridDim.x / 2 < arguments.unit_count * arguments.splits; }
   __device__ __forceinline__ void advance() { index += gridDim.x / 2; }
   __device__ __forceinline__ u32 position() const { return index / arguments.splits; }
   __device__ __forceinline__ u32 split() const { return index % arguments.splits; }
@@ -195,18 +199,56 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
   }
 }
 
-// Both operands of a tile, block by block of k.
+// The same part of B's block, from memory to the second level cache.
+template <u32 kRows, Major kMajor>
+__device__ __forceinline__ void prefetch_operand(const TensorMap* map, i32 k, u32 row, bool both, u32 rank) {
+  if constexpr (kMajor == Major::kK) {
+    tma_prefetch_2d(map, k, i32(both ? row + rank * (kRows / 2) : row));
+  } else {
+#pragma unroll
+    for (u32 chunk = 0; chunk < (kRows + 63) / 64; ++chunk) {
+      if (!both || chunk % 2 == rank) tma_prefetch_2d(map, i32(row + 64 * chunk), k);
+    }
+  }
+}
+
+// B's part of a CTA's first tile while rows of A are still on their way: as many blocks as there are stages, and some more as far
+// as the second level cache. How many of the stages have it.
+template <typename C>
+__device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, GemmShared<C>& shared, const GemmWalk& walk,
+                                               u32 column) {
+  // Of every CTA: half of the cache over all of them.
+  constexpr u32 kCached = 192 * 1024 / C::kBytesB;
+  const u32 begin = walk.k_begin(), count = walk.k_end() - begin;
+  const u32 ahead = min(count, C::kStages), cached = min(count, ahead + kCached);
+  const bool both = arguments.pairs_columns == 0;
+#pragma unroll 1
+  for (u32 i = 0; i < cached; ++i) {
+    const i32 k = i32((begin + i) * kGemmBlockK);
+    if (i < ahead) {
+      mbarrier_arrive_expect(&shared.full[i], C::kBytesA + C::kBytesB);
+      load_operand<C::kTileN, C::kMajorB>(shared.b[i], &arguments.b_map, &shared.full[i], k, column, both, walk.rank);
+    } else {
+      prefetch_operand<C::kTileN, C::kMajorB>(&arguments.b_map, k, column, both, walk.rank);
+    }
+  }
+  return ahead;
+}
+
+// Both operands of a tile, block by block of k; B's first `ahead` blocks are on their way.
 template <typename C>
 __device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
-                                                   const GemmWalk& walk, const GemmRowTile& tile, u32 column) {
-  const u32 end = walk.k_end();
+                                                   const GemmWalk& walk, const GemmRowTile& tile, u32 column, u32 ahead) {
+  const u32 end = walk.k_end(), ahead_end = walk.k_begin() + ahead;
   const TensorMap* a_map = &arguments.a_maps[tile.source];
 #pragma unroll 1
   for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
     const u32 stage = ring.stage;
-    // Both CTAs' consumers are done with this stage: the halves that come are written into both.
-    mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
-    mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
+    if (k_block >= ahead_end) {
+      // Both CTAs' consumers are done with this stage: the halves that come are written into both.
+      mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
+      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
+    }
     const i32 k = i32(k_block * kGemmBlockK);
     i32 a_k = k;
     if constexpr (C::kMajorA == Major::kMN) {
@@ -218,8 +260,10 @@ __device__ __forceinline__ void gemm_load_operands(const GemmArguments& argument
     }
     load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
                                          arguments.pairs_columns != 0, walk.rank);
-    load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
-                                        arguments.pairs_columns == 0, walk.rank);
+    if (k_block >= ahead_end) {
+      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
+                                          arguments.pairs_columns == 0, walk.rank);
+    }
     ring.next();
   }
 }
@@ -234,13 +278,20 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
     tma_prefetch_map(&arguments.b_map);
   }
   GemmRing<C> ring;
+  [[maybe_unused]] bool first = true;
   for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
     walk.look_up();
-    const GemmRowTile tile = walk.row_tile();
+    GemmRowTile tile = walk.row_tile();
     const u32 column = walk.template column<C::kTileN>();
     if (loads) {
-      ends.await_rows(tile);
-      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column);
+      u32 ahead = 0;
+      if constexpr (Ends::kAwaitsRows) {
+        if (first) ahead = gemm_load_ahead<C>(arguments, shared, walk, column);
+        first = false;
+        ends.await_rows(tile);
+        tile.source_row += ends.copy_row(tile);
+      }
+      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
     }
     if constexpr (Ends::kLoadingThreads > 1) {
       // The others must not look out for anything while one of them loads: a warp does one or the other.

@@ -32,6 +32,11 @@ __device__ __forceinline__ void tma_load_2d(void* shared, const TensorMap* map, 
       : "memory");
 }
 
+// Global to the second level cache.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
+}
+
 // Shared to global; what lies outside the tensor is not written.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* shared, i32 c0, i32 c1) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),

@@ -32,14 +32,14 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },
     };
     let speed = searcher.speed_beside(&mut clock).map_err(failed)?;
-    Ok(speed
-        .map_or(assumed, |speed| WorkerSharing { communication: taken(speed, assumed.workers), ..assumed }))
+    Ok(speed.map_or(assumed, |speed| WorkerSharing { communication: taken(speed, &assumed), ..assumed }))
 }
 
-/// Of `workers`, those that are missing to a computation at such a part of its usual speed.
-fn taken(speed: f64, workers: usize) -> usize {
-    let missing = (1.0 - speed) * workers as f64;
-    (missing.round() as usize).clamp(1, workers.saturating_sub(1).max(1))
+/// The workers that are missing to a computation at such a part of its usual speed. At most those that the kernels of a collective hold,
+/// as `assumed`: what a computation loses to it beyond these, as where both use the memory, no margin gives back.
+fn taken(speed: f64, assumed: &WorkerSharing) -> usize {
+    let missing = (1.0 - speed) * assumed.workers as f64;
+    (missing.round() as usize).clamp(1, assumed.communication.max(1))
 }
 
 #[cfg(test)]
@@ -48,10 +48,10 @@ mod tests {
 
     #[test]
     fn a_speed_says_who_is_missing() {
-        for communication in [1, 8, 16, 40] {
-            let speed = WorkerSharing::H200.speed_without(communication);
-            assert_eq!(taken(speed, WorkerSharing::H200.workers), communication);
+        let assumed = WorkerSharing::H200;
+        for communication in [1, 8, 16] {
+            assert_eq!(taken(assumed.speed_without(communication), &assumed), communication);
         }
-        assert_eq!([taken(1.0, 132), taken(0.0, 132), taken(0.5, 1)], [1, 131, 1]);
+        assert_eq!([1.0, 0.74, 0.0].map(|speed| taken(speed, &assumed)), [1, 16, 16]);
     }
 }

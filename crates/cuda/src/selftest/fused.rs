@@ -19,8 +19,9 @@ use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, Devi
 /// A product's rows of each rank, columns and terms: few tiles, so that calls follow each other closely. In the second a rank's
 /// rows are a single tile's, and columns and terms end inside of one; in the third they are a slice of one.
 pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [32, 256, 128]];
-/// Rows of a tile: a gather of fewer is not fused.
-const TILE: usize = 128;
+/// Some more with one collective: sums that others get while their owner computes, and rows that are too many to leave at once.
+const MORE: [([usize; 3], GemmCollective); 2] =
+    [([1024, 4096, 128], GemmCollective::AllReduce), ([1024, 256, 1152], GemmCollective::AllGather)];
 /// Calls after which the host waits, and so notices what failed.
 const BATCH: usize = 1000;
 /// What delays a rank, at most: it fills memory meanwhile.
@@ -38,9 +39,7 @@ pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfChe
     let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
     let cases =
         SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
-    let fits =
-        |&(shape, collective): &([usize; 3], _)| shape[0] >= TILE || collective != GemmCollective::AllGather;
-    cases.filter(fits).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
+    cases.chain(MORE).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
 }
 
 /// How a product and its collective are run.

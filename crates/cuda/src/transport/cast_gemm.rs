@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use counterpoint_exec::collective::Collective;
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
 use counterpoint_mask::Range;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, Program, RowBlock};
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferRole, Program, RowBlock};
 
 use super::fused::{Rows, element_of, layout_of, whole};
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, untold};
@@ -21,8 +21,8 @@ pub(super) struct CastGemmWork {
     end: Arc<LinkEnd>,
     abort: LinkAbort,
     kernel: GemmGather,
-    /// Counts what has come.
-    arrivals: DeviceBuffer,
+    /// Counts what has come, and takes in rows that leave at once.
+    exchange: DeviceBuffer,
     /// This rank's rows, and the copy of all that the others write into.
     own: BufferId,
     all: BufferId,
@@ -36,7 +36,7 @@ pub(super) struct CastGemmWork {
 /// What a rank knows of the others.
 struct Met {
     peers: LinkPeers,
-    arrivals: Vec<u64>,
+    exchanges: Vec<u64>,
     gathered: Vec<u64>,
     _memory: Vec<DeviceBuffer>,
 }
@@ -51,8 +51,8 @@ impl CastGemmWork {
         self.end.mailbox().clone()
     }
 
-    pub(super) fn arrivals(&self) -> DeviceBuffer {
-        self.arrivals.clone()
+    pub(super) fn exchange(&self) -> DeviceBuffer {
+        self.exchange.clone()
     }
 
     /// The tensor that others write rows into.
@@ -111,6 +111,12 @@ fn fitting(op: &schedule::CastGemm, collective: &Collective, program: &Program) 
     Some(Fitting { spec, own, all, b }).filter(|fitting| fitting.spec.check().is_ok())
 }
 
+/// Whether anything but its product reads the copy of all rows, which rows that leave at once do not come into.
+fn is_read_elsewhere(program: &Program, all: BufferId) -> bool {
+    let reading = program.ops.iter().filter(|op| op.op.reads().contains(&all)).count();
+    reading > 1 || program.buffers[all.0].role != BufferRole::Scratch
+}
+
 impl CudaTransport {
     /// The operation as one kernel, and what its ranks must agree on; `None` when there is no such kernel.
     pub(super) fn cast_gemm_work(
@@ -127,8 +133,11 @@ impl CudaTransport {
             let setup = backend.setup();
             let Some(&shape) = GemmGather::shapes(&self.device, &spec)?.first() else { return Ok(None) };
             let kernel = GemmGather::with_shape(setup, &spec, shape)?;
-            let arrivals = DeviceBuffer::new(&self.device, kernel.arrival_bytes())?;
-            arrivals.fill(setup, 0)?;
+            if kernel.leaves_at_once() && is_read_elsewhere(program, all) {
+                return Ok(None);
+            }
+            let exchange = DeviceBuffer::new(&self.device, kernel.exchange_bytes())?;
+            exchange.fill(setup, 0)?;
             setup.synchronize()?;
             let mut collective = collective;
             let (shape, ctas) = (kernel.shape(), kernel.ctas());
@@ -137,7 +146,7 @@ impl CudaTransport {
                 end: Arc::new(LinkEnd::new(setup)?),
                 abort: abort.clone(),
                 kernel,
-                arrivals,
+                exchange,
                 own,
                 all,
                 b,
@@ -165,13 +174,15 @@ impl CudaTransport {
                 work.met.get_or_init(|| met)
             }
         };
-        self.check_unmoved(place, met.gathered[self.rank], buffers[work.all.0].address())?;
+        if !work.kernel.leaves_at_once() {
+            self.check_unmoved(place, met.gathered[self.rank], buffers[work.all.0].address())?;
+        }
         let limit = self.world.config().limit;
         let link = work.end.call(self.rank, &met.peers, &[], &[], &work.abort, limit)?;
         let tensors = GemmGatherTensors {
             own: buffers[work.own.0].address(),
             gathered: &met.gathered,
-            arrivals: &met.arrivals,
+            exchanges: &met.exchanges,
             b: work.b.address(buffers),
             d: buffers[work.out.0].address(),
             bias: work.bias.map_or(0, |bias| buffers[bias.0].address()),
@@ -191,24 +202,24 @@ impl CudaTransport {
     ) -> Result<Met, CallError> {
         let ranks = self.world.size();
         let own = call.buffers[work.all.0].address();
-        let (mut arrivals, mut gathered) = (vec![work.arrivals.address(); ranks], vec![own; ranks]);
+        let (mut exchanges, mut gathered) = (vec![work.exchange.address(); ranks], vec![own; ranks]);
         let (mut mailboxes, mut memory) = (Vec::new(), Vec::new());
         let others: Vec<usize> = (0..ranks).filter(|&rank| rank != self.rank).collect();
         for &rank in &others {
             let post = self.post_of(call, meeting, rank)?;
             let part = &post.payload;
-            let (Some(mailbox), Some(counters), Some(all)) =
+            let (Some(mailbox), Some(exchange), Some(all)) =
                 (&part.mailbox, &part.staging, part.outputs.first())
             else {
                 return Err(untold(rank));
             };
-            (arrivals[rank], gathered[rank]) = (counters.address(), all.address());
+            (exchanges[rank], gathered[rank]) = (exchange.address(), all.address());
             mailboxes.push((rank, mailbox.clone()));
-            memory.extend([counters.clone(), all.memory().clone()]);
+            memory.extend([exchange.clone(), all.memory().clone()]);
         }
         let pattern = &call.collective.collective.pattern;
         pattern.incoming.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
         let peers = LinkPeers { mailboxes, announce_to: others.clone(), work_on: others };
-        Ok(Met { peers, arrivals, gathered, _memory: memory })
+        Ok(Met { peers, exchanges, gathered, _memory: memory })
     }
 }

@@ -83,7 +83,7 @@ impl CudaTransport {
             }
             Work::CastGemm(work) => {
                 part.mailbox = Some(work.mailbox());
-                part.staging = Some(work.arrivals());
+                part.staging = Some(work.exchange());
                 part.outputs = vec![work.written_by_others(buffers)];
                 &pattern.outgoing[..]
             }

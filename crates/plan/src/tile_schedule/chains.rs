@@ -17,22 +17,8 @@ impl Chains {
     pub(super) fn of(schedule: &TileSchedule) -> Self {
         let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
         let mut joined = Self { chains: (0..count).collect() };
-        let mut walked: Vec<(i32, i32, u32)> = Vec::with_capacity(schedule.runs.len());
-        for tile in &schedule.tiles {
-            for run in schedule.runs_of(tile) {
-                let bounds = schedule.bounds_of(run);
-                if bounds.is_empty() {
-                    walked.push((run.start, run.end, tile.number));
-                }
-                walked.extend(bounds.iter().map(|bound| match schedule.config.direction {
-                    TileDirection::Forward => (bound.k_start, bound.k_end, tile.number),
-                    TileDirection::Backward => (bound.q_start, bound.q_end, tile.number),
-                }));
-            }
-        }
-        walked.sort_unstable();
         let mut open: Option<(i32, u32)> = None;
-        for (start, end, number) in walked {
+        for (start, end, number) in walked(schedule) {
             open = match open {
                 Some((last_end, last)) if start < last_end => {
                     joined.join(last, number);
@@ -82,4 +68,43 @@ impl Chains {
         let (a, b) = (self.find(a), self.find(b));
         self.chains[a.max(b) as usize] = a.min(b);
     }
+}
+
+/// Of each tile, by its number, which stretch of rows it mostly walks: stretches are what the tiles' rows in common make up, and
+/// unlike [`Chains`] they are not joined by a tile that walks two, such as one that has the end of a document and the next one's
+/// beginning.
+pub(super) fn stretches_of_rows(schedule: &TileSchedule) -> Vec<u32> {
+    let count = schedule.tiles.iter().map(|tile| tile.number + 1).max().unwrap_or(0);
+    let mut longest = vec![(0, 0); count as usize];
+    let (mut stretch, mut stretch_end) = (0, i32::MIN);
+    for (start, end, number) in walked(schedule) {
+        if start >= stretch_end {
+            stretch += 1;
+        }
+        stretch_end = stretch_end.max(end);
+        let longest = &mut longest[number as usize];
+        if end - start > longest.0 {
+            *longest = (end - start, stretch);
+        }
+    }
+    longest.into_iter().map(|(_, stretch)| stretch).collect()
+}
+
+/// The rows that tiles walk and see, first and end, with the tiles' numbers, sorted.
+fn walked(schedule: &TileSchedule) -> Vec<(i32, i32, u32)> {
+    let mut walked = Vec::with_capacity(schedule.runs.len());
+    for tile in &schedule.tiles {
+        for run in schedule.runs_of(tile) {
+            let bounds = schedule.bounds_of(run);
+            if bounds.is_empty() {
+                walked.push((run.start, run.end, tile.number));
+            }
+            walked.extend(bounds.iter().map(|bound| match schedule.config.direction {
+                TileDirection::Forward => (bound.k_start, bound.k_end, tile.number),
+                TileDirection::Backward => (bound.q_start, bound.q_end, tile.number),
+            }));
+        }
+    }
+    walked.sort_unstable();
+    walked
 }

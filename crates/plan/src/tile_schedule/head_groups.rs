@@ -1,4 +1,4 @@
-use super::list_time::list_time;
+use super::list_time::{MOST_ITEMS, list_time};
 use super::{TILE_COST, Tile, TileSchedule};
 
 /// For which heads the tiles of a launch are handed out, and when: the first `tiles` tiles for one group of heads after another,
@@ -10,9 +10,6 @@ pub struct HeadGroups {
     /// Heads of a group.
     pub heads: usize,
 }
-
-/// With more tiles and heads than this, the order is not tried out.
-const MOST_ITEMS: usize = 1 << 14;
 
 impl TileSchedule {
     /// Groups of heads whose keys stay in a cache of `cached_columns` walked rows while the tiles of all heads together would have
@@ -46,7 +43,6 @@ impl TileSchedule {
         };
         let mut width = (cached_columns / longest).max(1);
         if tiles.len() * heads > MOST_ITEMS {
-            // One tile more or less at the end is then nothing, or else too much.
             let all = tiles.iter().map(|tile| columns(tile) as u64).sum::<u64>() * heads as u64;
             let is_short = longest as u64 * 128 <= all / workers.max(1) as u64;
             return if is_short { groups(width) } else { together };

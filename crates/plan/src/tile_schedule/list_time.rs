@@ -1,6 +1,9 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+/// With more items than this, orders of them are not tried out: one more or less at the end is then nothing, or else too much.
+pub(super) const MOST_ITEMS: usize = 1 << 14;
+
 /// Time until all of `workers` have finished when each takes the next item as soon as it is free. `items` are (time, how many of
 /// them), in the order in which they are taken. Time: the logarithm of the workers for each item that not all of them take.
 ///

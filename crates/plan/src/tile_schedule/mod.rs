@@ -5,6 +5,7 @@ mod config;
 mod coverage;
 mod error;
 mod fit;
+mod gather;
 mod head_groups;
 mod layout;
 mod list_time;

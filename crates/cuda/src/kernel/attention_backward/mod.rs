@@ -107,7 +107,7 @@ impl AttentionBackward {
             return Err(refused(format!("{heads_q} query heads are not a multiple of {heads_kv} key heads")));
         }
         let sums = DqSums::of(problem, mode);
-        let schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
+        let mut schedule = shape.schedule(problem, sums).map_err(|error| refused(error.to_string()))?;
         let choice = BackwardChoice {
             shape,
             element: problem.element,
@@ -137,18 +137,18 @@ impl AttentionBackward {
         };
         let counters = turns.as_ref().map_or(0, |turns| turns.counters);
         let stretch = stretch(schedule.tiles(), sums);
-        let class_ends = class_ends(&schedule);
         // No buffer is empty.
         let mut coverage = schedule.walked_rows(shape.rows as usize);
         coverage.resize(coverage.len().max(1), 0);
-        let schedule = DeviceSchedule::new(stream, &schedule)?;
         let queue = DeviceBuffer::from_slice(stream, &vec![0u32; QUEUE_WORDS + heads_kv])?;
         let statistics =
             DeviceBuffer::new(device, (4 * STATISTICS * statistic_pitch(rows_q) * heads_q).max(4))?;
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
-        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let ctas = shape.ctas();
         let clusters = (workers / ctas).max(1);
+        let class_ends = class_ends(&mut schedule, heads_kv, clusters as usize);
+        let schedule = DeviceSchedule::new(stream, &schedule)?;
+        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let groups = items.clamp(1, clusters);
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;

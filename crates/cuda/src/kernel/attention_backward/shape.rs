@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use counterpoint_plan::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
@@ -138,15 +140,33 @@ pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> 
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
-/// Tiles up to which each class goes: first those that need no row that arrives.
-pub(super) fn class_ends(schedule: &TileSchedule) -> Vec<u32> {
-    let (ready, waiting) = schedule.tiles().split_at(schedule.ready_tiles());
-    let most = if ready.is_empty() || waiting.is_empty() { CLASSES } else { CLASSES / 2 };
-    let after = class_ends_of(waiting, most).into_iter().map(|end| end + ready.len() as u32);
-    class_ends_of(ready, most).into_iter().chain(after).collect()
+/// Tiles up to which each class goes that CTAs take together, head by head: first those that need no row that arrives. Tiles that
+/// walk rows in common are a class, as far as that lets `workers` finish together; others are of similar work.
+pub(super) fn class_ends(schedule: &mut TileSchedule, heads_kv: usize, workers: usize) -> Vec<u32> {
+    let ready = schedule.ready_tiles();
+    let halves = [0..ready, ready..schedule.tiles().len()];
+    let most = if halves.iter().any(|half| half.is_empty()) { CLASSES } else { CLASSES / 2 };
+    // The rest is for light tiles, which are in no group.
+    let groups = if schedule.config().order == TileOrder::Work {
+        schedule.gather(heads_kv, workers, most * 5 / 8)
+    } else {
+        Vec::new()
+    };
+    let ends_of = |half: Range<usize>| {
+        let mut ends: Vec<u32> = groups
+            .iter()
+            .copied()
+            .filter(|&end| half.start < end as usize && end as usize <= half.end)
+            .collect();
+        let light = ends.last().map_or(half.start, |&end| end as usize);
+        let by_work = class_ends_of(&schedule.tiles()[light..half.end], most - ends.len());
+        ends.extend(by_work.into_iter().map(|end| light as u32 + end));
+        ends
+    };
+    halves.into_iter().flat_map(ends_of).collect()
 }
 
-/// Where classes of tiles end that CTAs take together, head by head: those of similar work, so that short items come last.
+/// Where classes of similar work end, so that short items come last.
 fn class_ends_of(tiles: &[Tile], most: usize) -> Vec<u32> {
     let count = tiles.len();
     let mut ends = Vec::with_capacity(most);
@@ -171,6 +191,24 @@ mod tests {
 
     fn tiles(blocks: impl IntoIterator<Item = u32>) -> Vec<Tile> {
         blocks.into_iter().map(|blocks| Tile { blocks, ..Tile::zeroed() }).collect()
+    }
+
+    fn small_problem() -> AttentionProblem {
+        AttentionProblem {
+            rows_q: 1,
+            rows_arriving: 0,
+            rows_k: 1,
+            heads_q: 1,
+            heads_kv: 1,
+            head_dim: 128,
+            head_dim_v: 128,
+            element: ElementType::Bf16,
+            bands: Vec::new().into(),
+            scale: 1.0,
+            softcap: None,
+            sm_margin: 0,
+            deterministic: false,
+        }
     }
 
     #[test]
@@ -203,23 +241,48 @@ mod tests {
     }
 
     #[test]
+    fn documents_are_classes_of_their_own() {
+        let shape = BackwardShape::of(128, 128, false).unwrap();
+        let lengths =
+            [102, 1003, 419, 356, 130, 895, 108, 1718, 1139, 2048, 81, 87, 27, 43, 24, 5, 1, 3, 2, 1];
+        let lengths = lengths.map(|length: u32| length.to_string()).join(",");
+        let mask: Mask = format!("varlen-causal:lengths={lengths}").parse().unwrap();
+        for rows_arriving in [0, 3000] {
+            let problem = AttentionProblem {
+                rows_q: 8192,
+                rows_arriving,
+                rows_k: 8192,
+                heads_q: 64,
+                heads_kv: 8,
+                bands: mask.bands().collect::<Vec<_>>().into(),
+                ..small_problem()
+            };
+            let mut schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
+            let ends = class_ends(&mut schedule, 8, 132);
+            let count = schedule.tiles().len() as u32;
+            assert!(
+                ends.len() <= CLASSES && ends.is_sorted_by(|a, b| a < b) && ends.last() == Some(&count),
+                "{ends:?}"
+            );
+            if rows_arriving > 0 {
+                assert!(ends.contains(&(schedule.ready_tiles() as u32)), "{ends:?}");
+            } else {
+                // The longest document's, but for the light ones.
+                let first = &schedule.tiles()[..ends[0] as usize];
+                assert!(first.len() >= 8 && first.iter().all(|tile| (5870..7918).contains(&tile.start)));
+            }
+        }
+    }
+
+    #[test]
     fn only_what_stages_share_is_cut_where_they_are() {
         let mode = |rounds_keys| BackwardMode { continues_dq: false, rounds_queries: true, rounds_keys };
         let mask: Mask = "varlen-full:lengths=100,300".parse().unwrap();
         let mut problem = AttentionProblem {
             rows_q: 400,
-            rows_arriving: 0,
             rows_k: 400,
-            heads_q: 1,
-            heads_kv: 1,
-            head_dim: 128,
-            head_dim_v: 128,
-            element: ElementType::Bf16,
             bands: mask.bands().collect::<Vec<_>>().into(),
-            scale: 1.0,
-            softcap: None,
-            sm_margin: 0,
-            deterministic: false,
+            ..small_problem()
         };
         assert_eq!(DqSums::of(&problem, mode(true)), DqSums::AsTheyCome);
         problem.deterministic = true;

@@ -19,6 +19,9 @@ pub struct GemmGatherSpec {
     pub ranks: usize,
 }
 
+/// Bytes of a rank's rows that leave at once. More keep the tiles that wait for the last of them from beginning with the first.
+const AT_ONCE: usize = 2 << 20;
+
 /// [`GemmGatherSpec`] made ready to run many times.
 #[derive(Clone, Debug)]
 pub struct GemmGather {
@@ -31,10 +34,12 @@ pub struct GemmGather {
 pub struct GemmGatherTensors<'a> {
     /// This rank's rows of A, contiguous.
     pub own: u64,
-    /// Of each rank its copy of A `[m, k]`, contiguous, whose rows of its own nobody writes or reads.
+    /// Of each rank its copy of A `[m, k]`, contiguous, whose rows of its own nobody writes or reads; not looked at where rows leave at
+    /// once ([`GemmGather::leaves_at_once`]).
     pub gathered: &'a [u64],
-    /// Of each rank the words that count what has come: [`GemmGather::arrival_bytes`], zero before the first run.
-    pub arrivals: &'a [u64],
+    /// Of each rank the memory for what it counts, and for rows that leave at once: [`GemmGather::exchange_bytes`], zero before the
+    /// first run.
+    pub exchanges: &'a [u64],
     /// B.
     pub b: u64,
     /// D.
@@ -59,6 +64,12 @@ struct GemmGathering {
     own_rows: u32,
     rank: u32,
     ranks: u32,
+    pieces: u32,
+    piece_bytes: u32,
+    sends_to: u32,
+    in_turn: u32,
+    copy_rows: u32,
+    copy_bytes: u64,
 }
 
 /// `GemmGatherArguments` of the kernel.
@@ -80,9 +91,9 @@ impl GemmGatherSpec {
         if *ranks < 2 || *ranks > GEMM_DESTINATIONS || rank >= ranks {
             return Err(format!("rank {rank} of {ranks}; it takes 2 to {GEMM_DESTINATIONS} ranks"));
         }
-        if !product.m.is_multiple_of(ranks * TILE_ROWS) {
+        if !product.m.is_multiple_of(*ranks) || (self.mixes_owners() && self.own_bytes() > AT_ONCE) {
             return Err(format!(
-                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}",
+                "{} rows of {ranks} ranks; each must have a multiple of {TILE_ROWS}, or at most {AT_ONCE} bytes",
                 product.m
             ));
         }
@@ -101,9 +112,38 @@ impl GemmGatherSpec {
         Ok(())
     }
 
+    fn own_bytes(&self) -> usize {
+        self.own_rows() * self.product.k * self.product.element.bytes()
+    }
+
+    /// Whether tiles have rows of several ranks.
+    fn mixes_owners(&self) -> bool {
+        !self.own_rows().is_multiple_of(TILE_ROWS)
+    }
+
+    /// Whether tiles are taken as those of any product are, because none can do without what comes last: few rows are all computed
+    /// at the same time, and what they share is B. Others begin with the rank's own and follow the ranks after it.
+    fn awaits_all(&self) -> bool {
+        self.pieces().is_some() && (self.mixes_owners() || self.own_rows() <= TILE_ROWS)
+    }
+
+    /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
+    fn pieces(&self) -> Option<[u32; 2]> {
+        /// Pieces that small ones are: each ends with fences, which take turns.
+        const FEW: usize = 32;
+        /// Shared memory that a CTA has for one (`GemmShared::staging`).
+        const MOST_BYTES: usize = 32 << 10;
+        let bytes = self.own_bytes();
+        let piece = bytes.div_ceil(FEW).next_multiple_of(1024).min(MOST_BYTES);
+        (bytes <= AT_ONCE).then(|| [bytes.div_ceil(piece) as u32, piece as u32])
+    }
+
     /// Rows of a block, which travels as one: whole tiles, of a few megabytes, because each ends with a fence that waits until
     /// all of it has been stored; fewer where groups of CTAs would have none.
     fn block_rows(&self) -> usize {
+        if self.pieces().is_some() {
+            return self.own_rows();
+        }
         const BYTES: usize = 4 << 20;
         /// Groups of CTAs that copy a block each (`groups`).
         const GROUPS: usize = 4;
@@ -116,6 +156,9 @@ impl GemmGatherSpec {
     /// A's rows: of its copy those of the other ranks, and this rank's own.
     fn sources(&self) -> Vec<GemmRows> {
         let own = self.own_rows();
+        if self.mixes_owners() {
+            return vec![GemmRows { tensor: 0, first: 0, count: self.product.m }];
+        }
         let first = self.rank * own;
         let after = GemmRows { tensor: 0, first: first + own, count: self.product.m - first - own };
         let sources = [
@@ -139,7 +182,8 @@ impl GemmGather {
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
-        let fits = |shape: &GemmShape| shape.splits == 1 && spec.own_rows().is_multiple_of(shape.unit()[0]);
+        let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
+        let fits = |shape: &GemmShape| shape.splits == 1 && (spec.awaits_all() || in_rank(shape));
         Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
@@ -153,7 +197,10 @@ impl GemmGather {
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();
-        product.order = TileOrder::Shards { shards: spec.ranks, first: spec.rank };
+        product.order = match spec.awaits_all() {
+            true => TileOrder::Grouped,
+            false => TileOrder::Shards { shards: spec.ranks, first: spec.rank },
+        };
         let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
@@ -173,9 +220,23 @@ impl GemmGather {
         self.spec.own_rows().div_ceil(self.spec.block_rows())
     }
 
-    /// Bytes of a rank's words that count what has come.
-    pub fn arrival_bytes(&self) -> usize {
-        self.spec.ranks * self.blocks() * size_of::<u64>()
+    /// Whether rows leave at once, into memory of the exchange's own, and nothing is written to the copies of A.
+    pub fn leaves_at_once(&self) -> bool {
+        self.spec.pieces().is_some()
+    }
+
+    fn arrival_bytes(&self) -> usize {
+        (self.spec.ranks * self.blocks() * size_of::<u64>()).next_multiple_of(256)
+    }
+
+    fn copy_bytes(&self) -> usize {
+        if self.leaves_at_once() { self.spec.own_bytes() * self.spec.ranks } else { 0 }
+    }
+
+    /// Bytes of a rank's memory for what comes from others: words that count it and, where rows leave at once, two copies of A, of
+    /// which calls use one and the other.
+    pub fn exchange_bytes(&self) -> usize {
+        self.arrival_bytes() + 2 * self.copy_bytes()
     }
 
     /// Enqueues it. Nothing is allocated; the kernel waits for the other ranks' as `link` says, each of which is on a GPU of
@@ -194,37 +255,49 @@ impl GemmGather {
         link: &LinkCall,
     ) -> Result<(), CudaError> {
         let GemmGatherSpec { rank, ranks, ref product } = self.spec;
-        let GemmGatherTensors { own, gathered, arrivals, b, d, bias } = *tensors;
-        if gathered.len() != ranks || arrivals.len() != ranks {
+        let GemmGatherTensors { own, gathered, exchanges, b, d, bias } = *tensors;
+        if gathered.len() != ranks || exchanges.len() != ranks {
             let reason =
-                format!("{} copies and {} counters of {ranks} ranks", gathered.len(), arrivals.len());
+                format!("{} copies and {} exchanges of {ranks} ranks", gathered.len(), exchanges.len());
             return Err(refused(reason));
         }
-        let gemm = self.gemm.arguments(&GemmTensors {
-            a: &[gathered[rank], own],
-            b,
-            d: &[d],
-            bias,
-            counters: &[],
-        })?;
-        let row_bytes = (product.k * product.element.bytes()) as u64;
-        let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
-        let at = |addresses: &[u64], offset: u64| {
-            std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset))
+        let at = |addresses: &[u64], offset: usize| -> [u64; GEMM_DESTINATIONS] {
+            std::array::from_fn(|peer| addresses.get(peer).map_or(0, |address| address + offset as u64))
         };
+        let copies = match self.leaves_at_once() {
+            true => at(exchanges, self.arrival_bytes()),
+            false => at(gathered, 0),
+        };
+        let a = [copies[rank], own];
+        // Tiles with rows of several ranks read all of them from the copy.
+        let a = if self.spec.mixes_owners() { &a[..1] } else { &a };
+        let mut gemm = self.gemm.arguments(&GemmTensors { a, b, d: &[d], bias, counters: &[] })?;
+        if self.leaves_at_once() {
+            gemm.a_maps[0] = self.gemm.map_of_a(copies[rank], 2 * product.m)?;
+        }
+        let (own_rows, block_rows) = (self.spec.own_rows(), self.spec.block_rows());
+        let row_bytes = product.k * product.element.bytes();
+        let [pieces, piece_bytes] = self.spec.pieces().unwrap_or_default();
+        let all = (1u32 << ranks) - 1;
         let gathering = GemmGathering {
             link: *link,
             own,
-            gathered: at(gathered, (rank * own_rows) as u64 * row_bytes),
-            arrivals: arrivals[rank],
-            peer_arrivals: at(arrivals, (rank * self.blocks() * size_of::<u64>()) as u64),
-            own_bytes: own_rows as u64 * row_bytes,
-            block_bytes: block_rows as u64 * row_bytes,
+            gathered: copies.map(|copy| copy + (rank * own_rows * row_bytes) as u64),
+            arrivals: exchanges[rank],
+            peer_arrivals: at(exchanges, rank * self.blocks() * size_of::<u64>()),
+            own_bytes: (own_rows * row_bytes) as u64,
+            block_bytes: (block_rows * row_bytes) as u64,
             block_rows: block_rows as u32,
             blocks: self.blocks() as u32,
             own_rows: own_rows as u32,
             rank: rank as u32,
             ranks: ranks as u32,
+            pieces,
+            piece_bytes,
+            sends_to: if self.spec.mixes_owners() { all } else { all & !(1 << rank) },
+            in_turn: u32::from(!self.spec.awaits_all()),
+            copy_rows: if self.leaves_at_once() { product.m as u32 } else { 0 },
+            copy_bytes: self.copy_bytes() as u64,
         };
         let arguments = GemmGatherArguments { gemm, gathering };
         // SAFETY: the arguments are those of the kernel in `GemmChoice::source`, a test compares their layouts; the rest is the
@@ -251,6 +324,12 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 own_rows,
                 rank,
                 ranks,
+                pieces,
+                piece_bytes,
+                sends_to,
+                in_turn,
+                copy_rows,
+                copy_bytes,
             }
         ),
         shared_layout!("gemm/gemm_gather.cuh", GemmGatherArguments { gemm, gathering }),
@@ -284,8 +363,22 @@ mod tests {
         assert_eq!(spec(16384, 65536, 2).block_rows(), 128);
         assert_eq!(spec(16384, 1024, 2).block_rows(), 2048);
         // Four groups of CTAs copy them.
-        assert_eq!(spec(1024, 1024, 2).block_rows(), 128);
-        assert_eq!(spec(1024, 1024, 4).block_rows(), 128);
-        assert_eq!(spec(4096, 1024, 4).block_rows(), 768);
+        assert_eq!(spec(1024, 16384, 4).block_rows(), 128);
+        assert_eq!(spec(8192, 1024, 4).block_rows(), 1536);
+    }
+
+    #[test]
+    fn few_rows_leave_at_once_in_pieces_that_cover_them() {
+        for (m, k, ranks) in [(128, 4096, 4), (512, 4096, 4), (1024, 4096, 4), (16, 64, 2), (96, 8, 2)] {
+            let spec = spec(m, k, ranks);
+            let [pieces, bytes] = spec.pieces().unwrap();
+            let covered = (pieces * bytes) as usize;
+            assert!((spec.own_bytes()..spec.own_bytes() + bytes as usize).contains(&covered), "{m} x {k}");
+            assert!(bytes <= 32 << 10 && spec.block_rows() == m / ranks);
+        }
+        assert_eq!(spec(2048, 4096, 4).pieces(), None);
+        // Tiles with rows of several owners read all of them from the copy.
+        assert_eq!(spec(128, 4096, 4).sources(), [GemmRows { tensor: 0, first: 0, count: 128 }]);
+        assert!(spec(1000, 16384, 4).check().unwrap_err().contains("1000 rows of 4 ranks"));
     }
 }

@@ -29,8 +29,8 @@ pub use spec::{
 use super::Scalar;
 use super::layout::{SharedLayout, shared_layout};
 use crate::{
-    CudaError, Device, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMap, TensorMapElement,
-    TensorMapSpec,
+    CudaError, Device, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap,
+    TensorMapElement, TensorMapSpec,
 };
 
 /// A matrix product on Hopper, prepared to run many times. One run at a time where its k is split: the parts' memory is its
@@ -176,9 +176,13 @@ impl Gemm {
             GemmGrid::PerUnit => items,
         };
         let ctas = 2 * clusters;
+        // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
+        let start =
+            if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
         let launch = Launch::linear(ctas, GemmShape::THREADS)
             .cluster([2, 1, 1])
-            .shared_bytes(GemmShape::shared_bytes(shape.columns));
+            .shared_bytes(GemmShape::shared_bytes(shape.columns))
+            .start(start);
         Ok(Self {
             function,
             spec: spec.clone(),

@@ -18,8 +18,8 @@ pub enum TileOrder {
         /// The first one.
         first: usize,
     },
-    /// As `Shards`, but the last one, `first`'s predecessor, is not left to the end: its units are begun a block later than the same
-    /// block of the others, among the block after it. So what is sent of it travels under the others' products.
+    /// As `Shards`, but the last one, `first`'s predecessor, is not left to the end: each block of it follows the block of the others
+    /// after the same one. So what is sent of it travels under the others' products. As `Shards` with one block.
     ShardBlocks {
         /// How many shards.
         shards: usize,
@@ -140,27 +140,19 @@ fn in_shards(
     Ok((0..shards).map(|index| of((first + index) % shards)).collect())
 }
 
-/// Block after block of all shards but the last, whose blocks are spread over the block after theirs.
+/// Block after block of all shards but the last, whose own blocks come one later. Blocks are not mixed: units that are computed at
+/// the same time share what they read.
 fn in_blocks(shards: &[Vec<usize>], blocks: usize) -> Vec<usize> {
     let Some((own, others)) = shards.split_last() else { return Vec::new() };
-    let block = |units: &[usize], number: usize| {
-        units[units.len() * number / blocks..units.len() * (number + 1) / blocks].to_vec()
+    let block = |units: &[usize], at: usize| {
+        units[units.len() * at / blocks..units.len() * (at + 1) / blocks].to_vec()
     };
     let mut order = Vec::new();
-    let mut late = Vec::new();
     for number in 0..blocks {
-        let of_others: Vec<usize> = others.iter().flat_map(|shard| block(shard, number)).collect();
-        let mut taken = 0;
-        for (at, &unit) in of_others.iter().enumerate() {
-            order.push(unit);
-            let due = late.len() * (at + 1) / of_others.len();
-            order.extend(&late[taken..due]);
-            taken = due;
-        }
-        order.extend(&late[taken..]);
-        late = block(own, number);
+        order.extend(others.iter().flat_map(|shard| block(shard, number)));
+        order.extend(number.checked_sub(1).map(|before| block(own, before)).unwrap_or_default());
     }
-    order.extend(late);
+    order.extend(block(own, blocks - 1));
     order
 }
 
@@ -258,7 +250,7 @@ mod tests {
     #[test]
     fn own_blocks_follow_the_same_blocks_of_the_others() {
         let shards: Vec<Vec<usize>> = (0..3).map(|shard| (10 * shard..10 * shard + 4).collect()).collect();
-        assert_eq!(in_blocks(&shards, 2), [0, 1, 10, 11, 2, 3, 20, 12, 13, 21, 22, 23]);
+        assert_eq!(in_blocks(&shards, 2), [0, 1, 10, 11, 2, 3, 12, 13, 20, 21, 22, 23]);
         assert_eq!(in_blocks(&shards, 1), shards.concat());
         let one_rank: Vec<Vec<usize>> = vec![(0..5).collect()];
         assert_eq!(in_blocks(&one_rank, 2), [0, 1, 2, 3, 4]);

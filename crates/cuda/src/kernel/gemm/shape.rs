@@ -29,6 +29,9 @@ pub struct GemmShape {
     pub splits: u32,
 }
 
+/// What a tile costs beside its blocks, in cycles.
+const TILE_CYCLES: f64 = 3000.0;
+
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
 
@@ -89,25 +92,27 @@ impl GemmShape {
         }
     }
 
+    /// Cycles of a multiprocessor for a tile of `k` terms.
+    pub(super) fn unit_cycles(self, k: usize) -> f64 {
+        (k.div_ceil(BLOCK) as f64 / f64::from(self.splits)).ceil() * self.block_cycles() + TILE_CYCLES
+    }
+
     /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants are fitted to
     /// an H200's times for the shapes of the benchmark.
-    fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
+    pub(super) fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
         /// Bytes from memory in a cycle, of all 132 multiprocessors.
         const MEMORY: f64 = 2400.0;
-        /// What a tile costs beside its blocks.
-        const TILE: f64 = 3000.0;
         /// What putting parts together costs, and for each byte of each part and of the sum.
         const MERGE: f64 = 8000.0;
         const MERGED_BYTE: f64 = 0.04;
         let splits = f64::from(self.splits);
-        let blocks = (spec.k.div_ceil(BLOCK) as f64 / splits).ceil();
         let merge = match self.splits {
             1 => 0.0,
             _ => MERGE + MERGED_BYTE * 512.0 * f64::from(self.columns) * (1.0 + splits),
         };
         let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * splits;
         let rounds = (items / f64::from((workers / 2).max(1))).ceil();
-        let computing = rounds * (blocks * self.block_cycles() + TILE + merge);
+        let computing = rounds * (self.unit_cycles(spec.k) + merge);
         let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
         let loading = operands / MEMORY * 132.0 / f64::from(workers.max(1));
         // The two hinder each other where they are about the same.
