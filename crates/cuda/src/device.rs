@@ -1,6 +1,7 @@
 use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
@@ -33,6 +34,8 @@ struct Primary {
     guards: Guards,
     // The first error of releasing something, for which Drop has no result to put it in.
     release_error: Mutex<Option<CudaError>>,
+    // See `Device::release_nothing`.
+    kept: AtomicBool,
 }
 
 // SAFETY: a context may be used from any thread; the handles are never changed.
@@ -138,6 +141,7 @@ impl Device {
             kernels: LoadedKernels::default(),
             guards: Guards::default(),
             release_error: Mutex::new(None),
+            kept: AtomicBool::new(false),
         };
         let arch = Arch::of(primary.properties.capability);
         Ok(Self(Arc::new(primary), arch, PeerAccess::AsTheyDo))
@@ -251,8 +255,17 @@ impl Device {
         self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
+    /// From now on nothing of it is released: that waits for what is enqueued, which may wait for an event of a process that is
+    /// gone. What is kept ends with this process.
+    pub(crate) fn release_nothing(&self) {
+        self.0.kept.store(true, Ordering::Relaxed);
+    }
+
     /// Releases something in a drop, where an error can only be kept for later.
     pub(crate) fn release(&self, release: impl FnOnce(&'static Driver) -> Result<(), CudaError>) {
+        if self.0.kept.load(Ordering::Relaxed) {
+            return;
+        }
         if let Err(error) = self.bind().and_then(release) {
             self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
@@ -290,6 +303,9 @@ impl fmt::Debug for Device {
 
 impl Drop for Primary {
     fn drop(&mut self) {
+        if self.kept.load(Ordering::Relaxed) {
+            return;
+        }
         // SAFETY: it was retained when this was made. Errors are of no use here: without a current context nothing can be
         // unloaded, and a context that stays alive until the process ends harms nobody.
         unsafe {

@@ -29,7 +29,8 @@ use crate::memory::AllocationPlace;
 use crate::{Device, DeviceBuffer, Stream};
 
 /// The ranks of other processes, as one rank's transport reaches them. Dropping it waits until all have closed what this rank
-/// has told them, which then may be freed; their runs must have finished.
+/// has told them, which then may be freed; their runs must have finished. When the job fails, nothing of the device is freed any more:
+/// what is enqueued may wait for an event that a killed process has told, and never records.
 pub(super) struct PeerProcesses {
     world: Arc<World>,
     rank: usize,
@@ -52,6 +53,8 @@ impl PeerProcesses {
     ) -> Result<Self, ExecError> {
         let rank = rendezvous.rank();
         let inbox = Arc::new(Inbox::new(world, rank, device));
+        let left = device.clone();
+        world.when_failed(move || left.release_nothing());
         let mesh = Arc::new(Mesh::connect(rendezvous, world, &inbox, name)?);
         inbox.answer_by(&mesh);
         // Nobody is told anything before all can answer.
