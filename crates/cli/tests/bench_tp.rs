@@ -7,8 +7,9 @@ use support::Folder;
 #[test]
 fn every_policy_stands_beside_the_sequential_run() {
     let folder = Folder::new();
-    let ran =
-        folder.run("bench tp --shapes 96:64:32,50:24:16 --iterations 3 --tp-size 3 --groups 1,3 --json").ok();
+    let command = "bench tp --shapes 96:64:32,50:24:16 --iterations 3 --tp-size 3 --groups 1,3 --json \
+                   --overlap concurrent,kernel-barrier,concurrent+sm-margin=2";
+    let ran = folder.run(command).ok();
     let rows = ran.json_lines();
     // Two shapes, two kinds, two activations, two passes; sequential, and three policies in one group and in three.
     assert_eq!(rows.len(), 2 * 2 * 2 * 2 * 7);
@@ -42,7 +43,8 @@ fn a_table_has_a_line_for_each() {
     let folder = Folder::new();
     let ran =
         folder.run("bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --bias").ok();
-    assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 4, "{}", ran.stdout);
+    // Two activations, sequential and in the way that is predicted to be fastest.
+    assert_eq!(ran.stdout.lines().filter(|line| line.starts_with("row ")).count(), 2 * 2, "{}", ran.stdout);
 }
 
 /// Each number of hardware queues has a process and the same cases, and every case is told how far they are apart.
