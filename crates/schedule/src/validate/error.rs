@@ -1,6 +1,6 @@
 use thiserror::Error;
 
-/// What is wrong with a Program. Operations are named by their index in [`Program::ops`] and their label.
+/// What is wrong with a Program. Operations are named by their index in [`Program::ops`](crate::Program::ops) and their label.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProgramError {
