@@ -101,7 +101,7 @@ fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> 
     let alone = (0..chunks as u32).map(|chunk| vec![chunk]).collect();
     let runs = Runs::new(&Dispatch::new(work.seqlen_q(), work.chunk_size(), alone));
     let price = |(chunk, bands): (usize, &Vec<Band>)| {
-        let work = attention(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
+        let work = AttentionWork::whole(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
         Some(COST.share_seconds(&work)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
     let chunks = rank_work(mask, &runs, chunks).iter().enumerate().map(price).collect::<Option<_>>()?;
@@ -124,7 +124,7 @@ fn rank_seconds(
     let seconds = |(rank, outline): (usize, &RankOutline)| {
         let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
         let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
-        let work = attention(bands, [outline.q_rows, own_rows + received], spec);
+        let work = AttentionWork::whole(bands, [outline.q_rows, own_rows + received], spec);
         let (links, ready) =
             (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
@@ -138,21 +138,6 @@ fn rank_seconds(
         ]
     };
     ranks.iter().enumerate().map(seconds).collect()
-}
-
-fn attention<'a>(bands: &'a [Band], [q_rows, k_rows]: [usize; 2], spec: &AttentionSpec) -> AttentionWork<'a> {
-    AttentionWork {
-        bands,
-        q_rows,
-        k_rows,
-        heads_q: spec.heads_q,
-        heads_kv: spec.heads_kv,
-        head_dim: spec.head_dim,
-        head_dim_v: spec.head_dim_v,
-        staged: false,
-        passed_bytes: 0,
-        computed_seconds: 0.0,
-    }
 }
 
 #[cfg(test)]

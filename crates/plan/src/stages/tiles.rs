@@ -124,16 +124,10 @@ impl Direction {
             Direction::Backward => dq * if place.begins { 1 } else { 2 },
         };
         let work = AttentionWork {
-            bands,
-            q_rows,
-            k_rows,
-            heads_q: spec.heads_q,
-            heads_kv: spec.heads_kv,
-            head_dim: spec.head_dim,
-            head_dim_v: spec.head_dim_v,
             staged: !(place.begins && place.ends),
             passed_bytes,
             computed_seconds,
+            ..AttentionWork::whole(bands, [q_rows, k_rows], spec)
         };
         match self {
             Direction::Forward => cost.forward_seconds(&work),
