@@ -121,7 +121,7 @@ impl GemmShape {
         const MEET: f64 = 3000.0;
         const SENT: f64 = 14.0;
         /// Bytes of a part that is kept, there and back.
-        const KEPT: f64 = 40.0;
+        const KEPT: f64 = 32.0;
         let splits = f64::from(self.splits);
         let bytes = f64::from(TILE_ROWS as u32 * self.columns) * size_of::<f32>() as f64;
         let exchange = match (self.splits, self.turns) {
