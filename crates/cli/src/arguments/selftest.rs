@@ -29,7 +29,7 @@ pub(crate) struct SelftestArguments {
     #[arg(long, conflicts_with_all = ["device", "quick"])]
     pub(crate) compile_only: bool,
 
-    /// Only the kernels, or with --device cuda the groups of checks, whose names contain this
+    /// Only the groups of checks, or with --compile-only the kernels, whose names contain this
     #[arg(long, value_name = "PART")]
     pub(crate) only: Option<String>,
 

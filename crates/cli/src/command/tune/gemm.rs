@@ -22,6 +22,8 @@ const PREDICTED_WAVES: u32 = 16;
 const MEASURED_WAVES: u32 = 6;
 /// Rows of a tile of the GPU's product.
 const TILE_ROWS: usize = 128;
+/// Flags of the sizes of the layer that the product is of.
+const FLAGS: [(&str, &str); 2] = [("in_features", "--k"), ("out_features", "--n")];
 
 pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let mut file = TunedFile::open(arguments.plans.as_deref())?;
@@ -134,7 +136,7 @@ fn searcher(
     };
     let most_groups = arguments.most_groups as usize;
     let searcher = GroupSearcher { spec, tp_size, wave, most_groups, starts, link, speed_beside };
-    searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
+    searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::of_layer(source, &FLAGS))?;
     Ok(searcher)
 }
 
