@@ -159,9 +159,10 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
-    add(attention, any, When::Compiled, shares, true);
+    // What wants all GPUs finds no room once shares of attention take turns on each of them.
     add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
+    add(attention, any, When::Compiled, shares, true);
     add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
     add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
