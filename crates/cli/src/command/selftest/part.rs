@@ -44,6 +44,8 @@ pub(super) enum When {
 
 /// Slots of a GPU: what takes all of them runs alone.
 pub(super) const SLOTS: usize = 18;
+/// Of one group: each is seconds of the host before it begins, and sixteen took three times as long together as eight.
+const MOST_SHARES: usize = 10;
 /// What keeps the host busy only.
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
@@ -72,7 +74,7 @@ impl Machine {
     fn shares(&self, extent: Extent) -> usize {
         match extent {
             Extent::Quick => 1,
-            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, 4),
+            Extent::Full => (self.gpus.max(1) * (self.cores / 8).clamp(1, 4)).min(MOST_SHARES),
         }
     }
 }
