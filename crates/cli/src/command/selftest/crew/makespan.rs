@@ -6,59 +6,55 @@ use super::super::part::{Machine, Part, SLOTS, parts};
 use super::Crew;
 use crate::arguments::{Device, Group};
 
-/// Seconds of all shares of a group together, what beginning a process takes among them: on a host of 64 cores, from an empty cache of
-/// kernels, on four H200s alone and on two beside jobs on two others. `NcclFaults` and `NcclLinear` on four are estimates: they had connected
-/// ranks for as long as they might, and anew for each layer.
-fn seconds(group: Group, gpus: usize) -> f64 {
+/// Seconds of all shares of a group together, what beginning a process takes among them: on two H200s, beside jobs on two others of
+/// their host of 64 cores, from an empty cache of kernels.
+fn seconds(group: Group) -> f64 {
     use Group as G;
-    let (two, four) = match group {
-        G::Kernels => (34.0, 19.0),
-        G::PortableKernels => (19.0, 9.0),
-        G::LongSequence => (36.0, 26.0),
+    match group {
+        G::Kernels => 34.0,
+        G::PortableKernels => 19.0,
+        G::LongSequence => 36.0,
         // Beside the portable kernels, which have the same references.
-        G::Attention => (185.0, 219.0),
-        G::PortableAttention | G::ProcessDisagreement => (0.0, 0.0),
-        G::Linear => (44.0, 122.0),
-        G::Gemm => (34.0, 140.0),
-        G::Meetings => (8.0, 8.0),
-        G::Signals => (11.0, 6.0),
-        G::Fused => (12.0, 4.0),
-        G::NvlinkSignalled | G::CopyEngineSignalled => (5.0, 7.0),
-        G::NcclFaults => (146.0, 160.0),
-        G::NvlinkFaults | G::CopyEngineFaults => (27.0, 46.0),
-        G::ProcessBits => (27.0, 45.0),
-        G::ProcessLayers => (26.0, 42.0),
-        G::ProcessStops => (19.0, 19.0),
-        G::ProcessCrossing => (8.0, 11.0),
-        G::ProcessDeaths | G::ProcessLateDeaths => (9.0, 9.0),
-        G::ProcessMemory | G::ProcessBitsAfter => (4.0, 4.0),
-        G::NcclLinear => (69.0, 100.0),
-        G::NcclSignalled => (23.0, 44.0),
-        G::NcclCollectives => (21.0, 37.0),
-        G::Isolation => (13.0, 16.0),
-        G::NvlinkSteps | G::NcclSteps | G::GpusAttention => (7.0, 19.0),
-        G::NvlinkLinear => (25.0, 59.0),
-        G::CopyEngineLinear => (7.0, 12.0),
+        G::Attention => 185.0,
+        G::PortableAttention | G::ProcessDisagreement => 0.0,
+        G::Linear => 44.0,
+        G::Gemm => 34.0,
+        G::Meetings => 8.0,
+        G::Signals => 11.0,
+        G::Fused => 12.0,
+        G::NvlinkSignalled | G::CopyEngineSignalled => 5.0,
+        G::NcclFaults => 146.0,
+        G::NvlinkFaults | G::CopyEngineFaults => 27.0,
+        G::ProcessBits => 27.0,
+        G::ProcessLayers => 26.0,
+        G::ProcessStops => 19.0,
+        G::ProcessCrossing => 8.0,
+        G::ProcessDeaths | G::ProcessLateDeaths => 9.0,
+        G::ProcessMemory | G::ProcessBitsAfter => 4.0,
+        G::NcclLinear => 69.0,
+        G::NcclSignalled => 23.0,
+        G::NcclCollectives => 21.0,
+        G::Isolation => 13.0,
+        G::NvlinkSteps | G::NcclSteps | G::GpusAttention => 7.0,
+        G::NvlinkLinear => 25.0,
+        G::CopyEngineLinear => 7.0,
         G::NvlinkCollectives
         | G::SharedCollectives
         | G::CopyEngineCollectives
         | G::EngineCollectives
-        | G::Collectives => (9.0, 15.0),
-        G::Guard | G::CompiledKernels => (6.0, 10.0),
-        G::CopyEngineSteps | G::NvlinkRepeats | G::CopyEngineRepeats | G::NcclRepeats | G::Graphs => {
-            (3.0, 5.0)
-        }
-        G::NvlinkExhaustion | G::CopyEngineExhaustion | G::NcclExhaustion => (2.0, 2.0),
-        G::Cpu | G::CpuLinear | G::Tcp => (1.0, 1.0),
-    };
-    if gpus > 2 { four } else { two }
+        | G::Collectives => 9.0,
+        G::Guard | G::CompiledKernels => 6.0,
+        G::CopyEngineSteps | G::NvlinkRepeats | G::CopyEngineRepeats | G::NcclRepeats | G::Graphs => 3.0,
+        G::NvlinkExhaustion | G::CopyEngineExhaustion | G::NcclExhaustion => 2.0,
+        G::Cpu | G::CpuLinear | G::Tcp => 1.0,
+    }
 }
 
 /// Of a part.
-fn part_seconds(part: &Part, gpus: usize) -> f64 {
+fn part_seconds(part: &Part) -> f64 {
     const MANY: usize = 10_000;
     let share = part.share.count(MANY) as f64 / MANY as f64;
-    share * part.groups.iter().map(|group| seconds(*group, gpus)).sum::<f64>()
+    share * part.groups.iter().map(|group| seconds(*group)).sum::<f64>()
 }
 
 /// When the last part ends.
@@ -70,7 +66,7 @@ fn makespan(gpus: usize, cores: usize) -> f64 {
     let mut now = 0.0;
     loop {
         while let Some((part, gpus_of_part)) = crew.next() {
-            running.push((now + part_seconds(&part, gpus), part, gpus_of_part));
+            running.push((now + part_seconds(&part), part, gpus_of_part));
         }
         let first = (0..running.len()).min_by(|&a, &b| running[a].0.total_cmp(&running[b].0));
         let Some(first) = first else { break };
