@@ -49,6 +49,10 @@ pub(crate) struct SelftestArguments {
     #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
     pub(crate) stress: bool,
 
+    /// Let jobs of several processes take N times as long: for tools that slow them down
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100), conflicts_with = "compile_only")]
+    pub(crate) patience: u32,
+
     /// Print one JSON document and nothing else
     #[arg(long)]
     pub(crate) json: bool,

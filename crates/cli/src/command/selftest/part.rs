@@ -44,6 +44,8 @@ pub(super) enum When {
 
 /// Slots of a GPU: what takes all of them runs alone.
 pub(super) const SLOTS: usize = 18;
+/// Of one group: each is seconds of the host before it begins, and sixteen took three times as long together as eight.
+const MOST_SHARES: usize = 10;
 /// What keeps the host busy only.
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
@@ -72,7 +74,7 @@ impl Machine {
     fn shares(&self, extent: Extent) -> usize {
         match extent {
             Extent::Quick => 1,
-            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, 4),
+            Extent::Full => (self.gpus.max(1) * (self.cores / 8).clamp(1, 4)).min(MOST_SHARES),
         }
     }
 }
@@ -155,9 +157,10 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
-    add(attention, any, When::Compiled, shares, true);
+    // What wants all GPUs finds no room once shares of attention take turns on each of them.
     add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
+    add(attention, any, When::Compiled, shares, true);
     add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
     add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
