@@ -60,7 +60,7 @@ fn part_seconds(part: &Part) -> f64 {
 /// When the last part ends.
 fn makespan(gpus: usize, cores: usize) -> f64 {
     let machine = Machine { gpus, hopper: true, cores };
-    let waiting = parts(Device::Cuda, machine, Extent::Full, |_| true);
+    let waiting = parts(Device::Cuda, machine, Extent::Full);
     let mut crew = Crew { waiting, busy: Vec::new(), free: vec![SLOTS; gpus] };
     let mut running: Vec<(f64, Part, Vec<usize>)> = Vec::new();
     let mut now = 0.0;
