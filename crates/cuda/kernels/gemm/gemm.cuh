@@ -107,8 +107,8 @@ struct GemmConsumer {
     release(before);
   }
 
-  // Exchanges pieces of a tile with the CTAs that computed its other parts; those that this one stores become sums. `number` counts
-  // tiles.
+  // Exchanges pieces of a tile with the CTAs that computed its other parts; those that this one stores become sums. `number`
+  // counts tiles.
   __device__ __forceinline__ void sum_parts(const GemmParts<C>& parts, u32 owned, u32 number) {
     constexpr u32 kChunks = GemmParts<C>::kChunks, kFloats = GemmParts<C>::kFloats;
     GemmRing<C> first = ring;

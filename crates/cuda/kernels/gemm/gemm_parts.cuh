@@ -1,14 +1,14 @@
-// Sums of a product whose k is in parts. Each part of a unit is computed by a pair of CTAs of its own, all of one cluster, at the same
-// time; then they send each other pieces of what they have, through shared memory, and each adds up and stores some.
+// Sums of a product whose k is in parts. Each part of a unit is computed by a pair of CTAs of its own, all of one cluster, at
+// the same time; then they send each other pieces of what they have, through shared memory, and each adds up and stores some.
 //
-// A piece is a warpgroup's 64 rows of a chunk's columns. Those of a tile are dealt to the parts in turn. The parts of an element are
-// added in an order of their own, so its bits depend on how many there are and on nothing else.
+// A piece is a warpgroup's 64 rows of a chunk's columns. Those of a tile are dealt to the parts in turn. The parts of an
+// element are added in an order of their own, so its bits depend on how many there are and on nothing else.
 //
-// Many rows have tiles for all multiprocessors without that, and pay for each exchange. A pair then computes both of two parts, one after the
-// other, and keeps the first one's sums in memory meanwhile: the same bits.
+// Many rows have tiles for all multiprocessors without that, and pay for each exchange. A pair then computes both of two parts,
+// one after the other, and keeps the first one's sums in memory meanwhile: the same bits.
 //
-// Pieces come into stages of the ring behind a tile's operands. Who loads waits until these stages have been read, and lets the other
-// parts know that there is room. They all take the same stages, because parts have as many blocks of k each.
+// Pieces come into stages of the ring behind a tile's operands. Who loads waits until these stages have been read, and lets the
+// other parts know that there is room. They all take the same stages, because parts have as many blocks of k each.
 #pragma once
 
 #include "gemm/gemm_work.cuh"
@@ -42,8 +42,8 @@ struct GemmParts {
     return index < kPiecesInA ? shared.a[stage] + index * kPieceBytes : shared.b[stage] + (index - kPiecesInA) * kPieceBytes;
   }
 
-  // A warpgroup's pieces, chunk after chunk: which part sums one, and how many that part sums before it. Constant where unrolled but
-  // for two additions: divisions would take longer than the sums.
+  // A warpgroup's pieces, chunk after chunk: which part sums one, and how many that part sums before it. Divisions would take
+  // longer than the sums.
   struct Piece {
     u32 splits;
     u32 owner;
@@ -104,8 +104,8 @@ struct GemmParts {
     }
   }
 
-  // One thread's accumulators of a piece become the sum over parts, (0 + 1) + (2 + 3): in place, as it does not matter which of two is
-  // added to which.
+  // One thread's accumulators of a piece become the sum over parts, (0 + 1) + (2 + 3): in place, as it does not matter which
+  // of two is added to which.
   __device__ __forceinline__ void sum(GemmShared<C>& shared, const GemmRing<C>& ring, const Piece& piece, u32 thread,
                                       float* own) const {
     const auto from = [&](u32 of) {
