@@ -26,7 +26,8 @@ const MORE: [([usize; 3], GemmCollective); 2] =
 const BATCH: usize = 1000;
 /// What delays a rank, at most: it fills memory meanwhile.
 const NOISE_BYTES: usize = 8 << 20;
-const LIMIT: Duration = Duration::from_secs(20);
+/// Of every wait. NCCL needs more than 20 s to connect four ranks while all else begins.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Each collective with its product, `calls` times in each shape on two inputs in turn; before every other call a rank is held up for
 /// a random time. Every element of every call, compared on the device, must have the bits of the product and the collective one

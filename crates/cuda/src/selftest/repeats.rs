@@ -27,7 +27,7 @@ pub fn selftest_repeats(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfC
             warmups: 0,
             iterations: 1,
             samples: 1,
-            limit: Duration::from_secs(20),
+            limit: Duration::from_secs(60),
         };
         let wrong = repeat_collective(machine, &case, calls)?;
         let (transport, gpus) = (machine.transport(), machine.devices().len());
