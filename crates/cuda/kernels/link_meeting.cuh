@@ -169,7 +169,7 @@ __device__ __forceinline__ bool link_await(const LinkCall& call, u64 number, u64
     }
   }
   // What the others wrote in the ordinary way before they announced is read by the copy engine.
-  fence_async_proxy_all();
+  fence_async_proxy_global();
   return __all_sync(0xffffffffu, came);
 }
 

@@ -64,7 +64,7 @@ pub(super) fn peer_copies(outgoing: &PeerRows, received: &[Range], row_bytes: &[
 }
 
 impl PeerCopies {
-    fn bytes(&self) -> u64 {
+    pub(super) fn bytes(&self) -> u64 {
         self.runs.iter().map(|run| run.bytes * run.lines).sum()
     }
 }

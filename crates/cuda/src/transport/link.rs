@@ -9,6 +9,7 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 
 use super::engine::{EngineUse, LinkEngine};
+use super::own_rows::OwnRows;
 use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
@@ -35,8 +36,9 @@ pub(super) struct LinkWork {
 
 struct Met {
     kernel: LinkKernel,
-    /// Of a group-cast some of whose rows are not in the kernel's list.
+    /// Of a group-cast some of whose rows are not in the kernel's list: those for others, and the rank's own.
     engine: Option<LinkEngine>,
+    own_rows: Option<OwnRows>,
     peers: LinkPeers,
     /// Where ranks are processes.
     shifts: KnownShifts,
@@ -154,6 +156,12 @@ impl CudaTransport {
         // Who waits for the start of this goes on once all its blocks hold their multiprocessors.
         let started = barrier.map(CudaBarrier::arrival).transpose()?;
         let started = started.as_ref();
+        if let Some(own_rows) = &met.own_rows {
+            let (inputs, outputs) = addresses(call);
+            // SAFETY: `Collective`'s checks have seen that the rows are inside the tensors, which the rank's buffers keep; neither the
+            // others nor the kernel touch them.
+            unsafe { own_rows.start(stream.queue(), &inputs, &outputs) }?;
+        }
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // which the ranks' buffers keep; all ranks make the same calls, each on a GPU of its own.
         match &met.kernel {
@@ -163,6 +171,7 @@ impl CudaTransport {
             },
             LinkKernel::Reduce(reduce) => unsafe { reduce.launch(stream.queue(), &link, started) }?,
         }
+        met.own_rows.as_ref().map_or(Ok(()), |own_rows| own_rows.join(stream.queue()))?;
         // Those that have told where their outputs are.
         let pattern = &collective.collective.pattern;
         let told: Vec<usize> = match (&met.kernel, &met.engine) {
@@ -193,6 +202,12 @@ impl CudaTransport {
             }
             _ => None,
         };
+        let own_rows = match &work.spec {
+            None if collective.collective.delivery_parts.is_none() => {
+                OwnRows::new(&self.device, self.rank, pattern, &row_bytes)?
+            }
+            _ => None,
+        };
         let mut mailboxes = Vec::with_capacity(posts.len());
         let told = collective.collective.delivery_parts;
         let mut parts = vec![Vec::new(); told.unwrap_or(1)];
@@ -203,7 +218,9 @@ impl CudaTransport {
                 true => pattern.to(rank).iter().zip(theirs.from(self.rank)),
                 false => theirs.to(self.rank).iter().zip(pattern.from(rank)),
             };
-            if !engine.as_ref().is_some_and(|engine| engine.sends_to(rank)) {
+            let by_engine = engine.as_ref().is_some_and(|engine| engine.sends_to(rank))
+                || (own_rows.is_some() && rank == self.rank);
+            if !by_engine {
                 let rows = theirs.incoming.iter().map(PeerRows::total).sum();
                 for (&from, &to) in pairs {
                     cut_into_parts(RowMove { peer: rank, from, to }, rows, &mut parts);
@@ -225,7 +242,7 @@ impl CudaTransport {
             Some(spec) => LinkKernel::Reduce(LinkReduce::new(setup, spec, &parts.concat(), work.num_sms)?),
         };
         let peers = LinkPeers { mailboxes, announce_to, work_on };
-        Ok(Met { kernel, engine, peers, shifts: KnownShifts::default() })
+        Ok(Met { kernel, engine, own_rows, peers, shifts: KnownShifts::default() })
     }
 }
 

@@ -24,6 +24,7 @@ mod levels;
 mod link;
 mod means;
 mod meeting;
+mod own_rows;
 mod process;
 mod pull;
 mod push;
