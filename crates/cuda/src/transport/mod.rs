@@ -140,7 +140,13 @@ impl CudaTransport {
             rows::load(&self.device, collective, outputs)?;
             Ok(Work::Pull(Mutex::new(None)))
         };
-        let by_engines = self.mover == Mover::CopyEngine || matches!(self.means, Means::Push);
+        let by_engines = match (&self.means, self.mover) {
+            (Means::Exchange(_), _) => false,
+            (Means::Push, _) | (_, Mover::CopyEngine) => true,
+            // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
+            (_, Mover::Fused) => collective.reduction.is_none() && collective.delivery_parts.is_none(),
+            (_, Mover::Transport) => false,
+        };
         match &self.means {
             // No copy engine rounds.
             _ if by_engines
