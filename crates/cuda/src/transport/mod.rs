@@ -45,6 +45,7 @@ use crate::{CudaError, Device};
 use call::{Call, CallError, addresses, untold};
 pub use collective::CudaCollective;
 use collective::{Part, Work};
+use copies::CopyPace;
 pub use engine::EngineUse;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
@@ -156,7 +157,8 @@ impl CudaTransport {
                 pull()
             }
             _ if by_engines => {
-                push::PushWork::new(&self.device, self.rank, collective, outputs).map(Work::Push)
+                let pace = if self.mover == Mover::Fused { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
+                push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, abort, engines } if link::takes(collective) => {
