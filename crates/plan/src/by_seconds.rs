@@ -118,7 +118,7 @@ fn rank_seconds(
     config: &PlanConfig,
 ) -> Vec<[i64; 2]> {
     let owners = Owners::new(dispatch.clone(), dispatch.clone());
-    let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), &config.topology);
+    let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config);
     let cuts = StageCuts::gathered(&ranks);
     let parts = exchange(&owners.k_runs, &cuts.placed_rows(1));
     let seconds = |(rank, outline): (usize, &RankOutline)| {
@@ -130,7 +130,7 @@ fn rank_seconds(
         let takes = |direction: Direction, computing: f64| {
             let compute_seconds = computing + direction.own_seconds(own_rows, spec, &COST);
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
-            (makespan([stage.as_rows_arrive(&ready, spec, &COST)]) * PICOSECONDS) as i64
+            (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
         };
         [
             takes(Direction::Forward, COST.forward_seconds(&work)),

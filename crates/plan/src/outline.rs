@@ -4,13 +4,13 @@ use crate::by_seconds::by_seconds;
 use crate::dispatch::chunk_work_with_away;
 use crate::division::{Division, Owners};
 use crate::exchange::{exchange, exchange_part};
-use crate::receive_order::ReceiveOrder;
+use crate::receive_order::{ReceiveOrder, most_layers};
 use crate::runs::Runs;
 use crate::stages::{StageCuts, cut};
 use crate::work::{RowList, needed_rows, without};
 use crate::{
     AttentionSpec, Dispatch, GroupPart, HostedWork, Plan, PlanConfig, PlanError, RankPlan, StagePlan,
-    Topology, chunk_work, dispatch, dispatch_keys, dispatch_queries,
+    chunk_work, dispatch, dispatch_keys, dispatch_queries,
 };
 
 /// What all ranks must know of each rank: its work and what it receives.
@@ -33,17 +33,23 @@ impl RankOutline {
         owners: &Owners,
         work: Vec<Vec<Band>>,
         hosted: Vec<HostedWork>,
-        topology: &Topology,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
     ) -> Vec<Self> {
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
         let k_rows: Vec<usize> = (0..work.len()).map(|rank| k_dispatch.tokens(rank)).collect();
-        let order = ReceiveOrder::new(k_runs, &k_rows, topology);
+        let owned: Vec<Vec<Range>> = (0..work.len()).map(|rank| k_dispatch.ranges(rank)).collect();
+        let missing: Vec<Vec<Range>> =
+            work.iter().zip(&owned).map(|(work, own)| without(&needed_rows(work), own)).collect();
+        let received: Vec<usize> = missing.iter().map(|rows| rows.iter().map(Range::len).sum()).collect();
+        let layers = most_layers(&work, &received, spec, config);
+        let order = ReceiveOrder::new(k_runs, &k_rows, &config.topology, layers);
         let mut hosted = hosted.into_iter();
         work.into_iter()
+            .zip(owned)
             .enumerate()
-            .map(|(rank, work)| {
-                let own = k_dispatch.ranges(rank);
-                let remote = RowList::new(order.of(rank, &without(&needed_rows(&work), &own)));
+            .map(|(rank, (work, own))| {
+                let remote = RowList::new(order.of(rank, &missing[rank]));
                 Self { own, q_rows: q_dispatch.tokens(rank), work, remote, hosted: hosted.next() }
             })
             .collect()
@@ -128,7 +134,7 @@ impl Outline {
     /// Of a division of the work.
     pub(crate) fn of(division: Division, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let Division { owners, work, hosted } = division;
-        let ranks = RankOutline::of(&owners, work, hosted, &config.topology);
+        let ranks = RankOutline::of(&owners, work, hosted, spec, config);
         let Owners { q_dispatch, k_dispatch, k_runs, .. } = owners;
         let [forward, backward] = cut(&ranks, &k_runs, spec, config);
         Self { q_dispatch, k_dispatch, k_runs, ranks, forward, backward }

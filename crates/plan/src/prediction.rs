@@ -19,10 +19,17 @@ pub struct StagePrediction {
 }
 
 impl StagePrediction {
-    /// The same of a stage that does all work, and begins with what is `ready` before its rows are there. On GPUs gradients leave while
-    /// it computes, and what is left is to add them.
-    pub(crate) fn as_rows_arrive(self, ready: &ReadyWork, spec: &AttentionSpec, cost: &CostModel) -> Self {
-        let ready_seconds = ready.part(spec.heads_q, cost) * self.compute_seconds;
+    /// The same of a stage that does all work, and begins with what is `ready` before the rows are there that it receives. On GPUs
+    /// gradients leave while it computes, and what is left is to add them.
+    pub(crate) fn as_rows_arrive(
+        self,
+        ready: &ReadyWork,
+        received: usize,
+        spec: &AttentionSpec,
+        cost: &CostModel,
+    ) -> Self {
+        let ready = ready.part(spec.heads_q, spec.delivery_parts(received), cost);
+        let ready_seconds = ready * self.compute_seconds;
         let left = match cost.tiles {
             Some(_) => cost.link.bytes_per_second / cost.memory_bytes_per_second,
             None => 1.0,
@@ -65,12 +72,15 @@ impl Prediction {
                 .enumerate()
                 .map(|(index, stage)| {
                     let rows = busier_rows(&stage.part, rank, &config.topology);
-                    let StagePlan { area, own_rows, ref bands, .. } = *stage;
+                    let StagePlan { area, own_rows, key_rows, ref bands, .. } = *stage;
                     let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
                     let predicted = direction.predict(work, rows, spec, &config.cost);
                     match own_rows {
                         0 => predicted,
-                        _ => predicted.as_rows_arrive(&ReadyWork::of(bands, own_rows), spec, &config.cost),
+                        _ => {
+                            let ready = ReadyWork::of(bands, own_rows);
+                            predicted.as_rows_arrive(&ready, key_rows - own_rows, spec, &config.cost)
+                        }
                     }
                 })
                 .collect();

@@ -39,13 +39,15 @@ impl ReadyWork {
     }
 
     /// The part of the whole: rows that need to wait for nothing, and of the others as many as `heads` of them are worked on at
-    /// once.
-    pub fn part(&self, heads: usize, cost: &CostModel) -> f64 {
+    /// once, up to the last of `parts` in which keys arrive.
+    pub fn part(&self, heads: usize, parts: usize, cost: &CostModel) -> f64 {
         let at_once = cost.tiles.map_or(0.0, |tiles| {
             let waiting = self.waiting_rows * heads;
             ((tiles.workers * tiles.forward.tile_rows) as f64 / waiting.max(1) as f64).min(1.0)
         });
-        (self.ready as f64 + self.begun as f64 * at_once) / self.all.max(1) as f64
+        let arriving = (self.all - self.ready - self.begun) as f64;
+        let taken = self.begun as f64 + arriving * (1.0 - 1.0 / parts.max(1) as f64);
+        (self.ready as f64 + taken * at_once) / self.all.max(1) as f64
     }
 }
 
@@ -63,12 +65,17 @@ mod tests {
             ReadyWork::of(&mask.bands().collect::<Vec<_>>(), own_rows)
         };
         // Two documents, the second of which sees nothing but keys that arrive.
-        assert_eq!(work("varlen-full:lengths=64,64", 64).part(1, &cost), 0.5);
-        assert_eq!(work("full:128", 64).part(1, &cost), 0.0);
-        assert_eq!(work("full:128", 128).part(1, &cost), 1.0);
+        assert_eq!(work("varlen-full:lengths=64,64", 64).part(1, 1, &cost), 0.5);
+        assert_eq!(work("full:128", 64).part(1, 8, &cost), 0.0);
+        assert_eq!(work("full:128", 128).part(1, 1, &cost), 1.0);
         let causal = work("causal:128", 64);
         assert_eq!((causal.ready, causal.begun, causal.waiting_rows), (64 * 65 / 2, 64 * 64, 64));
-        // A GPU begins with the others too.
-        assert_eq!(work("full:128", 64).part(1, &CostModel::H200), 0.5);
+        // A GPU begins with the others too, and goes on as parts of their keys come.
+        assert_eq!(work("full:128", 64).part(1, 1, &CostModel::H200), 0.5);
+        assert_eq!(work("full:128", 64).part(1, 4, &CostModel::H200), 0.875);
+        // Half of these rows are worked on at once.
+        let rows = 2 * 132 * 128;
+        let long = work(&format!("full:{rows}"), rows / 2);
+        assert_eq!((long.part(1, 1, &CostModel::H200), long.part(1, 2, &CostModel::H200)), (0.25, 0.375));
     }
 }

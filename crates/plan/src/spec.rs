@@ -56,9 +56,23 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink.
+    pub fn new(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> Self {
+        let scale = (head_dim as f64).sqrt().recip();
+        Self { heads_q, heads_kv, head_dim, head_dim_v: head_dim, dtype, scale, softcap: 0.0, seqlen_sink: 0 }
+    }
+
     /// Bytes of one key row and one value row together.
     pub fn kv_row_bytes(&self) -> usize {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.size()
+    }
+
+    /// In how many parts `rows` keys and values come to a computation that is under way, where one stage does all work: few enough
+    /// that telling of each costs nothing, and more where there is much to come.
+    pub fn delivery_parts(&self, rows: usize) -> usize {
+        const PART_BYTES: usize = 8 << 20;
+        const MOST_PARTS: usize = 8;
+        (rows * self.kv_row_bytes() / PART_BYTES).clamp(1, MOST_PARTS)
     }
 
     /// Bytes of the partial gradients of one key row and one value row together: they travel in the accumulator's type.

@@ -231,15 +231,16 @@ fn rows_moved(
 
 /// Of a computation, the part that needs no rows that arrive while it runs.
 fn ready_part(program: &Program, op: &ProgramOp, cost: &CostModel) -> f64 {
+    let Some(arriving) = op.op.arriving() else { return 1.0 };
     let (q, k, bands) = match &op.op {
-        Op::AttentionForward(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
+        Op::AttentionForward(a) => (a.q, a.k, &a.bands),
         other => match other.backward() {
-            Some(a) if a.arriving.is_some() => (a.q, a.k, &a.bands),
-            _ => return 1.0,
+            Some(a) => (a.q, a.k, &a.bands),
+            None => return 1.0,
         },
     };
     let (q, own_rows) = (&program.buffers[q.0], program.buffers[k.0].rows());
-    ReadyWork::of(bands, own_rows).part(q.shape[1], cost)
+    ReadyWork::of(bands, own_rows).part(q.shape[1], arriving.delivery.parts, cost)
 }
 
 /// Seconds of an operation, of a rank that has computed for so many before.

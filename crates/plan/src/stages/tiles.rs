@@ -67,9 +67,10 @@ impl Candidate {
         let mut computed = 0.0;
         let stage = |stage: usize| {
             let (from, rows) = (self.cuts.own_rows(rank, stage), self.cuts.rows(rank, stage));
+            let received = rows.iter().map(Range::len).sum::<usize>();
             let k_rows = match stage {
                 0 => outline.own_rows(),
-                _ => from + rows.iter().map(Range::len).sum::<usize>(),
+                _ => from + received,
             };
             let place = Place { begins: Some(stage) == first, ends: Some(stage) == last };
             let links = match stage {
@@ -87,7 +88,7 @@ impl Candidate {
             let predicted = StagePrediction { compute_seconds, ..direction.transfers(links, spec, cost) };
             match from {
                 0 => predicted,
-                _ => predicted.as_rows_arrive(&ReadyWork::of(&bands[stage], from), spec, cost),
+                _ => predicted.as_rows_arrive(&ReadyWork::of(&bands[stage], from), received, spec, cost),
             }
         };
         (0..bands.len()).map(stage).collect()

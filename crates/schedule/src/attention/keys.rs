@@ -199,21 +199,18 @@ impl<'a> KeyPrefetch<'a> {
     }
 }
 
-/// In how many parts rows come to a computation that is under way, where one stage does all work: few enough that telling of
-/// each costs nothing, and more where there is much to come. The same on all ranks.
+/// In how many parts rows come to a computation that is under way, where one stage does all work: those of the rank that receives
+/// most, so that they are the same on all ranks.
 pub(super) fn delivery_parts<'a>(
     stages: impl Iterator<Item = &'a [StagePlan]> + Clone,
     spec: &AttentionSpec,
 ) -> Option<usize> {
-    const PART_BYTES: usize = 8 << 20;
-    const MOST_PARTS: usize = 8;
     let all_at_once = |stages: &[StagePlan]| stages.get(1).is_some_and(|stage| stage.own_rows > 0);
     if !stages.clone().any(all_at_once) {
         return None;
     }
     let received = stages.filter_map(|stages| stages.get(1)).map(|stage| stage.key_rows - stage.own_rows);
-    let bytes = received.max().unwrap_or(0) * spec.kv_row_bytes();
-    Some((bytes / PART_BYTES).clamp(1, MOST_PARTS))
+    Some(spec.delivery_parts(received.max().unwrap_or(0)))
 }
 
 /// The step between nodes.
