@@ -73,7 +73,7 @@ const MOST_GROUPS: usize = 16;
 /// The steps in which sizes of groups are looked at.
 const STEPS: usize = 32;
 /// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
-const TILE_ROWS: usize = 128;
+pub(crate) const TILE_ROWS: usize = 128;
 
 /// A layer on its ranks: shards and groups.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

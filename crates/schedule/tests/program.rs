@@ -205,7 +205,8 @@ fn validation() {
     check(vec![(7, copy(0, 1))], Err("op 0 (op0) names a stream that the Program does not have"));
 }
 
-/// A product whose rows travel while it is computed may hold all workers, so nothing else may wait for other ranks beside it.
+/// A product whose rows travel while it is computed may hold all workers, so nothing else that needs some may wait for other ranks
+/// beside it.
 #[test]
 fn fused_products_are_alone() {
     let block = |buffer, rows| vec![RowBlock { buffer: BufferId(buffer), rows: Range::new(0, rows) }];
@@ -229,6 +230,23 @@ fn fused_products_are_alone() {
     let (record, wait) = (Op::Record(EventId(0)), Op::Wait(EventId(0)));
     let ordered = vec![(0, fused(0)), (0, record), (1, wait), (1, swap(0, 0, 3, None))];
     assert_eq!(program(0, 2, 4, ordered).validate(), Ok(()));
+    // Copy engines need no worker, sums do.
+    let by_engines = |op| {
+        let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+        Program { policy, ..program(0, 2, 4, vec![(0, fused(0)), (1, op)]) }.validate()
+    };
+    assert_eq!(by_engines(swap(0, 0, 3, None)), Ok(()));
+    let Op::GroupCast(cast) = swap(0, 0, 3, None) else { unreachable!() };
+    let sums = Op::GroupReduce(GroupReduce {
+        part: cast.part,
+        tensors: cast.tensors,
+        op: ReduceOp::Sum,
+        accumulate: Accumulate::Start,
+        wire_dtype: DType::F32,
+        reduce_dtype: DType::F32,
+        arrive: None,
+    });
+    assert!(matches!(by_engines(sums), Err(ProgramError::UnorderedFused { first: 0, second: 1, .. })));
 }
 
 /// Buffers of a slot are one piece of memory: unordered uses race, and nobody reads what the next one has overwritten.

@@ -205,6 +205,32 @@ fn fused_products_take_the_longer_of_two() {
     }
 }
 
+/// Of a column-parallel backward one kernel sums dx, and what else travels does so beside it or under the gradient of the weight, without
+/// a worker: what is left are the products.
+#[test]
+fn a_fused_backward_exposes_nothing() {
+    let cost = sharing_h200();
+    for activations in [Activations::Replicated, Activations::SequenceParallel] {
+        let spec = LinearSpec { out_features: 4 * 7168, ..spec(LinearKind::Column, activations, 8192) };
+        let plan = LinearPlan::new(spec, 4, WaveGroups::Fixed(1), &cost).unwrap();
+        let run = |policy: &str, gradient| {
+            let lower = |rank| lower_linear_backward(&plan, rank, gradient, policy.parse().unwrap());
+            let ranks: Vec<Program> = (0..4).map(lower).collect();
+            ranks.iter().for_each(|rank| rank.validate().unwrap());
+            simulate(&ranks, &Topology::flat(4), &cost).unwrap()
+        };
+        for queues in ["fused", "fused+single-connection"] {
+            let [apart, fused] = ["sequential", queues].map(|policy| run(policy, WeightGradient::Written));
+            let (products, seconds) = (apart.overlap().compute_seconds, fused.makespan());
+            assert!(seconds < products + 4e-5, "{activations:?} {queues}: {seconds} {products}");
+            assert!(seconds < 0.9 * apart.makespan(), "{activations:?} {queues}");
+        }
+        // Without the gradient nothing hides the way of sums to everyone but the kernel that makes them.
+        let frozen = run("fused", WeightGradient::Frozen);
+        assert_eq!(frozen.overlap().communication_seconds, 0.0, "{activations:?}");
+    }
+}
+
 /// One rank stands for all that do the same, on one node and on several.
 #[test]
 fn one_rank_stands_for_all() {

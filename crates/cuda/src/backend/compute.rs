@@ -1,6 +1,6 @@
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferId, BufferSpec, Op, Program, WorkerShare};
+use counterpoint_schedule::{BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare};
 
 use super::attention::Forward;
 use super::attention_backward::{Backward, Delta};
@@ -158,6 +158,12 @@ impl<'a> Prepare<'a> {
     /// A kernel that a user has given the machine.
     pub(super) fn user_kernel(&self, name: &str) -> Option<&'a UserKernelSource> {
         self.backend.user_kernel(name)
+    }
+
+    /// Whether products are beside nothing but rows that copy engines move.
+    pub(super) fn has_casts_by_engines_alone(&self) -> bool {
+        let reduces = |op: &ProgramOp| matches!(op.op, Op::GroupReduce(_) | Op::BackwardReduce(_));
+        self.program.policy.mover == Mover::Fused && !self.program.ops.iter().any(reduces)
     }
 
     /// Whether the Program's operations follow each other.

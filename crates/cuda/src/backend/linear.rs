@@ -185,9 +185,13 @@ impl Prepare<'_> {
         }
     }
 
-    /// Where something may run beside a product, and no multiprocessors are left to it, it must find some between two units.
+    /// Where something that takes multiprocessors may run beside a product, and none are left to it, it must find some between two
+    /// units.
     pub(super) fn grid(&self) -> GemmGrid {
-        if self.has_one_stream() || self.sm_margin() > 0 { GemmGrid::Persistent } else { GemmGrid::PerUnit }
+        match self.has_one_stream() || self.has_casts_by_engines_alone() || self.sm_margin() > 0 {
+            true => GemmGrid::Persistent,
+            false => GemmGrid::PerUnit,
+        }
     }
 
     /// A product whose bits do not depend on which rows of the result are computed together, unless all of a gradient of a weight is

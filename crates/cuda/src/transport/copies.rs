@@ -63,7 +63,30 @@ pub(super) fn peer_copies(outgoing: &PeerRows, received: &[Range], row_bytes: &[
     PeerCopies { rank: outgoing.rank, runs }
 }
 
+/// How copies share the links of their rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CopyPace {
+    /// At their full rate, which leaves what kernels send hardly any of it.
+    Full,
+    /// With gaps, in which kernels send: as copies of so many bytes, each of which an engine takes time to begin.
+    Pieces(u64),
+}
+
+impl CopyPace {
+    /// Beside a product that sends its tiles. An engine takes some 2.6 us to begin a copy, and as long for a megabyte; such a product needs
+    /// a third of the link's rate (8.6 MB in the 77 us of a round of tiles with k = 7168).
+    pub(super) const BESIDE_KERNELS: Self = Self::Pieces(1 << 20);
+}
+
 impl PeerCopies {
+    /// Cut up as the pace wants it. Lines of one copy stay together.
+    pub(super) fn at(mut self, pace: CopyPace) -> Self {
+        if let CopyPace::Pieces(bytes) = pace {
+            self.runs = self.runs.iter().flat_map(|run| run.pieces(bytes.max(1))).collect();
+        }
+        self
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.runs.iter().map(|run| run.bytes * run.lines).sum()
     }
@@ -90,6 +113,16 @@ impl CopyRun {
         }
         (self.lines, self.from_pitch, self.to_pitch) = (self.lines + 1, from_pitch, to_pitch);
         true
+    }
+
+    /// The same as copies of at most so many bytes, where it is one line.
+    fn pieces(self, most: u64) -> impl Iterator<Item = Self> {
+        let step = if self.lines == 1 { most } else { self.bytes.max(1) };
+        (0..self.bytes.div_ceil(step)).map(move |piece| {
+            let begin = piece * step;
+            let bytes = step.min(self.bytes - begin);
+            Self { from: self.from + begin, to: self.to + begin, bytes, ..self }
+        })
     }
 
     /// Enqueues it, from and to these tensors.
@@ -224,6 +257,19 @@ mod tests {
             run(1, 120, 60, 12, 1, (0, 0)),
         ];
         assert_eq!(peer_copies(&outgoing, &received, &[8, 3]), PeerCopies { rank: 2, runs: expected });
+    }
+
+    #[test]
+    fn pieces_are_the_whole() {
+        let rows =
+            PeerRows { rank: 1, rows: vec![Range::new(3, 10), Range::new(20, 22), Range::new(30, 32)] };
+        let received = [Range::new(0, 7), Range::new(10, 12), Range::new(14, 16)];
+        let whole = peer_copies(&rows, &received, &[4]);
+        assert_eq!(whole.clone().at(CopyPace::Full), whole);
+        let pieces = whole.at(CopyPace::Pieces(12)).runs;
+        let of = |run: &CopyRun| (run.from, run.to, run.bytes, run.lines);
+        let found: Vec<_> = pieces.iter().map(of).collect();
+        assert_eq!(found, [(12, 0, 12, 1), (24, 12, 12, 1), (36, 24, 4, 1), (80, 40, 8, 2)]);
     }
 
     #[test]

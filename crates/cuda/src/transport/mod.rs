@@ -46,6 +46,7 @@ use crate::{CudaError, Device};
 use call::{Call, CallError, addresses, untold};
 pub use collective::CudaCollective;
 use collective::{Part, Work};
+use copies::CopyPace;
 pub use engine::EngineUse;
 pub use kind::TransportKind;
 pub(crate) use levels::Level;
@@ -141,7 +142,13 @@ impl CudaTransport {
             rows::load(&self.device, collective, outputs)?;
             Ok(Work::Pull(Mutex::new(None)))
         };
-        let by_engines = self.mover == Mover::CopyEngine || matches!(self.means, Means::Push);
+        let by_engines = match (&self.means, self.mover) {
+            (Means::Exchange(_), _) => false,
+            (Means::Push, _) | (_, Mover::CopyEngine) => true,
+            // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
+            (_, Mover::Fused) => collective.reduction.is_none() && collective.delivery_parts.is_none(),
+            (_, Mover::Transport) => false,
+        };
         match &self.means {
             // No copy engine rounds.
             _ if by_engines
@@ -151,7 +158,8 @@ impl CudaTransport {
                 pull()
             }
             _ if by_engines => {
-                push::PushWork::new(&self.device, self.rank, collective, outputs).map(Work::Push)
+                let pace = if self.mover == Mover::Fused { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
+                push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, abort, engines } if link::takes(collective) => {

@@ -7,7 +7,7 @@ use counterpoint_exec::CollectiveCall;
 use counterpoint_exec::collective::{Collective, PeerRows};
 use counterpoint_schedule::BufferSpec;
 
-use super::copies::{CopyStreams, PeerCopies, peer_copies};
+use super::copies::{CopyPace, CopyStreams, PeerCopies, peer_copies};
 use super::pull::are_same;
 use super::rows::{self, Incoming, RowWork};
 use super::staging::Staging;
@@ -18,6 +18,7 @@ use crate::{CudaError, Device, DeviceBuffer, Event, Stream};
 /// One rank's part.
 pub(super) struct PushWork {
     streams: CopyStreams,
+    pace: CopyPace,
     row_bytes: Vec<u64>,
     copies: Mutex<Option<Copies>>,
     reduction: Option<StagedReduction>,
@@ -26,7 +27,10 @@ pub(super) struct PushWork {
 /// The copies, and the other ranks' parts that they were made from.
 struct Copies {
     parts: Vec<Arc<Collective>>,
-    peers: Vec<PeerCopies>,
+    /// What goes to other ranks.
+    sent: Vec<PeerCopies>,
+    /// What stays.
+    kept: Vec<PeerCopies>,
 }
 
 /// Where partial results arrive, and what sums them.
@@ -43,6 +47,7 @@ impl PushWork {
         rank: usize,
         collective: &Collective,
         outputs: &[BufferSpec],
+        pace: CopyPace,
     ) -> Result<Self, CudaError> {
         let row_bytes = rows::row_bytes(collective);
         let pattern = &collective.pattern;
@@ -58,6 +63,7 @@ impl PushWork {
         let others = pattern.outgoing.iter().map(|peer| peer.rank).filter(|&peer| peer != rank);
         Ok(Self {
             streams: CopyStreams::new(device, others)?,
+            pace,
             row_bytes,
             copies: Mutex::new(None),
             reduction,
@@ -132,11 +138,12 @@ impl CudaTransport {
                     copies.runs.iter_mut().for_each(|run| run.to += theirs.tensors[run.tensor].0);
                     copies
                 });
-                let peers = each.collect();
-                Copies { parts: posts.iter().map(|post| post.collective.clone()).collect(), peers }
+                let (kept, sent): (Vec<_>, Vec<_>) = each.partition(|copies| copies.rank == self.rank);
+                let sent = sent.into_iter().map(|copies| copies.at(work.pace)).collect();
+                Copies { parts: posts.iter().map(|post| post.collective.clone()).collect(), sent, kept }
             }
         };
-        let Copies { peers, .. } = copies.insert(current);
+        let Copies { sent, kept, .. } = copies.insert(current);
         let at = |rank: usize| receivers.iter().position(|peer| peer.rank == rank);
         let writable = |rank: usize| -> Option<Event> {
             at(rank).filter(|_| rank != self.rank).map(|at| posts[at].payload.ready.clone())
@@ -147,14 +154,15 @@ impl CudaTransport {
             let output = || part.and_then(|part| part.outputs.get(tensor)).map(CudaBuffer::address);
             staging.or_else(output).unwrap_or(0)
         };
-        let queue = stream.queue();
+        let (queue, ready, inputs) = (stream.queue(), &own.payload.ready, addresses(call).0);
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors,
         // posts keep those, and events order everyone else's use of them.
-        unsafe {
-            work.streams.start(queue, &own.payload.ready, peers, writable, &addresses(call).0, target)
-        }?;
-        work.streams.join(queue, peers)?;
+        unsafe { work.streams.start(queue, ready, sent, writable, &inputs, target) }?;
+        work.streams.join(queue, sent)?;
         own.payload.done.record(queue)?;
+        // The driver copies within a GPU by a kernel. Beside a product that waits for multiprocessors, and nobody else waits for it.
+        // SAFETY: as above.
+        unsafe { work.streams.start(queue, ready, kept, writable, &inputs, target) }?;
         for peer in &pattern.outgoing {
             self.acknowledge(peer.rank, meeting.sequence)?;
         }

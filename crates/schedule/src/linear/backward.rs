@@ -4,10 +4,9 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{
-    GatheredTokens, Lowering, ReducedTokens, all_tokens, leaves_workers, rows_on_their_way,
-};
+use super::exchange::{GatheredTokens, Lowering, all_tokens, leaves_workers, rows_on_their_way};
 use super::forward::group_rows;
+use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{
     Accumulate, BufferId, BufferRole, CastGemm, ColumnSum, Gemm, GemmLayout, GroupCast, Mover, Op,
@@ -132,12 +131,11 @@ fn column(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
         let all = (lowering.whole(dy, tokens), vec![Range::new(0, tokens)]);
         input_gradient(lowering, 0, all, weight, dx);
     } else {
-        // A product that is reduced while it is computed has no other collective beside it.
-        let mover = match x {
-            Some(_) if lowering.gathers() => Mover::Transport,
-            _ => lowering.p.policy().mover,
+        let under = match gradient {
+            WeightGradient::Written | WeightGradient::Accumulated(_) => SpreadUnder::Following,
+            WeightGradient::Frozen | WeightGradient::Deferred => SpreadUnder::Product,
         };
-        let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, mover);
+        let mut sums = ReducedTokens::new(lowering, "dx", features, BufferRole::Output, under);
         for group in 0..plan.groups() {
             if group > 0 {
                 sums.after_start(lowering, group);

@@ -1,7 +1,8 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{LinearKind, LinearPlan};
 
-use super::exchange::{GatheredTokens, Lowering, ReducedTokens, rows_on_their_way};
+use super::exchange::{GatheredTokens, Lowering, rows_on_their_way};
+use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::ProgramBuilder;
 use crate::{
     Accumulate, BufferId, BufferRole, CastGemm, Gemm, GemmLayout, Mover, Op, OverlapPolicy, Program, RmsNorm,
@@ -138,7 +139,7 @@ fn row(lowering: &mut Lowering<'_>, name: &str, role: BufferRole) -> RowResult {
         multiply(lowering, 0, all, weight, bias, y);
         return RowResult::One(y);
     }
-    let mut sums = ReducedTokens::new(lowering, name, features, role, lowering.p.policy().mover);
+    let mut sums = ReducedTokens::new(lowering, name, features, role, SpreadUnder::Product);
     for group in 0..plan.groups() {
         if group > 0 {
             sums.after_start(lowering, group);

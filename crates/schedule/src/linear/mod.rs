@@ -11,6 +11,7 @@ mod clock;
 mod exchange;
 mod forward;
 mod parts;
+mod reduced;
 
 use counterpoint_plan::DType;
 use serde::{Deserialize, Serialize};

@@ -156,7 +156,7 @@ impl<'a> Clockwork<'a> {
                             }
                             self.start_computation(rank, stream, op, now);
                         }
-                        Some(number) if state.has_workers(sharing) => {
+                        Some(number) if state.has_workers(op, sharing) => {
                             self.start_collective(rank, stream, op, number, now);
                         }
                         Some(_) => return,
@@ -245,7 +245,7 @@ impl<'a> Clockwork<'a> {
         state.reached[stream] = now;
         // Ends by an entry of its own, once it has begun.
         state.heads[stream] = Head::Running(0);
-        state.communicating += 1;
+        state.communicating += usize::from(state.takes_workers(op));
         if let Some(barrier) = arrives_at(&program.ops[op].op) {
             state.arrivals[barrier] += 1;
             self.wake_waiting(rank, now);
@@ -315,7 +315,7 @@ impl<'a> Clockwork<'a> {
         let start = state.reached[stream];
         let kind = match collective {
             Some(_) => {
-                state.communicating -= 1;
+                state.communicating -= usize::from(state.takes_workers(op));
                 match state.program.ops[op].op {
                     Op::GemmReduce(_) | Op::CastGemm(_) => SpanKind::Compute,
                     _ => SpanKind::Communication,

@@ -1,7 +1,7 @@
 use counterpoint_plan::WorkerSharing;
 
 use super::{collective_part, parts_before_meeting};
-use crate::{HardwareQueues, Mover, Op, OverlapPolicy, Program, WorkerShare};
+use crate::{HardwareQueues, Op, OverlapPolicy, Program, WorkerShare};
 
 /// How far one rank's simulated run has got.
 pub(super) struct Rank<'a> {
@@ -128,9 +128,14 @@ impl<'a> Rank<'a> {
         (next < self.program.ops.len()).then_some(next)
     }
 
+    /// Whether a collective's rows are moved by workers.
+    pub(super) fn takes_workers(&self, op: usize) -> bool {
+        !self.program.policy.mover.leaves_to_engines(&self.program.ops[op].op)
+    }
+
     /// Whether a collective finds the workers that it needs.
-    pub(super) fn has_workers(&self, sharing: Option<WorkerSharing>) -> bool {
-        let Some(sharing) = sharing else { return true };
+    pub(super) fn has_workers(&self, op: usize, sharing: Option<WorkerSharing>) -> bool {
+        let Some(sharing) = sharing.filter(|_| self.takes_workers(op)) else { return true };
         let policy = &self.program.policy;
         let needed = taken_by(policy, &sharing, self.communicating + 1);
         needed == 0 || self.computing.is_empty() || needed <= policy.sm_margin()
@@ -150,10 +155,9 @@ impl<'a> Rank<'a> {
 
 /// Of the workers that computations use, those that so many collectives hold.
 fn taken_by(policy: &OverlapPolicy, sharing: &WorkerSharing, collectives: usize) -> usize {
-    match (policy.mover, policy.workers) {
-        (Mover::CopyEngine, _) | (_, WorkerShare::Partition(_)) => 0,
-        // What no kernel fuses, the transport moves.
-        (Mover::Transport | Mover::Fused, _) => sharing.communication * collectives,
+    match policy.workers {
+        WorkerShare::Partition(_) => 0,
+        WorkerShare::Common | WorkerShare::Margin(_) => sharing.communication * collectives,
     }
 }
 

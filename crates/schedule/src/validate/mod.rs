@@ -12,7 +12,7 @@ impl Program {
     /// Checks that every index is in range, that producers are queued before those who wait for them, that inputs are only
     /// read, that no two unordered operations touch one buffer with a write among them, and that buffers of a slot, which for
     /// that count as one, are read before the next one has its turn. And that a product whose rows travel while it is computed
-    /// is in order with every other collective: it may hold all of a device's workers while it waits for other ranks. A
+    /// is in order with every other collective that takes workers: it may hold all of a device's while it waits for other ranks. A
     /// computation that takes rows as they arrive may as well, so the start of what brings them must have been awaited.
     ///
     /// Order comes from streams, events and signals. A kernel barrier orders starts only, so it makes no data safe.
@@ -111,6 +111,8 @@ impl Program {
     fn check_fused(&self, clocks: &[Clocks]) -> Result<(), ProgramError> {
         let collectives = self.ops.iter().enumerate().filter_map(|(index, op)| match op.op {
             Op::GemmReduce(_) | Op::CastGemm(_) => Some((index, true)),
+            // Copy engines need no worker.
+            Op::GroupCast(_) if self.policy.mover.leaves_to_engines(&op.op) => None,
             Op::GroupCast(_) | Op::GroupReduce(_) | Op::BackwardReduce(_) => Some((index, false)),
             _ => None,
         });
