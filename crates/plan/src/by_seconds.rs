@@ -14,11 +14,11 @@ use crate::stages::StageCuts;
 use crate::work::rank_work;
 use crate::{
     AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, ReadyWork,
-    StagePrediction,
+    StagePrediction, WorkerSharing,
 };
 
 const PICOSECONDS: f64 = 1e12;
-const COST: CostModel = CostModel::H200;
+const COST: CostModel = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
 /// How often the schedules of all ranks are built to see what they take beyond their chunks.
 const ROUNDS: usize = 12;
 /// Rounds in a row from one dispatch to the next, better or not, before the search goes on from the best.
