@@ -2,6 +2,37 @@
 //!
 //! This crate gathers the others under one name; read them in the order in which data flows:
 //! [`mask`] (what), [`plan`] (who), [`schedule`] (when), [`exec`] (done; on GPUs [`cuda`]), [`report`] (shown).
+//!
+//! ```
+//! use counterpoint::exec::{RunConfig, check_attention, random_inputs, run_attention};
+//! use counterpoint::mask::Mask;
+//! use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig};
+//!
+//! // Three packed documents, causal inside each, on 2 ranks.
+//! let mask: Mask = "varlen-causal:lengths=100,60,96".parse()?;
+//! let spec = AttentionSpec::new(4, 2, 64, DType::F32);
+//! let plan = Plan::new(&mask, &spec, &PlanConfig::new(2))?;
+//!
+//! // Tensors of the whole sequence, in its order: q [256, 4, 64], k and v [256, 2, 64], and a dout, which asks for gradients.
+//! let inputs = random_inputs(&mask, &spec, 0, true);
+//! let run = run_attention(&plan, &spec, &inputs, &RunConfig::default())?;
+//! assert_eq!(run.outputs.out.shape(), [256, 4, 64]);
+//! assert!(check_attention(&mask, &spec, &inputs, &run.outputs).passed);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Where to begin:
+//!
+//! | for | take |
+//! |---|---|
+//! | attention from tensors to tensors | [`exec::run_attention`], [`exec::run_attention_on`] a [`cuda::CudaMachine`] |
+//! | linear layers | [`exec::ColumnParallelLinear`], [`exec::RowParallelLinear`] |
+//! | rows to those who need them, and sums back | [`exec::Communicator::group_cast`], [`exec::Communicator::group_reduce`] |
+//! | who computes what, without running it | [`plan::Plan`], [`plan::PlanSummary`] |
+//! | a timeline of a machine that is not here | [`schedule::simulate()`] with [`plan::MachineProfile`] |
+//! | a Program of your own | [`schedule::Program`], [`exec::Prepared`] |
+//!
+//! The examples in the repository read as a course of six lessons.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]

@@ -16,16 +16,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ranks = 8;
     let lengths = [517, 6_000, 90, 14_336, 2_048, 311, 9_000, 1_200, 23_170, 64, 4_096, 700, 3_004, 1_000];
     let mask = Mask::causal(Documents::from_lengths(lengths)?)?;
-    let spec = AttentionSpec {
-        heads_q: 32,
-        heads_kv: 8,
-        head_dim: 128,
-        head_dim_v: 128,
-        dtype: DType::Bf16,
-        scale: 128_f64.sqrt().recip(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
+    let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
     println!(
         "{} documents, {} tokens, {} unmasked pairs, {ranks} ranks",
         lengths.len(),

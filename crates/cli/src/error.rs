@@ -1,6 +1,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use counterpoint_plan::PlanError;
 use thiserror::Error;
 
 /// Why the program ends without its result. The message is one sentence that says how to mend it;
@@ -207,7 +208,7 @@ pub(crate) enum CliError {
     #[error("{source}")]
     Plan {
         /// Why.
-        source: counterpoint_plan::PlanError,
+        source: PlanError,
     },
     /// The Programs of a plan do not fit each other, which is a bug of ours.
     #[error("the plan cannot be simulated ({source}); this is a bug in counterpoint, please report it")]
@@ -238,6 +239,17 @@ pub(crate) enum CliError {
 }
 
 impl CliError {
+    /// Why a linear layer cannot be planned; its sizes came from these flags.
+    pub(crate) fn of_layer(source: PlanError, flags: &[(&str, &'static str)]) -> Self {
+        let PlanError::Linear { field, value, ref wanted } = source else { return Self::Plan { source } };
+        match flags.iter().find(|(name, _)| *name == field) {
+            Some(&(_, flag)) => {
+                Self::Flag { flag, value: value.to_string(), reason: format!("must be {wanted}") }
+            }
+            None => Self::Plan { source },
+        }
+    }
+
     /// 1: it ran and a check or the run failed; 2: bad usage or input; 3: the machine lacks what was asked for.
     pub(crate) fn exit_status(&self) -> u8 {
         use counterpoint_exec::{ExecError, RendezvousError};

@@ -20,6 +20,10 @@ fn cpu_ranks_run_every_collective() {
         assert!(figure("error") > 0.0, "a result in f32 is never exact: {row}");
         assert!(row["library"].is_null(), "{row}");
     }
+    let line = "bench gemm-collective --ranks 2 --shapes 64:32:32 --collective all-reduce --cycles 1 \
+                --overlap auto --json";
+    let row = &folder.run(line).ok().json_lines()[0];
+    assert!(row["asked"] == "auto" && row["overlap"] != "auto", "{row}");
 }
 
 #[test]

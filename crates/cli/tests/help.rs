@@ -4,7 +4,7 @@ mod support;
 
 use support::Folder;
 
-const LEVELS: [&str; 19] = [
+const LEVELS: [&str; 22] = [
     "",
     "attention",
     "plan",
@@ -13,6 +13,8 @@ const LEVELS: [&str; 19] = [
     "bench plan",
     "bench attention",
     "bench cp",
+    "bench gemm",
+    "bench gemm-collective",
     "bench bandwidth",
     "bench tp",
     "bench group-cast",
@@ -21,6 +23,7 @@ const LEVELS: [&str; 19] = [
     "simulate attention",
     "simulate linear",
     "simulate model",
+    "tune",
     "tune gemm",
     "selftest",
     "doctor",
@@ -31,7 +34,12 @@ fn every_level_has_examples() {
     let folder = Folder::new();
     for level in LEVELS {
         let ran = folder.run(&format!("{level} --help")).ok();
-        assert!(ran.stdout.contains("Examples:\n  counterpoint "), "{level}\n{}", ran.stdout);
+        let (_, examples) = ran.stdout.split_once("Examples:\n").unwrap_or_else(|| panic!("{}", ran.stdout));
+        let examples: Vec<&str> = examples.lines().take_while(|line| line.starts_with("  ")).collect();
+        assert!(examples.first().is_some_and(|line| line.starts_with("  counterpoint ")), "{examples:?}");
+        // What is too long for a line, and wrapped, cannot be copied.
+        let is_whole = |line: &&str| line.starts_with("      ") || line.contains("counterpoint ");
+        assert!(examples.iter().all(is_whole), "{level}\n{examples:#?}");
         assert!(ran.stdout.contains("Usage: counterpoint"), "{level}");
         assert!(!ran.stdout.contains('\u{1b}'), "no colour in a pipe");
         assert_eq!(ran.stderr, "");

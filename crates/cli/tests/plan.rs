@@ -206,3 +206,12 @@ fn bench_plan_checks_and_prints_rows() {
         assert!(ran.stdout.contains(word), "{word}\n{}", ran.stdout);
     }
 }
+
+#[test]
+fn ranks_that_own_nothing_are_told_of() {
+    let folder = Folder::new();
+    let line = "plan --mask causal:1k --cp-size 4 --json --chunk-size";
+    let told = folder.run(&format!("{line} 512")).ok().stderr;
+    assert!(told.contains("2 of 4 ranks own no rows: there are 2 chunks of 512 rows"), "{told}");
+    assert_eq!(folder.run(&format!("{line} 256")).ok().stderr, "");
+}

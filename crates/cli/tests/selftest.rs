@@ -46,6 +46,13 @@ fn modes_exclude_each_other() {
 }
 
 #[test]
+fn a_name_that_nothing_has_is_refused_with_the_names_that_there_are() {
+    let folder = Folder::new();
+    folder.refuses("selftest --only atention", &["--only atention", "cpu, cpu linear layers"]);
+    folder.refuses("selftest --compile-only --only atention", &["--only atention", "no kernel"]);
+}
+
+#[test]
 fn a_gpu_that_is_not_there_is_status_3() {
     if !std::path::Path::new("/dev/nvidia0").exists() {
         Folder::new().run("selftest --device cuda --quick").is_refusal(3, &["NVIDIA"]);

@@ -94,7 +94,7 @@ fn a_profile_decides_and_a_wrong_one_is_refused() {
 #[test]
 fn what_does_not_divide_is_refused() {
     let folder = Folder::new();
-    folder.refuses(&format!("{LINEAR} --tp-size 9"), &["in_features", "28672", "9"]);
+    folder.refuses(&format!("{LINEAR} --tp-size 9"), &["--in-features 28672", "9 ranks"]);
     folder.refuses(&format!("{LINEAR} --tp-size 0"), &["--tp-size", "4096"]);
     folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 3+x"), &["--groups", "3+x"]);
     folder.refuses(&format!("{LINEAR} --tp-size 8 --groups 512+256"), &["768", "1024"]);

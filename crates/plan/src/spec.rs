@@ -56,6 +56,12 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink.
+    pub fn new(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> Self {
+        let scale = (head_dim as f64).sqrt().recip();
+        Self { heads_q, heads_kv, head_dim, head_dim_v: head_dim, dtype, scale, softcap: 0.0, seqlen_sink: 0 }
+    }
+
     /// Bytes of one key row and one value row together.
     pub fn kv_row_bytes(&self) -> usize {
         self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.size()

@@ -11,7 +11,7 @@ use std::{
 };
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_report::{Figures, HtmlReport, TimelinePair};
+use counterpoint_report::{Figures, HtmlReport, SimulationReport, TimelinePair};
 use fixture::{Run, documents, lengths};
 use serde_json::Value;
 
@@ -196,36 +196,69 @@ fn a_small_report_shows_everything() {
     assert_ne!(light, dark, "the dark theme looks like the light one");
 }
 
-#[test]
-fn a_narrow_screen_holds_the_page() {
-    // Chromium's windows are at least 500 wide, so the page goes into a frame of a phone's width.
-    let run = four_documents();
-    let html = run.report().render();
-    let inner = folder().join("narrow-inner.html");
-    let check = format!("<script>{}</script></body>", include_str!("self_check.js"));
-    fs::write(&inner, html.replace("</body>", &check)).unwrap();
-    let frame = "<!DOCTYPE html><body style='margin:0'><iframe id=f src='narrow-inner.html' \
-                 style='width:420px;height:4600px;border:0'></iframe></body>";
-    let page = folder().join("narrow.html");
-    fs::write(&page, frame).unwrap();
-    let picture = folder().join("narrow-420-light.png");
-    chromium(&page, &[&format!("--screenshot={}", picture.display()), "--window-size=500,4600"]);
-    assert!(fs::read(picture).unwrap().len() > 50_000);
+/// A phone's width.
+const NARROW: usize = 360;
 
-    let asking = "<!DOCTYPE html><body><iframe id=f src='narrow-inner.html' style='width:420px;height:900px'></iframe>\
-                  <script>onload=()=>{document.body.append(document.getElementById('f').contentDocument\
-                  .getElementById('seen').textContent)}</script></body>";
-    let page = folder().join("narrow-asking.html");
+/// What the self-check saw on the page where it is narrow. Chromium's windows are at least 500 wide, so it goes into a frame.
+fn seen_narrow(name: &str, html: &str) -> Value {
+    let inner = format!("{name}-narrow-inner.html");
+    let check = format!("<script>{}</script></body>", include_str!("self_check.js"));
+    fs::write(folder().join(&inner), html.replace("</body>", &check)).unwrap();
+    let asking = format!(
+        "<!DOCTYPE html><body style='margin:0'><iframe id=f src='{inner}' style='width:{NARROW}px;height:4600px;border:0'>\
+         </iframe><script>onload=()=>{{document.body.append(document.getElementById('f').contentDocument\
+         .getElementById('seen').textContent)}}</script></body>"
+    );
+    let page = folder().join(format!("{name}-narrow.html"));
     fs::write(&page, asking).unwrap();
+    let picture = folder().join(format!("{name}-{NARROW}-light.png"));
+    let screenshot = format!("--screenshot={}", picture.display());
+    chromium(&page, &[&screenshot, "--window-size=500,4600"]);
+    assert!(fs::read(picture).unwrap().len() > 20_000);
     let dom = chromium(&page, &["--dump-dom", "--allow-file-access-from-files", "--window-size=600,900"]);
     let json = dom.split("</script>").nth(1).and_then(|rest| rest.split("</body>").next()).unwrap().trim();
     let json = json.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&");
     let seen: Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {dom}"));
     assert_eq!(seen["error"], Value::Null);
     assert_eq!(seen["drawn"], "yes");
-    assert!(seen["wideness"].as_i64().unwrap() <= 0, "wider than 420: {}", seen["wideness"]);
+    assert!(seen["wideness"].as_i64().unwrap() <= 0, "wider than {NARROW}: {}", seen["wideness"]);
+    seen
+}
+
+#[test]
+fn a_narrow_screen_holds_the_page() {
+    let mut run = four_documents();
+    // A name that has no place to be broken at.
+    run.figures.setup.push(("mask".to_owned(), format!("varlen-causal:lengths=@{}", "documents_".repeat(9))));
+    let seen = seen_narrow("small", &run.report().render());
     assert_eq!(seen["areaBars"], 4);
     assert!(seen["spans"].as_u64().unwrap() > 20);
+}
+
+#[test]
+fn one_of_many_passes_is_picked() {
+    let run = four_documents();
+    let [forward, backward] = &run.predicted;
+    let policies = ["sequential", "concurrent+single-connection", "kernel-barrier", "concurrent+copy-engine"];
+    let timelines = policies.iter().flat_map(|policy| {
+        [(format!("forward, {policy}"), forward), (format!("backward, {policy}"), backward)]
+    });
+    let rows = policies.map(|policy| ["forward", policy, "2.5 ms"].map(str::to_owned).to_vec());
+    let report = SimulationReport {
+        title: "Predicted attention",
+        setup: vec![("machine".to_owned(), "NVIDIA H200".to_owned())],
+        columns: vec!["pass", "policy", "seconds"],
+        rows: rows.to_vec(),
+        timelines: timelines.collect(),
+    };
+    let html = report.render();
+    assert_self_contained(&html);
+    assert!(html.contains("<th scope=\"col\" class=\"text\">policy</th><th scope=\"col\">seconds</th>"));
+    for seen in [seen("simulation", &html, 1280), seen_narrow("simulation", &html)] {
+        assert_eq!(seen["spans"], forward.spans.len());
+        assert_eq!(seen["pickedSpans"], backward.spans.len());
+        assert_eq!(seen["pickedRows"], serde_json::json!(["backward, sequential, predicted"]));
+    }
 }
 
 #[test]

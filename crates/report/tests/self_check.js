@@ -41,9 +41,11 @@
   seen.spanTip = hovered("#timeline-chart .span");
   seen.tipAfterLeave = said();
   const plot = get("#mask-chart .mask-plot");
-  point(plot);
-  seen.maskTip = said();
-  get("#mask-chart").dispatchEvent(new PointerEvent("pointerleave"));
+  if (plot) {
+    point(plot);
+    seen.maskTip = said();
+    get("#mask-chart").dispatchEvent(new PointerEvent("pointerleave"));
+  }
 
   seen.barKeys = walked("#area-chart", ["ArrowRight", "ArrowRight", "ArrowLeft"]);
   seen.spanKeys = walked("#timeline-chart", ["ArrowRight", "ArrowRight", "ArrowDown", "Escape"]);
@@ -116,6 +118,18 @@
       seen.backwardSpans = all("#timeline-chart .span").length;
       seen.backwardTip = hovered("#timeline-chart .span");
       get("[data-pass=forward]").click();
+    }
+    const choice = get("#timeline select");
+    if (choice) {
+      const pick = (name) => {
+        choice.value = name;
+        choice.dispatchEvent(new Event("change", { bubbles: true }));
+      };
+      const rows = all("#timeline tbody tr");
+      pick(choice.options[1].value);
+      seen.pickedSpans = all("#timeline-chart .span").length;
+      seen.pickedRows = rows.filter((row) => row.offsetHeight > 0).map((row) => row.cells[0].textContent);
+      pick(choice.options[0].value);
     }
     const measured = get("[data-source=measured]");
     if (measured) {

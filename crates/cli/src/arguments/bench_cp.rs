@@ -24,7 +24,8 @@ Examples:
   counterpoint bench cp --device cuda --tokens 8k --trace trace.json
   counterpoint bench cp --device cuda --tokens 1k,2k,4k --step
   counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl
-  torchrun --no-python --nproc-per-node 4 counterpoint bench cp --device cuda --nodes 2 --exchange two-level,flat")]
+  torchrun --no-python --nproc-per-node 4 counterpoint bench cp --device cuda \\
+      --nodes 2 --exchange two-level,flat")]
 pub(crate) struct BenchCpArguments {
     /// What to measure
     #[arg(long, value_enum, default_value_t = Device::Cpu)]

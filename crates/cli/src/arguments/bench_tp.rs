@@ -30,9 +30,11 @@ Examples:
   counterpoint bench tp
   counterpoint bench tp --device cuda --tp-size 2
   torchrun --nproc-per-node 4 --no-python counterpoint bench tp --device cuda --transport nvlink
-  counterpoint bench tp --device cuda --kinds column --passes backward --activations replicated --peers
+  counterpoint bench tp --device cuda --kinds column --passes backward \\
+      --activations replicated --peers
   counterpoint bench tp --device cuda --kinds column --passes backward --connections 1,8,32
-  counterpoint bench tp --device cuda --shapes 8k:8k:7k --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
+  counterpoint bench tp --device cuda --shapes 8k:8k:7k \\
+      --overlap kernel-barrier,concurrent+sm-margin=16 --json")]
 pub(crate) struct BenchTpArguments {
     /// What to measure
     #[arg(long, value_enum, default_value_t = Device::Cpu)]

@@ -29,7 +29,7 @@ pub(crate) struct SelftestArguments {
     #[arg(long, conflicts_with_all = ["device", "quick"])]
     pub(crate) compile_only: bool,
 
-    /// Only the kernels, or with --device cuda the groups of checks, whose names contain this
+    /// Only the groups of checks, or with --compile-only the kernels, whose names contain this
     #[arg(long, value_name = "PART")]
     pub(crate) only: Option<String>,
 
@@ -48,6 +48,10 @@ pub(crate) struct SelftestArguments {
     /// Nothing but what meets between GPUs, called a million times with random delays; takes minutes
     #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
     pub(crate) stress: bool,
+
+    /// Let jobs of several processes take N times as long: for tools that slow them down
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100), conflicts_with = "compile_only")]
+    pub(crate) patience: u32,
 
     /// Print one JSON document and nothing else
     #[arg(long)]

@@ -43,6 +43,8 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let machine = profile.machine;
     let told = Told { arguments, mask: &mask, spec, machine, config, solution };
     if arguments.json && arguments.report.is_none() {
+        drop(progress);
+        told.solution.note_idle_ranks();
         return console::print_json(&told.solution.summary(&mask, &spec));
     }
     progress.step("simulating");
@@ -55,6 +57,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     )?;
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
+    told.solution.note_idle_ranks();
     if arguments.json {
         return console::print_json(&told.solution.summary(&mask, &spec));
     }

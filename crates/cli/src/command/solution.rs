@@ -3,6 +3,7 @@ use std::time::Instant;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanSummary, Topology};
 
+use crate::console;
 use crate::error::CliError;
 
 /// A plan and the seconds that solving it took.
@@ -27,6 +28,20 @@ impl Solution {
         let begin = Instant::now();
         let plan = self.plan.over_nodes(topology);
         Self { plan, seconds: self.seconds + begin.elapsed().as_secs_f64() }
+    }
+
+    /// Says when ranks own no rows, which a table of many ranks may hide, and what would give them some.
+    pub(crate) fn note_idle_ranks(&self) {
+        let dispatch = &self.plan.q_dispatch;
+        let idle = (0..dispatch.cp_size()).filter(|&rank| dispatch.chunks(rank).is_empty()).count();
+        if idle > 0 {
+            console::note(&format!(
+                "note: {idle} of {} ranks own no rows: there are {} of {}; use fewer ranks, or a smaller --chunk-size",
+                dispatch.cp_size(),
+                console::count(dispatch.num_chunks(), "chunk"),
+                console::count(dispatch.chunk_size(), "row"),
+            ));
+        }
     }
 
     /// The plan in figures.

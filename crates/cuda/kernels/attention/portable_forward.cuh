@@ -5,6 +5,9 @@
 // block's keys while weights and values are multiplied (FlashAttention 2's order, https://arxiv.org/abs/2307.08691).
 // The second CTA of a multiprocessor fills the waits. Where heads are long, shared memory is what limits: then a warp holds its
 // queries, if registers allow. What a warp's rows see nothing of, that warp skips.
+//
+// Where blocks are aligned, all that a row has between two of them is what a state holds, and rows begin with the state of the stage
+// before: so bits do not depend on where stages are cut. Elsewhere a state is joined at the end, which takes fewer registers.
 #pragma once
 
 #include "attention/attention_softmax.cuh"
@@ -20,7 +23,7 @@ constexpr float kMaxGrowth = 8.0f;
 constexpr float kUnseen = 1e30f;
 
 template <u32 kHeadDimOf, u32 kHeadDimVOf, u32 kWarpRowsOf, u32 kWarpsOf, u32 kBlockOf, u32 kHeldColumnsOf,
-          bool kSoftcapOf>
+          bool kSoftcapOf, bool kAlignedOf>
 struct PortableForwardConfig {
   static constexpr u32 kHeadDim = kHeadDimOf;
   static constexpr u32 kHeadDimV = kHeadDimVOf;
@@ -30,6 +33,8 @@ struct PortableForwardConfig {
   // 0, or kHeadDim: columns of its queries that a warp keeps in registers instead of reading them for every block.
   static constexpr u32 kHeldColumns = kHeldColumnsOf;
   static constexpr bool kSoftcap = kSoftcapOf;
+  // Blocks begin at multiples of their size.
+  static constexpr bool kAligned = kAlignedOf;
   static constexpr u32 kThreads = 32 * kWarps;
   static constexpr u32 kTileRows = kWarpRows * kWarps;
   static constexpr u32 kRowTiles = kWarpRows / 16;
@@ -231,6 +236,19 @@ struct PortableForward {
           for (u32 w = 0; w < 4 * C::kRowTiles; ++w) a[w / 4][w % 4] = weights[kk][w / 4][w % 4];
         },
         OperandB<typename C::Values, Lie::kAcross>(values, 0, lane), [](u32) {});
+    if constexpr (C::kAligned) gather_sums();
+  }
+
+  // Leaves a row's sum with the first thread of its quad. Shares of a block alone would take more registers.
+  __device__ __forceinline__ void gather_sums() {
+#pragma unroll
+    for (u32 m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const float total = quad_sum(sum[m][i]);
+        sum[m][i] = lane % 4 == 0 ? total : 0.0f;
+      }
+    }
   }
 
   __device__ __forceinline__ void begin_rows() {
@@ -241,6 +259,29 @@ struct PortableForward {
       for (u32 i = 0; i < 2; ++i) {
         offset[m][i] = kUnseen;
         sum[m][i] = 0.0f;
+      }
+    }
+  }
+
+  // Begins with the state that an earlier stage left, if there is one.
+  __device__ __forceinline__ void read_state() {
+#pragma unroll
+    for (u32 m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) {
+        const i32 token = tile.start + i32(row(m, i));
+        if (arguments.begin_acc == nullptr || token >= tile.end) continue;
+        offset[m][i] = -arguments.begin_row_max[place(token)];
+        // Threads of a quad hold shares of the sum.
+        if (lane % 4 == 0) sum[m][i] = arguments.begin_row_sum[place(token)];
+        const float* from = arguments.begin_acc + (place(token) * arguments.head_dim_v + 2 * (lane % 4));
+#pragma unroll
+        for (u32 n = 0; n < C::kHeadDimV / 8; ++n) {
+          if (8 * n >= arguments.head_dim_v) break;
+          const float2 pair = *reinterpret_cast<const float2*>(from + 8 * n);
+          acc[m][4 * n + 2 * i] = pair.x;
+          acc[m][4 * n + 2 * i + 1] = pair.y;
+        }
       }
     }
   }
@@ -380,6 +421,7 @@ struct PortableForward {
     if (!cursor.done()) load_keys(cursor);
     cp_async_commit();
     begin_rows();
+    if constexpr (C::kAligned) read_state();
     if (C::kHeldColumns != 0 || arguments.negate != 0) {
       cp_async_wait<0>();
       __syncthreads();
@@ -417,7 +459,9 @@ struct PortableForward {
     // Results pass through the queries' rows: all have arrived, also without a block, and nobody multiplies them any more.
     cp_async_wait<0>();
     __syncthreads();
-    if (arguments.begin_acc != nullptr) join_state();
+    if constexpr (!C::kAligned) {
+      if (arguments.begin_acc != nullptr) join_state();
+    }
     if (arguments.acc != nullptr) {
       write_state();
     } else {

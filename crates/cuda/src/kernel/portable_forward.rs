@@ -25,6 +25,7 @@ struct Choice {
     shape: Shape,
     element: ElementType,
     softcap: bool,
+    blocks: TilePlacement,
 }
 
 /// The work of a CTA: `warps` warps of `warp_rows` query rows, blocks of `block` keys, `ctas` of them on a multiprocessor. Its
@@ -99,6 +100,29 @@ impl Shape {
         *shapes.iter().find(fits).unwrap_or(&shapes[shapes.len() - 1])
     }
 
+    /// The same for blocks that divide [`KEY_BLOCK`](counterpoint_plan::KEY_BLOCK) and for rows that begin with a state, which
+    /// take a few more registers.
+    fn aligned(dims: (u32, u32), shared_bytes: usize) -> Self {
+        let (head_dim, head_dim_v) = dims;
+        let shape = |warp_rows, warps, block, ctas| Self {
+            head_dim,
+            head_dim_v,
+            warp_rows,
+            warps,
+            block,
+            held_columns: 0,
+            ctas,
+        };
+        let shapes: &[Self] = match dims {
+            (64, _) => &[shape(32, 4, 64, 2)],
+            (96 | 128, _) => &[shape(32, 4, 32, 2)],
+            (192, _) => &[shape(16, 4, 64, 2), shape(16, 8, 64, 1)],
+            _ => &[shape(16, 4, 32, 2), shape(16, 8, 32, 1), shape(16, 4, 32, 1)],
+        };
+        let fits = |shape: &&Self| fits(shape.shared_bytes(), shape.ctas, shared_bytes);
+        *shapes.iter().find(fits).unwrap_or(&shapes[shapes.len() - 1])
+    }
+
     const fn tile_rows(self) -> u32 {
         self.warp_rows * self.warps
     }
@@ -114,24 +138,32 @@ impl Shape {
 }
 
 impl Choice {
-    fn of((dims, element, softcap, shared_bytes): Traits) -> Self {
-        Self { shape: Shape::of(dims, softcap, shared_bytes), element, softcap }
+    fn of(blocks: TilePlacement, (dims, element, softcap, shared_bytes): Traits) -> Self {
+        let shape = match blocks {
+            TilePlacement::Tight => Shape::of(dims, softcap, shared_bytes),
+            TilePlacement::Aligned => Shape::aligned(dims, shared_bytes),
+        };
+        Self { shape, element, softcap, blocks }
     }
 
     fn source(self, arch: Arch) -> KernelSource {
-        let Self { shape, element, softcap } = self;
+        let Self { shape, element, softcap, blocks } = self;
         let Shape { head_dim, head_dim_v, warp_rows, warps, block, held_columns, ctas } = shape;
         let cap = if softcap { "_softcap" } else { "" };
+        let aligned = blocks == TilePlacement::Aligned;
+        let state = if aligned { "_aligned" } else { "" };
         let tile_rows = shape.tile_rows();
-        let name =
-            format!("portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}", element.name());
+        let name = format!(
+            "portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}{state}",
+            element.name()
+        );
         KernelSource::new(&name, arch)
             .define("ELEMENT_BF16", element.define())
             .line("#include \"attention/portable_forward.cuh\"")
             .line("using namespace counterpoint;")
             .line(format_args!(
                 "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
-                 {held_columns}, {softcap}>;"
+                 {held_columns}, {softcap}, {aligned}>;"
             ))
             .line(format_args!(
                 "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
@@ -156,7 +188,8 @@ impl PortableForward {
         check(problem).map_err(refused)?;
         let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
         let shared_bytes = device.properties().shared_bytes_per_block;
-        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
+        let choice = Choice::of(blocks, (dims, problem.element, problem.softcap.is_some(), shared_bytes));
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,
@@ -165,7 +198,7 @@ impl PortableForward {
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
 
         let config = TileScheduleConfig {
-            blocks: if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight },
+            blocks,
             ..TileScheduleConfig::new(
                 TileDirection::Forward,
                 shape.tile_rows() as usize,
@@ -256,11 +289,15 @@ impl PortableForward {
     }
 }
 
-/// For every head, element type, softcap and kind of GPU.
+/// For every head, element type, softcap, kind of GPU and placement of blocks.
 pub(super) fn specialisations() -> Vec<Specialisation> {
-    specialisations_of(Choice::of, |choice, arch| {
-        (choice.source(arch), choice.shape.threads(), choice.shape.ctas)
-    })
+    let placed = |blocks| {
+        specialisations_of(
+            |traits| Choice::of(blocks, traits),
+            |choice, arch| (choice.source(arch), choice.shape.threads(), choice.shape.ctas),
+        )
+    };
+    [TilePlacement::Tight, TilePlacement::Aligned].into_iter().flat_map(placed).collect()
 }
 
 /// What host and kernel share.
@@ -301,14 +338,26 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::KEY_BLOCK;
+
     use super::super::portable_shape::every_traits;
     use super::*;
 
     #[test]
     fn every_shape_fits_its_device() {
         for (_, traits) in every_traits() {
-            let Choice { shape, .. } = Choice::of(traits);
-            assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
+            for blocks in [TilePlacement::Tight, TilePlacement::Aligned] {
+                let Choice { shape, .. } = Choice::of(blocks, traits);
+                assert!(shape.shared_bytes() as usize <= traits.3, "{shape:?} for {traits:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn aligned_blocks_divide_the_unit_of_stages() {
+        for (_, traits) in every_traits() {
+            let Choice { shape, .. } = Choice::of(TilePlacement::Aligned, traits);
+            assert!(KEY_BLOCK.is_multiple_of(shape.block as usize), "{shape:?} for {traits:?}");
         }
     }
 }

@@ -3,17 +3,14 @@
 use std::ffi::c_int;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use std::{ptr, thread};
 
 use counterpoint_exec::World;
 
-use super::{Among, ConnectedRanks, End, NcclMessage, NcclRank, go_on, group};
+use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, explain, go_on, group};
 use crate::library::{Nccl, NcclConfig, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
-
-/// Between two looks at whether the world has failed.
-const LOOK: Duration = Duration::from_millis(5);
 
 impl NcclRank {
     /// Ranks that are threads of this process, the first on the first of `devices`, connected with each other: those of
@@ -113,7 +110,8 @@ impl NcclRank {
             let (connected, device) = (connected.clone(), device.clone());
             let (world, sent) = (world.clone(), sent.clone());
             move || {
-                let end = init_one(nccl, &device, rank, world.size(), id)?;
+                let end = init_one(nccl, &device, rank, world.size(), id);
+                let end = end.map_err(|error| explain(&world, rank, error))?;
                 let among = Among::Processes(number);
                 let ranks = Self::of_ends(nccl, &connected, among, vec![end], rank, &world, &sent);
                 ranks.iter().for_each(Self::end_with_world);
@@ -285,7 +283,8 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
             // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
             rank.lent.end().with(|handle| unsafe { rank.enqueue(handle, stream, &sends, &receives) })
         })
-    })?;
+    })
+    .map_err(|error| explain(&first.world, first.rank, error))?;
     ranks.iter().try_for_each(|rank| rank.wait("the first exchange"))?;
     for (rank, place) in ranks.iter().zip(places) {
         let began = Instant::now();

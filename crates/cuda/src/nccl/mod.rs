@@ -7,7 +7,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_exec::World;
 
@@ -21,6 +21,11 @@ use crate::{CudaError, Device, Event, Stream};
 
 /// `ncclUint8`: bytes, whatever they mean.
 const BYTES: c_int = 1;
+
+/// How long a rank's own word may take after NCCL has noticed that it is gone.
+const WORD: Duration = Duration::from_secs(1);
+/// Between two looks for it, and at whether the world has failed.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// One rank's end. Once all ranks that are connected with it are through with their worlds, others may have them.
 pub(crate) struct NcclRank {
@@ -71,10 +76,11 @@ impl End {
         lock(&self.handle).ok_or_else(aborted).and_then(call)
     }
 
-    /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone.
+    /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone. Whoever comes
+    /// second waits for the first: a process that ends while one of its threads is in NCCL crashes.
     fn abort(&self) {
-        let handle = lock(&self.handle).take();
-        if let Some(handle) = handle
+        let mut handle = lock(&self.handle);
+        if let Some(handle) = handle.take()
             && self.device.bind().is_ok()
         {
             // SAFETY: a handle of NCCL's, which nobody else has any more.
@@ -126,9 +132,8 @@ impl NcclRank {
     ) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: the caller's promise.
-        self.lent
-            .end()
-            .with(|handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) }))?;
+        let calls = |handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) });
+        self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
         let bytes = sends.iter().map(|message| message.bytes).sum();
         self.sent.fetch_add(bytes, Ordering::Relaxed);
         self.wait("ncclGroupEnd")?;
@@ -222,7 +227,7 @@ impl NcclRank {
                 self.nccl.check("ncclCommGetAsyncError", code)?;
                 self.nccl.check(call, result)
             });
-            if progress? == NcclProgress::Done {
+            if progress.map_err(|error| explain(&self.world, self.rank, error))? == NcclProgress::Done {
                 return Ok(());
             }
             go_on(&self.world, self.rank, began, call)?;
@@ -249,6 +254,19 @@ impl Drop for NcclRank {
             self.spoil();
         }
     }
+}
+
+/// The error of a call that NCCL refuses to `rank`. Where a rank that is a process has gone, NCCL may notice it before what that rank
+/// said has come here, and does not know why.
+fn explain(world: &World, rank: usize, error: CudaError) -> CudaError {
+    let began = Instant::now();
+    while !world.has_failed() && began.elapsed() < WORD {
+        thread::sleep(LOOK);
+    }
+    world.failure().map_or(error, |failure| {
+        let reason = format!("rank {rank} could not exchange anything: {failure}");
+        CudaError::Transport { transport: "nccl", reason }
+    })
 }
 
 /// Whether `rank` is to wait on, for `what`, since `began`: not once another rank has failed, and not beyond the limit.

@@ -7,8 +7,9 @@ use std::sync::{Arc, Mutex, Weak};
 
 use crate::backend::lock;
 
-/// Groups of ranks that are kept: as many as a layer with and one without overlap have passes. Each has buffers on its devices.
-const KEPT: usize = 8;
+/// Groups of ranks that are kept: as many as the passes of layers on two, three and four of a machine's GPUs. Each has buffers on its
+/// devices.
+const KEPT: usize = 16;
 
 /// Ends of ranks that are connected with each other, by what tells such groups apart. A clone is the same shelf.
 pub(crate) struct Shelf<K, E>(Arc<Mutex<Groups<K, E>>>);

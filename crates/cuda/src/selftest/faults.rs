@@ -20,7 +20,7 @@ const ROWS: usize = 2048;
 /// Limit of every wait of a run that is disturbed.
 const LIMIT: Duration = Duration::from_secs(3);
 /// Of the others, which compile kernels and connect the ranks of NCCL, while all cores are busy.
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 /// How much longer a run may take: a stalled rank sleeps on.
 const GRACE: Duration = Duration::from_secs(2);
 

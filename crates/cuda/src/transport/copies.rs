@@ -159,9 +159,8 @@ impl CopyStreams {
         targets: impl Fn(usize, usize) -> u64,
     ) -> Result<(), CudaError> {
         for peer in peers {
-            let of_rank = self.streams.iter().find(|(rank, ..)| *rank == peer.rank);
-            let own = if peer.bytes() < IN_TURN { of_rank } else { of_rank.and(self.streams.first()) };
-            let stream = own.map_or(queue, |(_, stream, _)| stream);
+            let own = self.taking(peer).map(|at| &self.streams[at].1);
+            let stream = own.unwrap_or(queue);
             if own.is_some() {
                 stream.wait(ready)?;
             }
@@ -176,15 +175,21 @@ impl CopyStreams {
         Ok(())
     }
 
-    /// What is enqueued on `queue` from now on comes after the copies to `peers`.
+    /// What is enqueued on `queue` from now on comes after the copies to `peers`. Streams that took none are left alone: a graph's capture
+    /// may not wait for what is not part of it.
     pub(super) fn join(&self, queue: &Stream, peers: &[PeerCopies]) -> Result<(), CudaError> {
-        let of_peers = |rank: usize| peers.iter().any(|peer| peer.rank == rank);
-        let used = self.streams.iter().enumerate().filter(|(at, (rank, ..))| *at == 0 || of_peers(*rank));
-        for (_, (_, stream, copied)) in used {
+        let took = |at: usize| peers.iter().any(|peer| self.taking(peer) == Some(at));
+        for (_, (_, stream, copied)) in self.streams.iter().enumerate().filter(|(at, _)| took(*at)) {
             copied.record(stream)?;
             queue.wait(copied)?;
         }
         Ok(())
+    }
+
+    /// Which stream takes the copies to a rank.
+    fn taking(&self, peer: &PeerCopies) -> Option<usize> {
+        let of_rank = self.streams.iter().position(|(rank, ..)| *rank == peer.rank);
+        if peer.bytes() < IN_TURN { of_rank } else { of_rank.map(|_| 0) }
     }
 }
 

@@ -320,10 +320,18 @@ mod tests {
         selftest_attention(&[subject], Extent::Quick, Share::ALL, |check, _| hear(check)).remove(0)
     }
 
-    fn failures(spoil: impl Fn(&mut AttentionOutputs, usize)) -> Vec<SelfCheck> {
-        let checks = examined(&Spoiled(spoil, AtomicUsize::new(0)), |_| ());
-        assert!(checks.len() > 25, "{}", checks.len());
-        checks.into_iter().filter(|check| !check.passed).collect()
+    type Spoil = fn(&mut AttentionOutputs, usize);
+
+    /// What is found on a device for each way to spoil, with one reference for all of them.
+    fn failures<const N: usize>(spoils: [Spoil; N]) -> [Vec<SelfCheck>; N] {
+        let devices = spoils.map(|spoil| Spoiled(spoil, AtomicUsize::new(0)));
+        let subjects = devices.each_ref().map(|device| device as &dyn Subject);
+        let found = selftest_attention(&subjects, Extent::Quick, Share::ALL, |_, _| ());
+        let failed = |checks: Vec<SelfCheck>| {
+            assert!(checks.len() > 25, "{}", checks.len());
+            checks.into_iter().filter(|check| !check.passed).collect()
+        };
+        found.into_iter().map(failed).collect::<Vec<_>>().try_into().unwrap()
     }
 
     /// Adds to the middle element of a tensor, where there is one.
@@ -377,19 +385,19 @@ mod tests {
 
     #[test]
     fn one_wrong_element_of_any_tensor_is_found() {
-        let right = failures(|_, _| ());
-        assert!(right.is_empty(), "{right:#?}");
-        for spoil in [
-            (|outputs, _| shift(&mut outputs.out, 0.5)) as fn(&mut AttentionOutputs, usize),
+        let [right, wrong @ ..] = failures([
+            |_, _| (),
+            |outputs, _| shift(&mut outputs.out, 0.5),
             |outputs, _| shift(&mut outputs.lse, 0.5),
             |outputs, _| outputs.dq.iter_mut().for_each(|tensor| shift(tensor, 0.5)),
             |outputs, _| outputs.dk.iter_mut().for_each(|tensor| shift(tensor, 1.0)),
             |outputs, _| outputs.dv.iter_mut().for_each(|tensor| shift(tensor, 1.0)),
             |outputs, _| outputs.out = HostTensor::zeros(outputs.out.shape().to_vec(), outputs.out.dtype()),
             |outputs, _| shift(&mut outputs.out, f64::NAN),
-        ] {
-            let found = failures(spoil);
-            assert!(found.len() > 10, "{}", found.len());
+        ]);
+        assert!(right.is_empty(), "{right:#?}");
+        for (index, found) in wrong.iter().enumerate() {
+            assert!(found.len() > 10, "{index}: {}", found.len());
             assert!(found.iter().all(|check| check.reason.is_some()));
         }
     }
@@ -397,11 +405,11 @@ mod tests {
     #[test]
     fn bits_that_change_between_runs_are_found() {
         // Too little to be out of bounds.
-        let found = failures(|outputs, run| {
+        let [found] = failures([|outputs, run| {
             if run % 2 == 1 {
                 shift(&mut outputs.lse, 1e-7);
             }
-        });
+        }]);
         assert!(!found.is_empty());
         assert!(found.iter().all(|check| check.name.starts_with("same bits")), "{found:#?}");
     }

@@ -192,6 +192,9 @@ impl HtmlReport<'_> {
     }
 }
 
+/// Passes are chosen by buttons up to so many. From more of them one is picked, and the table shows its figures alone.
+const MOST_BUTTONS: usize = 4;
+
 pub(super) fn timeline_section(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
     if passes.is_empty() {
         return;
@@ -208,7 +211,15 @@ pub(super) fn timeline_section(out: &mut String, passes: &[(&str, TimelinePair<'
         }
         out.push_str("</div>");
     };
-    group(out, "Pass", "pass", &passes.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    if passes.len() <= MOST_BUTTONS {
+        group(out, "Pass", "pass", &passes.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    } else {
+        out.push_str("<select aria-label=\"Pass\">");
+        passes.iter().for_each(|(name, _)| {
+            let _ = write!(out, "<option>{name}</option>");
+        });
+        out.push_str("</select>");
+    }
     if passes.iter().any(|(_, pair)| pair.measured.is_some() && pair.predicted.is_some()) {
         group(out, "Source", "source", &["both", "measured", "predicted"]);
     }
@@ -242,11 +253,12 @@ fn pass_table(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
              <th scope=\"col\">overlap efficiency</th></tr></thead><tbody>",
         );
     for (name, pair) in passes {
+        let of = if passes.len() > MOST_BUTTONS { format!(" data-of=\"{name}\"") } else { String::new() };
         for (source, timeline) in pair.sources() {
             let overlap = timeline.overlap();
             let _ = write!(
                 out,
-                "<tr><th scope=\"row\">{name}, {}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                "<tr{of}><th scope=\"row\">{name}, {}</th><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
                 source.name(),
                 format_seconds(timeline.makespan()),
                 format_seconds(overlap.compute_seconds),

@@ -26,15 +26,16 @@ impl SimulationReport<'_> {
     pub fn render(&self) -> String {
         let mut out = open_page(self.title, &self.setup);
         out.push_str("<section class=\"panel\"><h2>Predicted</h2>\n<div class=\"scroll\"><table class=\"figures\"><thead><tr>");
-        self.columns.iter().for_each(|name| {
-            let _ = write!(out, "<th scope=\"col\">{}</th>", escape(name));
-        });
+        let classes: Vec<&str> = (0..self.columns.len()).map(|column| self.class(column)).collect();
+        for (name, class) in self.columns.iter().zip(&classes) {
+            let _ = write!(out, "<th scope=\"col\"{class}>{}</th>", escape(name));
+        }
         out.push_str("</tr></thead><tbody>");
         for row in &self.rows {
             out.push_str("<tr>");
-            for (index, cell) in row.iter().enumerate() {
+            for (index, (cell, class)) in row.iter().zip(&classes).enumerate() {
                 let tag = if index == 0 { "th" } else { "td" };
-                let _ = write!(out, "<{tag}>{}</{tag}>", escape(cell));
+                let _ = write!(out, "<{tag}{class}>{}</{tag}>", escape(cell));
             }
             out.push_str("</tr>");
         }
@@ -46,5 +47,11 @@ impl SimulationReport<'_> {
         let drawn: Vec<_> = passes.iter().map(|(name, pair)| data::pass(name, pair)).collect();
         close_page(&mut out, &json!({"passes": drawn}), &[include_str!("timeline.js")]);
         out
+    }
+
+    /// Words begin where a column begins, figures end where it ends.
+    fn class(&self, column: usize) -> &'static str {
+        let words = |row: &Vec<String>| row[column].starts_with(char::is_alphabetic);
+        if self.rows.iter().all(words) { " class=\"text\"" } else { "" }
     }
 }

@@ -107,6 +107,9 @@ function timeline(section) {
       : `${first === last ? first : `${first}–${last}`} of ${kept} ranks${kept < all ? ` (selected from ${count(all)})` : ""}`;
     section.querySelector("[data-page='-1']").disabled = state.page === 0;
     section.querySelector("[data-page='1']").disabled = state.page + 1 >= pages();
+    const choice = section.querySelector("select");
+    if (choice) choice.value = state.pass.name;
+    for (const row of section.querySelectorAll("[data-of]")) row.hidden = row.dataset.of !== state.pass.name;
     for (const key of ["pass", "source", "order"]) {
       const now = key === "pass" ? state.pass.name : state[key];
       for (const button of section.querySelectorAll(`[data-${key}]`)) {
@@ -131,13 +134,19 @@ function timeline(section) {
     return state.from + (clientX - box.left - geometry.left) / geometry.plot * (state.to - state.from);
   };
 
+  function show(name) {
+    state.pass = data.passes.find((each) => each.name === name);
+    state.page = 0;
+    whole();
+  }
+  section.addEventListener("change", (event) => {
+    show(event.target.value);
+    draw();
+  });
   section.addEventListener("click", (event) => {
     const { pass, source, order, page, zoom: way } = event.target.dataset ?? {};
-    if (pass) {
-      state.pass = data.passes.find((each) => each.name === pass);
-      state.page = 0;
-      whole();
-    } else if (source) [state.source, state.page] = [source, 0];
+    if (pass) show(pass);
+    else if (source) [state.source, state.page] = [source, 0];
     else if (order) [state.order, state.page] = [order, 0];
     else if (page) state.page = Math.min(pages() - 1, Math.max(0, state.page + Number(page)));
     else if (way === "all") whole();

@@ -101,6 +101,7 @@ impl Ended<'_> {
         let result = AttentionResult { crossed, arguments, mask, spec, solution, prediction, run, check };
         outputs.write(|flag| result.contents(flag))?;
         drop(progress);
+        result.solution.note_idle_ranks();
         if has_unused_dout {
             console::note("note: the input's dout was not read; --backward reads it");
         }

@@ -48,6 +48,7 @@ pub(super) fn measure(
             m: spec.m,
             n: spec.n,
             k: spec.k,
+            asked: policy.to_string(),
             overlap: policy.to_string(),
             // The first run's memory is new.
             seconds: Statistics::of(&seconds[1..]).map_or(f64::NAN, |statistics| statistics.median),

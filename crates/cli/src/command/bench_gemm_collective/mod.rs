@@ -38,7 +38,9 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         let progress = Progress::new();
         progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
         let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
-        let rows = machine.measure(spec, &policies, arguments).map_err(|source| CliError::Run { source })?;
+        let mut rows =
+            machine.measure(spec, &policies, arguments).map_err(|source| CliError::Run { source })?;
+        rows.iter_mut().zip(&arguments.overlap).for_each(|(row, choice)| row.asked = choice.to_string());
         drop(progress);
         for row in &rows {
             if !row.is_right() {

@@ -12,6 +12,9 @@ pub(super) struct Row {
     pub(super) m: usize,
     pub(super) n: usize,
     pub(super) k: usize,
+    /// What was asked for: a policy, or `auto`.
+    pub(super) asked: String,
+    /// What it ran under.
     pub(super) overlap: String,
     pub(super) seconds: f64,
     /// Of cuBLASLt and NCCL one after the other, and of each alone; none on the CPU.
@@ -36,7 +39,7 @@ pub(super) struct Library {
     pub(super) of_ideal: f64,
 }
 
-pub(super) const HEADER: &str = "collective           m      n      k  overlap              ours us  cuBLASLt+NCCL us  ratio  \
+pub(super) const HEADER: &str = "collective           m      n      k  overlap                   ours us  cuBLASLt+NCCL us  ratio  \
                                  product us  collective us  of ideal    error  its error  differ\n";
 
 impl Row {
@@ -58,6 +61,7 @@ impl Row {
                 m: spec.m,
                 n: spec.n,
                 k: spec.k,
+                asked: policy.to_string(),
                 overlap: policy.to_string(),
                 seconds,
                 library: Some(Library {
@@ -82,8 +86,9 @@ impl Row {
     }
 
     pub(super) fn line(&self) -> String {
-        let Self { collective, m, n, k, overlap, seconds, error, different, .. } = self;
-        let mut line = format!("{collective:14} {m:6} {n:6} {k:6}  {overlap:18} {:9.1}", 1e6 * seconds);
+        let Self { collective, m, n, k, asked, overlap, seconds, error, different, .. } = self;
+        let chosen = if asked == overlap { overlap.clone() } else { format!("{asked}: {overlap}") };
+        let mut line = format!("{collective:14} {m:6} {n:6} {k:6}  {chosen:23} {:9.1}", 1e6 * seconds);
         line += &match &self.library {
             Some(library) => format!(
                 "  {:16.1}  {:5.3}  {:10.1}  {:13.1}  {:8.3}  {error:.1e}    {:.1e}  {different:6}\n",

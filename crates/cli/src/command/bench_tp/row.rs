@@ -76,7 +76,7 @@ impl Row {
         };
         let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         format!(
-            "{:6}  {:8}  {:17}  {:18}  {:38}  {:11}  {:6}  {:8.1}  {:7.1}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
+            "{:6}  {:8}  {:17}  {:18}  {:38}  {:11}  {:6}  {:8.1}  {:>7}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
             word(&self.kind),
             word(&self.pass),
             activations,
@@ -85,7 +85,8 @@ impl Row {
             self.transport,
             self.groups,
             1e6 * self.seconds.median,
-            self.tflops,
+            // Of CPU ranks it is a hundredth or so.
+            format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),
             1e6 * self.sequential_seconds,
             1e6 * self.ideal_seconds,
             share(self.efficiency),

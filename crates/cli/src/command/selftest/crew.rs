@@ -143,7 +143,7 @@ mod tests {
     /// Lets the crew work, the part that began first ending first, and gives all in the order in which they began.
     fn order(gpus: usize, extent: Extent) -> Vec<Part> {
         let machine = Machine { gpus, hopper: true, cores: 64 };
-        let waiting = parts(Device::Cuda, machine, extent, |_| true);
+        let waiting = parts(Device::Cuda, machine, extent);
         let count = waiting.len();
         let mut crew = Crew { waiting, busy: Vec::new(), free: vec![SLOTS; gpus] };
         let mut running: Vec<(Part, Vec<usize>)> = Vec::new();

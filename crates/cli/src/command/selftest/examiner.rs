@@ -42,7 +42,8 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         (false, Extent::Full) => Calls::FULL,
         (false, Extent::Quick) => Calls::QUICK,
     };
-    let examiner = Examiner { extent, on_cpu, calls, share: arguments.share, began: Instant::now() };
+    let SelftestArguments { share, patience, .. } = *arguments;
+    let examiner = Examiner { extent, on_cpu, calls, share, patience, began: Instant::now() };
     let mut groups = Vec::new();
     let mut rest = arguments.groups.as_slice();
     while let Some((&group, others)) = rest.split_first() {
@@ -59,6 +60,8 @@ struct Examiner {
     on_cpu: Extent,
     calls: Calls,
     share: Share,
+    /// How many times as long jobs of processes may take.
+    patience: u32,
     began: Instant,
 }
 
@@ -155,7 +158,7 @@ impl Examiner {
             Group::ProcessDeaths => self.processes(Bench::deaths),
             Group::ProcessLateDeaths => self.processes(Bench::late_deaths),
             Group::ProcessStops => self.processes(Bench::stops),
-            Group::ProcessMemory => Ok(Bench::new()?.exhaustion(&Device::open(1)?)?),
+            Group::ProcessMemory => Ok(Bench::new(self.patience)?.exhaustion(&Device::open(1)?)?),
             Group::ProcessBitsAfter => self.processes(|bench| bench.bits(Extent::Quick)),
             Group::NvlinkFaults => self.faults(Nvlink),
             Group::CopyEngineFaults => self.faults(CopyEngine),
@@ -231,7 +234,7 @@ impl Examiner {
     }
 
     fn processes(&self, examine: impl Fn(&Bench) -> Vec<SelfCheck>) -> Checks {
-        Ok(examine(&Bench::new()?))
+        Ok(examine(&Bench::new(self.patience)?))
     }
 }
 

@@ -44,6 +44,8 @@ pub(super) enum When {
 
 /// Slots of a GPU: what takes all of them runs alone.
 pub(super) const SLOTS: usize = 18;
+/// Of one group: each is seconds of the host before it begins, and sixteen took three times as long together as eight.
+const MOST_SHARES: usize = 10;
 /// What keeps the host busy only.
 const NOTHING: usize = 0;
 /// What mostly waits, or keeps the host busier than the GPU.
@@ -72,18 +74,13 @@ impl Machine {
     fn shares(&self, extent: Extent) -> usize {
         match extent {
             Extent::Quick => 1,
-            Extent::Full => self.gpus.max(1) * (self.cores / 8).clamp(1, 4),
+            Extent::Full => (self.gpus.max(1) * (self.cores / 8).clamp(1, 4)).min(MOST_SHARES),
         }
     }
 }
 
-/// Everything that is examined on a device, in the order in which it should begin, without the groups that are not `wanted`.
-pub(super) fn parts(
-    device: Device,
-    machine: Machine,
-    extent: Extent,
-    wanted: impl Fn(Group) -> bool,
-) -> Vec<Part> {
+/// Everything that is examined on a device, in the order in which it should begin.
+pub(super) fn parts(device: Device, machine: Machine, extent: Extent) -> Vec<Part> {
     let mut parts = vec![Part {
         groups: vec![Group::Cpu, Group::CpuLinear, Group::Tcp],
         share: Share::ALL,
@@ -93,11 +90,11 @@ pub(super) fn parts(
     if device == Device::Cuda {
         on_gpus(machine, extent, &mut parts);
     }
-    only(parts, wanted)
+    parts
 }
 
 /// What meets between the GPUs of a machine, one after the other.
-pub(super) fn stress_parts(machine: Machine, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
+pub(super) fn stress_parts(machine: Machine) -> Vec<Part> {
     let mut groups = Vec::new();
     if machine.hopper {
         groups.extend([Group::Meetings, Group::Signals]);
@@ -120,10 +117,11 @@ pub(super) fn stress_parts(machine: Machine, wanted: impl Fn(Group) -> bool) -> 
         place: Place::AllGpus(SLOTS),
         when: When::AtOnce,
     };
-    only(groups.into_iter().map(part).collect(), wanted)
+    groups.into_iter().map(part).collect()
 }
 
-fn only(mut parts: Vec<Part>, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
+/// Parts without the groups that are not `wanted`.
+pub(super) fn keep(mut parts: Vec<Part>, wanted: impl Fn(Group) -> bool) -> Vec<Part> {
     for part in &mut parts {
         part.groups.retain(|group| wanted(*group));
     }
@@ -159,9 +157,10 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     add(&[G::ProcessLayers], jobs, When::AtOnce, 1, hopper);
     add(&[G::NcclFaults], light, When::AtOnce, if full { 4 } else { 1 }, several);
     let attention: &[_] = if hopper { &[G::Attention, G::PortableAttention] } else { &[G::Attention] };
-    add(attention, any, When::Compiled, shares, true);
+    // What wants all GPUs finds no room once shares of attention take turns on each of them.
     add(&[G::NcclLinear], light, When::Compiled, 2, several && hopper);
     add(&[G::NcclSignalled], light, When::Compiled, 1, several && hopper);
+    add(attention, any, When::Compiled, shares, true);
     add(&[G::ProcessStops], everywhere, When::AtOnce, 1, true);
     add(&[G::ProcessCrossing], jobs, When::AtOnce, 1, several);
     add(&[G::NvlinkFaults], light, When::AtOnce, if full { 2 } else { 1 }, true);
@@ -193,7 +192,7 @@ mod tests {
 
     fn all(gpus: usize, extent: Extent) -> Vec<Part> {
         let machine = Machine { gpus, hopper: true, cores: 64 };
-        parts(Device::Cuda, machine, extent, |_| true)
+        parts(Device::Cuda, machine, extent)
     }
 
     #[test]
@@ -219,7 +218,7 @@ mod tests {
     #[test]
     fn stress_is_alone_on_all_gpus() {
         for gpus in [1, 2] {
-            let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 }, |_| true);
+            let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 });
             assert_eq!(parts.len(), if gpus > 1 { 9 } else { 4 });
             assert!(parts.iter().all(|part| part.place == Place::AllGpus(SLOTS)));
         }
@@ -227,8 +226,7 @@ mod tests {
 
     #[test]
     fn only_what_is_wanted_is_left() {
-        let machine = Machine { gpus: 2, hopper: true, cores: 8 };
-        let parts = parts(Device::Cuda, machine, Extent::Full, |group| group.name().contains("gemm"));
+        let parts = keep(all(2, Extent::Full), |group| group.name().contains("gemm"));
         assert_eq!(parts.len(), 2);
         assert!(parts.iter().all(|part| part.groups == [Group::Gemm]));
     }
@@ -236,7 +234,7 @@ mod tests {
     #[test]
     fn the_cpu_needs_no_gpu() {
         let machine = Machine { gpus: 0, hopper: false, cores: 8 };
-        let parts = parts(Device::Cpu, machine, Extent::Full, |_| true);
+        let parts = parts(Device::Cpu, machine, Extent::Full);
         assert!(parts.iter().all(|part| part.place == Place::Host && part.when == When::AtOnce));
     }
 }

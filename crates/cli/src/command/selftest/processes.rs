@@ -13,18 +13,20 @@ use tempfile::TempDir;
 
 use super::crossing;
 use super::examiner::CannotBegin;
-use super::job::{Ended, Gpus, start};
+use super::job::{Ended, Gpus, Job, start};
 
 /// What every rank is given where bits are compared.
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
-                         --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11 --limit 20";
+                         --head-dim 64 --chunk-size 128 --backward --deterministic --seed 11";
 /// A job that begins collectives again and again, and is in one most of the time.
-const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2 --limit 6";
+const COLLECTIVES: &str = "bench group-cast -b 4k -e 256M -f 2 -n 100 -c 10 -w 2";
 /// Its limit, and how much longer its end may take: a rank that does not answer is asked what it does, and all is freed, while other
 /// parts of the selftest keep cores and GPUs busy.
 const LIMIT: Duration = Duration::from_secs(6);
 const GRACE: Duration = Duration::from_secs(9);
-/// Of a job that nothing happens to.
+/// Of every wait of a job that nothing happens to.
+const WAIT: Duration = Duration::from_secs(20);
+/// Of all of it.
 const LONG: Duration = Duration::from_secs(60);
 /// Of one that cannot begin.
 const SOON: Duration = Duration::from_secs(30);
@@ -40,14 +42,26 @@ enum Fault {
 pub(super) struct Bench {
     folder: TempDir,
     gpus: usize,
+    /// How many times as long as usual they may take.
+    patience: u32,
 }
 
 impl Bench {
     /// On all GPUs.
-    pub(super) fn new() -> Result<Self, CannotBegin> {
+    pub(super) fn new(patience: u32) -> Result<Self, CannotBegin> {
         let folder =
             tempfile::tempdir().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
-        Ok(Self { folder, gpus: Device::count()? })
+        Ok(Self { folder, gpus: Device::count()?, patience })
+    }
+
+    /// What a limit is here.
+    fn patient(&self, limit: Duration) -> Duration {
+        limit * self.patience
+    }
+
+    /// A command line whose waits have a limit.
+    fn within(&self, limit: Duration, line: &str) -> String {
+        format!("{line} --limit {}", self.patient(limit).as_secs())
     }
 
     /// Rank 1 is killed while it is in collectives.
@@ -124,11 +138,12 @@ impl Bench {
             "{ATTENTION} --cp-size {ranks} --nodes {nodes} --transport {transport} --output {}",
             output.display()
         );
+        let line = self.within(WAIT, &line);
         let name = format!("bits-{name}-{ranks}-{nodes}-{processes}");
         let job = start(self.folder.path(), &name, &vec![line; processes], gpus)
             .map_err(|error| error.to_string())?;
         let all: Vec<usize> = (0..processes).collect();
-        let ended = job.end(&all, LONG);
+        let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             None => Ok(output),
             Some((rank, Ended { code, text })) => {
@@ -141,7 +156,7 @@ impl Bench {
     pub(super) fn crossing(&self) -> Vec<SelfCheck> {
         let lines = vec![crossing::LINE.to_owned(); crossing::RANKS];
         let ended = start(self.folder.path(), "crossing", &lines, Gpus::All)
-            .map(|job| job.end(&(0..crossing::RANKS).collect::<Vec<_>>(), LONG));
+            .map(|job| job.end(&(0..crossing::RANKS).collect::<Vec<_>>(), self.patient(LONG)));
         match ended {
             Ok(ended) => crossing::checks(&ended[0]),
             Err(error) => vec![SelfCheck::failed("a job".to_owned(), 0, error.to_string())],
@@ -150,21 +165,16 @@ impl Bench {
 
     /// Ranks with different masks.
     pub(super) fn disagreement(&self) -> Vec<SelfCheck> {
-        let line = |mask: &str| format!("attention --device cuda --mask {mask} --cp-size 2 --limit 20");
-        let name = "ranks with different masks: how many do not say so";
+        let line =
+            |mask: &str| self.within(WAIT, &format!("attention --device cuda --mask {mask} --cp-size 2"));
+        let name = "ranks with different masks: how many do not say so".to_owned();
         let job = start(self.folder.path(), "masks", &[line("causal:1k"), line("causal:2k")], Gpus::All);
-        let silent = job.map(|job| {
-            let ended = job.end(&[0, 1], LONG);
-            let says = |rank: &&Ended| {
-                rank.code != Some(0)
-                    && rank.text.contains("the ranks disagree")
-                    && rank.text.contains("--mask")
-            };
-            ended.len() - ended.iter().filter(says).count()
-        });
-        vec![match silent {
-            Ok(silent) => SelfCheck::of(name.to_owned(), 0, silent as f64, 0.0),
-            Err(error) => SelfCheck::failed(name.to_owned(), 0, error.to_string()),
+        let says = |rank: &Ended| {
+            rank.code != Some(0) && rank.text.contains("the ranks disagree") && rank.text.contains("--mask")
+        };
+        vec![match job {
+            Ok(job) => who_says(name, &job.end(&[0, 1], self.patient(LONG)), says),
+            Err(error) => SelfCheck::failed(name, 0, error.to_string()),
         }]
     }
 
@@ -179,15 +189,16 @@ impl Bench {
             "{transport}, rank 1 {fault:?} {delay:?} after its first row: seconds until rank 0 says so"
         );
         let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
-        let line = format!("{COLLECTIVES} --transports {transport}");
+        let line = self.within(LIMIT, &format!("{COLLECTIVES} --transports {transport}"));
+        let limit = self.patient(LIMIT + GRACE);
         let file = format!("{fault:?}-{transport}-{}", delay.as_millis());
         let mut job = match start(self.folder.path(), &file, &[line.clone(), line], Gpus::All) {
             Ok(job) => job,
             Err(error) => return fail(error.to_string()),
         };
         // Two lines of header, then rows.
-        if !job.wait_for(LONG, |job| job.text(0).lines().filter(|line| line.contains(transport)).count() > 0)
-        {
+        let measured = |job: &Job| job.text(0).lines().any(|line| line.contains(transport));
+        if !job.wait_for(self.patient(LONG), measured) {
             let text = job.text(0);
             return fail(format!("it measured nothing: {}", last_line(&text)));
         }
@@ -197,7 +208,7 @@ impl Bench {
             return fail(error.to_string());
         }
         let began = Instant::now();
-        let ended = job.end(&[0], LIMIT + GRACE);
+        let ended = job.end(&[0], limit);
         let (took, Ended { code, text }) = (began.elapsed(), &ended[0]);
         match code {
             None => fail(format!("rank 0 was still running after {:.1} s", took.as_secs_f64())),
@@ -205,7 +216,7 @@ impl Bench {
             Some(_) if !last_line(text).contains("rank 1") => {
                 fail(format!("rank 0 said: {}", last_line(text)))
             }
-            Some(_) => SelfCheck::of(name, 0, took.as_secs_f64(), (LIMIT + GRACE).as_secs_f64()),
+            Some(_) => SelfCheck::of(name, 0, took.as_secs_f64(), limit.as_secs_f64()),
         }
     }
 
@@ -216,24 +227,18 @@ impl Bench {
         let free = device.memory()?.free;
         let hog = DeviceBuffer::new(device, free.saturating_sub(LEFT))?;
         let checks = side_by_side(self.transports(), |transport| {
-            let line =
-                format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --limit 40 --transports {transport}");
+            let line = format!("bench group-cast -b 4G -e 4G -n 1 -c 1 -w 0 --transports {transport}");
+            let line = self.within(2 * WAIT, &line);
             let name = format!("{transport}, ranks of which one has no memory left: how many do not say so");
             let job =
                 start(self.folder.path(), &format!("memory-{transport}"), &[line.clone(), line], Gpus::All);
-            let silent = job.map(|job| {
+            let says = |rank: &Ended| {
+                let text = last_line(&rank.text);
+                rank.code.is_some_and(|code| code != 0) && text.contains("memory") && text.contains("rank 1")
+            };
+            match job {
                 // Less than any wait's limit: nobody is to wait for one that has said that it cannot come.
-                let ended = job.end(&[0, 1], SOON);
-                let says = |rank: &&Ended| {
-                    let text = last_line(&rank.text);
-                    rank.code.is_some_and(|code| code != 0)
-                        && text.contains("memory")
-                        && text.contains("rank 1")
-                };
-                ended.len() - ended.iter().filter(says).count()
-            });
-            match silent {
-                Ok(silent) => SelfCheck::of(name, 0, silent as f64, 0.0),
+                Ok(job) => who_says(name, &job.end(&[0, 1], self.patient(SOON)), says),
                 Err(error) => SelfCheck::failed(name, 0, error.to_string()),
             }
         });
@@ -249,6 +254,17 @@ fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> 
         let threads: Vec<_> = cases.iter().map(|case| scope.spawn(move || run(case))).collect();
         threads.into_iter().map(|thread| thread.join().ok()).collect()
     })
+}
+
+/// How many of a job's ranks did not end as `says` wants.
+fn who_says(name: String, ended: &[Ended], says: impl Fn(&Ended) -> bool) -> SelfCheck {
+    let silent: Vec<_> = ended.iter().enumerate().filter(|(_, rank)| !says(rank)).collect();
+    let told = |(rank, ended): &(usize, &Ended)| {
+        format!("rank {rank} ended with {:?}: {}", ended.code, last_line(&ended.text))
+    };
+    let reason = silent.iter().map(told).collect::<Vec<_>>().join("; ");
+    let check = SelfCheck::of(name, 0, silent.len() as f64, 0.0);
+    SelfCheck { reason: Some(reason).filter(|_| !check.passed), ..check }
 }
 
 fn lost_check() -> SelfCheck {

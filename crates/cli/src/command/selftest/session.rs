@@ -7,7 +7,7 @@ use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 
 use super::crew;
 use super::ledger::{GroupChecks, Ledger};
-use super::part::{Machine, Part, parts, stress_parts};
+use super::part::{Machine, Part, keep, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
 use crate::{console, device};
@@ -25,17 +25,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         // First, so that a machine without a GPU or a compiler says so at once.
         Examinee::Cuda => gpus().map_err(failed)?,
     };
-    let wanted =
-        |group: Group| arguments.only.as_ref().is_none_or(|only| group.name().contains(only.as_str()));
-    let parts = match (arguments.stress, arguments.device) {
-        (true, Examinee::Cuda) => stress_parts(machine, wanted),
-        (true, Examinee::Cpu) => {
-            let (value, reason) =
-                ("with --device cpu".to_owned(), "has nothing to call; give --device cuda".to_owned());
-            return Err(CliError::Flag { flag: "--stress", value, reason });
-        }
-        (false, device) => parts(device, machine, extent, wanted),
-    };
+    let parts = chosen(arguments, machine, extent)?;
     let memory = Memory::before(&parts, machine.gpus).map_err(failed)?;
     let folder = tempfile::tempdir().map_err(|error| CliError::CheckFailed {
         what: format!("there is no temporary folder: {error}; set TMPDIR"),
@@ -56,6 +46,30 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         console::print(&document.last_line())?;
     }
     document.verdict()
+}
+
+/// What is examined, which is something.
+fn chosen(arguments: &SelftestArguments, machine: Machine, extent: Extent) -> Result<Vec<Part>, CliError> {
+    let all = match (arguments.stress, arguments.device) {
+        (true, Examinee::Cuda) => stress_parts(machine),
+        (true, Examinee::Cpu) => {
+            let (value, reason) =
+                ("with --device cpu".to_owned(), "has nothing to call; give --device cuda".to_owned());
+            return Err(CliError::Flag { flag: "--stress", value, reason });
+        }
+        (false, device) => parts(device, machine, extent),
+    };
+    let Some(only) = &arguments.only else { return Ok(all) };
+    let mut groups: Vec<Group> = all.iter().flat_map(|part| part.groups.iter().copied()).collect();
+    let parts = keep(all, |group| group.name().contains(only.as_str()));
+    if parts.is_empty() {
+        groups.sort();
+        groups.dedup();
+        let groups: Vec<&str> = groups.into_iter().map(Group::name).collect();
+        let reason = format!("is in the name of no group of checks; here are {}", groups.join(", "));
+        return Err(CliError::Flag { flag: "--only", value: only.clone(), reason });
+    }
+    Ok(parts)
 }
 
 /// The GPUs, without a context on any, and the name of the first.

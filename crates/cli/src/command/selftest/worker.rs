@@ -42,7 +42,7 @@ impl Worker {
         let file = File::create(&text)?;
         let mut command = command_for(&part)?;
         command.arg("selftest").stdin(Stdio::piped()).stdout(file.try_clone()?).stderr(file);
-        command.args(["--share", &part.share.to_string()]);
+        command.args(["--share", &part.share.to_string(), "--patience", &arguments.patience.to_string()]);
         for group in &part.groups {
             command.args(["--group", group.name()]);
         }

@@ -7,6 +7,9 @@ use super::{Predicted, Setting, pass_columns, pass_row};
 use crate::arguments::{SimulateLinearArguments, dtype_name};
 use crate::error::CliError;
 
+/// Flags of the sizes of a layer.
+const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];
+
 pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
     let cost = setting.profile.cost;
@@ -21,7 +24,7 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     };
     let tp_size = arguments.tp_size;
     let plan = LinearPlan::new(spec, tp_size, arguments.groups.clone(), &cost)
-        .map_err(|source| CliError::Plan { source })?;
+        .map_err(|source| CliError::of_layer(source, &FLAGS))?;
     let ranks_per_node = arguments.simulation.ranks_per_node.min(tp_size);
     let topology = Topology { world_size: tp_size, ranks_per_node };
     // All ranks do the same; the first has the most tokens.

@@ -1,3 +1,5 @@
+use std::time::Instant;
+
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
@@ -20,6 +22,8 @@ const PREDICTED_WAVES: u32 = 16;
 const MEASURED_WAVES: u32 = 6;
 /// Rows of a tile of the GPU's product.
 const TILE_ROWS: usize = 128;
+/// Flags of the sizes of the layer that the product is of.
+const FLAGS: [(&str, &str); 2] = [("in_features", "--k"), ("out_features", "--n")];
 
 pub(super) fn run(arguments: &TuneGemmArguments) -> Result<(), CliError> {
     let mut file = TunedFile::open(arguments.plans.as_deref())?;
@@ -132,7 +136,7 @@ fn searcher(
     };
     let most_groups = arguments.most_groups as usize;
     let searcher = GroupSearcher { spec, tp_size, wave, most_groups, starts, link, speed_beside };
-    searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
+    searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::of_layer(source, &FLAGS))?;
     Ok(searcher)
 }
 
@@ -153,6 +157,8 @@ struct Answer {
     expected: f64,
     /// Seconds measured afterwards, beside the others.
     measured: f64,
+    /// Seconds that the search itself took.
+    took: f64,
 }
 
 /// Answers, and the same without overlap.
@@ -179,12 +185,14 @@ impl Tuning<'_> {
         for &search in searches {
             let bar = Bar::new();
             let told = |step: counterpoint_plan::SearchStep| bar.show(&step.what, step.done, step.all);
+            let begun = Instant::now();
             let (plan, expected) = match search {
                 GroupSearch::Predictive => self.searcher.predictive(&mut clock, told),
                 GroupSearch::Exhaustive => self.searcher.exhaustive(&mut clock, told),
             }
             .map_err(failed)?;
-            answers.push(Answer { search, plan, expected, measured: f64::INFINITY });
+            let took = begun.elapsed().as_secs_f64();
+            answers.push(Answer { search, plan, expected, measured: f64::INFINITY, took });
         }
         // All of them in turns, so that they meet the same disturbance by other programs.
         let whole = self.searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
@@ -245,6 +253,7 @@ impl Found {
             Column::number("expected", 2),
             Column::number("measured", 0),
             Column::number("vs sequential", 0),
+            Column::number("search took", 2),
         ];
         let rows = self.answers.iter().map(|answer| {
             vec![
@@ -253,6 +262,7 @@ impl Found {
                 format_seconds(answer.expected),
                 format_seconds(answer.measured),
                 format_ratio(self.sequential / answer.measured),
+                format_seconds(answer.took),
             ]
         });
         let mut text = format!(
@@ -284,6 +294,7 @@ impl Found {
             "expected_seconds": answer.expected,
             "measured_seconds": answer.measured,
             "ratio": self.sequential / answer.measured,
+            "search_seconds": answer.took,
         })
     }
 }

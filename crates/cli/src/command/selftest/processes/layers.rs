@@ -41,7 +41,7 @@ impl Bench {
         let job = start(self.folder.path(), &name, &vec![line; processes], Gpus::All);
         let job = job.map_err(|error| error.to_string())?;
         let all: Vec<usize> = (0..processes).collect();
-        let ended = job.end(&all, LONG);
+        let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             Some((rank, Ended { code, text })) => {
                 Err(format!("rank {rank} ended with {code:?}: {}", last_line(text)))
