@@ -14,11 +14,20 @@ use crate::stages::StageCuts;
 use crate::work::rank_work;
 use crate::{
     AttentionSpec, AttentionWork, ChunkWork, CostModel, Dispatch, DispatchAlgorithm, PlanConfig, ReadyWork,
-    StagePrediction, WorkerSharing,
+    StagePrediction, TileCost, TileCosts, WorkerSharing,
 };
 
 const PICOSECONDS: f64 = 1e12;
-const COST: CostModel = CostModel { sharing: Some(WorkerSharing::H200), ..CostModel::H200 };
+/// Keys of a rank are there or arrive, and lie in pieces: its backward can gather fewer of a document's tiles than that of a whole mask.
+const STAGGERED_COLUMNS: f64 = 12.0;
+const COST: CostModel = CostModel {
+    sharing: Some(WorkerSharing::H200),
+    tiles: Some(TileCosts {
+        backward: TileCost { staggered_columns: STAGGERED_COLUMNS, ..TileCosts::H200.backward },
+        ..TileCosts::H200
+    }),
+    ..CostModel::H200
+};
 /// How often the schedules of all ranks are built to see what they take beyond their chunks.
 const ROUNDS: usize = 12;
 /// Rounds in a row from one dispatch to the next, better or not, before the search goes on from the best.
