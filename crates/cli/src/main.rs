@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             console::note(&format!("error: {error}"));
-            ExitCode::from(error.exit_status())
+            counterpoint_cuda::end_process(error.exit_status())
         }
     }
 }

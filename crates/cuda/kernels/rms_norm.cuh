@@ -4,12 +4,13 @@
 // A block takes a row at a time. What is normalised is the sum as it is stored, so the bits are those of two operations.
 #pragma once
 
+#include "ptx/barrier.cuh"
 #include "row_pieces.cuh"
 #include "scalar.cuh"
 
 namespace counterpoint {
 
-constexpr u32 kRmsNormThreads = 256;
+constexpr u32 kRmsNormThreads = 512;
 
 // The kernel's parameter beside the sources. Shared with the host.
 struct RmsNormArguments {
@@ -37,48 +38,77 @@ __device__ __forceinline__ float rms_norm_block_sum(float value, float* of_warps
   return sum;
 }
 
-// Any number of blocks. Rows of tensors are multiples of kPack elements.
+// Any number of blocks, at most as many as rows. Rows of tensors are multiples of kPack elements.
+//
+// A row takes two flights to memory, whatever its length is up to kRmsNormThreads * kPack * kKept columns: all loads of a thread are begun
+// before the first is used, and what it has of the row stays in registers while the mean is found.
 template <typename T, u32 kPack>
 __device__ __forceinline__ void rms_norm(const RowSources& sources, const RmsNormArguments& arguments) {
+  constexpr u32 kKept = 2;
+  constexpr u32 kStep = kRmsNormThreads * kPack;  // columns from one pack of a thread to the next
   __shared__ float of_warps[kRmsNormThreads / 32];
   const u32 columns = arguments.columns;
   const T* residual = reinterpret_cast<const T*>(arguments.residual);
   T* sums = reinterpret_cast<T*>(arguments.sum);
   const T* weight = reinterpret_cast<const T*>(arguments.weight);
   T* out = reinterpret_cast<T*>(arguments.out);
+  let_dependents_start();
   u32 p = 0;
-  for (u32 row = blockIdx.x; row < arguments.rows; row += gridDim.x) {
+  const auto piece_of = [&](u32 row) {
     while (row >= arguments.pieces[p].end) ++p;
-    const RowPiece piece = arguments.pieces[p];
+    return arguments.pieces[p];
+  };
+  // The list has been there since the kernel was made ready.
+  RowPiece piece = piece_of(blockIdx.x);
+  wait_for_previous();
+  for (u32 row = blockIdx.x; row < arguments.rows; row += gridDim.x) {
+    if (row >= piece.end) piece = piece_of(row);
     const T* from = piece.row<T>(sources, row, columns);
     const u64 begin = u64(row) * columns;
-    // As it is stored.
-    const auto summed = [&](u32 column) {
-      Pack<T, kPack> x = load_pack<T, kPack>(from + column);
-      if (residual != nullptr) {
-        const Pack<T, kPack> r = load_pack<T, kPack>(residual + begin + column);
-#pragma unroll
-        for (u32 e = 0; e < kPack; ++e) x.at[e] = narrow<T>(widen(x.at[e]) + widen(r.at[e]));
-      }
-      return x;
-    };
+    const u32 first = threadIdx.x * kPack;
+    Pack<T, kPack> x[kKept], weights[kKept];
     float squares = 0.0f;
-    for (u32 column = threadIdx.x * kPack; column < columns; column += kRmsNormThreads * kPack) {
-      const Pack<T, kPack> x = summed(column);
-      if (sums != nullptr) store_pack(sums + begin + column, x);
+    // The beginning of the row, which is kept, comes last.
+    for (u32 span = (columns - 1) / (kKept * kStep) + 1; span-- > 0;) {
+      const u32 at = span * kKept * kStep + first;
+      Pack<T, kPack> added[kKept];
 #pragma unroll
-      for (u32 e = 0; e < kPack; ++e) squares += widen(x.at[e]) * widen(x.at[e]);
+      for (u32 i = 0; i < kKept; ++i) {
+        const u32 column = at + i * kStep;
+        if (column >= columns) continue;
+        x[i] = load_pack<T, kPack>(from + column);
+        if (residual != nullptr) added[i] = load_pack<T, kPack>(residual + begin + column);
+        if (span == 0) weights[i] = load_pack<T, kPack>(weight + column);
+      }
+#pragma unroll
+      for (u32 i = 0; i < kKept; ++i) {
+        const u32 column = at + i * kStep;
+        if (column >= columns) continue;
+        if (residual != nullptr) {
+#pragma unroll
+          for (u32 e = 0; e < kPack; ++e) x[i].at[e] = narrow<T>(widen(x[i].at[e]) + widen(added[i].at[e]));
+          store_pack(sums + begin + column, x[i]);
+        }
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) squares += widen(x[i].at[e]) * widen(x[i].at[e]);
+      }
     }
     const float mean = rms_norm_block_sum(squares, of_warps) / float(columns);
     const float scale = 1.0f / sqrtf(mean + arguments.epsilon);
-    for (u32 column = threadIdx.x * kPack; column < columns; column += kRmsNormThreads * kPack) {
-      // Each thread finds what it has read before, in the nearest cache.
-      const Pack<T, kPack> x = sums != nullptr ? load_pack<T, kPack>(sums + begin + column) : summed(column);
-      const Pack<T, kPack> w = load_pack<T, kPack>(weight + column);
+    const auto store = [&](u32 column, const Pack<T, kPack>& summed, const Pack<T, kPack>& w) {
       Pack<T, kPack> y;
 #pragma unroll
-      for (u32 e = 0; e < kPack; ++e) y.at[e] = narrow<T>(widen(x.at[e]) * scale * widen(w.at[e]));
+      for (u32 e = 0; e < kPack; ++e) y.at[e] = narrow<T>(widen(summed.at[e]) * scale * widen(w.at[e]));
       store_pack(out + begin + column, y);
+    };
+#pragma unroll
+    for (u32 i = 0; i < kKept; ++i) {
+      if (first + i * kStep < columns) store(first + i * kStep, x[i], weights[i]);
+    }
+    // What did not fit, which each thread has read or written before, so that it is in the nearest cache.
+    const T* summed = residual != nullptr ? sums + begin : from;
+    for (u32 column = kKept * kStep + first; column < columns; column += kStep) {
+      store(column, load_pack<T, kPack>(summed + column), load_pack<T, kPack>(weight + column));
     }
   }
 }

@@ -58,6 +58,16 @@ __device__ __forceinline__ float high_float(u32 pair) {
 #endif
 }
 
+// Stores two words at once, which the compiler parts where it does not know that it may.
+__device__ __forceinline__ void store_words(void* to, u32 first, u32 second) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(first), "r"(second) : "memory");
+}
+
+// Stores four zeros at once.
+__device__ __forceinline__ void store_four_zeros(float* to) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %1, %1, %1};" ::"l"(to), "r"(0) : "memory");
+}
+
 // Minus infinity: the score of a masked pair.
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;

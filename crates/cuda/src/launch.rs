@@ -2,7 +2,7 @@ use std::ffi::{c_uint, c_void};
 use std::mem;
 use std::ptr;
 
-use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig};
+use cudarc::driver::sys::{CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig, CUstream};
 
 use crate::library::call;
 use crate::{CudaError, Event, Function, Stream};
@@ -63,6 +63,41 @@ impl Launch {
     pub const fn start(mut self, start: LaunchStart) -> Self {
         self.start = start;
         self
+    }
+
+    /// What the driver is told beside sizes, in the first of some places.
+    fn attributes(&self) -> ([CUlaunchAttribute; 3], usize) {
+        // SAFETY: the attribute is plain data for which all zeros are valid.
+        let mut attributes: [CUlaunchAttribute; 3] = unsafe { mem::zeroed() };
+        let mut count = 0;
+        if self.cluster != [1; 3] {
+            attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            // SAFETY: writing a member of the union of plain data.
+            let dims = unsafe { &mut attributes[count].value.clusterDim };
+            [dims.x, dims.y, dims.z] = self.cluster;
+            count += 1;
+        }
+        if self.start == LaunchStart::Overlapping {
+            attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[count].value.programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        (attributes, count)
+    }
+
+    fn config(&self, stream: CUstream, attributes: &mut [CUlaunchAttribute]) -> CUlaunchConfig {
+        CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: self.grid[2],
+            blockDimX: self.block[0],
+            blockDimY: self.block[1],
+            blockDimZ: self.block[2],
+            sharedMemBytes: self.dynamic_shared_bytes,
+            hStream: stream,
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as c_uint,
+        }
     }
 
     /// Why `function` cannot take it, where that can be known. The driver's own answer would be "invalid value".
@@ -131,6 +166,20 @@ arguments_of_tuple!(A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10);
 arguments_of_tuple!(A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10, L 11);
 
 impl Function {
+    /// How many clusters of a launch run at once on a GPU that has nothing else to do.
+    ///
+    /// # Errors
+    /// When the driver does not say.
+    pub fn clusters_at_once(&self, launch: &Launch) -> Result<u32, CudaError> {
+        let driver = self.device().bind()?;
+        let (mut attributes, count) = launch.attributes();
+        let config = launch.config(ptr::null_mut(), &mut attributes[..count]);
+        let mut clusters = 0;
+        // SAFETY: the function is loaded, the pointers are to locals.
+        unsafe { call!(driver, cuOccupancyMaxActiveClusters(&mut clusters, self.raw(), &config)) }?;
+        Ok(clusters.unsigned_abs())
+    }
+
     /// Enqueues the kernel on `stream`. Nothing is allocated and nothing waits.
     ///
     /// # Safety
@@ -165,21 +214,7 @@ impl Function {
         started: Option<&Event>,
     ) -> Result<(), CudaError> {
         let driver = stream.device().bind()?;
-        // SAFETY: the attribute is plain data for which all zeros are valid.
-        let mut attributes: [CUlaunchAttribute; 3] = unsafe { mem::zeroed() };
-        let mut count = 0;
-        if launch.cluster != [1; 3] {
-            attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-            // SAFETY: writing a member of the union of plain data.
-            let dims = unsafe { &mut attributes[count].value.clusterDim };
-            [dims.x, dims.y, dims.z] = launch.cluster;
-            count += 1;
-        }
-        if launch.start == LaunchStart::Overlapping {
-            attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-            attributes[count].value.programmaticStreamSerializationAllowed = 1;
-            count += 1;
-        }
+        let (mut attributes, mut count) = launch.attributes();
         match started {
             Some(started) if driver.version()? >= LAUNCH_COMPLETION => {
                 attributes[count].id = CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT;
@@ -190,18 +225,7 @@ impl Function {
             Some(started) => started.record(stream)?,
             None => {}
         }
-        let config = CUlaunchConfig {
-            gridDimX: launch.grid[0],
-            gridDimY: launch.grid[1],
-            gridDimZ: launch.grid[2],
-            blockDimX: launch.block[0],
-            blockDimY: launch.block[1],
-            blockDimZ: launch.block[2],
-            sharedMemBytes: launch.dynamic_shared_bytes,
-            hStream: stream.raw(),
-            attrs: attributes.as_mut_ptr(),
-            numAttrs: count as c_uint,
-        };
+        let config = launch.config(stream.raw(), &mut attributes[..count]);
         arguments.with_pointers(|pointers, bytes| {
             launch
                 .check(self, bytes)

@@ -64,6 +64,7 @@ pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
 pub use library::{LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
+pub use nccl::end_process;
 pub use stream::{Stream, StreamPriority};
 pub use tensor_map::{L2Promotion, Swizzle, TensorMap, TensorMapElement, TensorMapSpec};
 pub use transport::{

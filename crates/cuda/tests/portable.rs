@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use counterpoint_cuda::kernel::{
-    AttentionProblem, BackwardMode, BackwardTensors, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget,
-    ForwardTensors, PortableBackward, PortableForward, ResultTensors, StateTensors,
+    AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, ForwardMode, ForwardModeEnd,
+    ForwardTarget, ForwardTensors, PortableBackward, PortableForward, ResultTensors, StateTensors,
 };
 use counterpoint_cuda::{Device, DeviceBuffer, Stream, StreamPriority, compiler_version};
 use counterpoint_exec::{
@@ -155,7 +155,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         true => poisoned::<T>(stream, &shape),
         false => poisoned::<f32>(stream, &shape),
     });
-    let mode = BackwardMode { continues_dq: false, rounds_queries: false, rounds_keys: run.rounds_keys };
+    let mode = BackwardMode { dq: DqBegin::Anything, rounds_queries: false, rounds_keys: run.rounds_keys };
     let backward = PortableBackward::new(stream, &problem(mask.bands().collect()), mode).unwrap();
     let tensors = BackwardTensors {
         q: q.address(),

@@ -50,7 +50,7 @@ pub trait Backend: Clone + Send {
     /// Bytes that can still be allocated, where that is known.
     fn available_memory(&self) -> Option<u64>;
 
-    /// A new tensor, contents arbitrary.
+    /// A new tensor: zeros if it is [`Carried`](counterpoint_schedule::BufferRole::Carried), otherwise contents arbitrary.
     ///
     /// # Errors
     /// [`ExecError::OutOfMemory`] when it cannot fit.

@@ -229,7 +229,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Tensor`] when the Program has no such input or output, or shape or element type differ.
     pub fn bind(&mut self, name: &str, buffer: B::Buffer) -> Result<(), ExecError> {
         let error = |reason| ExecError::Tensor { name: name.to_owned(), reason };
-        let bound = |spec: &BufferSpec| spec.name == name && spec.role != BufferRole::Scratch;
+        let bound = |spec: &BufferSpec| spec.name == name && is_bound(spec.role);
         let Some(index) = self.program.buffers.iter().position(bound) else {
             let program = &self.program.name;
             return Err(error(format!("program `{program}` has no input or output of this name")));
@@ -275,7 +275,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     fn poison_ranks(ranks: &[Self]) -> Result<(), ExecError> {
         ranks.iter().try_for_each(|rank| {
             let buffers = rank.program.buffers.iter().zip(&rank.buffers);
-            let written = buffers.filter(|(spec, _)| !given(spec.role));
+            let written = buffers.filter(|(spec, _)| begins_anew(spec.role));
             let poisoned =
                 written.filter_map(|(_, buffer)| buffer.as_ref()).try_for_each(|b| rank.backend.poison(b));
             poisoned.map_err(|error| rank.backend.fail(error))
@@ -464,6 +464,16 @@ struct Meeting<'a, B: Backend, T: Transport<B>> {
 /// Whether a run finds contents in such a buffer, which the caller has bound.
 fn given(role: BufferRole) -> bool {
     matches!(role, BufferRole::Input | BufferRole::Updated)
+}
+
+/// Whether nothing that is in such a buffer when a run begins counts.
+fn begins_anew(role: BufferRole) -> bool {
+    matches!(role, BufferRole::Output | BufferRole::Scratch)
+}
+
+/// Whether the caller may give memory for such a buffer.
+fn is_bound(role: BufferRole) -> bool {
+    given(role) || role == BufferRole::Output
 }
 
 /// Inputs and outputs are bound by name, so names must be unique; and a tensor needs a row axis.

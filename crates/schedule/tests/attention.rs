@@ -281,6 +281,35 @@ fn a_single_stage_writes_results_at_once() {
     assert!(states > 0, "some rank needs keys of others");
 }
 
+/// The sums of dq are carried from run to run where one operation begins and rounds them, which may then leave zeros; where stages add
+/// in turn they are scratch.
+#[test]
+fn sums_of_one_operation_are_carried() {
+    let spec = spec(DType::Bf16, 0);
+    let (one, two) = (mask(&[500]), mask(&[400, 300, 300]));
+    let plans = [plan(&one, 1, 64, 1), plan(&two, 2, 64, 0), plan(&two, 3, 64, 3)];
+    let mut found = [0; 2];
+    for program in plans.iter().flat_map(|plan| programs(plan, &spec, "concurrent")).flatten() {
+        let ops: Vec<&AttentionBackward> = program
+            .ops
+            .iter()
+            .filter_map(|op| match &op.op {
+                Op::AttentionBackward(op) => Some(op),
+                Op::BackwardReduce(both) => Some(&both.backward),
+                _ => None,
+            })
+            .collect();
+        let Some(first) = ops.first() else { continue };
+        let alone = ops.len() == 1;
+        let role = if alone { BufferRole::Carried } else { BufferRole::Scratch };
+        assert_eq!(program.buffers[first.dq.0].role, role);
+        assert!(ops.iter().all(|op| op.dq == first.dq));
+        assert!(!alone || (first.accumulate_dq == Accumulate::Start && first.rounded_dq.is_some()));
+        found[usize::from(alone)] += 1;
+    }
+    assert!(found.iter().all(|&count| count > 0), "{found:?}");
+}
+
 /// One stage that does all work ends with the sums: of all shares, the own ones too, and rounded. In deterministic mode, whose own
 /// share comes first, it does not. While gradients leave under the computation, only their addition is left.
 #[test]

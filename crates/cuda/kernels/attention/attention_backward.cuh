@@ -10,8 +10,10 @@
 //  - a "query" warpgroup computes dQ^T = K^T dS^T of each block from the dS^T that the key warpgroups leave in shared
 //    memory (backward_queries.cuh). So the key warpgroups wait for nobody's dq, have no registers for it, and are free to
 //    drift apart: one's exponentials run under the other's products.
-//  - one has a thread that loads and one that adds dq to global memory, both by the copy engine, and a warp that counts what was
-//    added (backward_dq.cuh); or, where additions take turns, two threads that add and count (backward_turns.cuh).
+//    While it waits for dS, it rounds dq of rows that all tiles have added to (backward_rounding.cuh).
+//  - one has a thread that loads and one that adds dq to global memory, both by the copy engine (backward_dq.cuh), and a warp that
+//    counts what was added; or, where additions take turns, two threads that add and count (backward_turns.cuh). Another one finds
+//    rows that can be rounded.
 //
 // The order in a key warpgroup, block after block: S; P; dP and dV are issued together, and dS is computed as soon as
 // dP is there; dK. P is packed before dP begins, because registers do not hold S, dP, dK and dV at a time.
@@ -42,6 +44,8 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
       mbarrier_init(&shared.empty_ds[i], 4);  // warps of the query warpgroup
       mbarrier_init(&shared.full_added[i], 1);
       mbarrier_init(&shared.empty_added[i], 1);
+      mbarrier_init(&shared.full_found[i], 1);
+      mbarrier_init(&shared.empty_found[i], 4);
     }
     for (u32 i = 0; i < kDqBuffers; ++i) {
       mbarrier_init(&shared.full_dq[i], 4);
@@ -62,6 +66,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
       if (threadIdx.x == 32) add_role(params, shared);
       if (threadIdx.x / 32 == 2) count_role(params, shared);
     }
+    if (threadIdx.x == 96) find_role(params, shared);
   } else if (warpgroup == 1) {
     registers_decrease<kQueryRegisters>();
     query_role(params, shared);
@@ -75,7 +80,7 @@ __device__ __forceinline__ void attention_backward(const AttentionBackwardArgume
     registers_increase<kKeyRegisters>();
     key_role(params, shared, warpgroup - 2);
     gradients_arrive(params);
-    round_role<16>(params);
+    round_role(params);
   }
 }
 

@@ -1,5 +1,5 @@
-// What precedes attention backward: the rows' statistics laid out head by head, counts begun at zero, dq cleared,
-// and zeros where no key tile sees a row.
+// What precedes attention backward: the rows' statistics laid out head by head, counts begun at zero, dq cleared where it is not
+// zero anyway, and zeros where no key tile sees a row.
 //
 // Attention backward walks rows of one head, and its copy engine fetches the statistics of a block: so they are turned from
 // [rows, heads] to [heads, rows] here, once for all key tiles, and get the factor that the exponential wants. It rounds dq
@@ -18,11 +18,11 @@ struct AttentionBackwardRowsArguments {
                        // each, copy i has row r at r - i, and zeros behind the last row
   u32* words;           // set to zero: `word_count` of them
   const u32* coverage;  // of each slab of `slab_rows` rows: 0 when no key tile sees a row of it
-  float* dq;            // [rows, heads, head_dim]; cleared, unless it goes on from what is there
+  float* dq;            // [rows, heads, head_dim]
   Element* rounded;     // as dq, in elements, or null; written in slabs that nobody sees
   u64 word_count;
   u32 slab_rows;
-  u32 continues;  // 1 where dq goes on from what is there
+  u32 clears;  // 1 where dq is set to zero; otherwise it goes on from what is there
   u32 rows;
   u32 heads;
   u32 head_dim;
@@ -78,14 +78,14 @@ __device__ __forceinline__ void attention_backward_rows(const AttentionBackwardR
   const u32 pieces = (params.rows + piece_rows - 1) / piece_rows;
   for (u32 piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
     const bool seen = __ldg(params.coverage + piece / kPieces) > 0;
-    if (seen && params.continues) continue;
+    if (seen && !params.clears) continue;
     const u64 begin = piece * piece_rows * row_elements;
     const u32 end = (min((piece + 1) * piece_rows, params.rows) - piece * piece_rows) * u32(row_elements);
     for (u32 i = 4 * threadIdx.x; i < end; i += 4 * kThreads) {
       float4* dq = reinterpret_cast<float4*>(params.dq + begin + i);
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (params.continues) sum = *dq;
-      else *dq = sum;
+      if (params.clears) *dq = sum;
+      else sum = *dq;
       if (!seen && params.rounded != nullptr) {
         *reinterpret_cast<uint2*>(params.rounded + begin + i) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
       }

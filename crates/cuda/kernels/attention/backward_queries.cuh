@@ -1,6 +1,7 @@
 // The other roles of attention backward that serve the rows of queries: loading, and dq of each block.
 #pragma once
 
+#include "attention/backward_rounding.cuh"
 #include "attention/backward_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/wgmma.cuh"
@@ -121,15 +122,37 @@ __device__ __forceinline__ void store_dq_part(u8* to, const u32 (&offsets)[2][2]
   }
 }
 
+// Zeros in the place of what store_dq_part has stored of rows from `end` on, which belong to others: who rounds those may be done with
+// them, and zero times infinity is none.
+__device__ __forceinline__ void clear_dq_rows(u8* to, const u32 (&offsets)[2][2], i32 end) {
+#pragma unroll 1
+  for (u32 j = 0; j < 8; ++j) {
+#pragma unroll
+    for (u32 e = 0; e < 2; ++e) {
+      if (i32(8 * j + 2 * (threadIdx.x % 4) + e) < end) continue;
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) *reinterpret_cast<float*>(to + offsets[i][e] + j * 1024) = 0.0f;
+    }
+  }
+}
+
 // The warpgroup that owns query rows: dq.
 __device__ __forceinline__ void query_role(const AttentionBackwardArguments& params, Storage& shared) {
   const u32 lane = threadIdx.x % 32;
   u32 offsets[2][2];
   dq_part_offsets(offsets);
+  RoundingBeside rounding;
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     // Not full_q: the rows of the step after next may be there before this warpgroup comes to look.
-    mbarrier_wait(&shared.full_ds[slot], parity_of(count));
+    if (rounding.has_rows(shared)) {
+      RoundingBeside::Rows rows;
+      rounding.load(params, shared, rows);
+      mbarrier_wait(&shared.full_ds[slot], parity_of(count));
+      rounding.round(params, shared, rows);
+    } else {
+      mbarrier_wait(&shared.full_ds[slot], parity_of(count));
+    }
     const u32 flags = uniform_load(&shared.steps[count % kSteps].flags);
     if (flags & kExit) {
       // Threads that add leave at the first part of a step.
@@ -171,11 +194,18 @@ __device__ __forceinline__ void query_role(const AttentionBackwardArguments& par
       pin(dq);
       if (part + 1 == kParts && lane == 0) mbarrier_arrive(&shared.empty_ds[slot]);
       store_dq_part(shared.dq[buffer], offsets, dq, params.scale);
+      const Step& step = shared.steps[count % kSteps];
+      // Asked for again, which saves a register.
+      if (uniform_load(&step.flags) & kShort) {
+        const i32 end = uniform_load(&step.row_end) - uniform_load(&step.row) - i32(64 * half);
+        clear_dq_rows(shared.dq[buffer], offsets, end);
+      }
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&shared.full_dq[buffer]);
     }
   }
+  rounding.finish(params, shared);
 }
 
 }  // namespace backward

@@ -61,7 +61,14 @@ struct AddedItem {
   u32 head_kv;
   u32 run_begin, run_end;
 };
+
+// Rows of a head of dq to which nothing is added any more (backward_rounding.cuh); without rows: there are no more.
+struct SummedSlab {
+  u64 begin;  // where its first row is in dq, in elements
+  u32 rows;
+};
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
+constexpr u32 kShort = 64;  // the block has fewer rows than others
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
@@ -89,7 +96,7 @@ struct AttentionBackwardArguments {
   const TileBound* bounds;
   float* dq_rows;              // what the tensor map of dq describes
   void* rounded_dq;            // elements [rows_q, heads_q, head_dim]: dq rounded; or null
-  const u32* coverage;         // rows of each slab of dq that all tiles add, see backward_dq.cuh
+  const u32* coverage;         // rows of each slab of dq that all tiles add, see backward_rounding.cuh
   u32* summed_rows;            // [slabs, heads_q], zero before each launch: rows added; this and the next two for rounded_dq
   u32* summed;                 // [slabs * heads_q], likewise: 1 + index of the slabs that are summed, in that order
   u32* rounding;               // two words, likewise: how many of `summed` somebody rounds, and how many there are
@@ -100,9 +107,11 @@ struct AttentionBackwardArguments {
   u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
   u32* fault;                  // set to 1 when a turn never came
   u32 ordered_from;            // turns before this one need not be waited for
+  u32 zeroes_sums;             // 1: who rounds dq sets its sums to zero
   u32 heads_at_a_time;         // key heads, see Walk
   u32 num_tiles;
-  u32 rounds;  // slabs that will be summed, of all heads
+  u32 rounds;         // slabs that will be summed, of all heads
+  u32 rounds_beside;  // so many of them, the first, are rounded beside other work
   u32 rows_q;
   u32 heads_kv;
   u32 group;  // query heads of a key head
@@ -233,6 +242,7 @@ struct Walk {
     next.row_end = min(rows_end, next.row + i32(kRows));
     const bool bounded = next.bound_begin != next.bound_end || next.key_end - next.key < i32(kKeys);
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
+    if (next.row_end - next.row < i32(kRows)) next.flags |= kShort;
     if (kDeterministic) find_turn(params, next, tile);
     if (last_block() && last_head(params)) next.flags |= kLast;
   }
@@ -361,6 +371,7 @@ struct Storage {
   float delta[kStages][kRows];
   Step steps[kSteps];
   AddedItem added[2];
+  SummedSlab found[2];
   Walk walk;
   Delivered delivered;
   u64 full_k, full_v;
@@ -368,6 +379,7 @@ struct Storage {
   u64 full_ds[2], empty_ds[2];
   u64 full_dq[kDqBuffers], empty_dq[kDqBuffers];
   u64 full_added[2], empty_added[2];
+  u64 full_found[2], empty_found[2];
 };
 // The launcher asks for this much dynamic shared memory.
 constexpr u32 kSharedBytes = sizeof(Storage);

@@ -1,4 +1,4 @@
-// D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters of two, operands by the copy engine, products by warpgroups.
+// D (+)= A B (+ bias) on Hopper: persistent CTAs in clusters, operands by the copy engine, products by warpgroups.
 //
 // Warps: one loads (gemm_work.cuh), two store (gemm_store.cuh), and two warpgroups multiply, each 64 rows of a tile. The
 // warpgroups meet nowhere but at the blocks of operands that both read.
@@ -11,9 +11,6 @@
 
 namespace counterpoint {
 
-// Barriers that name their users: 0 is __syncthreads, 1 and 2 are the warpgroups' own.
-constexpr u32 kGemmGroupBarrier = 1;
-
 // What becomes of tiles that need no other rank: they are stored where the maps say.
 template <typename C>
 struct GemmToMemory {
@@ -22,6 +19,7 @@ struct GemmToMemory {
   static constexpr u32 kConsumerRegisters = 232;
   static constexpr u32 kLoadingThreads = 1;
   static constexpr bool kAwaitsRows = false;
+  static constexpr bool kSumsParts = true;  // takes products whose k is in parts
   using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
 
@@ -54,12 +52,13 @@ struct GemmConsumer {
   const u32 thread = threadIdx.x % 128;
   const u32 warp = thread / 32;
   const u32 lane = thread % 32;
+  const u32 pair = cluster_rank() / 2 * 2;  // its first CTA
   GemmRing<C> ring;
   float acc[C::kTileN / 2];
 
-  // This warp has read a stage: both CTAs' loads wait for that.
+  // This warp has read a stage: the loads of both CTAs of the pair wait for that.
   __device__ __forceinline__ void release(u32 of) {
-    if (lane < 2) peer_arrive(peer_address(shared_address(&shared.empty[of]), lane));
+    if (lane < 2) peer_arrive(peer_address(shared_address(&shared.empty[of]), pair + lane));
   }
 
   template <bool kFirst>
@@ -108,43 +107,60 @@ struct GemmConsumer {
     release(before);
   }
 
-  // Puts this part of a tile's product beside the others; for whoever comes last, acc becomes their sum, in their order.
-  __device__ __forceinline__ bool merge_parts(const GemmWalk& walk) {
-    constexpr u32 kPieces = C::kTileN / 8;
-    const u32 tile = walk.position() * 2 + walk.rank;
-    const u64 part_stride = u64(kGemmConsumers) * kPieces * 128;
-    float4* parts = arguments.partials + u64(tile) * arguments.splits * part_stride + group * kPieces * 128 + thread;
-    float4* own = parts + walk.split() * part_stride;
+  // Exchanges pieces of a tile with the CTAs that computed its other parts; those that this one stores become sums. `number` counts
+  // tiles.
+  __device__ __forceinline__ void sum_parts(const GemmParts<C>& parts, u32 owned, u32 number) {
+    constexpr u32 kChunks = GemmParts<C>::kChunks, kFloats = GemmParts<C>::kFloats;
+    GemmRing<C> first = ring;
+    // Who sends nothing must not wait: nobody would wait for it before there is room again.
+    if (owned != (1u << kChunks) - 1) mbarrier_wait_cluster(&shared.room, number & 1);
+    auto piece = parts.first_piece(group);
 #pragma unroll
-    for (u32 i = 0; i < kPieces; ++i) {
-      __stcg(own + i * 128, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+    for (u32 c = 0; c < kChunks; ++c, piece.next()) {
+      if (piece.owner != parts.part) parts.send(shared, first, piece, thread, acc + c * kFloats);
     }
-    u32* arrivals = arguments.arrivals + tile * kGemmConsumers + group;
-    __threadfence();
-    barrier_sync(kGemmGroupBarrier + group, 128);
-    if (thread == 0) {
-      const u32 before = add_acquire_release(arrivals, 1);
-      shared.arrived[group] = before;
-      // The next launch finds it as this one did.
-      if (before + 1 == arguments.splits) store_relaxed(arrivals, 0);
+    for (u32 e = parts.stages(); e > 0; --e) {
+      mbarrier_wait_cluster(&shared.full[ring.stage], ring.round & 1);
+      ring.next();
     }
-    barrier_sync(kGemmGroupBarrier + group, 128);
-    if (uniform(shared.arrived[group]) + 1 != arguments.splits) return false;
-    __threadfence();
+    piece = parts.first_piece(group);
 #pragma unroll
-    for (u32 i = 0; i < C::kTileN / 2; ++i) acc[i] = 0.0f;
-#pragma unroll 1
-    for (u32 part = 0; part < arguments.splits; ++part) {
-#pragma unroll
-      for (u32 i = 0; i < kPieces; ++i) {
-        const float4 four = __ldcg(parts + part * part_stride + i * 128);
-        acc[4 * i] += four.x;
-        acc[4 * i + 1] += four.y;
-        acc[4 * i + 2] += four.z;
-        acc[4 * i + 3] += four.w;
-      }
+    for (u32 c = 0; c < kChunks; ++c, piece.next()) {
+      if (piece.owner == parts.part) parts.sum(shared, first, piece, thread, acc + c * kFloats);
     }
-    return true;
+    // It has been read by all lanes before two of them say so, and the copy engine writes there next.
+    fence_async_proxy();
+    __syncwarp();
+    for (u32 e = parts.stages(); e > 0; --e) {
+      release(first.stage);
+      first.next();
+    }
+  }
+
+  // This thread's place in what is kept of the first of two parts.
+  __device__ __forceinline__ float4* kept() const {
+    return arguments.kept + u64(blockIdx.x * kGemmConsumers + group) * (C::kTileN / 8) * 128 + thread;
+  }
+  __device__ __forceinline__ void keep() const {
+    float4* to = kept();
+#pragma unroll
+    for (u32 i = 0; i < C::kTileN / 8; ++i) {
+      __stcg(to + i * 128, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+    }
+  }
+  __device__ __forceinline__ void add_kept() {
+    const float4* from = kept();
+    // Not all loads at once: there are no registers for them.
+    constexpr u32 kAtOnce = C::kTileN / 8 < 8 ? C::kTileN / 8 : 4;
+    static_assert(C::kTileN / 8 % kAtOnce == 0, "whole batches");
+#pragma unroll
+    for (u32 i = 0; i < C::kTileN / 8; i += kAtOnce) {
+      float4 fours[kAtOnce];
+#pragma unroll
+      for (u32 j = 0; j < kAtOnce; ++j) fours[j] = __ldcg(from + (i + j) * 128);
+#pragma unroll
+      for (u32 j = 0; j < kAtOnce; ++j) GemmParts<C>::add_four(acc + 4 * (i + j), fours[j]);
+    }
   }
 
   __device__ __forceinline__ void add_bias(u32 first_column) {
@@ -162,19 +178,29 @@ struct GemmConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    GemmStaging<C> staging{arguments, shared, group, warp, lane};
+    GemmWalk walk{arguments};
+    const GemmParts<C> parts{arguments.splits, walk.part, walk.rank};
+    GemmStaging<C> staging{arguments, shared, group, warp, lane, parts.owned(group)};
     typename Ends::Held held;
-    for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
+    for (u32 number = 0; walk.more(); walk.advance(), ++number) {
       walk.look_up();
       const GemmRowTile tile = walk.row_tile();
-      multiply<Ends::Held::kCount>(walk.k_end() - walk.k_begin(), [&](u32 chunk) { held.stage(staging, chunk); });
+      const u32 blocks = (walk.k_end() - walk.k_begin()) / arguments.turns;
+      for (u32 turn = 1;; ++turn) {
+        multiply<Ends::Held::kCount>(blocks, [&](u32 chunk) { held.stage(staging, chunk); });
+        if (turn == arguments.turns) break;
+        keep();
+      }
+      if (arguments.turns > 1) add_kept();
       const u32 column = walk.template column<C::kTileN>();
+      if constexpr (Ends::kSumsParts) {
+        if (arguments.splits > 1) sum_parts(parts, staging.owned, number);
+      }
       // A unit at the edge may have a tile without an element.
       if (tile.rows == 0 || column >= arguments.n) {
         ends.no_tile(*this, tile);
         continue;
       }
-      if (arguments.splits > 1 && !merge_parts(walk)) continue;
       if (arguments.bias != nullptr) add_bias(column);
       ends.tile(*this, staging, held, tile, column, walk);
     }
@@ -204,6 +230,7 @@ __device__ __forceinline__ void gemm(const GemmArguments& arguments, const Ends&
         mbarrier_init(&shared.chunk_empty[g][i], 1);
       }
     }
+    mbarrier_init(&shared.room, max(arguments.splits, 2u) - 1);
     mbarrier_init(&shared.own_loaded, 1);
     mbarrier_init(&shared.own_sent, 1);
     fence_mbarrier_init();

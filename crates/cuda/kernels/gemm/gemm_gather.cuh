@@ -52,6 +52,7 @@ struct GemmFromRanks {
   static constexpr u32 kConsumerRegisters = 224;
   static constexpr u32 kLoadingThreads = 1;
   static constexpr bool kAwaitsRows = true;
+  static constexpr bool kSumsParts = true;
   using Held = GemmNothingHeld<C>;
   const GemmArguments& arguments;
   const GemmGathering& gathering;
@@ -103,22 +104,19 @@ struct GemmFromRanks {
         bulk_load(staging, gathering.own + first, bytes, &shared.own_loaded);
       }
       mbarrier_wait(&shared.own_loaded, loaded++ & 1);
-      const u32 own_turn = !sends ? ranks + 1 : gathering.in_turn != 0 ? lane : 0;
+      const u32 own_turn = !sends ? ranks : gathering.in_turn != 0 ? lane : 0;
 #pragma unroll 1
-      for (u32 turn = 0; turn <= ranks; ++turn) {
+      for (u32 turn = 0; turn < ranks; ++turn) {
         if (turn == own_turn) {
           const u64 to = gathering.gathered[peer] + (number & 1) * gathering.copy_bytes + first;
           bulk_store(reinterpret_cast<u8*>(to), staging, bytes);
           tma_store_commit();
-        }
-        // While the next one's is on its way.
-        if (turn == own_turn + 1) {
+          // Complete, not only read, before its receiver hears of it; and told before the next one's piece is on its way, for
+          // which the fence would wait.
+          tma_store_wait<0>();
           fence_async_proxy_all();
           add_release_system(reinterpret_cast<u64*>(gathering.peer_arrivals[peer]), u64(1));
         }
-        __syncwarp();
-        // Complete, not only read, before its receiver hears of it.
-        if (turn == own_turn) tma_store_wait<0>();
         __syncwarp();
       }
     }

@@ -55,6 +55,7 @@ struct GemmToRanks {
   // The others of the warp look out for parts.
   static constexpr u32 kLoadingThreads = 32;
   static constexpr bool kAwaitsRows = false;
+  static constexpr bool kSumsParts = false;
   using Held = GemmHeld<C>;
   const GemmArguments& arguments;
   const GemmReduction& reduction;

@@ -2,7 +2,7 @@
 // has nothing else to do lets the copy engine store them, or add them, wherever they belong, and tells who waits for them.
 #pragma once
 
-#include "gemm/gemm_work.cuh"
+#include "gemm/gemm_parts.cuh"
 #include "ptx/flag.cuh"
 #include "ptx/matrix.cuh"
 
@@ -87,7 +87,8 @@ struct GemmStaging {
   const u32 group;
   const u32 warp;
   const u32 lane;
-  u32 number = 0;  // chunks so far
+  const u32 owned;  // chunks of a tile that this warpgroup stores, a bit each
+  u32 number = 0;   // chunks so far
 
   // Waits for room, lets `write` fill it and hands it over.
   template <typename Write>
@@ -109,12 +110,14 @@ struct GemmStaging {
   __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], const GemmRowTile& of, u32 column,
                                        u32 signal_group) {
     constexpr u32 kColumns = kWide ? 32 : C::kChunkColumns;
-    constexpr u32 kChunks = C::kTileN / kColumns;
+    constexpr u32 kChunks = C::kTileN / kColumns, kWithin = C::kChunkColumns / kColumns;
     const u8 rows = u8(min(64u, of.rows - min(of.rows, 64 * group)));
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
+      const u32 left = owned >> (c / kWithin);
+      if ((left & 1) == 0) continue;
       const GemmChunk chunk{i32(column + c * kColumns), i32(of.destination_row + 64 * group), signal_group,
-                            of.destination, rows, c + 1 == kChunks ? kChunkLast : u8(0)};
+                            of.destination, rows, left == 1 && (c + 1) % kWithin == 0 ? kChunkLast : u8(0)};
       stage(chunk, [&](u8* to) {
         const float* from = acc + c * (kColumns / 2);
         if constexpr (kWide) {

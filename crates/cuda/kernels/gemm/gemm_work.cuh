@@ -1,7 +1,8 @@
 // What the matrix product is specialised for, what it is given, what its warps share, and the thread that feeds them.
 //
-// Two CTAs of a cluster compute two neighbouring tiles of the result, one above the other or side by side. The operand that
-// both read is loaded once: each CTA loads a half of it, and the copy engine writes that half into both.
+// A pair of CTAs computes two neighbouring tiles of the result, one above the other or side by side. The operand that both read is
+// loaded once: each CTA loads a half of it, and the copy engine writes that half into both. A cluster is such a pair, or, where k is
+// in parts, a pair for each of them (gemm_parts.cuh).
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -72,11 +73,11 @@ struct GemmArguments {
   const GemmRowTile* row_tiles;
   const GemmTerm* terms;                // of every block of k, or null where A is one tensor from its first row on
   const Element* bias;                  // [n], or null
-  float4* partials;                     // [units, 2 CTAs, splits, 2 warpgroups, kTileN / 8, 128 threads]
-  u32* arrivals;                        // [units, 2 CTAs, 2 warpgroups], zero between launches
+  float4* kept;                         // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns
   u32 unit_count;
-  u32 splits;  // parts of k, each of which is an item of its own
-  u32 k_blocks;
+  u32 splits;    // parts of k, each of which a pair of CTAs computes
+  u32 turns;     // or parts of k that a pair computes one after the other: 1 or 2
+  u32 k_blocks;  // a multiple of them
   u32 n;
   u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
   u32 d_stride;  // elements from one row of D to the next
@@ -120,26 +121,25 @@ struct alignas(1024) GemmShared {
   u64 empty[C::kStages];
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
-  u32 arrived[kGemmConsumers];
+  u64 room;  // the other parts' CTAs have room for what this one sends them (gemm_parts.cuh)
   GemmSpread spreads[kGemmConsumers];
   u64 own_loaded;  // a piece of this rank's rows is in `staging`, on its way to others (gemm_gather.cuh)
   u64 own_sent;    // `staging` is free for results
 };
 
-// The items of this CTA: every warp walks the same list. A unit's parts of k follow each other.
+// The units of this CTA: every warp walks the same list.
 struct GemmWalk {
   const GemmArguments& arguments;
-  u32 rank = blockIdx.x % 2;
-  u32 index = blockIdx.x / 2;
+  u32 rank = cluster_rank() % 2;  // of the pair
+  u32 part = cluster_rank() / 2;  // of k
+  u32 index = cluster_index();
   GemmUnit unit = {0, 0, 0};
 
-  __device__ __forceinline__ bool more() const { return index < arguments.unit_count * arguments.splits; }
-  __device__ __forceinline__ bool more_after() const { return index + gridDim.x / 2 < arguments.unit_count * arguments.splits; }
-  __device__ __forceinline__ void advance() { index += gridDim.x / 2; }
-  __device__ __forceinline__ u32 position() const { return index / arguments.splits; }
-  __device__ __forceinline__ u32 split() const { return index % arguments.splits; }
+  __device__ __forceinline__ bool more() const { return index < arguments.unit_count; }
+  __device__ __forceinline__ bool more_after() const { return index + cluster_count() < arguments.unit_count; }
+  __device__ __forceinline__ void advance() { index += cluster_count(); }
   __device__ __forceinline__ void look_up() {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + position());
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + index);
     unit = GemmUnit{u16(words.x & 0xffffu), u16(words.x >> 16), words.y};
   }
   // This CTA's row of tiles.
@@ -153,10 +153,10 @@ struct GemmWalk {
     return (unit.column_tile + (arguments.pairs_columns ? rank : 0)) * kTileN;
   }
   __device__ __forceinline__ u32 k_begin() const {
-    return arguments.k_blocks * split() / arguments.splits;
+    return arguments.k_blocks / arguments.splits * part;
   }
   __device__ __forceinline__ u32 k_end() const {
-    return arguments.k_blocks * (split() + 1) / arguments.splits;
+    return arguments.k_blocks / arguments.splits * (part + 1);
   }
 };
 
@@ -174,15 +174,17 @@ struct GemmRing {
 };
 
 // The part of an operand's block that this CTA loads: all of it, or its half of what both read. Along k a box has all rows or
-// half of them; along m or n a box has 64 of them, and the CTAs take turns.
+// half of them; along m or n a box has 64 of them, and the CTAs take turns. Of what both read, only so many halves are there.
 template <u32 kRows, Major kMajor>
 __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* full, i32 k, u32 row, bool both,
-                                             u32 rank) {
-  constexpr u16 kBothCtas = 3;
+                                             const GemmWalk& walk, u32 halves = 2) {
+  const u32 rank = walk.rank;
+  if (both && rank >= halves) return;
+  const u16 both_ctas = u16(3u << (2 * walk.part));
   if constexpr (kMajor == Major::kK) {
     const u32 half = rank * (kRows / 2);
     if (both) {
-      tma_load_2d_multicast(to + half * kGemmRowBytes, map, full, k, i32(row + half), kBothCtas);
+      tma_load_2d_multicast(to + half * kGemmRowBytes, map, full, k, i32(row + half), both_ctas);
     } else {
       tma_load_2d(to, map, full, k, i32(row));
     }
@@ -193,7 +195,7 @@ __device__ __forceinline__ void load_operand(u8* to, const TensorMap* map, u64* 
       if (!both) {
         tma_load_2d(there, map, full, i32(row + 64 * chunk), k);
       } else if (chunk % 2 == rank) {
-        tma_load_2d_multicast(there, map, full, i32(row + 64 * chunk), k, kBothCtas);
+        tma_load_2d_multicast(there, map, full, i32(row + 64 * chunk), k, both_ctas);
       }
     }
   }
@@ -212,11 +214,16 @@ __device__ __forceinline__ void prefetch_operand(const TensorMap* map, i32 k, u3
   }
 }
 
+// Halves of a tile's rows of A that have any: nobody looks at what is multiplied with the others.
+__device__ __forceinline__ u32 halves_of_a(const GemmArguments& arguments, const GemmRowTile& tile) {
+  return arguments.pairs_columns != 0 && tile.rows <= kGemmTileM / 2 ? 1 : 2;
+}
+
 // B's part of a CTA's first tile while rows of A are still on their way: as many blocks as there are stages, and some more as far
 // as the second level cache. How many of the stages have it.
 template <typename C>
 __device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, GemmShared<C>& shared, const GemmWalk& walk,
-                                               u32 column) {
+                                               u32 column, u32 halves) {
   // Of every CTA: half of the cache over all of them.
   constexpr u32 kCached = 192 * 1024 / C::kBytesB;
   const u32 begin = walk.k_begin(), count = walk.k_end() - begin;
@@ -226,8 +233,8 @@ __device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, G
   for (u32 i = 0; i < cached; ++i) {
     const i32 k = i32((begin + i) * kGemmBlockK);
     if (i < ahead) {
-      mbarrier_arrive_expect(&shared.full[i], C::kBytesA + C::kBytesB);
-      load_operand<C::kTileN, C::kMajorB>(shared.b[i], &arguments.b_map, &shared.full[i], k, column, both, walk.rank);
+      mbarrier_arrive_expect(&shared.full[i], C::kBytesA / 2 * halves + C::kBytesB);
+      load_operand<C::kTileN, C::kMajorB>(shared.b[i], &arguments.b_map, &shared.full[i], k, column, both, walk);
     } else {
       prefetch_operand<C::kTileN, C::kMajorB>(&arguments.b_map, k, column, both, walk.rank);
     }
@@ -241,13 +248,14 @@ __device__ __forceinline__ void gemm_load_operands(const GemmArguments& argument
                                                    const GemmWalk& walk, const GemmRowTile& tile, u32 column, u32 ahead) {
   const u32 end = walk.k_end(), ahead_end = walk.k_begin() + ahead;
   const TensorMap* a_map = &arguments.a_maps[tile.source];
+  const u32 halves = halves_of_a(arguments, tile);
 #pragma unroll 1
   for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
     const u32 stage = ring.stage;
     if (k_block >= ahead_end) {
       // Both CTAs' consumers are done with this stage: the halves that come are written into both.
       mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
-      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA + C::kBytesB);
+      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
     }
     const i32 k = i32(k_block * kGemmBlockK);
     i32 a_k = k;
@@ -259,46 +267,12 @@ __device__ __forceinline__ void gemm_load_operands(const GemmArguments& argument
       }
     }
     load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
-                                         arguments.pairs_columns != 0, walk.rank);
+                                         arguments.pairs_columns != 0, walk, halves);
     if (k_block >= ahead_end) {
       load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
-                                          arguments.pairs_columns == 0, walk.rank);
+                                          arguments.pairs_columns == 0, walk);
     }
     ring.next();
-  }
-}
-
-// The one thread that loads, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows whether
-// rows of A have come, and what is needed beside operands.
-template <typename C, typename Ends>
-__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
-  const bool loads = threadIdx.x == 0;
-  if (loads) {
-    tma_prefetch_map(&arguments.a_maps[0]);
-    tma_prefetch_map(&arguments.b_map);
-  }
-  GemmRing<C> ring;
-  [[maybe_unused]] bool first = true;
-  for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
-    walk.look_up();
-    GemmRowTile tile = walk.row_tile();
-    const u32 column = walk.template column<C::kTileN>();
-    if (loads) {
-      u32 ahead = 0;
-      if constexpr (Ends::kAwaitsRows) {
-        if (first) ahead = gemm_load_ahead<C>(arguments, shared, walk, column);
-        first = false;
-        ends.await_rows(tile);
-        tile.source_row += ends.copy_row(tile);
-      }
-      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
-    }
-    if constexpr (Ends::kLoadingThreads > 1) {
-      // The others must not look out for anything while one of them loads: a warp does one or the other.
-      __syncwarp();
-      ends.load_parts(shared, ring, tile, column, walk);
-      __syncwarp();
-    }
   }
 }
 

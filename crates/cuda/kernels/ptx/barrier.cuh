@@ -46,12 +46,20 @@ __device__ __forceinline__ i32 uniform_load(const i32* word) {
 }
 
 // Lets kernels that were launched to overlap with this one start as soon as there is room for them (PTX ISA,
-// "griddepcontrol").
-__device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// "griddepcontrol"). Before Hopper none are launched so.
+__device__ __forceinline__ void let_dependents_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // In a kernel that was launched to overlap with the one before: waits until that one has finished and what it wrote can be
 // seen. In others it does nothing.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // One thread of a converged warp.
 __device__ __forceinline__ bool elect_one() {

@@ -13,6 +13,18 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 
+// Which cluster of the grid this is, and of how many (PTX ISA, "%clusterid").
+__device__ __forceinline__ u32 cluster_index() {
+  u32 index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ u32 cluster_count() {
+  u32 count;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
+
 // All threads of the cluster meet; what was written before, to any of its shared memory, is seen after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\n"
@@ -33,6 +45,14 @@ __device__ __forceinline__ void peer_store(u32 address, u32 value, u32 barrier) 
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address),
                "r"(value), "r"(barrier)
                : "memory");
+}
+
+// The same of 16 bytes, at a multiple of that.
+__device__ __forceinline__ void peer_store(u32 address, float4 value, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 }
 
 // Arrives at another CTA's barrier, to say that this one reads something no more. It orders no writes: a release to the

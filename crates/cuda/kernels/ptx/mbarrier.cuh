@@ -41,6 +41,21 @@ __device__ __forceinline__ bool mbarrier_try_wait(u64* barrier, u32 parity) {
   return done != 0;
 }
 
+// Whether the phase of this parity has completed. Does not wait, as mbarrier_try_wait may for a while.
+__device__ __forceinline__ bool mbarrier_test_wait(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits until the phase of this parity has completed. A fresh barrier has completed the phase of parity 1.
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {

@@ -2,7 +2,7 @@
 
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, Accumulate, BufferId, Program, SignalId};
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferRole, Program, SignalId};
 
 use super::attention::Operand;
 use super::compute::Prepare;
@@ -10,7 +10,7 @@ use super::keys::Keys;
 use super::padding::padded_dim;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
 use crate::kernel::{
-    AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors,
+    AttentionBackward, AttentionDelta, BackwardKernel, BackwardMode, BackwardTensors, DeltaTensors, DqBegin,
     GradientHomes,
 };
 use crate::{CudaError, Stream};
@@ -92,15 +92,23 @@ impl Backward {
         let mut problem = prepare.problem([op.q, op.k, op.v], &op.bands, op.scale, op.softcap)?;
         problem.deterministic = op.deterministic;
         let inside = prepare.arrive(&mut problem, op.k, op.arriving.as_ref(), AttentionBackward::takes);
+        let operand = |id| Operand::new(prepare, id);
+        let dq = operand(op.dq)?;
         let mode = BackwardMode {
-            continues_dq: op.accumulate_dq == Accumulate::Continue,
+            dq: match op.accumulate_dq {
+                Accumulate::Continue => DqBegin::Sums,
+                // A copy that is padded is this operation's own, and not zero before the first run.
+                Accumulate::Start if prepare.spec(op.dq).role == BufferRole::Carried && dq.is_whole() => {
+                    DqBegin::Carried
+                }
+                Accumulate::Start => DqBegin::Anything,
+            },
             rounds_queries: op.rounded_dq.is_some(),
             rounds_keys: prepare.spec(op.dk).dtype != DType::F32,
         };
         let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
             .map_err(|error| prepare.device_error(error))?;
         prepare.watch(kernel.missed_turn());
-        let operand = |id| Operand::new(prepare, id);
         Ok(Self {
             kernel,
             q: operand(op.q)?,
@@ -108,11 +116,11 @@ impl Backward {
             dout: operand(op.dout)?,
             lse: op.lse,
             delta: op.delta,
-            dq: operand(op.dq)?,
+            dq,
             rounded_dq: op.rounded_dq.map(operand).transpose()?,
             dk: operand(op.dk)?,
             dv: operand(op.dv)?,
-            continues_dq: mode.continues_dq,
+            continues_dq: mode.dq == DqBegin::Sums,
         })
     }
 

@@ -190,14 +190,16 @@ impl Prepare<'_> {
         if self.has_one_stream() || self.sm_margin() > 0 { GemmGrid::Persistent } else { GemmGrid::PerUnit }
     }
 
-    /// A product whose bits do not depend on which rows of the result are computed together: its k is in one part, unless all
-    /// of a gradient of a weight is one product anyway.
+    /// A product whose bits do not depend on which rows of the result are computed together, unless all of a gradient of a weight is
+    /// one product anyway.
     pub(super) fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {
         let device = self.setup().device();
-        let shapes = Gemm::shapes(device, spec).map_err(|error| self.device_error(error))?;
-        let whole = |splits: u32| splits == 1 || spec.layout == GemmLayout::Tn;
-        let Some(shape) = shapes.into_iter().find(|shape| whole(shape.splits)) else {
-            return Err(self.error("no kernel computes it in one part".to_owned()));
+        let shapes = match spec.layout {
+            GemmLayout::Tn => Gemm::shapes(device, spec),
+            GemmLayout::Nt | GemmLayout::Nn => Gemm::shapes_for_any_rows(device, spec),
+        };
+        let Some(&shape) = shapes.map_err(|error| self.device_error(error))?.first() else {
+            return Err(self.error("no kernel computes it".to_owned()));
         };
         Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))
     }

@@ -32,7 +32,9 @@ use std::time::Instant;
 
 use counterpoint_exec::{Backend, ExecError, HostData, HostTensor, OpPlace, RunTimes};
 use counterpoint_plan::DType;
-use counterpoint_schedule::{BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec};
+use counterpoint_schedule::{
+    BufferRole, BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
+};
 
 pub(crate) use attention_backward::Backward;
 pub use buffer::CudaBuffer;
@@ -88,9 +90,16 @@ impl Backend for CudaBackend {
     }
 
     fn allocate(&self, spec: &BufferSpec) -> Result<CudaBuffer, ExecError> {
+        let begin = |memory: DeviceBuffer| {
+            if spec.role == BufferRole::Carried {
+                memory.fill(&self.0.setup, 0)?;
+                self.0.setup.synchronize()?;
+            }
+            CudaBuffer::new(memory, &spec.shape, spec.dtype)
+        };
         let memory = DeviceBuffer::new(&self.0.device, spec.bytes() as usize);
         memory
-            .and_then(|memory| CudaBuffer::new(memory, &spec.shape, spec.dtype))
+            .and_then(begin)
             .map_err(|error| self.error(&format_args!("the allocation of {}", spec.name), error))
     }
 

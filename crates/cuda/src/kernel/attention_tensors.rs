@@ -119,11 +119,22 @@ pub struct DeltaTensors {
     pub sink: Option<(u64, u64)>,
 }
 
+/// What is in `dq` before a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DqBegin {
+    /// Anything: sums begin at zero.
+    Anything,
+    /// Zeros before the first launch, and then what the last launch of the same value has left: sums begin at zero.
+    Carried,
+    /// Sums, which are gone on with.
+    Sums,
+}
+
 /// What a stage of the backward does beside its sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardMode {
-    /// Whether `dq` goes on from what is there; otherwise it begins at zero.
-    pub continues_dq: bool,
+    /// What is in `dq` before it.
+    pub dq: DqBegin,
     /// Whether `dq` is then whole, and rounded to the elements' type.
     pub rounds_queries: bool,
     /// Whether `dk` and `dv` are results in the elements' type; otherwise they are f32 shares.

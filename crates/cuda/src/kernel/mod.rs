@@ -47,8 +47,8 @@ pub use attention_finish::AttentionFinish;
 pub use attention_forward::AttentionForward;
 pub use attention_kernel::{BackwardKernel, ForwardKernel};
 pub use attention_tensors::{
-    ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, ForwardMode, ForwardModeEnd, ForwardTarget,
-    ForwardTensors, GradientHomes, ResultTensors, StateTensors,
+    ArrivingTensors, BackwardMode, BackwardTensors, DeltaTensors, DqBegin, ForwardMode, ForwardModeEnd,
+    ForwardTarget, ForwardTensors, GradientHomes, ResultTensors, StateTensors,
 };
 pub use bit_check::BitCheck;
 pub use cast::Cast;

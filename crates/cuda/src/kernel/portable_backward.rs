@@ -4,7 +4,7 @@ use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_backward_query::PortableBackwardQuery;
 use super::portable_shape::{Traits, check, grid, padded_dims, specialisations_of};
-use super::{AttentionProblem, BackwardMode, BackwardTensors, ElementType, Specialisation};
+use super::{AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
 /// Attention backward by mma.sync, for every GPU from compute capability 8.0 on: a problem prepared to run many times.
@@ -218,9 +218,10 @@ impl PortableBackward {
             softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
         };
         let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
-        let cleared_bytes = if mode.continues_dq || problem.deterministic { 0 } else { dq_bytes };
+        let continues_dq = mode.dq == DqBegin::Sums;
+        let cleared_bytes = if continues_dq || problem.deterministic { 0 } else { dq_bytes };
         let queries = match problem.deterministic {
-            true => Some(PortableBackwardQuery::new(setup, problem, mode.continues_dq)?),
+            true => Some(PortableBackwardQuery::new(setup, problem, continues_dq)?),
             false => None,
         };
         Ok(Self { function, schedule, launch, cleared_bytes, queries, arguments })

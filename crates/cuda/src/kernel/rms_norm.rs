@@ -1,10 +1,10 @@
 use super::row_pieces::{PACK, RowPieces, pack_of};
 use super::{ElementType, GemmRows, MatrixUnit, SharedLayout, Specialisation, blocks_of, shared_layout};
 use crate::arch::Arch;
-use crate::{CudaError, Function, KernelSource, Launch, Stream};
+use crate::{CudaError, Function, KernelSource, Launch, LaunchStart, Stream};
 
 const KERNEL: &str = "rms_norm";
-const THREADS: u32 = 256;
+const THREADS: u32 = 512;
 
 /// What is normalised.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,7 +38,7 @@ pub struct RmsNorm {
     function: Function,
     pieces: RowPieces,
     epsilon: f32,
-    blocks: u32,
+    launch: Launch,
 }
 
 /// `RmsNormArguments` of the kernel.
@@ -66,7 +66,13 @@ impl RmsNorm {
         let function = device.function(&source(device.arch(), spec.element, pack_of(spec.columns)))?;
         let pieces = RowPieces::new(stream, KERNEL, &spec.rows, spec.columns)?;
         let blocks = blocks_of(u64::from(pieces.rows), device.sm_count());
-        Ok(Self { function, pieces, epsilon: spec.epsilon, blocks })
+        // It mostly follows a kernel that sums its rows, and may take multiprocessors as these become free.
+        let start = match device.capability().major {
+            ..9 => LaunchStart::AfterPrevious,
+            9.. => LaunchStart::Overlapping,
+        };
+        let launch = Launch::linear(blocks, THREADS).start(start);
+        Ok(Self { function, pieces, epsilon: spec.epsilon, launch })
     }
 
     /// Enqueues it.
@@ -96,7 +102,7 @@ impl RmsNorm {
         };
         // SAFETY: the arguments are those of the kernel in `source`, a test compares their layouts; the pieces have all rows, by `new`;
         // the rest is the caller's promise.
-        unsafe { self.function.launch(stream, &Launch::linear(self.blocks, THREADS), &(sources, arguments)) }
+        unsafe { self.function.launch(stream, &self.launch, &(sources, arguments)) }
     }
 }
 

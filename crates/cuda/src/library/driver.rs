@@ -75,6 +75,7 @@ function_table! {
         cuOccupancyMaxActiveBlocksPerMultiprocessor(
             blocks: *mut c_int, function: CUfunction, block_size: c_int, shared_bytes: usize,
         );
+        cuOccupancyMaxActiveClusters(clusters: *mut c_int, function: CUfunction, config: *const CUlaunchConfig);
         cuLaunchKernelEx(
             config: *const CUlaunchConfig, function: CUfunction, arguments: *mut *mut c_void, extra: *mut *mut c_void,
         );

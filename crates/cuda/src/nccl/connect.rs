@@ -8,7 +8,7 @@ use std::{ptr, thread};
 
 use counterpoint_exec::World;
 
-use super::{Among, ConnectedRanks, End, LOOK, NcclMessage, NcclRank, explain, go_on, group};
+use super::{Among, ConnectedRanks, End, Inside, LOOK, NcclMessage, NcclRank, explain, go_on, group};
 use crate::library::{Nccl, NcclConfig, NcclUniqueId};
 use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
 
@@ -60,6 +60,7 @@ impl NcclRank {
         devices: &[Device],
         world: &Arc<World>,
     ) -> Result<Vec<Self>, CudaError> {
+        let _inside = Inside::enter();
         let id = unique_id(nccl)?;
         // NCCL writes them until the group has ended.
         let mut handles = vec![ptr::null_mut(); devices.len()];
@@ -110,6 +111,7 @@ impl NcclRank {
             let (connected, device) = (connected.clone(), device.clone());
             let (world, sent) = (world.clone(), sent.clone());
             move || {
+                let _inside = Inside::enter();
                 let end = init_one(nccl, &device, rank, world.size(), id);
                 let end = end.map_err(|error| explain(&world, rank, error))?;
                 let among = Among::Processes(number);

@@ -1,6 +1,7 @@
 //! Ranks of NCCL, threads or processes: grouped sends and receives, with a limit on every call.
 
 mod connect;
+mod inside;
 mod shelf;
 
 use std::ffi::{c_int, c_void};
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::World;
 
 pub(crate) use connect::NcclSeat;
+use inside::Inside;
+pub use inside::end_process;
 use shelf::{Lent, Shelf};
 
 use crate::backend::lock;
@@ -77,12 +80,13 @@ impl End {
     }
 
     /// Ends what is under way. Unlike ncclCommDestroy it waits for nobody, and works on a rank whose peers are gone. Whoever comes
-    /// second waits for the first: a process that ends while one of its threads is in NCCL crashes.
+    /// second waits for the first.
     fn abort(&self) {
         let mut handle = lock(&self.handle);
         if let Some(handle) = handle.take()
             && self.device.bind().is_ok()
         {
+            let _inside = Inside::enter();
             // SAFETY: a handle of NCCL's, which nobody else has any more.
             unsafe { (self.nccl.ncclCommAbort)(handle) };
         }

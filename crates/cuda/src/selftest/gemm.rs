@@ -148,7 +148,7 @@ impl Case {
     fn describe(&self) -> String {
         let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
-        let GemmShape { columns, pair, splits } = self.shape;
+        let GemmShape { columns, pair, splits, turns } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
@@ -162,7 +162,7 @@ impl Case {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts, {order}, \
+            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts in {turns} turns, {order}, \
              {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),

@@ -13,7 +13,8 @@ use super::staged::StagedAttention;
 use crate::bench::StepBench;
 use crate::{CudaBackend, CudaBuffer, CudaMachine, CudaTransport, GraphRun};
 
-/// Whole Programs captured as CUDA graphs and replayed twice over poisoned outputs: the bits must be those of the direct run.
+/// Whole Programs captured as CUDA graphs and replayed twice over poisoned outputs, the backward the second time after a replay over NaN:
+/// the bits must be those of the direct run.
 /// `checked` hears of every check, with how many there are.
 pub fn selftest_graphs(
     machine: &CudaMachine,
@@ -82,7 +83,10 @@ fn replay(machine: &CudaMachine, case: &Case) -> Result<usize, ExecError> {
         prepared.run(&given)?;
         let direct = download(&prepared, &outputs)?;
         let mut graph = GraphRun::capture(&mut prepared)?;
-        for _ in 0..2 {
+        for spoilt in [None, given.iter().find(|(name, _)| *name == "dout").map(|(_, dout)| dout)] {
+            if let Some(dout) = spoilt {
+                run_spoilt(&mut graph, dout)?;
+            }
             poison(graph.prepared(), &outputs)?;
             graph.start()?;
             graph.finish()?;
@@ -142,6 +146,18 @@ fn names(program: &Program, role: BufferRole) -> Vec<String> {
 fn download(prepared: &Rank, names: &[String]) -> Result<Vec<HostTensor>, ExecError> {
     let buffers = names.iter().filter_map(|name| prepared.buffer(name));
     buffers.map(|buffer| prepared.backend().download(buffer)).collect()
+}
+
+/// Replays once over a gradient of NaN, of which the next replay must find nothing.
+fn run_spoilt(graph: &mut GraphRun<'_, CudaTransport>, dout: &CudaBuffer) -> Result<(), ExecError> {
+    let backend = graph.prepared().backend().clone();
+    let (setup, memory) = (backend.setup(), dout.memory());
+    let failed = |error| backend.error(&"a gradient of NaN", error);
+    let bytes: Vec<u8> = memory.download(setup, 0, memory.len()).map_err(failed)?;
+    memory.fill(setup, 0xff).and_then(|()| setup.synchronize()).map_err(failed)?;
+    graph.start()?;
+    graph.finish()?;
+    memory.upload(setup, 0, &bytes).and_then(|()| setup.synchronize()).map_err(failed)
 }
 
 /// NaN in every element.

@@ -33,8 +33,24 @@ pub(super) fn convert_all<A: HostElement>(tensor: &HostTensor) -> Vec<A> {
     })
 }
 
-pub(super) fn row_of<A>(tensor: &[A], row: usize, head: usize, heads: usize, dim: usize) -> &[A] {
-    let at = (row * heads + head) * dim;
+/// The same for a tensor `[rows, heads, dim]`, as `[heads, rows, dim]`.
+pub(super) fn convert_by_head<A: HostElement>(tensor: &HostTensor) -> Vec<A> {
+    let &[rows, heads, dim] = tensor.shape() else { return convert_all(tensor) };
+    let mut by_head = Vec::with_capacity(tensor.len());
+    with_host_element!(tensor.dtype(), T => {
+        let values = tensor.as_slice::<T>().unwrap_or(&[]);
+        for head in 0..heads {
+            for row in 0..rows {
+                by_head.extend(row_of(values, row, head, heads, dim).iter().map(|&x| convert::<T, A>(x)));
+            }
+        }
+    });
+    by_head
+}
+
+/// The elements `[i, j]` of a tensor `[_, columns, dim]`.
+pub(super) fn row_of<A>(tensor: &[A], i: usize, j: usize, columns: usize, dim: usize) -> &[A] {
+    let at = (i * columns + j) * dim;
     &tensor[at..at + dim]
 }
 

@@ -4,7 +4,9 @@ use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
-use super::arithmetic::{add_scaled, convert_all, dot, exp, operand, rounded, row_of, square};
+use super::arithmetic::{
+    add_scaled, convert_all, convert_by_head, dot, exp, operand, rounded, row_of, square,
+};
 use super::{NoiseNorms, Reference};
 use crate::kernel::Real;
 use crate::{AttentionInputs, HostTensor};
@@ -16,7 +18,10 @@ pub(super) struct Dense<'a, A> {
     pub(super) columns: Vec<Vec<Range>>,
     pub(super) seqlen_k: usize,
     pub(super) q: Vec<A>,
+    /// `[heads_kv, seqlen_k, head_dim]`: every query row walks all rows of a head, which in the order of the input lie on a page of
+    /// memory each.
     pub(super) k: Vec<A>,
+    /// Likewise.
     pub(super) v: Vec<A>,
     pub(super) sink: Vec<A>,
     pub(super) dout: Option<Vec<A>>,
@@ -47,10 +52,12 @@ impl<'a, A: Real> Dense<'a, A> {
         round_to: DType,
     ) -> Self {
         let (seqlen_q, seqlen_k) = (mask.seqlen_q(), mask.seqlen_k());
-        let read = |name: &str, tensor: &HostTensor, shape: [usize; 3]| {
+        fn checked<'t>(name: &str, tensor: &'t HostTensor, shape: [usize; 3]) -> &'t HostTensor {
             assert_eq!(tensor.shape(), shape, "shape of {name}");
-            convert_all(tensor)
-        };
+            tensor
+        }
+        let (k_shape, v_shape) =
+            ([seqlen_k, spec.heads_kv, spec.head_dim], [seqlen_k, spec.heads_kv, spec.head_dim_v]);
         let mut columns = vec![Vec::new(); seqlen_q];
         for band in mask.bands() {
             for row in band.q_range.start..band.q_range.end {
@@ -68,14 +75,14 @@ impl<'a, A: Real> Dense<'a, A> {
             spec,
             columns,
             seqlen_k,
-            q: read("q", &inputs.q, [seqlen_q, spec.heads_q, spec.head_dim]),
-            k: read("k", &inputs.k, [seqlen_k, spec.heads_kv, spec.head_dim]),
-            v: read("v", &inputs.v, [seqlen_k, spec.heads_kv, spec.head_dim_v]),
+            q: convert_all(checked("q", &inputs.q, [seqlen_q, spec.heads_q, spec.head_dim])),
+            k: convert_by_head(checked("k", &inputs.k, k_shape)),
+            v: convert_by_head(checked("v", &inputs.v, v_shape)),
             sink,
             dout: inputs
                 .dout
                 .as_ref()
-                .map(|dout| read("dout", dout, [seqlen_q, spec.heads_q, spec.head_dim_v])),
+                .map(|dout| convert_all(checked("dout", dout, [seqlen_q, spec.heads_q, spec.head_dim_v]))),
             round_to,
             rounding: Rounding::Operands,
         }
@@ -86,11 +93,11 @@ impl<'a, A: Real> Dense<'a, A> {
     }
 
     pub(super) fn k_row(&self, col: usize, head: usize) -> &[A] {
-        row_of(&self.k, col, head, self.spec.heads_kv, self.spec.head_dim)
+        row_of(&self.k, head, col, self.seqlen_k, self.spec.head_dim)
     }
 
     pub(super) fn v_row(&self, col: usize, head: usize) -> &[A] {
-        row_of(&self.v, col, head, self.spec.heads_kv, self.spec.head_dim_v)
+        row_of(&self.v, head, col, self.seqlen_k, self.spec.head_dim_v)
     }
 
     pub(super) fn seen(&self, row: usize) -> impl Iterator<Item = usize> + '_ {

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_mask::Range;
-use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit};
+use counterpoint_plan::{AttentionSpec, GroupPart, OwnedSplit, Plan, RemoteSplit, StagePlan};
 
 use super::gradient::Gradient;
 use super::homeward::{Homeward, Way};
@@ -48,7 +48,13 @@ pub fn lower_attention_backward(
     let sink = sink_input(&mut p, spec);
     let delta = p.buffer("delta", acc_dtype, &row_shape, BufferRole::Scratch);
     let hosts_do_all = hosts_do_all(plan);
-    let declare = if hosts_do_all { Gradient::whole } else { Gradient::summed };
+    // All stages but those whose keys a later one has gathered add to dq.
+    let adding = (0..stages.len()).filter(|&s| !gathered_later(stages, s)).count();
+    let declare = match (hosts_do_all, adding) {
+        (true, _) => Gradient::whole,
+        (false, 1) => Gradient::summed_at_once,
+        (false, _) => Gradient::summed,
+    };
     let dq = declare(&mut p, "dq", spec.dtype, &[rank_plan.q_rows, spec.heads_q, spec.head_dim]);
     let delivery_parts = delivery_parts(plan.ranks.iter().map(|rank| &*rank.backward), spec);
     // One stage that does all work has all shares of a sum together, so that one reduction makes the results of them. Its order is that
@@ -145,8 +151,7 @@ pub fn lower_attention_backward(
             share_buffers.take(&mut p, compute, s, (stage_dk, stage_dv));
         }
         // A stage that does all work, and hosts that do, leave none to the local one.
-        let gathered = stages.get(s + 1).is_some_and(|next| next.own_rows > 0);
-        if gathered || hosts_do_all {
+        if gathered_later(stages, s) || hosts_do_all {
             keys.leave(&mut p, s);
             if let Some(hosted) = &mut hosted {
                 let keys = keys.enter_hosted(&mut p);
@@ -247,6 +252,11 @@ pub fn lower_attention_backward(
     dk.round(&mut p, compute, "round dk");
     dv.round(&mut p, compute, "round dv");
     p.finish()
+}
+
+/// Whether the stage after stage `s` does its work too.
+fn gathered_later(stages: &[StagePlan], s: usize) -> bool {
+    stages.get(s + 1).is_some_and(|next| next.own_rows > 0)
 }
 
 /// A stage's pattern, and `rank`'s own `rows` rows, which its keys begin with, as shares of its own.

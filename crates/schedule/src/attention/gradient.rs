@@ -18,11 +18,26 @@ impl Gradient {
 
     /// One that is summed, in the accumulator type.
     pub(super) fn summed(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self::summed_in(p, name, dtype, shape, BufferRole::Scratch)
+    }
+
+    /// One that a single operation sums and rounds, which may leave its sums at zero for the next run.
+    pub(super) fn summed_at_once(p: &mut ProgramBuilder, name: &str, dtype: DType, shape: &[usize]) -> Self {
+        Self::summed_in(p, name, dtype, shape, BufferRole::Carried)
+    }
+
+    fn summed_in(
+        p: &mut ProgramBuilder,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        role: BufferRole,
+    ) -> Self {
         let acc_dtype = dtype.accumulator();
         if acc_dtype == dtype {
             return Self::whole(p, name, dtype, shape);
         }
-        let written = p.buffer(&format!("{name}_acc"), acc_dtype, shape, BufferRole::Scratch);
+        let written = p.buffer(&format!("{name}_acc"), acc_dtype, shape, role);
         Self { written, rounded: Some(p.buffer(name, dtype, shape, BufferRole::Output)) }
     }
 

@@ -81,6 +81,9 @@ pub enum BufferRole {
     Updated,
     /// Lives inside a run. Its contents before the first write are arbitrary.
     Scratch,
+    /// Zeros before the first run, and then what the last run has left: for sums that whoever reads them last sets to zero again,
+    /// where that is cheaper than to begin with it. Nobody runs the Program again after a run that failed.
+    Carried,
 }
 
 /// A dense row-major tensor.

@@ -122,7 +122,9 @@ fn measure(
         },
         tile: {
             let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
-            format!("128x{} {pair} /{}", shape.columns, shape.splits)
+            // Parts at the same time, or in turn.
+            let (sign, parts) = if shape.turns > 1 { ('+', shape.turns) } else { ('/', shape.splits) };
+            format!("128x{} {pair} {sign}{parts}", shape.columns)
         },
         seconds: medians[index],
         tflops: spec.flops() / medians[index] / 1e12,

@@ -226,7 +226,9 @@ mod tests {
 
     #[test]
     fn only_what_is_wanted_is_left() {
-        let parts = keep(all(2, Extent::Full), |group| group.name().contains("gemm"));
+        let machine = Machine { gpus: 2, hopper: true, cores: 8 };
+        let all = parts(Device::Cuda, machine, Extent::Full);
+        let parts = keep(all, |group| group.name().contains("gemm"));
         assert_eq!(parts.len(), 2);
         assert!(parts.iter().all(|part| part.groups == [Group::Gemm]));
     }

@@ -9,12 +9,14 @@ use std::f32::consts::LOG2_E;
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
 use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, heads_at_a_time, stretch};
+use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
-use super::{ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqRounding, blocks_of};
+use super::{
+    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, DqRounding, blocks_of,
+};
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
@@ -42,6 +44,8 @@ pub struct AttentionBackward {
     coverage: DeviceBuffer,
     /// Slabs that some tile adds to, of all query heads.
     rounds: u32,
+    /// See [`rounds_beside`].
+    rounds_beside: u32,
     /// How much of the list of slabs that are summed somebody rounds, and how long it is; of each slab and query head, how many
     /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
     progress: DeviceBuffer,
@@ -53,6 +57,10 @@ pub struct AttentionBackward {
     heads_at_a_time: u32,
     launch: Launch,
     rows_launch: Launch,
+    /// Whether the pass before sets dq to zero.
+    clears: bool,
+    /// Whether whoever rounds dq sets its sums to zero, with which the next launch begins.
+    zeroes_sums: bool,
     /// After the kernel for long heads, which does not round dq itself.
     dq_rounding: Option<DqRounding>,
 }
@@ -147,19 +155,24 @@ impl AttentionBackward {
         let ctas = shape.ctas();
         let clusters = (workers / ctas).max(1);
         let class_ends = class_ends(&mut schedule, heads_kv, clusters as usize);
+        let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
+        let heads = (heads_kv, heads_q / heads_kv);
+        let rounds_beside = rounds_beside(&schedule, heads, clusters as usize, rounds);
         let schedule = DeviceSchedule::new(stream, &schedule)?;
         let items = schedule.tile_count().saturating_mul(heads_kv as u32);
         let groups = items.clamp(1, clusters);
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
         let launch = Launch::linear(groups * ctas, THREADS).cluster([ctas, 1, 1]).shared_bytes(SHARED_BYTES);
-        let quads = (rows_q * heads_q) as u64 * if mode.continues_dq { 1 } else { head_dim as u64 / 4 };
-        let rows_launch =
-            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
         let dq_rounding = match shape.owners {
             KeyOwners::Warpgroups => None,
             KeyOwners::Ctas => DqRounding::new(stream, problem, mode)?,
         };
+        let zeroes_sums = mode.dq == DqBegin::Carried && mode.rounds_queries && dq_rounding.is_none();
+        let clears = mode.dq != DqBegin::Sums && !zeroes_sums;
+        let quads = (rows_q * heads_q) as u64 * if clears { head_dim as u64 / 4 } else { 1 };
+        let rows_launch =
+            Launch::linear(blocks_of(quads.div_ceil(u64::from(ROWS_THREADS)), workers), ROWS_THREADS);
         Ok(Self {
             function,
             rows_function,
@@ -170,7 +183,8 @@ impl AttentionBackward {
             queue,
             statistics,
             coverage: DeviceBuffer::from_slice(stream, &coverage)?,
-            rounds: (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32,
+            rounds,
+            rounds_beside,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
             class_ends,
@@ -178,6 +192,8 @@ impl AttentionBackward {
             heads_at_a_time,
             launch,
             rows_launch,
+            clears,
+            zeroes_sums,
             dq_rounding,
         })
     }
@@ -204,7 +220,7 @@ impl AttentionBackward {
                 rounded: self.rounded_in_kernel(tensors),
                 word_count: self.progress.len() as u64 / 4,
                 slab_rows: self.shape.rows,
-                continues: u32::from(self.mode.continues_dq),
+                clears: u32::from(self.clears),
                 rows: rows_q as u32,
                 heads: heads_q as u32,
                 head_dim: head_dim as u32,
@@ -301,10 +317,12 @@ impl AttentionBackward {
             turn_begins,
             turns,
             fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
-            ordered_from: if self.mode.continues_dq { 1 } else { 2 },
+            ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
+            zeroes_sums: u32::from(self.zeroes_sums),
             heads_at_a_time: self.heads_at_a_time,
             num_tiles: self.schedule.tile_count(),
             rounds: self.rounds,
+            rounds_beside: self.rounds_beside,
             rows_q: rows_q as u32,
             heads_kv: heads_kv as u32,
             group: (heads_q / heads_kv) as u32,

@@ -65,6 +65,11 @@ impl DqSums {
     }
 }
 
+/// Slabs of dq that a CTA without work rounds in the time of so many blocks (H200, at memory speed and all at a time).
+const IDLE_SLABS: (u64, u64) = (5, 4);
+/// With more items, how they end on so many CTAs is nothing to look for.
+const MOST_ITEMS: usize = 1 << 14;
+
 impl BackwardShape {
     /// Keys of a tile.
     pub(super) const KEYS: u32 = 128;
@@ -140,6 +145,23 @@ pub(super) fn heads_at_a_time(tiles: usize, heads_kv: usize, workers: usize) -> 
     heads_kv.div_ceil(groups.clamp(1, heads_kv.max(1)))
 }
 
+/// How many of `rounds` slabs of dq are rounded beside other work, which that slows: those for which CTAs have no time that run out of
+/// work before the last one. (heads_kv, query heads of each) are handed out to so many `workers`.
+pub(super) fn rounds_beside(
+    schedule: &TileSchedule,
+    (heads_kv, group): (usize, usize),
+    workers: usize,
+    rounds: u32,
+) -> u32 {
+    if workers == 0 || schedule.tiles().len() * heads_kv > MOST_ITEMS {
+        return rounds;
+    }
+    let end = schedule.makespan(workers, heads_kv);
+    let idle_columns = (end * workers as u64).saturating_sub(schedule.makespan(1, heads_kv)) * group as u64;
+    let idle_blocks = idle_columns / schedule.config().block as u64;
+    u64::from(rounds).saturating_sub(idle_blocks * IDLE_SLABS.0 / IDLE_SLABS.1) as u32
+}
+
 /// Tiles up to which each class goes that CTAs take together, head by head: first those that need no row that arrives. Tiles that
 /// walk rows in common are a class, as far as that lets `workers` finish together; others are of similar work.
 pub(super) fn class_ends(schedule: &mut TileSchedule, heads_kv: usize, workers: usize) -> Vec<u32> {
@@ -187,7 +209,7 @@ mod tests {
     use counterpoint_mask::Mask;
 
     use super::*;
-    use crate::kernel::ElementType;
+    use crate::kernel::{DqBegin, ElementType};
 
     fn tiles(blocks: impl IntoIterator<Item = u32>) -> Vec<Tile> {
         blocks.into_iter().map(|blocks| Tile { blocks, ..Tile::zeroed() }).collect()
@@ -230,6 +252,29 @@ mod tests {
         assert_eq!(stretch(&tiles([0]), DqSums::AsTheyCome), 1);
         assert_eq!(stretch(&[], DqSums::AsTheyCome), STRETCH);
         assert_eq!(stretch(&tiles([18, 18, 18, 5]), DqSums::AcrossStages), STRETCH);
+    }
+
+    #[test]
+    fn ctas_that_end_early_round_what_they_can() {
+        let shape = BackwardShape::of(128, 128, false).unwrap();
+        let schedule = |text: &str| {
+            let mask: Mask = text.parse().unwrap();
+            let (rows_q, rows_k) = (mask.seqlen_q(), mask.seqlen_k());
+            let bands = mask.bands().collect::<Vec<_>>().into();
+            let problem = AttentionProblem { rows_q, rows_k, bands, ..small_problem() };
+            shape.schedule(&problem, DqSums::AsTheyCome).unwrap()
+        };
+        // 1024 items of 132 CTAs: 4 % of them have one less to do than others, 128 blocks each.
+        let full = schedule("full:8192");
+        assert_eq!(rounds_beside(&full, (16, 1), 132, 2048), 0);
+        // As many items as CTAs: nobody ends early.
+        assert_eq!(rounds_beside(&full, (16, 1), 128, 2048), 2048);
+        assert_eq!(rounds_beside(&full, (16, 1), 1, 7), 7);
+        // One item more than CTAs: all but one wait for 2 blocks of 2 heads and 160 columns, that is 4 + 5 blocks.
+        let short = schedule("full:128");
+        assert_eq!(rounds_beside(&short, (133, 2), 132, 4096), 4096 - 131 * 9 * 5 / 4);
+        let none = schedule("varlen-full:lengths=64");
+        assert_eq!(rounds_beside(&none, (1 << 15, 1), 132, 9), 9);
     }
 
     #[test]
@@ -276,7 +321,7 @@ mod tests {
 
     #[test]
     fn only_what_stages_share_is_cut_where_they_are() {
-        let mode = |rounds_keys| BackwardMode { continues_dq: false, rounds_queries: true, rounds_keys };
+        let mode = |rounds_keys| BackwardMode { dq: DqBegin::Anything, rounds_queries: true, rounds_keys };
         let mask: Mask = "varlen-full:lengths=100,300".parse().unwrap();
         let mut problem = AttentionProblem {
             rows_q: 400,

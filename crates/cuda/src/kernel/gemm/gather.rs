@@ -176,15 +176,15 @@ impl GemmGatherSpec {
 
 impl GemmGather {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself that leave k whole and whose units lie within one rank's rows.
+    /// itself for any number of rows whose units lie within one rank's.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmGatherSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
         let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
-        let fits = |shape: &GemmShape| shape.splits == 1 && (spec.awaits_all() || in_rank(shape));
-        Ok(Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect())
+        let fits = |shape: &GemmShape| spec.awaits_all() || in_rank(shape);
+        Ok(Gemm::shapes_for_any_rows(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
     /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.

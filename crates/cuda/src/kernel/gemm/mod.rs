@@ -33,13 +33,13 @@ use crate::{
     TensorMapElement, TensorMapSpec,
 };
 
-/// A matrix product on Hopper, prepared to run many times. One run at a time where its k is split: the parts' memory is its
-/// own.
+/// A matrix product on Hopper, prepared to run many times. One run at a time where parts of its k take turns ([`GemmShape::turns`]): the
+/// memory for what is kept of the first is its own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
 /// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
 /// margin.
-/// Where k is not split they do not even depend on m.
+/// They depend on m no more than the number of parts of k does ([`GemmShape::parts`]).
 #[derive(Clone, Debug)]
 pub struct Gemm {
     function: Function,
@@ -53,8 +53,8 @@ pub struct Gemm {
     /// Empty where A is in one piece.
     terms: DeviceBuffer,
     signals: Vec<u32>,
-    partials: DeviceBuffer,
-    arrivals: DeviceBuffer,
+    /// Empty where no part waits for another.
+    kept: DeviceBuffer,
     ctas: u32,
     launch: Launch,
 }
@@ -83,10 +83,10 @@ struct GemmArguments {
     row_tiles: u64,
     terms: u64,
     bias: u64,
-    partials: u64,
-    arrivals: u64,
+    kept: u64,
     unit_count: u32,
     splits: u32,
+    turns: u32,
     k_blocks: u32,
     n: u32,
     n_whole: u32,
@@ -124,6 +124,17 @@ impl Gemm {
         Ok(shape::shapes(spec, device.sm_count()))
     }
 
+    /// Those of them under which an element's bits do not depend on which rows of the result are computed together: k is in as many
+    /// parts for any number of rows.
+    ///
+    /// # Errors
+    /// As [`Gemm::new`].
+    pub fn shapes_for_any_rows(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, CudaError> {
+        let parts = shape::parts_for_any_rows(spec);
+        let alike = |shape: &GemmShape| shape.parts() == parts;
+        Ok(Self::shapes(device, spec)?.into_iter().filter(alike).collect())
+    }
+
     /// The same in a given shape, one of [`Gemm::shapes`].
     ///
     /// # Errors
@@ -155,7 +166,7 @@ impl Gemm {
         signals: Vec<u32>,
     ) -> Result<Self, CudaError> {
         let device = stream.device();
-        let (stretches, rows) = (rows::stretches(spec), spec.tiled_rows());
+        let stretches = rows::stretches(spec);
         let destinations = rows::destinations(&stretches).0;
         let tile_list = rows::row_tiles(&stretches);
         let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element, ends };
@@ -163,26 +174,29 @@ impl Gemm {
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
         let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;
         let terms = DeviceBuffer::from_slice(stream, &rows::terms(spec))?;
-        let partials = DeviceBuffer::new(device, shape.partials(rows, spec.n) * size_of::<f32>())?;
-        let arrivals = match shape.splits {
-            1 => DeviceBuffer::new(device, 0)?,
-            // For each of a unit's two tiles, from each of its two warpgroups.
-            _ => DeviceBuffer::from_slice(stream, &vec![0u32; unit_list.len() * 4])?,
-        };
-        let clusters = (device.sm_count().saturating_sub(spec.sm_margin) / 2).max(1);
-        let items = unit_list.len() as u32 * shape.splits;
-        let clusters = match spec.grid {
-            GemmGrid::Persistent => items.min(clusters),
-            GemmGrid::PerUnit => items,
-        };
-        let ctas = 2 * clusters;
+        let (of_cluster, units_count) = (2 * shape.splits, unit_list.len() as u32);
         // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
         let start =
             if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
-        let launch = Launch::linear(ctas, GemmShape::THREADS)
-            .cluster([2, 1, 1])
-            .shared_bytes(GemmShape::shared_bytes(shape.columns))
-            .start(start);
+        let launch = |clusters: u32| {
+            Launch::linear(clusters * of_cluster, GemmShape::THREADS)
+                .cluster([of_cluster, 1, 1])
+                .shared_bytes(GemmShape::shared_bytes(shape.columns))
+                .start(start)
+        };
+        // Not as many as there are multiprocessors for: a cluster lies within one of the groups that these come in. Those of a
+        // kernel that waits for other ranks must all run at once.
+        let most = function.clusters_at_once(&launch(1))?;
+        let clusters = match spec.grid {
+            GemmGrid::Persistent => {
+                let left = device.sm_count().saturating_sub(spec.sm_margin) / of_cluster;
+                units_count.min(left.min(most)).max(1)
+            }
+            GemmGrid::PerUnit => units_count,
+        };
+        let (ctas, launch) = (clusters * of_cluster, launch(clusters));
+        let tile_bytes = TILE_ROWS * shape.columns as usize * size_of::<f32>();
+        let kept = DeviceBuffer::new(device, if shape.turns > 1 { ctas as usize * tile_bytes } else { 0 })?;
         Ok(Self {
             function,
             spec: spec.clone(),
@@ -194,8 +208,7 @@ impl Gemm {
             row_tiles,
             terms,
             signals,
-            partials,
-            arrivals,
+            kept,
             ctas,
             launch,
         })
@@ -229,7 +242,7 @@ impl Gemm {
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
 
-    /// How often a launch tells of each share: once from each of the two warpgroups of every tile that has elements.
+    /// How often a launch tells of each share: once from each warpgroup that stores some of a tile that has elements.
     fn signals_of_shares(spec: &GemmSpec, shape: GemmShape, units: &[GemmUnit]) -> Vec<u32> {
         let stretches = rows::stretches(spec);
         let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
@@ -240,7 +253,7 @@ impl Gemm {
                 let column = (usize::from(unit.column_tile) + across) * shape.columns as usize;
                 let tile = &tiles[usize::from(unit.row_tile) + down];
                 if tile.rows > 0 && column < spec.n {
-                    signals[destinations[usize::from(tile.destination)].share] += 2;
+                    signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
                 }
             }
         }
@@ -305,10 +318,10 @@ impl Gemm {
             row_tiles: self.row_tiles.address(),
             terms: if self.terms.is_empty() { 0 } else { self.terms.address() },
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
-            partials: self.partials.address(),
-            arrivals: self.arrivals.address(),
+            kept: if self.kept.is_empty() { 0 } else { self.kept.address() },
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
+            turns: shape.turns,
             k_blocks: spec.k.div_ceil(64) as u32,
             n: spec.n as u32,
             n_whole: self.columns_by_copy_engine() as u32,
@@ -427,10 +440,10 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 row_tiles,
                 terms,
                 bias,
-                partials,
-                arrivals,
+                kept,
                 unit_count,
                 splits,
+                turns,
                 k_blocks,
                 n,
                 n_whole,

@@ -169,7 +169,7 @@ fn grouped(rows: std::ops::Range<usize>, columns: usize, unit_rows: usize) -> im
 }
 
 /// Gives units their groups, `sizes` units each in their order, and says how often each group's counter hears of a tile: once
-/// from each of the two warpgroups of every tile that has elements.
+/// from each warpgroup that stores some of a tile that has elements.
 pub(super) fn group(
     units: &mut [GemmUnit],
     sizes: &[u32],
@@ -196,7 +196,7 @@ pub(super) fn group(
             };
             tiles += 1 + u32::from(second);
         }
-        signals.push(2 * tiles);
+        signals.push(shape.tellers() * tiles);
     }
     Ok(signals)
 }
@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     fn shape(pair: TilePair) -> GemmShape {
-        GemmShape { columns: 256, pair, splits: 1 }
+        GemmShape { columns: 256, pair, splits: 1, turns: 1 }
     }
 
     /// Numbers of the grid's units as an order gives them.

@@ -168,8 +168,8 @@ impl GemmReduceSpec {
 
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself that leave k whole, so that bits do not depend on which rows are computed together, and whose units lie within
-    /// one rank's rows, unless those are no tile.
+    /// itself for any number of rows, whose units lie within one rank's, unless those are no tile. Parts of k take turns, since what is
+    /// sent of a tile ends in one CTA.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -179,7 +179,7 @@ impl GemmReduce {
         let fits =
             |shape: &GemmShape| shape.splits == 1 && (shards == 1 || rows.is_multiple_of(shape.unit()[0]));
         let mut shapes: Vec<GemmShape> =
-            Gemm::shapes(device, &spec.product)?.into_iter().filter(fits).collect();
+            Gemm::shapes_for_any_rows(device, &spec.product)?.into_iter().filter(fits).collect();
         if shards > 1 {
             let cycles = |shape: &GemmShape| spec.cycles(shape, device.sm_count());
             shapes.sort_by(|a, b| cycles(a).total_cmp(&cycles(b)));
@@ -360,7 +360,7 @@ mod tests {
         let blocks = |m: usize, n: usize, k: usize| {
             let product = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
             let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread: SumsGoTo::All };
-            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1 })
+            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1 })
         };
         assert_eq!(blocks(8192, 8192, 14336), 1);
         assert_eq!(blocks(8192, 12288, 6144), 1);
@@ -377,7 +377,12 @@ mod tests {
             let product = GemmSpec::new(m, 8192, 4096, GemmLayout::Nt, ElementType::Bf16);
             let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread };
             let shapes = |columns| {
-                [TilePair::Rows, TilePair::Columns].map(|pair| GemmShape { columns, pair, splits: 1 })
+                [TilePair::Rows, TilePair::Columns].map(|pair| GemmShape {
+                    columns,
+                    pair,
+                    splits: 1,
+                    turns: 1,
+                })
             };
             let mut all: Vec<GemmShape> = [128, 256].into_iter().flat_map(shapes).collect();
             all.retain(|shape| spec.own_rows().is_multiple_of(shape.unit()[0]));
@@ -393,7 +398,7 @@ mod tests {
     fn units_are_numbered_within_their_shard() {
         let (ranks, m, n) = (4, 2048, 1000);
         for pair in [TilePair::Rows, TilePair::Columns] {
-            let shape = GemmShape { columns: 160, pair, splits: 1 };
+            let shape = GemmShape { columns: 160, pair, splits: 1, turns: 1 };
             let product = &spec(m, n, ranks).product;
             let numbered = |first: usize| {
                 let order = TileOrder::Shards { shards: ranks, first };

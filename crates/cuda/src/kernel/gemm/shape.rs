@@ -1,5 +1,7 @@
-use super::GemmSpec;
+use std::collections::BTreeSet;
+
 use super::order::UnitGrid;
+use super::{GemmGrid, GemmLayout, GemmSpec};
 
 /// Rows of a tile (`kGemmTileM`).
 pub(super) const TILE_ROWS: usize = 128;
@@ -7,7 +9,7 @@ pub(super) const TILE_ROWS: usize = 128;
 pub(super) const BLOCK: usize = 64;
 
 /// Columns of the tiles that there are kernels for.
-pub(super) const COLUMNS: [u32; 5] = [64, 128, 160, 192, 256];
+pub(super) const COLUMNS: [u32; 6] = [64, 128, 160, 192, 224, 256];
 
 /// Where the second tile of a unit lies, and so which operand its CTAs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,8 +27,10 @@ pub struct GemmShape {
     pub columns: u32,
     /// Where the second tile of a unit lies.
     pub pair: TilePair,
-    /// Parts of k that are computed by themselves and summed in their order.
+    /// Parts of k, which the CTAs of a cluster compute at the same time and sum in their order.
     pub splits: u32,
+    /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
+    pub turns: u32,
 }
 
 /// What a tile costs beside its blocks, in cycles.
@@ -38,7 +42,7 @@ impl GemmShape {
     /// Blocks of k on their way at once: as many as shared memory holds.
     pub(super) const fn stages(columns: u32) -> u32 {
         match columns {
-            256 | 192 | 160 => 4,
+            256 | 224 | 192 | 160 => 4,
             128 => 6,
             _ => 8,
         }
@@ -65,18 +69,30 @@ impl GemmShape {
         }
     }
 
-    /// Floats that the parts of a product need beside it.
-    pub(super) fn partials(&self, m: usize, n: usize) -> usize {
+    /// Pieces of a tile that parts sum, in turn (`GemmParts::kPieces`).
+    const fn pieces(&self) -> u32 {
+        2 * self.columns / self.chunk_columns()
+    }
+
+    /// Warpgroups that store some of a tile, and tell of it: number `piece % 2` of part `piece % splits`.
+    pub(super) fn tellers(&self) -> u32 {
+        let all = (0..self.pieces()).map(|piece| [piece % 2, piece % self.splits.max(1)]);
+        all.collect::<BTreeSet<_>>().len() as u32
+    }
+
+    /// Clusters that run at once on so many multiprocessors. These come in groups of up to 18, and a cluster lies in one of them: the
+    /// numbers are those of an H200 with 132.
+    const fn clusters(&self, workers: u32) -> u32 {
         match self.splits {
-            0 | 1 => 0,
-            splits => {
-                UnitGrid::new(self, m, n).count() * 2 * splits as usize * TILE_ROWS * self.columns as usize
-            }
+            0 | 1 => workers / 2,
+            2 => workers * 30 / 132,
+            3 => workers * 17 / 132,
+            _ => workers * 15 / 132,
         }
     }
 
     /// Cycles of a multiprocessor for one block of a tile while all of them compute, as measured on an H200; 4 a column is what
-    /// the matrix unit takes. Narrow tiles wait for operands. Those of 160 columns are interpolated.
+    /// the matrix unit takes. Narrow tiles wait for operands.
     const fn block_cycles(self) -> f64 {
         match (self.columns, self.pair) {
             (64, TilePair::Rows) => 500.0,
@@ -87,14 +103,33 @@ impl GemmShape {
             (160, TilePair::Columns) => 750.0,
             (192, TilePair::Rows) => 900.0,
             (192, TilePair::Columns) => 930.0,
+            (224, TilePair::Rows) => 990.0,
+            (224, TilePair::Columns) => 1015.0,
             (_, TilePair::Rows) => 1060.0,
             (_, TilePair::Columns) => 1085.0,
         }
     }
 
-    /// Cycles of a multiprocessor for a tile of `k` terms.
+    /// Parts of k whose sums are added: what the bits of a result depend on.
+    pub const fn parts(&self) -> u32 {
+        self.splits * self.turns
+    }
+
+    /// Cycles of a multiprocessor for its part of a tile of `k` terms.
     pub(super) fn unit_cycles(self, k: usize) -> f64 {
-        (k.div_ceil(BLOCK) as f64 / f64::from(self.splits)).ceil() * self.block_cycles() + TILE_CYCLES
+        /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
+        const MEET: f64 = 3000.0;
+        const SENT: f64 = 14.0;
+        /// Bytes of a part that is kept, there and back.
+        const KEPT: f64 = 32.0;
+        let splits = f64::from(self.splits);
+        let bytes = f64::from(TILE_ROWS as u32 * self.columns) * size_of::<f32>() as f64;
+        let exchange = match (self.splits, self.turns) {
+            (0 | 1, 0 | 1) => 0.0,
+            (0 | 1, _) => 2.0 * bytes / KEPT,
+            _ => MEET + bytes * (splits - 1.0) / splits / SENT,
+        };
+        k.div_ceil(BLOCK) as f64 / splits * self.block_cycles() + TILE_CYCLES + exchange
     }
 
     /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants are fitted to
@@ -102,17 +137,9 @@ impl GemmShape {
     pub(super) fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
         /// Bytes from memory in a cycle, of all 132 multiprocessors.
         const MEMORY: f64 = 2400.0;
-        /// What putting parts together costs, and for each byte of each part and of the sum.
-        const MERGE: f64 = 8000.0;
-        const MERGED_BYTE: f64 = 0.04;
-        let splits = f64::from(self.splits);
-        let merge = match self.splits {
-            1 => 0.0,
-            _ => MERGE + MERGED_BYTE * 512.0 * f64::from(self.columns) * (1.0 + splits),
-        };
-        let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * splits;
-        let rounds = (items / f64::from((workers / 2).max(1))).ceil();
-        let computing = rounds * (self.unit_cycles(spec.k) + merge);
+        let units = UnitGrid::new(&self, spec.m, spec.n).count() as f64;
+        let rounds = (units / f64::from(self.clusters(workers).max(1))).ceil();
+        let computing = rounds * self.unit_cycles(spec.k);
         let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
         let loading = operands / MEMORY * 132.0 / f64::from(workers.max(1));
         // The two hinder each other where they are about the same.
@@ -120,20 +147,43 @@ impl GemmShape {
     }
 }
 
+/// Parts of k wherever no bit may depend on which rows of the result are computed together: by its columns and terms alone. Where
+/// columns are too few for the multiprocessors as long as there are few rows, and terms so many that parts cost many rows little.
+pub(super) fn parts_for_any_rows(spec: &GemmSpec) -> u32 {
+    /// Tiles of 64 columns for a third of the multiprocessors of an H200.
+    const FEW_COLUMNS: usize = 3072;
+    const MANY_TERMS: usize = 8192;
+    let alike = spec.k.div_ceil(BLOCK).is_multiple_of(2);
+    if spec.layout != GemmLayout::Tn && spec.n <= FEW_COLUMNS && spec.k >= MANY_TERMS && alike {
+        2
+    } else {
+        1
+    }
+}
+
 /// The shapes that a product can have, least estimate first. `sm_margin` does not count: bits must not depend on it.
 pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
-    /// More parts cost more than they bring.
-    const MOST_SPLITS: u32 = 8;
+    /// Clusters have at most 8 CTAs, two for each part.
+    const MOST_SPLITS: u32 = 4;
     /// Blocks that a part has at least.
     const LEAST_BLOCKS: usize = 8;
+    let blocks = spec.k.div_ceil(BLOCK);
     let mut all = Vec::new();
     for columns in COLUMNS {
         for pair in [TilePair::Rows, TilePair::Columns] {
-            let whole = GemmShape { columns, pair, splits: 1 };
-            // Where there is enough for all multiprocessors, parts bring nothing.
-            let few = UnitGrid::new(&whole, spec.m, spec.n).count() as u32 * 2 < 2 * sm_count;
-            let parts = if few { MOST_SPLITS.min((spec.k.div_ceil(BLOCK) / LEAST_BLOCKS) as u32) } else { 1 };
-            all.extend((1..=parts.max(1)).map(|splits| GemmShape { splits, ..whole }));
+            let whole = GemmShape { columns, pair, splits: 1, turns: 1 };
+            let in_turn = GemmShape { turns: 2, ..whole };
+            // All parts have as many blocks.
+            let fits = |splits: &u32| {
+                let parts = *splits as usize;
+                *splits <= whole.pieces() && blocks.is_multiple_of(parts) && blocks / parts >= LEAST_BLOCKS
+            };
+            let parts = (2..=MOST_SPLITS).filter(fits);
+            all.extend([1].into_iter().chain(parts).map(|splits| GemmShape { splits, ..whole }));
+            // A pair of CTAs for every unit would keep as much as all of the product.
+            if fits(&2) && spec.grid == GemmGrid::Persistent {
+                all.push(in_turn);
+            }
         }
     }
     all.sort_by(|a, b| a.cost(spec, sm_count).total_cmp(&b.cost(spec, sm_count)));
@@ -158,7 +208,10 @@ mod tests {
 
     #[test]
     fn large_products_take_large_tiles_and_few_rows_many() {
-        assert_eq!(best(8192, 8192, 8192), GemmShape { columns: 256, pair: TilePair::Rows, splits: 1 });
+        assert_eq!(
+            best(8192, 8192, 8192),
+            GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1 }
+        );
         // One row of tiles: nothing lies below.
         let few = best(128, 8192, 8192);
         assert_eq!(few.pair, TilePair::Columns);
@@ -166,5 +219,49 @@ mod tests {
         assert!((50..=66).contains(&units), "{few:?}");
         // 40 units of 256 columns would leave a third of the multiprocessors idle in the last of three rounds.
         assert_eq!(best(1024, 10240, 8192).columns, 160);
+        // 224 units of 256 columns are 3.4 rounds of 66, 256 of 224 are 3.9.
+        assert_eq!(
+            best(256, 57344, 8192),
+            GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1 }
+        );
+    }
+
+    #[test]
+    fn parts_of_few_columns_are_the_same_for_any_rows() {
+        for m in [1, 64, 128, 8192] {
+            let splits =
+                |n, k, layout| parts_for_any_rows(&GemmSpec::new(m, n, k, layout, ElementType::Bf16));
+            assert_eq!(splits(2560, 8192, GemmLayout::Nt), 2);
+            assert_eq!(splits(8192, 8192, GemmLayout::Nt), 1);
+            assert_eq!(splits(2560, 4096, GemmLayout::Nn), 1);
+            assert_eq!(splits(2560, 8192 + BLOCK, GemmLayout::Nt), 1);
+        }
+        let few = GemmSpec::new(128, 2560, 8192, GemmLayout::Nt, ElementType::Bf16);
+        let best = |m: usize| {
+            let spec = GemmSpec { m, ..few.clone() };
+            shapes(&spec, 132).into_iter().find(|shape| shape.parts() == parts_for_any_rows(&spec))
+        };
+        // At the same time where tiles are few, one after the other where they are not.
+        assert_eq!(best(128).map(|shape| [shape.splits, shape.turns]), Some([2, 1]));
+        assert_eq!(best(8192).map(|shape| [shape.splits, shape.turns]), Some([1, 2]));
+    }
+
+    /// Every part has a piece of every tile, and as many blocks of k as the others.
+    #[test]
+    fn parts_are_alike() {
+        for (m, n, k) in [(128, 2560, 8192), (8192, 8192, 192 * BLOCK), (1, 8, 8)] {
+            let spec = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
+            for shape in shapes(&spec, 132) {
+                assert!(
+                    shape.splits <= shape.pieces() && k.div_ceil(BLOCK).is_multiple_of(shape.splits as usize)
+                );
+                let (of_both, most) = (shape.tellers() >= 2, shape.tellers() <= 2 * shape.splits);
+                assert!(of_both && most && shape.tellers() >= shape.splits, "{shape:?}");
+            }
+        }
+        let tellers =
+            |columns, splits| GemmShape { columns, pair: TilePair::Rows, splits, turns: 1 }.tellers();
+        // A part has the rows of one warpgroup, or of both.
+        assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| tellers(c, s)), [2, 2, 4, 4]);
     }
 }

@@ -1,0 +1,180 @@
+// Sums of a product whose k is in parts. Each part of a unit is computed by a pair of CTAs of its own, all of one cluster, at the same
+// time; then they send each other pieces of what they have, through shared memory, and each adds up and stores some.
+//
+// A piece is a warpgroup's 64 rows of a chunk's columns. Those of a tile are dealt to the parts in turn. The parts of an element are
+// added in an order of their own, so its bits depend on how many there are and on nothing else.
+//
+// Many rows have tiles for all multiprocessors without that, and pay for each exchange. A pair then computes both of two parts, one after the
+// other, and keeps the first one's sums in memory meanwhile: the same bits.
+//
+// Pieces come into stages of the ring behind a tile's operands. Who loads waits until these stages have been read, and lets the other
+// parts know that there is room. They all take the same stages, because parts have as many blocks of k each.
+#pragma once
+
+#include "gemm/gemm_work.cuh"
+
+namespace counterpoint {
+
+template <typename C>
+struct GemmParts {
+  static constexpr u32 kChunks = C::kTileN / C::kChunkColumns;
+  static constexpr u32 kPieces = kGemmConsumers * kChunks;
+  static constexpr u32 kFloats = C::kChunkColumns / 2;  // of a thread in a piece
+  static constexpr u32 kPieceBytes = 128 * kFloats * sizeof(float);
+  static constexpr u32 kPiecesInA = C::kBytesA / kPieceBytes;
+  static constexpr u32 kPiecesOfStage = kPiecesInA + C::kBytesB / kPieceBytes;
+  static_assert(kPiecesInA > 0, "a piece fits a stage");
+
+  u32 splits;  // at most 4, and at most kPieces: a part without pieces would run ahead of the others
+  u32 part;
+  u32 rank;  // of the pair
+
+  // Stages that pieces come into, the same for all parts.
+  __device__ __forceinline__ u32 stages() const {
+    const u32 most = (kPieces + splits - 1) / splits * (splits - 1);
+    return (most + kPiecesOfStage - 1) / kPiecesOfStage;
+  }
+  // In the CTA that computes part `of` of the same tile.
+  __device__ __forceinline__ u32 address_in(u32 of, const void* at) const {
+    return peer_address(shared_address(at), 2 * of + rank);
+  }
+  __device__ __forceinline__ static u8* place(GemmShared<C>& shared, u32 stage, u32 index) {
+    return index < kPiecesInA ? shared.a[stage] + index * kPieceBytes : shared.b[stage] + (index - kPiecesInA) * kPieceBytes;
+  }
+
+  // A warpgroup's pieces, chunk after chunk: which part sums one, and how many that part sums before it. Constant where unrolled but
+  // for two additions: divisions would take longer than the sums.
+  struct Piece {
+    u32 splits;
+    u32 owner;
+    u32 before = 0;
+    __device__ __forceinline__ void next() {
+      owner += kGemmConsumers;
+      if (owner >= splits) {
+        owner -= splits;
+        ++before;
+      }
+    }
+  };
+  // Where there are several parts.
+  __device__ __forceinline__ Piece first_piece(u32 group) const { return Piece{splits, group}; }
+  // The chunks that a warpgroup of this part sums and stores, a bit each.
+  __device__ __forceinline__ u32 owned(u32 group) const {
+    if (splits == 1) return (1u << kChunks) - 1;
+    u32 chunks = 0;
+    Piece piece = first_piece(group);
+    for (u32 c = 0; c < kChunks; ++c, piece.next()) {
+      if (piece.owner == part) chunks |= 1u << c;
+    }
+    return chunks;
+  }
+  // Where the piece of part `of` is among those that come to its owner.
+  __device__ __forceinline__ u32 slot(const Piece& piece, u32 of) const {
+    return piece.before * (splits - 1) + of - (of > piece.owner);
+  }
+  __device__ __forceinline__ static u32 stage_of(const GemmRing<C>& ring, u32 slot) {
+    const u32 stage = ring.stage + slot / kPiecesOfStage;
+    return stage < C::kStages ? stage : stage - C::kStages;
+  }
+
+  // The thread that loads, behind a tile's operands.
+  __device__ __forceinline__ void make_room(GemmShared<C>& shared, GemmRing<C>& ring) const {
+    u32 slots = (kPieces - part + splits - 1) / splits * (splits - 1);
+    for (u32 e = stages(); e > 0; --e) {
+      mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
+      const u32 here = min(slots, kPiecesOfStage);
+      mbarrier_arrive_expect(&shared.full[ring.stage], here * kPieceBytes);
+      slots -= here;
+      ring.next();
+    }
+    for (u32 of = 0; of < splits; ++of) {
+      if (of != part) peer_arrive(address_in(of, &shared.room));
+    }
+  }
+
+  // One thread's accumulators of a piece, to whom sums it.
+  __device__ __forceinline__ void send(GemmShared<C>& shared, const GemmRing<C>& ring, const Piece& piece, u32 thread,
+                                       const float* from) const {
+    const u32 at = slot(piece, part), stage = stage_of(ring, at);
+    const u32 to = address_in(piece.owner, place(shared, stage, at % kPiecesOfStage)) + 16 * thread;
+    const u32 barrier = address_in(piece.owner, &shared.full[stage]);
+#pragma unroll
+    for (u32 i = 0; i < kFloats / 4; ++i) {
+      peer_store(to + i * 128 * 16, make_float4(from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]), barrier);
+    }
+  }
+
+  // One thread's accumulators of a piece become the sum over parts, (0 + 1) + (2 + 3): in place, as it does not matter which of two is
+  // added to which.
+  __device__ __forceinline__ void sum(GemmShared<C>& shared, const GemmRing<C>& ring, const Piece& piece, u32 thread,
+                                      float* own) const {
+    const auto from = [&](u32 of) {
+      const u32 at = slot(piece, of);
+      return reinterpret_cast<const float4*>(place(shared, stage_of(ring, at), at % kPiecesOfStage)) + thread;
+    };
+    const u32 beside = part ^ 1, across = (part ^ 2) & 2;
+    if (beside < splits) add(own, from(beside));
+    if (across + 1 < splits) {
+      add(own, from(across), from(across + 1));
+    } else if (across < splits) {
+      add(own, from(across));
+    }
+  }
+  __device__ __forceinline__ static void add(float* own, const float4* one) {
+#pragma unroll
+    for (u32 i = 0; i < kFloats / 4; ++i) add_four(own + 4 * i, one[i * 128]);
+  }
+  __device__ __forceinline__ static void add(float* own, const float4* one, const float4* other) {
+#pragma unroll
+    for (u32 i = 0; i < kFloats / 4; ++i) {
+      float4 sum = one[i * 128];
+      add_four(&sum.x, other[i * 128]);
+      add_four(own + 4 * i, sum);
+    }
+  }
+  __device__ __forceinline__ static void add_four(float* to, const float4& four) {
+    to[0] += four.x;
+    to[1] += four.y;
+    to[2] += four.z;
+    to[3] += four.w;
+  }
+};
+
+// The one thread that loads, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows whether
+// rows of A have come, and what is needed beside operands.
+template <typename C, typename Ends>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
+  const bool loads = threadIdx.x == 0;
+  if (loads) {
+    tma_prefetch_map(&arguments.a_maps[0]);
+    tma_prefetch_map(&arguments.b_map);
+  }
+  GemmRing<C> ring;
+  [[maybe_unused]] bool first = true;
+  for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
+    walk.look_up();
+    GemmRowTile tile = walk.row_tile();
+    const u32 column = walk.template column<C::kTileN>();
+    if (loads) {
+      u32 ahead = 0;
+      if constexpr (Ends::kAwaitsRows) {
+        if (first) ahead = gemm_load_ahead<C>(arguments, shared, walk, column, halves_of_a(arguments, tile));
+        first = false;
+        ends.await_rows(tile);
+        tile.source_row += ends.copy_row(tile);
+      }
+      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
+      if constexpr (Ends::kSumsParts) {
+        if (arguments.splits > 1) GemmParts<C>{arguments.splits, walk.part, walk.rank}.make_room(shared, ring);
+      }
+    }
+    if constexpr (Ends::kLoadingThreads > 1) {
+      // The others must not look out for anything while one of them loads: a warp does one or the other.
+      __syncwarp();
+      ends.load_parts(shared, ring, tile, column, walk);
+      __syncwarp();
+    }
+  }
+}
+
+}  // namespace counterpoint
