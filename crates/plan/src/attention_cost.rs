@@ -131,10 +131,10 @@ impl TileCosts {
             block_columns: 9.0,
             bounded_columns: 57.0,
             tile_columns: 194.0,
-            staggered_columns: 12.0,
+            staggered_columns: 3.0,
             start_seconds: 10e-6,
-            slowdown: 0.12,
-            slowdown_seconds: 6.1e-3,
+            slowdown: 0.25,
+            slowdown_seconds: 8e-3,
         },
     };
 

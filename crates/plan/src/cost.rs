@@ -49,7 +49,7 @@ impl CostModel {
     /// Our attention kernels and the link that kernels drive themselves, as measured on this GPU.
     pub const H200: CostModel = CostModel {
         forward_flops_per_second: 775e12,
-        backward_flops_per_second: 738e12,
+        backward_flops_per_second: 768e12,
         matmul_flops_per_second: 700e12,
         memory_bytes_per_second: 4.3e12,
         launch_seconds: 5e-6,

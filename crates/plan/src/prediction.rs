@@ -19,8 +19,8 @@ pub struct StagePrediction {
 }
 
 impl StagePrediction {
-    /// The same of a stage that does all work, and begins with what is `ready` before the rows are there that it receives. On GPUs
-    /// gradients leave while it computes, and what is left is to add them.
+    /// The same of a stage that does all work, and begins with what is `ready` before the rows are there that it receives. On a GPU
+    /// of a rank's own gradients leave while it computes, and what is left is to add them.
     pub(crate) fn as_rows_arrive(
         self,
         ready: &ReadyWork,
@@ -30,7 +30,7 @@ impl StagePrediction {
     ) -> Self {
         let ready = ready.part(spec.heads_q, spec.delivery_parts(received), cost);
         let ready_seconds = ready * self.compute_seconds;
-        let left = match cost.tiles {
+        let left = match cost.sharing {
             Some(_) => cost.link.bytes_per_second / cost.memory_bytes_per_second,
             None => 1.0,
         };

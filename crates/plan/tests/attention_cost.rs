@@ -7,52 +7,52 @@ use counterpoint_plan::{AttentionWork, CostModel};
 
 type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
 
-/// Of one H200, as `bench attention` (`benches/runs/2026-11-22-h200-x2-whole`) and, 16k and 32k rows of 64:8 heads, `bench cp` on one
-/// rank had them (that run's forward, the backward of `2026-11-22-h200-x2-scaling`, whose kernel is later): rows, query and key heads, then microseconds of the forward and of the backward
-/// with its delta, of the masks full, causal, block_causal, sw_causal, varlen_full, varlen_causal, varlen_block_causal.
-/// 0 where it was not measured.
+/// Of one H200: rows, query and key heads, then microseconds of the forward and of the backward with its delta, of the masks full,
+/// causal, block_causal, sw_causal, varlen_full, varlen_causal, varlen_block_causal; 0 where it was not measured. Forwards are of
+/// `benches/runs/2026-11-22-h200-x2-whole`. Backwards, whose kernels are later, are of `bench attention` as "Where everything stands" of
+/// `docs/kernel-log.md` has them and, 16k and 32k rows of 64:8 heads, of `bench cp` on one rank that day.
 const MEASURED: [Measured; 6] = [
     (
         8192,
         16,
         16,
         [769.6, 396.2, 489.7, 127.2, 149.0, 100.0, 149.3],
-        [2106.4, 1132.2, 1350.6, 401.0, 442.2, 337.5, 442.9],
+        [2130.8, 1134.1, 1365.6, 391.0, 441.6, 302.8, 441.6],
     ),
     (
         8192,
         64,
         8,
         [2973.5, 1498.8, 1854.3, 396.5, 523.2, 305.3, 524.7],
-        [8662.7, 5478.6, 5844.5, 1416.2, 1701.7, 1341.9, 1705.3],
+        [9101.9, 4612.6, 5368.7, 1400.6, 1615.4, 1095.4, 1615.4],
     ),
     (
         16384,
         16,
         16,
         [3068.1, 1512.5, 1692.9, 240.6, 413.2, 264.7, 366.7],
-        [8217.8, 4187.1, 4621.4, 774.4, 1222.2, 817.3, 1075.1],
+        [8852.8, 4196.9, 4714.0, 763.5, 1215.8, 796.5, 1072.1],
     ),
     (
         32768,
         16,
         16,
         [13881.6, 6114.1, 6497.8, 470.8, 1687.0, 971.8, 1214.3],
-        [36764.6, 18406.0, 19541.0, 1543.4, 4720.3, 2760.1, 3427.2],
+        [37398.4, 18860.1, 19901.7, 1527.0, 4727.8, 2747.6, 3436.8],
     ),
     (
         16384,
         64,
         8,
         [11900.0, 5880.0, 0.0, 0.0, 1530.0, 851.0, 1350.0],
-        [37700.0, 19600.0, 0.0, 0.0, 4780.0, 3310.0, 0.0],
+        [37900.0, 19700.0, 0.0, 0.0, 4720.0, 2830.0, 4120.0],
     ),
     (
         32768,
         64,
         8,
         [54300.0, 26900.0, 0.0, 0.0, 6950.0, 3450.0, 4620.0],
-        [152000.0, 77300.0, 0.0, 0.0, 21400.0, 12600.0, 0.0],
+        [154000.0, 77800.0, 0.0, 0.0, 21500.0, 11400.0, 15200.0],
     ),
 ];
 
