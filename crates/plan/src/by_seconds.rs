@@ -29,9 +29,7 @@ const COST: CostModel = CostModel {
     ..CostModel::H200
 };
 /// How often the schedules of all ranks are built to see what they take beyond their chunks.
-const ROUNDS: usize = 12;
-/// Rounds in a row from one dispatch to the next, better or not, before the search goes on from the best.
-const ROUNDS_ASTRAY: usize = 3;
+const ROUNDS: usize = 4;
 /// A dispatch gives way to one that is predicted to take less by this part.
 const LEAST_GAIN: i64 = 300;
 
@@ -59,34 +57,31 @@ pub(crate) fn by_seconds(
         rank_seconds(mask, dispatch, spec, config).into_iter().map(|rank| weight.weigh(rank)).collect()
     };
     let mut seconds = weighed(&dispatch);
-    let mut best = (dispatch.clone(), seconds.clone());
-    for round in 0..ROUNDS {
+    let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
+    for _ in 0..ROUNDS {
         prices.beyond = (0..dispatch.cp_size())
             .map(|rank| {
                 let chunks = dispatch.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]);
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &prices, Search::Downhill, round, dispatch.clone());
+        let next = settle(work, &prices, Search::Downhill, dispatch.clone());
         if next == dispatch {
-            continue;
+            break;
         }
         dispatch = next;
         seconds = weighed(&dispatch);
-        let least = slowest(&best.1);
         if slowest(&seconds) < least - least / LEAST_GAIN {
-            best = (dispatch.clone(), seconds.clone());
-        } else if (round + 1) % ROUNDS_ASTRAY == 0 {
-            (dispatch, seconds) = best.clone();
+            (best, least) = (dispatch.clone(), slowest(&seconds));
         }
     }
-    best.0
+    best
 }
 
 /// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
 fn by_chunks(work: &ChunkWork, prices: &Prices, dispatch: Dispatch) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
-    settle(work, &Prices { chunks: both, ..prices.clone() }, Search::Wide, 0, dispatch)
+    settle(work, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
 }
 
 /// What makes a forward of all chunks as long as their backward.

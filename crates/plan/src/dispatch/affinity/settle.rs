@@ -46,14 +46,7 @@ pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
 
 /// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
 /// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
-/// Searches of other numbers propose other swaps.
-pub(crate) fn settle(
-    work: &ChunkWork,
-    prices: &Prices,
-    search: Search,
-    number: usize,
-    dispatch: Dispatch,
-) -> Dispatch {
+pub(crate) fn settle(work: &ChunkWork, prices: &Prices, search: Search, dispatch: Dispatch) -> Dispatch {
     let segments = Segments::new(work, Home::WithQueries);
     let mut state = State::new(&segments, prices, &dispatch);
     let mut seconds = state.seconds();
@@ -62,7 +55,7 @@ pub(crate) fn settle(
         Search::Downhill => (seconds, 0, PROPOSALS_DOWNHILL),
     };
     let mut best = (seconds, state.rank_chunks.clone());
-    let mut draw = Draw::of(number);
+    let mut draw = Draw::default();
     for step in 0..proposals {
         let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
         let Some(swap) = state.propose(&mut draw) else { continue };
@@ -224,7 +217,7 @@ mod tests {
             prop_assume!(settles(&work, &first));
             let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
             let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
-            let settled = settle(&work, &prices, Search::Wide, 0, first.clone());
+            let settled = settle(&work, &prices, Search::Wide, first.clone());
             let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
@@ -233,8 +226,8 @@ mod tests {
             }
             let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
             prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &prices, Search::Wide, 0, first.clone()), settled.clone());
-            let level = settle(&work, &prices, Search::Downhill, 1, settled.clone());
+            prop_assert_eq!(settle(&work, &prices, Search::Wide, first.clone()), settled.clone());
+            let level = settle(&work, &prices, Search::Downhill, settled.clone());
             prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
@@ -248,7 +241,7 @@ mod tests {
         let chunks = (0..16).map(|chunk| [price(chunk), 2 * price(chunk)]).collect();
         let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
         let halves = vec![(0..8).collect(), (8..16).collect()];
-        let settled = settle(&work, &prices, Search::Wide, 0, Dispatch::new(work.seqlen_q(), 64, halves));
+        let settled = settle(&work, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
         let load =
             |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
         assert_eq!([load(0), load(1)], [40_000, 40_000]);

@@ -117,11 +117,6 @@ struct Seat {
 pub(super) struct Draw(u64);
 
 impl Draw {
-    /// Numbers of their own for each `series`; those of 0 are the default's.
-    pub(super) fn of(series: usize) -> Self {
-        Self((series as u64).wrapping_mul(0xd1b5_4a32_d192_ed03))
-    }
-
     /// A number below `end`, which must be at least 1.
     pub(super) fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
