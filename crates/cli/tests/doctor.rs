@@ -154,5 +154,6 @@ fn kernels_compile() {
         assert!(kernel["hgmma"].is_null() || kernel["hgmma"].is_u64());
     }
     let none = Folder::new().run_with("selftest --compile-only --only no-such-kernel", &[]);
-    assert_eq!(none.status, 1, "nothing compiled is nothing proved");
+    assert_eq!(none.status, 2, "nothing compiled is nothing proved");
+    assert!(none.stderr.contains("no-such-kernel"), "{}", none.stderr);
 }
