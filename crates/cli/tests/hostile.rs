@@ -259,9 +259,11 @@ fn one_of_a_thing_has_no_plural() {
 #[test]
 fn a_document_that_cannot_be_delivered_is_an_error() {
     let folder = Folder::new();
-    for line in
-        [&format!("{SMALL} --json"), "plan --mask causal:8 --cp-size 2 --json", "mask causal:8 --json"]
-    {
+    for line in [
+        &format!("{SMALL} --json"),
+        "plan --mask causal:8 --cp-size 2 --chunk-size 4 --json",
+        "mask causal:8 --json",
+    ] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = Command::new(env!("CARGO_BIN_EXE_counterpoint"))
             .args(line.split_whitespace())
