@@ -48,9 +48,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         received.push((bounds.recv_tokens, plan.balance()));
     }
     // In order the rows travel least, and one rank does several times the work of another; the default keeps the balance
-    // of the greedy and fetches no more than it.
+    // of the greedy, but for what makes the seconds of tiles even and not the area, and fetches no more than it.
     assert!(received[0].1 > 1.5);
-    assert!(received[3].1 < 1.02 && received[3].0 <= received[2].0);
+    assert!(received[3].1 < 1.05 && received[3].0 <= received[2].0);
 
     // The default, looked at more closely.
     let config = PlanConfig { chunk_size: Some(256), ..PlanConfig::new(ranks) };
