@@ -14,7 +14,8 @@ install() {
 command -v chromium >/dev/null || install chromium "the report's tests open it headless"
 command -v mpicc >/dev/null || install libopenmpi-dev "the transport over MPI is built against it"
 command -v mpirun >/dev/null || install openmpi-bin "its tests run under it"
-ls /usr/lib/llvm-*/lib/libclang*.so* >/dev/null 2>&1 || install libclang-dev "the bindings of MPI are made with it"
+# Not libclang-cpp, which LLVM brings along.
+compgen -G '/usr/lib/llvm-*/lib/libclang[-.][0-9s]*' >/dev/null || install libclang-dev "the bindings of MPI are made with it"
 
 # NVRTC compiles every kernel in the tests; nvdisasm is what machine code is compared with. A folder that is named already
 # is taken as it is.
