@@ -12,8 +12,10 @@ mod input;
 mod interrupt;
 mod mask_argument;
 mod output;
+mod own_process;
 mod profile;
 mod progress;
+mod temporary_folder;
 mod tuned;
 
 use std::process::ExitCode;

@@ -51,7 +51,7 @@ pub(crate) fn load(mask: BenchMask, seqlen: usize) -> Result<Mask, CliError> {
 }
 
 /// The numbers of a list, one a line.
-pub(crate) fn lengths(text: &str) -> Vec<usize> {
+fn lengths(text: &str) -> Vec<usize> {
     text.lines().filter_map(|line| line.trim().parse().ok()).collect()
 }
 

@@ -1,0 +1,72 @@
+//! Processes of ours, none of which outlives us.
+
+use std::io;
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::interrupt::Cleanup;
+
+/// A process that is killed when this goes, or when we are interrupted.
+#[derive(Debug)]
+pub(crate) struct OwnProcess {
+    child: Arc<Mutex<Child>>,
+    _cleanup: Cleanup,
+}
+
+fn locked(child: &Mutex<Child>) -> MutexGuard<'_, Child> {
+    child.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Kills a process that still runs, and waits for its end.
+fn end(child: &mut Child) {
+    if matches!(child.try_wait(), Ok(None)) {
+        // One that ends by itself meanwhile has nothing to be killed.
+        child.kill().ok();
+        child.wait().ok();
+    }
+}
+
+impl OwnProcess {
+    /// Starts it.
+    pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
+        let child = Arc::new(Mutex::new(command.spawn()?));
+        let of_cleanup = Arc::clone(&child);
+        Ok(Self { child, _cleanup: Cleanup::new(move || end(&mut locked(&of_cleanup))) })
+    }
+
+    /// Its number.
+    pub(crate) fn id(&self) -> u32 {
+        locked(&self.child).id()
+    }
+
+    /// Its standard input, where that is a pipe and nobody has it yet.
+    pub(crate) fn stdin(&self) -> Option<ChildStdin> {
+        locked(&self.child).stdin.take()
+    }
+
+    /// Its standard output, likewise.
+    pub(crate) fn stdout(&self) -> Option<ChildStdout> {
+        locked(&self.child).stdout.take()
+    }
+
+    /// How it ended; `None` while it runs.
+    pub(crate) fn status(&self) -> io::Result<Option<ExitStatus>> {
+        locked(&self.child).try_wait()
+    }
+
+    /// Whether it runs, as far as can be told.
+    pub(crate) fn runs(&self) -> bool {
+        matches!(self.status(), Ok(None))
+    }
+
+    /// Kills it, if it still runs.
+    pub(crate) fn end(&self) {
+        end(&mut locked(&self.child));
+    }
+}
+
+impl Drop for OwnProcess {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
