@@ -14,7 +14,7 @@ use super::part::{Part, Place};
 use crate::arguments::{Device, SelftestArguments};
 use crate::own_process::OwnProcess;
 
-/// A part may take so long, also under a tool that slows it down a hundredfold: whatever waits inside it has a far shorter limit.
+/// A part may take so long, and with `--patience` as many times as that: whatever waits inside it has a far shorter limit.
 const LIMIT: Duration = Duration::from_secs(900);
 
 /// A process that examines a part.
@@ -27,6 +27,7 @@ pub(super) struct Worker {
     _open: Option<ChildStdin>,
     text: PathBuf,
     began: Instant,
+    limit: Duration,
 }
 
 impl Worker {
@@ -58,12 +59,20 @@ impl Worker {
         }
         let process = OwnProcess::start(&mut command)?;
         let open = process.stdin();
-        Ok(Self { part, gpus, process, _open: open, text, began: Instant::now() })
+        Ok(Self {
+            part,
+            gpus,
+            process,
+            _open: open,
+            text,
+            began: Instant::now(),
+            limit: LIMIT * arguments.patience,
+        })
     }
 
     /// Whether it has ended, or had all its time and was killed.
     pub(super) fn has_ended(&self) -> bool {
-        if self.began.elapsed() > LIMIT {
+        if self.began.elapsed() > self.limit {
             self.process.end();
             return true;
         }
