@@ -11,7 +11,7 @@ namespace counterpoint {
 constexpr u32 kRowMergeThreads = 256;
 constexpr u32 kRowMergeSources = 128;
 // Elements of one row and head that a lane holds at once.
-constexpr u32 kRowMergeHeld = 8;
+constexpr u32 kRowMergeHeld = 4;
 
 // Where every rank's partial results begin.
 struct RowMergeSources {
@@ -52,22 +52,51 @@ __device__ __forceinline__ MergeWeights merge_weights(float a, float b) {
 // A side of weight 0 counts for nothing, whatever it holds.
 __device__ __forceinline__ float weigh(float weight, float value) { return weight == 0.0f ? 0.0f : weight * value; }
 
-// One row and head. `kPack` neighbouring elements a lane, as often as `kHeld` says; longer heads take several turns.
+// What a lane holds of one operand of a row and head: `kPack` neighbouring elements as often as `kHeld` says.
+template <typename Partial, u32 kPack>
+struct MergeOperand {
+  static constexpr u32 kHeld = kRowMergeHeld / kPack;
+  float lse;
+  Pack<Partial, kPack> terms[kHeld];
+
+  // Columns from `first` on, of row and head `at` of the operand's rows.
+  __device__ __forceinline__ void load(const RowMergeSources& sources, RowMergeOperand operand, u64 at, u32 heads,
+                                       u32 dim, u32 first) {
+    const u64 from = u64(operand.from) * heads + at;
+    lse = reinterpret_cast<const float*>(sources.lse[operand.source])[from];
+    const Partial* out = reinterpret_cast<const Partial*>(sources.out[operand.source]) + from * dim;
+#pragma unroll
+    for (u32 h = 0; h < kHeld; ++h) {
+      const u32 column = first + 32 * h * kPack;
+      if (column < dim) terms[h] = load_pack<Partial, kPack>(out + column);
+    }
+  }
+};
+
+// One row and head; heads longer than what a warp holds take several turns. An operand's rows are on their way while the one
+// before is merged: the chain of logarithms and weights is longer than memory's latency allows.
 template <typename Partial, typename Wire, typename Sum, typename Result, u32 kPack>
 __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const RowMergePiece& piece,
                                            const RowMergeOperand* __restrict__ operands, Result* result,
                                            float* result_lse, u64 at, u32 heads, u32 dim, bool accumulate, u32 lane) {
-  constexpr u32 kHeld = kRowMergeHeld / kPack;
+  using Operand = MergeOperand<Partial, kPack>;
+  constexpr u32 kHeld = Operand::kHeld;
   const u64 to = u64(piece.to) * heads + at;
-  const float own_lse = accumulate ? through<Sum>(result_lse[to]) : minus_infinity();
+  float own_lse = minus_infinity();
+  if (accumulate) own_lse = through<Sum>(result_lse[to]);
   float lse = own_lse;
   for (u32 begin = 0; begin < dim; begin += 32 * kRowMergeHeld) {
+    const u32 first = begin + lane * kPack;
+    Operand next;
+    if (piece.operand_begin < piece.operand_end) {
+      next.load(sources, operands[piece.operand_begin], at, heads, dim, first);
+    }
     lse = own_lse;
     float sums[kHeld][kPack] = {};
     if (accumulate) {
 #pragma unroll
       for (u32 h = 0; h < kHeld; ++h) {
-        const u32 column = begin + (32 * h + lane) * kPack;
+        const u32 column = first + 32 * h * kPack;
         if (column < dim) {
           const Pack<Result, kPack> own = load_pack<Result, kPack>(result + to * dim + column);
 #pragma unroll
@@ -76,20 +105,16 @@ __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const
       }
     }
     for (u32 o = piece.operand_begin; o < piece.operand_end; ++o) {
-      const RowMergeOperand operand = operands[o];
-      const u64 from = u64(operand.from) * heads + at;
-      const float other = reinterpret_cast<const float*>(sources.lse[operand.source])[from];
-      const Partial* out = reinterpret_cast<const Partial*>(sources.out[operand.source]) + from * dim;
-      const MergeWeights weights = merge_weights(lse, through<Sum>(other));
+      const Operand operand = next;
+      if (o + 1 < piece.operand_end) next.load(sources, operands[o + 1], at, heads, dim, first);
+      const MergeWeights weights = merge_weights(lse, through<Sum>(operand.lse));
       lse = through<Sum>(weights.lse);
 #pragma unroll
       for (u32 h = 0; h < kHeld; ++h) {
-        const u32 column = begin + (32 * h + lane) * kPack;
-        if (column < dim) {
-          const Pack<Partial, kPack> terms = load_pack<Partial, kPack>(out + column);
+        if (first + 32 * h * kPack < dim) {
 #pragma unroll
           for (u32 e = 0; e < kPack; ++e) {
-            const float term = through<Sum>(through<Wire>(widen(terms.at[e])));
+            const float term = through<Sum>(through<Wire>(widen(operand.terms[h].at[e])));
             sums[h][e] = through<Sum>(weigh(weights.own, sums[h][e]) + weigh(weights.other, term));
           }
         }
@@ -97,7 +122,7 @@ __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const
     }
 #pragma unroll
     for (u32 h = 0; h < kHeld; ++h) {
-      const u32 column = begin + (32 * h + lane) * kPack;
+      const u32 column = first + 32 * h * kPack;
       if (column < dim) {
         Pack<Result, kPack> merged;
 #pragma unroll

@@ -1,11 +1,16 @@
 //! Rates of the helper kernels on a GPU, beside the driver's own copy: `cargo test --test rates -- --ignored --nocapture`.
 #![allow(unsafe_code)]
 
+use std::time::Instant;
+
 use counterpoint_cuda::kernel::{
-    Cast, ReduceTypes, RowCopy, RowCopyTensor, RowMove, RowReduce, RowReduceSpec, Scalar,
+    AttentionDelta, Cast, DeltaTensors, ElementType, ReduceTypes, RowCopy, RowCopyTensor, RowMerge,
+    RowMergeSpec, RowMove, RowReduce, RowReduceSpec, Scalar,
 };
 use counterpoint_cuda::{CudaMachine, DeviceBuffer, Event, Stream, StreamPriority, Timing};
-use counterpoint_mask::Range;
+use counterpoint_exec::{AttentionInputs, HostTensor, RunConfig, run_attention_on};
+use counterpoint_mask::{Documents, Mask, Range};
+use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
 use counterpoint_schedule::{Accumulate, ReduceOp};
 
 fn machine(timing: Timing) -> Option<CudaMachine> {
@@ -92,6 +97,45 @@ fn rates() {
         let moved = (rows / run * run) as f64 * row_elements as f64 * 4.0 * (peers + 2) as f64;
         report(&format!("row reduce, {peers} operands, runs of {run}"), moved, time);
     }
+    let (heads, dim) = (16usize, 128usize);
+    let types =
+        ReduceTypes { partial: Scalar::F32, wire: Scalar::F32, sum: Scalar::F32, result: Scalar::F32 };
+    let rows = bytes / 4 / (heads * dim) / 2;
+    for peers in [1usize, 2] {
+        let moves: Vec<RowMove> = (0..peers)
+            .map(|peer| RowMove { peer, from: Range::new(0, rows), to: Range::new(0, rows) })
+            .collect();
+        let spec = RowMergeSpec {
+            accumulate: Accumulate::Continue,
+            types,
+            rows,
+            heads: heads as u32,
+            dim: dim as u32,
+        };
+        let work = RowMerge::new(&stream, &spec, &moves).unwrap();
+        let half = bytes as u64 / 2;
+        let pairs = [a.address(), c.address(), b.address()].map(|address| (address, address + half));
+        // SAFETY: out of all rows is the first half of a buffer, lse is in the second.
+        let time = seconds(&stream, || unsafe {
+            work.launch(&stream, |peer| pairs[peer], pairs[2]).unwrap();
+        });
+        let moved = (rows * heads * (dim + 1) * 4 * (peers + 2)) as f64;
+        report(&format!("merge of (out, lse), {peers} operands, f32"), moved, time);
+    }
+    for dim in [64usize, 128, 256] {
+        let rows = bytes / 4 / (heads * dim);
+        let delta = AttentionDelta::new(&stream, ElementType::Bf16, [rows, heads, dim], 0).unwrap();
+        let tensors = DeltaTensors {
+            out: a.address(),
+            dout: b.address(),
+            lse: c.address(),
+            delta: d.address(),
+            sink: None,
+        };
+        // SAFETY: out and dout take half of their buffers, the statistics less.
+        let time = seconds(&stream, || unsafe { delta.launch(&stream, &tensors).unwrap() });
+        report(&format!("delta, heads of {dim}, bf16"), (rows * heads * (4 * dim + 4)) as f64, time);
+    }
     for (src, dst) in [(Scalar::F32, Scalar::Bf16), (Scalar::F32, Scalar::F16), (Scalar::Bf16, Scalar::F32)] {
         let cast = Cast::new(device, src, dst).unwrap();
         let count = bytes as u64 / 4;
@@ -100,6 +144,31 @@ fn rates() {
             seconds(&stream, || unsafe { cast.launch(&stream, a.address(), b.address(), count).unwrap() });
         report(&format!("cast {src:?} to {dst:?}"), (count * (src.bytes() + dst.bytes())) as f64, time);
     }
+}
+
+/// What a process's first forward and backward take: run it twice with one `COUNTERPOINT_CACHE_DIR`, empty before the first, and
+/// the difference of first and second call is compiling, then reading what is compiled.
+#[test]
+#[ignore = "a measurement"]
+fn first_call() {
+    let begin = Instant::now();
+    let Some(cuda) = machine(Timing::Off) else { return };
+    println!("{:44} {:7.1} ms", "driver, devices", begin.elapsed().as_secs_f64() * 1e3);
+    let rows = 2048;
+    let mask = Mask::causal(Documents::from_lengths([rows]).unwrap()).unwrap();
+    let spec = AttentionSpec::new(16, 16, 128, DType::Bf16);
+    let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();
+    let tensor = || HostTensor::zeros(vec![rows, 16, 128], DType::Bf16);
+    let inputs = AttentionInputs { q: tensor(), k: tensor(), v: tensor(), sink: None, dout: Some(tensor()) };
+    let call = || {
+        let begin = Instant::now();
+        run_attention_on(&cuda, &plan, &spec, &inputs, &RunConfig::default()).unwrap();
+        begin.elapsed().as_secs_f64() * 1e3
+    };
+    let (first, second, third) = (call(), call(), call());
+    println!("{:44} {first:7.1} ms", "first call, forward and backward");
+    println!("{:44} {second:7.1} ms, {third:.1} ms", "second, third");
+    println!("{:44} {:7.1} ms", "what the first takes more", first - second.min(third));
 }
 
 /// The fastest of some runs, by the device's clock.
