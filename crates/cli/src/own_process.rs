@@ -1,10 +1,15 @@
 //! Processes of ours, none of which outlives us.
 
-use std::io;
+use std::io::{self, Read};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 
 use crate::interrupt::Cleanup;
+
+/// Between two looks at whether one has ended.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// A process that is killed when this goes, or when we are interrupted.
 #[derive(Debug)]
@@ -52,6 +57,21 @@ impl OwnProcess {
     /// How it ended; `None` while it runs.
     pub(crate) fn status(&self) -> io::Result<Option<ExitStatus>> {
         locked(&self.child).try_wait()
+    }
+
+    /// Waits for its end: how it ended, and what it has written to its standard output, where that is a pipe.
+    pub(crate) fn output(&self) -> io::Result<(ExitStatus, Vec<u8>)> {
+        let mut said = Vec::new();
+        if let Some(mut stdout) = self.stdout() {
+            stdout.read_to_end(&mut said)?;
+        }
+        loop {
+            // Not a wait, during which nobody else could kill it.
+            if let Some(status) = self.status()? {
+                return Ok((status, said));
+            }
+            thread::sleep(LOOK);
+        }
     }
 
     /// Whether it runs, as far as can be told.

@@ -33,7 +33,8 @@ pub(super) struct Cta {
 
 impl PortableKernel<'_> {
     pub(super) fn source(&self, arch: Arch) -> KernelSource {
-        let Self { function, arguments, name, config, element, cta: Cta { shared_bytes, per_sm, .. } } = self;
+        let Self { function, arguments, name, config, element, cta: Cta { shared_bytes, per_sm, .. } } =
+            *self;
         KernelSource::new(name, arch)
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"attention/{function}.cuh\""))
