@@ -39,6 +39,13 @@ pub(crate) fn end(status: i32) -> ! {
     signal_hook::low_level::exit(status)
 }
 
+/// Keeps the calling thread where it is if the process is being ended: what it has found since is that ends went missing.
+pub(crate) fn stay_if_ending() {
+    while cleanups().ending {
+        thread::park();
+    }
+}
+
 /// Runs `write`; an interruption takes effect after it.
 pub(crate) fn not_during<T>(write: impl FnOnce() -> T) -> T {
     let _writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);

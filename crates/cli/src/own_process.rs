@@ -3,8 +3,8 @@
 use std::io::{self, Read};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::Duration;
+use std::{mem, thread};
 
 use crate::interrupt::Cleanup;
 
@@ -36,7 +36,13 @@ impl OwnProcess {
     pub(crate) fn start(command: &mut Command) -> io::Result<Self> {
         let child = Arc::new(Mutex::new(command.spawn()?));
         let of_cleanup = Arc::clone(&child);
-        Ok(Self { child, _cleanup: Cleanup::new(move || end(&mut locked(&of_cleanup))) })
+        let clean = move || {
+            let mut child = locked(&of_cleanup);
+            end(&mut child);
+            // Who waits for it waits on, until we have ended: nobody is to hear that it failed.
+            mem::forget(child);
+        };
+        Ok(Self { child, _cleanup: Cleanup::new(clean) })
     }
 
     /// Its number.
@@ -88,5 +94,30 @@ impl OwnProcess {
 impl Drop for OwnProcess {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+    use std::process::Stdio;
+
+    use super::*;
+
+    #[test]
+    fn it_ends_with_its_owner() {
+        let process = OwnProcess::start(Command::new("sleep").arg("60")).unwrap();
+        let entry = format!("/proc/{}", process.id());
+        assert!(process.runs() && Path::new(&entry).exists());
+        drop(process);
+        assert!(!Path::new(&entry).exists());
+    }
+
+    #[test]
+    fn what_it_says_is_heard_to_the_end() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo one; sleep 0.1; echo two; exit 3"]).stdout(Stdio::piped());
+        let (status, said) = OwnProcess::start(&mut command).unwrap().output().unwrap();
+        assert_eq!((status.code(), &*said), (Some(3), &b"one\ntwo\n"[..]));
     }
 }
