@@ -1,37 +1,32 @@
-"""Products and collectives by PyTorch: torch.mm and NCCL one after the other; the fused operators of async tensor parallelism
-(torch.ops.symm_mem), of which none does an all-reduce: there a gather follows the reduce-scatter; and torch.mm before its
-two-shot all-reduce in symmetric memory. One process a GPU; `counterpoint bench gemm-collective --peers` starts it.
+#!/usr/bin/env python3
+"""Times what a user of PyTorch would pick for a product and the collective before or behind it, on the GPUs of one host.
 
-Times are taken as that benchmark takes them: one run that is not timed, then several one after the other between two events, by
-the device's clock, of the slowest rank. Every result is compared with the sequential one computed in f32 on a sample of rows.
+Peers: `mm-nccl`, torch.mm and NCCL one after the other; `async-tp`, the fused operators of async tensor parallelism
+(torch.ops.symm_mem), of which none does an all-reduce: there a gather follows the reduce-scatter; and `symm-mem`, torch.mm before
+the two-shot all-reduce in symmetric memory. Needs PyTorch and at least two GPUs, nothing of this project.
+
+  python3 gemm_collective.py --shapes 4096:8192:3584
+  python3 gemm_collective.py --gpus 2 --collectives reduce-scatter,all-gather --shapes 4096:8192:3584/4096:7168:8192 --json
+
+A shape is m:n:k of each rank's product; a list of them for each collective, or one for all.
+
+Rules of measuring: random normal data; every result is compared with the sequential one in f32 on a sample of rows; one run that is
+not timed, then several one after the other between two events; the slowest rank's, and the median of some such cycles.
 """
-import argparse
+
 import json
-import os
 import statistics
 import sys
-import warnings
 
-try:
-    import torch
-    import torch.distributed as dist
-except ImportError:
-    sys.exit(3)
+from common.command_line import described, names, note, shapes
+from common.pytorch import dist, torch
+from common.ranks import forbid_multicast, join, run, symmetric_memory
 
-COLLECTIVES = ("reduce-scatter", "all-reduce", "all-gather")
-PEERS = ("mm-nccl", "async-tp", "symm-mem")
-
-
-def arguments():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--peers", default="all")
-    parser.add_argument("--collectives", default=",".join(COLLECTIVES))
-    parser.add_argument("--shapes", required=True, help="m:n:k of each rank's product, joined by commas, a list for each collective")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "f16"))
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+COLLECTIVES = ["reduce-scatter", "all-reduce", "all-gather"]
+PEERS = ["mm-nccl", "async-tp", "symm-mem"]
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+# Relative errors (Frobenius) that a result may have: some roundings of an element type.
+BOUNDS = {"bf16": 1e-2, "f16": 2e-3}
 
 
 class Case:
@@ -82,6 +77,11 @@ class Case:
         """Memory of the result that all ranks reach."""
         self.shared = symmetric.empty(self.m, self.n, device=self.a.device, dtype=self.a.dtype)
         symmetric.rendezvous(self.shared, dist.group.WORLD.group_name)
+
+    def iterations(self, most):
+        """How many runs of a cycle take about 10 ms, by 600 TFLOP/s and 20 us for each."""
+        flops = 2.0 * self.m * self.n * self.k
+        return max(2, min(most, int(0.01 / (2e-5 + flops / 6e14))))
 
     def way(self, name):
         """What runs under that name, or None."""
@@ -134,70 +134,69 @@ def seconds(run, iterations, cycles):
     return statistics.median(samples)
 
 
-def symmetric_memory(rank):
-    """PyTorch's symmetric memory, if it has one; importing it registers the fused operators."""
-    try:
-        import torch.distributed._symmetric_memory as symmetric
-
-        with warnings.catch_warnings():
-            # Newer ones need no such call, and say so.
-            warnings.simplefilter("ignore")
-            symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    except (ImportError, AttributeError) as error:
-        if rank == 0:
-            print(f"symmetric memory: {error}", file=sys.stderr, flush=True)
-        return None
-    return symmetric
-
-
-def main():
-    given = arguments()
-    if not torch.cuda.is_available() or torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-        sys.exit(3)
-    # Nobody may need multicast objects, which a host may not allow.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(rank)
+def rank_main(rank, ranks, given):
+    forbid_multicast()
+    join(rank, ranks)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    names = PEERS if given.peers == "all" else tuple(given.peers.split(","))
-    symmetric = symmetric_memory(rank) if names != ("mm-nccl",) else None
-    if symmetric is None:
-        names = tuple(name for name in names if name == "mm-nccl")
-    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float16
-    bound = 1e-2 if given.dtype == "bf16" else 2e-3
+    symmetric = symmetric_memory(rank) if given.peers != ["mm-nccl"] else None
+    peers = [peer for peer in given.peers if symmetric or peer == "mm-nccl"]
+    lists = given.shapes if len(given.shapes) > 1 else given.shapes * len(given.collectives)
     wrong = []
-    lists = given.shapes.split("/")
-    for collective, shapes in zip(given.collectives.split(","), lists):
-        for text in shapes.split(","):
-            shape = tuple(int(size) for size in text.split(":"))
-            case = Case(collective, shape, dtype, rank, world)
-            flops = 2.0 * shape[0] * shape[1] * shape[2]
-            iterations = max(2, min(given.iterations, int(0.01 / (2e-5 + flops / 6e14))))
-            for name in names:
-                run = case.way(name)
-                if run is None:
-                    continue
-                if name == "symm-mem":
-                    case.share(symmetric)
-                error = case.error(run())
-                took = seconds(run, iterations, given.cycles)
-                row = {"by": name, "collective": collective, "ranks": world, "m": shape[0], "n": shape[1], "k": shape[2],
-                       "seconds": took, "error": error}
-                if not error <= bound:
-                    wrong.append(f"{name} {collective} {text}: {error:.1e}")
-                elif rank == 0 and given.json:
-                    print(json.dumps(row), flush=True)
-                elif rank == 0:
-                    print(f"{collective:14} {shape[0]:6} {shape[1]:6} {shape[2]:6}  {name:18} {1e6 * took:9.1f}  error {error:.1e}",
-                          flush=True)
-            del case
+    for collective, listed in zip(given.collectives, lists):
+        for shape in listed:
+            wrong += time_case(Case(collective, shape, DTYPES[given.dtype], rank, ranks), peers, symmetric, given)
             torch.cuda.empty_cache()
     dist.destroy_process_group()
     if wrong:
-        print("results out of bounds: " + "; ".join(wrong), file=sys.stderr)
+        if rank == 0:
+            note("results out of bounds: " + "; ".join(wrong))
         sys.exit(1)
 
 
-main()
+def time_case(case, peers, symmetric, given):
+    """Reports what every peer takes, and gives those that are wrong."""
+    wrong = []
+    for peer in peers:
+        way = case.way(peer)
+        if way is None:
+            continue
+        if peer == "symm-mem":
+            case.share(symmetric)
+        error = case.error(way())
+        took = seconds(way, case.iterations(given.iterations), given.cycles)
+        if not error <= BOUNDS[given.dtype]:
+            wrong.append(f"{peer} {case.collective} {case.m}:{case.n}:{case.k}: {error:.1e}")
+        elif case.rank == 0:
+            report(given, peer, case, took, error)
+    return wrong
+
+
+def report(given, peer, case, took, error):
+    m, n, k = case.m, case.n, case.k
+    if given.json:
+        row = {"by": peer, "collective": case.collective, "ranks": case.world, "m": m, "n": n, "k": k,
+               "seconds": took, "error": error}  # fmt: skip
+        print(json.dumps(row), flush=True)
+    else:
+        print(f"{case.collective:14} {m:6} {n:6} {k:6}  {peer:18} {1e6 * took:9.1f}  error {error:.1e}", flush=True)
+
+
+def main():
+    parser = described(__doc__)
+    parser.add_argument("--gpus", type=int, help="GPUs to use [default: all; torchrun says it itself]")
+    parser.add_argument("--peers", type=names(PEERS), default=PEERS)
+    parser.add_argument("--collectives", type=names(COLLECTIVES), default=COLLECTIVES)
+    parser.add_argument("--shapes", required=True, type=lambda text: [shapes(part) for part in text.split("/")],
+                        metavar="M:N:K", help="joined by commas; a list for each collective, joined by slashes, or one for all")  # fmt: skip
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--iterations", type=int, default=20, help="runs of a cycle, fewer where one takes long")
+    parser.add_argument("--cycles", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    given = parser.parse_args()
+    if len(given.shapes) not in (1, len(given.collectives)):
+        parser.error(f"--shapes: {len(given.shapes)} lists for {len(given.collectives)} collectives")
+    run(rank_main, given)
+
+
+if __name__ == "__main__":
+    main()

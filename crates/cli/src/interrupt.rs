@@ -1,13 +1,14 @@
-//! Ctrl-C and termination: the process ends at once with status 130, all ranks with it, as they are its threads. The only
-//! thing that must not be cut short is the writing of output files, or a temporary file would stay behind.
+//! Ctrl-C and termination: the process ends at once with status 130, all ranks with it, as they are its threads. Three things must
+//! not be left behind: half of an output file, temporary folders, and processes of ours.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 static WRITING: Mutex<()> = Mutex::new(());
+static CLEANUPS: Mutex<Cleanups> = Mutex::new(Cleanups { ending: false, next: 0, waiting: Vec::new() });
 
 /// Exit status of a process that was interrupted: 128 and the number of SIGINT.
 const INTERRUPTED: i32 = 130;
@@ -17,17 +18,73 @@ pub(crate) fn install() {
     let Ok(mut signals) = Signals::new([SIGHUP, SIGINT, SIGTERM]) else { return };
     let wait = move || {
         if signals.forever().next().is_some() {
-            let _not_while_writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-            // Without the handlers of a normal end: libraries would tear down what other threads are still using.
-            signal_hook::low_level::exit(INTERRUPTED);
+            end(INTERRUPTED);
         }
     };
     // Without a thread nothing would hear them, but then no rank could be started either.
     let _ = thread::Builder::new().name("signals".to_owned()).spawn(wait);
 }
 
+/// Ends the process wherever its other threads are, and leaves nothing behind.
+pub(crate) fn end(status: i32) -> ! {
+    let _not_while_writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
+    let waiting = {
+        let mut cleanups = cleanups();
+        cleanups.ending = true;
+        std::mem::take(&mut cleanups.waiting)
+    };
+    // The newest first: processes before the folder that they write into.
+    waiting.into_iter().rev().for_each(|(_, clean)| clean());
+    // Without the handlers of a normal end: libraries would tear down what other threads are still using.
+    signal_hook::low_level::exit(status)
+}
+
+/// Keeps the calling thread where it is if the process is being ended: what it has found since is that ends went missing.
+pub(crate) fn stay_if_ending() {
+    while cleanups().ending {
+        thread::park();
+    }
+}
+
 /// Runs `write`; an interruption takes effect after it.
 pub(crate) fn not_during<T>(write: impl FnOnce() -> T) -> T {
     let _writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
     write()
+}
+
+/// What an interruption does first. Dropping it takes it back.
+#[derive(Debug)]
+pub(crate) struct Cleanup(u64);
+
+struct Cleanups {
+    ending: bool,
+    next: u64,
+    waiting: Vec<(u64, Box<dyn FnOnce() + Send>)>,
+}
+
+fn cleanups() -> MutexGuard<'static, Cleanups> {
+    CLEANUPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cleanup {
+    /// Has an interruption run `clean`.
+    pub(crate) fn new(clean: impl FnOnce() + Send + 'static) -> Self {
+        let mut cleanups = cleanups();
+        if cleanups.ending {
+            // Too late for the list.
+            drop(cleanups);
+            clean();
+            return Self(u64::MAX);
+        }
+        cleanups.next += 1;
+        let number = cleanups.next;
+        cleanups.waiting.push((number, Box::new(clean)));
+        Self(number)
+    }
+}
+
+impl Drop for Cleanup {
+    fn drop(&mut self) {
+        cleanups().waiting.retain(|(number, _)| *number != self.0);
+    }
 }

@@ -12,8 +12,10 @@ mod input;
 mod interrupt;
 mod mask_argument;
 mod output;
+mod own_process;
 mod profile;
 mod progress;
+mod temporary_folder;
 mod tuned;
 
 use std::process::ExitCode;
@@ -30,6 +32,7 @@ fn main() -> ExitCode {
         Err(error) if error.use_stderr() => Err(arguments::usage_error(&error)),
         Err(help) => console::print(&help.render().to_string()),
     };
+    interrupt::stay_if_ending();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -51,6 +51,7 @@ fn what_only_a_gpu_is_asked_needs_a_gpu() {
     folder.refuses("bench attention --device cuda --masks circle", &["circle", "varlen_causal"]);
     folder.refuses("bench attention --device cuda --heads 6:4", &["6:4", "multiple"]);
     folder.refuses("bench attention --device cuda --iterations 1", &["--iterations"]);
+    folder.refuses("bench attention --device cuda --peers=cudnn,flsh", &["flsh", "flash"]);
     // Without a GPU: what is missing, and status 3.
     if !std::path::Path::new("/dev/nvidia0").exists() {
         for line in ["bench attention --device cuda --quick", "bench attention --device cuda --peers"] {

@@ -2,6 +2,10 @@
 
 mod support;
 
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
 use support::Folder;
 
 #[test]
@@ -56,5 +60,41 @@ fn a_name_that_nothing_has_is_refused_with_the_names_that_there_are() {
 fn a_gpu_that_is_not_there_is_status_3() {
     if !std::path::Path::new("/dev/nvidia0").exists() {
         Folder::new().run("selftest --device cuda --quick").is_refusal(3, &["NVIDIA"]);
+    }
+}
+
+/// Processes that this one has started and that still run.
+fn children(process: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let of =
+        |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+    let lists: Vec<String> = tasks.map(|task| of(task.unwrap())).collect();
+    lists.iter().flat_map(|list| list.split_whitespace()).map(|number| number.parse().unwrap()).collect()
+}
+
+#[test]
+fn an_interruption_leaves_no_process_and_no_temporary_folder() {
+    let folder = Folder::new();
+    let mut selftest = Command::new(env!("CARGO_BIN_EXE_counterpoint"))
+        .arg("selftest")
+        .env("TMPDIR", folder.path("."))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let begin = Instant::now();
+    let mut examiners = Vec::new();
+    while examiners.is_empty() {
+        assert!(begin.elapsed() < Duration::from_secs(30), "nothing began");
+        thread::sleep(Duration::from_millis(10));
+        examiners = children(selftest.id());
+    }
+    assert!(!folder.names().is_empty(), "it has a folder there");
+    let kill = Command::new("kill").args(["-INT", &selftest.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    assert_eq!(selftest.wait().unwrap().code(), Some(130));
+    assert!(folder.names().is_empty(), "{:?}", folder.names());
+    for examiner in examiners {
+        assert!(!std::path::Path::new(&format!("/proc/{examiner}")).exists(), "{examiner} runs on");
     }
 }

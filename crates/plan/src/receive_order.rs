@@ -208,16 +208,7 @@ mod tests {
     /// A full mask on four ranks.
     #[test]
     fn there_is_one_layer_where_rows_come_much_sooner_than_they_are_used() {
-        let spec = AttentionSpec {
-            heads_q: 64,
-            heads_kv: 8,
-            head_dim: 128,
-            head_dim_v: 128,
-            dtype: crate::DType::Bf16,
-            scale: 0.1,
-            softcap: 0.0,
-            seqlen_sink: 0,
-        };
+        let spec = AttentionSpec::new(64, 8, 128, crate::DType::Bf16);
         let layers = |rows: usize, config: &PlanConfig| {
             let work = vec![vec![Band::full(Range::new(0, rows / 4), Range::new(0, rows))]; 4];
             most_layers(&work, &[rows * 3 / 4; 4], &spec, config)

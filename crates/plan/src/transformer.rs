@@ -92,17 +92,9 @@ impl TransformerSpec {
 
     /// The attention of one rank of a tensor-parallel group: its share of the heads.
     pub fn attention(&self, tp_size: usize, dtype: DType) -> AttentionSpec {
-        AttentionSpec {
-            heads_q: self.heads_q / tp_size,
-            // Where ranks are more than key heads, several have the same one.
-            heads_kv: (self.heads_kv / tp_size).max(1),
-            head_dim: self.head_dim,
-            head_dim_v: self.head_dim,
-            dtype,
-            scale: 1.0 / (self.head_dim as f64).sqrt(),
-            softcap: 0.0,
-            seqlen_sink: 0,
-        }
+        // Where ranks are more than key heads, several have the same one.
+        let heads_kv = (self.heads_kv / tp_size).max(1);
+        AttentionSpec::new(self.heads_q / tp_size, heads_kv, self.head_dim, dtype)
     }
 
     /// Parameters of the linear layers of a layer.

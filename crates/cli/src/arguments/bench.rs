@@ -129,8 +129,8 @@ pub(crate) struct CudaBenchArguments {
     pub(crate) kernels: Option<BenchKernels>,
 
     /// Time these of PyTorch's attentions too: cudnn, flash, flex (slow to compile) [given without names: cudnn,flash]
-    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash")]
-    pub(crate) peers: Option<String>,
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "cudnn,flash", value_delimiter = ',', value_parser = ["cudnn", "flash", "flex"])]
+    pub(crate) peers: Vec<String>,
 }
 
 impl CudaBenchArguments {
@@ -146,7 +146,7 @@ impl CudaBenchArguments {
             (self.iterations.is_some(), "--iterations"),
             (self.clock.is_some(), "--clock"),
             (self.kernels.is_some(), "--kernels"),
-            (self.peers.is_some(), "--peers"),
+            (!self.peers.is_empty(), "--peers"),
         ]
         .into_iter()
         .find_map(|(given, flag)| given.then_some(flag))

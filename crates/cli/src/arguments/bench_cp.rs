@@ -90,8 +90,8 @@ pub(crate) struct BenchCpArguments {
     pub(crate) iterations: u32,
 
     /// Time PyTorch's context parallelisms too: ulysses, all_gather, ring [given without names: all]
-    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "ulysses,all_gather,ring")]
-    pub(crate) peers: Option<String>,
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "ulysses,all_gather,ring", value_delimiter = ',', value_parser = ["ulysses", "all_gather", "ring"])]
+    pub(crate) peers: Vec<String>,
 
     /// Write a trace of the last run of every row to open in Perfetto, what was predicted below what was measured
     #[arg(long, value_name = "FILE")]

@@ -74,8 +74,8 @@ pub(crate) struct BenchGemmCollectiveArguments {
     pub(crate) limit: Duration,
 
     /// Time PyTorch's ways too: mm-nccl, async-tp, symm-mem [given without names: all]
-    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "all")]
-    pub(crate) peers: Option<String>,
+    #[arg(long, value_name = "NAMES", num_args = 0..=1, require_equals = true, default_missing_value = "mm-nccl,async-tp,symm-mem", value_delimiter = ',', value_parser = ["mm-nccl", "async-tp", "symm-mem"])]
+    pub(crate) peers: Vec<String>,
 
     /// Few shapes, to see that everything works
     #[arg(long, conflicts_with = "shapes")]

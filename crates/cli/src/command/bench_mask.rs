@@ -6,7 +6,7 @@ use counterpoint_mask::{Documents, Mask, MaskError, Window};
 use crate::arguments::BenchMask;
 use crate::error::CliError;
 
-/// Lengths of packed documents, one a line, by the length of the sequence. `benches/peers/attention.py` reads the same.
+/// Lengths of packed documents, one a line, by the length of the sequence. `benches/peers/one_gpu/masks.py` reads the same.
 pub(crate) const DOCUMENTS: [(usize, &str); 3] = [
     (8 << 10, include_str!("../../../../benches/data/documents_8k.txt")),
     (16 << 10, include_str!("../../../../benches/data/documents_16k.txt")),
@@ -51,7 +51,7 @@ pub(crate) fn load(mask: BenchMask, seqlen: usize) -> Result<Mask, CliError> {
 }
 
 /// The numbers of a list, one a line.
-pub(crate) fn lengths(text: &str) -> Vec<usize> {
+fn lengths(text: &str) -> Vec<usize> {
     text.lines().filter_map(|line| line.trim().parse().ok()).collect()
 }
 

@@ -1,7 +1,7 @@
 // Copies from global to shared memory that run beside the thread that starts them (PTX ISA, "cp.async"; sm_80 and newer).
 #pragma once
 
-#include "ptx/mbarrier.cuh"
+#include "types.cuh"
 
 namespace counterpoint {
 
@@ -14,11 +14,6 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* global, bool
 // 4 bytes likewise, through L1.
 __device__ __forceinline__ void cp_async_4(u32 shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0) : "memory");
-}
-
-// Arrives at a barrier when this thread's copies so far are complete. The barrier must count that arrival.
-__device__ __forceinline__ void cp_async_arrive(u64* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // Closes the group of this thread's copies so far.

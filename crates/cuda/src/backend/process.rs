@@ -259,13 +259,7 @@ impl Machine for CudaProcess {
     /// The ends of this process's rank. All ranks must call it, as often as each other.
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let rank = self.rendezvous.rank();
-        if world.size() != self.rendezvous.world_size() {
-            let reason =
-                format!("its world has {} ranks and {} have met", world.size(), self.rendezvous.world_size());
-            let collective = "connecting the ranks".to_owned();
-            return Err(ExecError::BadCollective { rank, collective, reason });
-        }
-        self.rendezvous.attach(world);
+        self.rendezvous.attach(world)?;
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         let connect = || {
             let means = self.means(world, number)?;

@@ -77,16 +77,7 @@ const FORWARD_ONLY: Option<GradientReduction> = None;
 
 /// Sets the rates of attention, so that what the cost model says of [`MASKS`] is what they take, in the geometric mean.
 pub(super) fn attention_rates(machine: &CudaMachine, cost: &mut CostModel) -> Result<(), ExecError> {
-    let spec = AttentionSpec {
-        heads_q: 32,
-        heads_kv: 8,
-        head_dim: 128,
-        head_dim_v: 128,
-        dtype: DType::Bf16,
-        scale: 1.0 / 128.0_f64.sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
+    let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
     let masks: Vec<Mask> = MASKS.iter().filter_map(|text| text.parse().ok()).collect();
     let Some(first) = masks.first() else { return Ok(()) };
     let inputs = random_inputs(first, &spec, 7, true);

@@ -29,16 +29,7 @@ pub(super) fn measure(
     told: &mut dyn FnMut(&str),
 ) -> Result<Vec<PolicyMeasurement>, ExecError> {
     let ranks = machine.devices().len();
-    let spec = AttentionSpec {
-        heads_q: 32,
-        heads_kv: 8,
-        head_dim: 128,
-        head_dim_v: 128,
-        dtype: DType::Bf16,
-        scale: 1.0 / 128.0_f64.sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
+    let spec = AttentionSpec::new(32, 8, 128, DType::Bf16);
     let refused = |reason: String| ExecError::Program { program: "calibration".to_owned(), rank: 0, reason };
     let mask = Mask::causal(ROWS * ranks).map_err(|error| refused(error.to_string()))?;
     let config = PlanConfig {

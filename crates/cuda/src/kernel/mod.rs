@@ -24,6 +24,7 @@ mod operand_rows;
 mod portable_backward;
 mod portable_backward_query;
 mod portable_forward;
+mod portable_launcher;
 mod portable_shape;
 mod random_fill;
 mod rms_norm;

@@ -1,9 +1,10 @@
-use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+use counterpoint_plan::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_backward_query::PortableBackwardQuery;
-use super::portable_shape::{Traits, check, grid, padded_dims, specialisations_of};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_shape::{Traits, check, padded_dims, specialisations_of};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -120,6 +121,10 @@ impl Shape {
         *fitting.unwrap_or(&shapes[shapes.len() - 1])
     }
 
+    const fn cta(self) -> Cta {
+        Cta { threads: self.threads(), shared_bytes: self.shared_bytes(), per_sm: self.ctas }
+    }
+
     const fn threads(self) -> u32 {
         32 * self.score_warps[0] * self.score_warps[1]
     }
@@ -139,7 +144,7 @@ impl Choice {
 
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap } = self;
-        let Shape { head_dim, head_dim_v, tile_rows, block, stages, ctas, .. } = shape;
+        let Shape { head_dim, head_dim_v, tile_rows, block, stages, .. } = shape;
         let grid = |[down, across]: Grid| format!("WarpGrid<{down}, {across}>");
         let (scores, keys, queries) =
             (grid(shape.score_warps), grid(shape.key_warps), grid(shape.query_warps));
@@ -148,22 +153,19 @@ impl Choice {
             "portable_backward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}x{stages}{cap}",
             element.name()
         );
-        KernelSource::new(&name, arch)
-            .define("ELEMENT_BF16", element.define())
-            .line("#include \"attention/portable_backward.cuh\"")
-            .line("using namespace counterpoint;")
-            .line(format_args!(
-                "using Config = PortableBackwardConfig<{head_dim}, {head_dim_v}, {tile_rows}, {block}, {stages}, \
-                 {scores}, {keys}, {queries}, {softcap}>;"
-            ))
-            .line(format_args!(
-                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
-                shape.shared_bytes()
-            ))
-            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
-            .line(format_args!("{name}(const __grid_constant__ PortableBackwardArguments arguments) {{"))
-            .line("  portable_backward<Config>(arguments);")
-            .line("}")
+        let config = format!(
+            "PortableBackwardConfig<{head_dim}, {head_dim_v}, {tile_rows}, {block}, {stages}, {scores}, {keys}, {queries}, \
+             {softcap}>"
+        );
+        PortableKernel {
+            function: "portable_backward",
+            arguments: "PortableBackwardArguments",
+            name: &name,
+            config: &config,
+            element,
+            cta: shape.cta(),
+        }
+        .source(arch)
     }
 }
 
@@ -185,12 +187,9 @@ impl PortableBackward {
 
         let config =
             TileScheduleConfig::new(TileDirection::Backward, shape.tile_rows as usize, shape.block as usize);
-        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
-            .map_err(|error| refused(error.to_string()))?;
-        let schedule = DeviceSchedule::new(setup, &schedule)?;
-        let items = u64::from(schedule.tile_count()) * problem.heads_kv as u64;
-        let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
-        let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
+        let (schedule, launch) =
+            tiles(setup, "portable_backward", problem, &config, problem.heads_kv, shape.cta())?;
+        let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
 
         let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableBackwardArguments {
@@ -214,8 +213,8 @@ impl PortableBackward {
             head_dim_v: problem.head_dim_v as u32,
             rows_q: problem.rows_q as i32,
             scale: problem.scale,
-            scale_log2: problem.softcap.unwrap_or(problem.scale) * std::f32::consts::LOG2_E,
-            softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
+            scale_log2,
+            softcap_scale,
         };
         let dq_bytes = 4 * problem.rows_q * problem.heads_q * problem.head_dim;
         let continues_dq = mode.dq == DqBegin::Sums;

@@ -1,8 +1,9 @@
-use counterpoint_plan::{TileDirection, TileSchedule, TileScheduleConfig};
+use counterpoint_plan::{TileDirection, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{Traits, grid, padded_dims, specialisations_of};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_shape::{Traits, padded_dims, specialisations_of};
 use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -71,25 +72,25 @@ impl Choice {
         2 * (TILE_ROWS + self.block) * (self.dims.0 + self.dims.1)
     }
 
+    const fn cta(self) -> Cta {
+        Cta { threads: THREADS, shared_bytes: self.shared_bytes(), per_sm: self.ctas }
+    }
+
     fn source(self, arch: Arch) -> KernelSource {
-        let Self { dims: (head_dim, head_dim_v), block, ctas, element, softcap } = self;
+        let Self { dims: (head_dim, head_dim_v), block, element, softcap, .. } = self;
         let cap = if softcap { "_softcap" } else { "" };
         let name = format!("portable_backward_query_{}_{head_dim}_{head_dim_v}{cap}", element.name());
-        KernelSource::new(&name, arch)
-            .define("ELEMENT_BF16", element.define())
-            .line("#include \"attention/portable_backward_query.cuh\"")
-            .line("using namespace counterpoint;")
-            .line(format_args!(
-                "using Config = PortableBackwardQueryConfig<{head_dim}, {head_dim_v}, {WARPS}, {block}, {softcap}>;"
-            ))
-            .line(format_args!(
-                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
-                self.shared_bytes()
-            ))
-            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
-            .line(format_args!("{name}(const __grid_constant__ PortableBackwardQueryArguments arguments) {{"))
-            .line("  portable_backward_query<Config>(arguments);")
-            .line("}")
+        let config =
+            format!("PortableBackwardQueryConfig<{head_dim}, {head_dim_v}, {WARPS}, {block}, {softcap}>");
+        PortableKernel {
+            function: "portable_backward_query",
+            arguments: "PortableBackwardQueryArguments",
+            name: &name,
+            config: &config,
+            element,
+            cta: self.cta(),
+        }
+        .source(arch)
     }
 }
 
@@ -108,12 +109,9 @@ impl PortableBackwardQuery {
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
         let config =
             TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);
-        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
-            .map_err(|error| refused(error.to_string()))?;
-        let schedule = DeviceSchedule::new(setup, &schedule)?;
-        let items = u64::from(schedule.tile_count()) * problem.heads_q as u64;
-        let blocks = grid(items, choice.ctas, device.sm_count(), problem.sm_margin);
-        let launch = Launch::linear(blocks, THREADS).shared_bytes(choice.shared_bytes());
+        let (schedule, launch) =
+            tiles(setup, "portable_backward_query", problem, &config, problem.heads_q, choice.cta())?;
+        let [scale_log2, softcap_scale] = exponential_scales(problem, problem.scale);
         let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableBackwardQueryArguments {
             tiles,
@@ -134,8 +132,8 @@ impl PortableBackwardQuery {
             head_dim_v: problem.head_dim_v as u32,
             rows_k: problem.rows_k as i32,
             scale: problem.scale,
-            scale_log2: problem.softcap.unwrap_or(problem.scale) * std::f32::consts::LOG2_E,
-            softcap_scale: problem.softcap.map_or(0.0, |softcap| problem.scale / softcap),
+            scale_log2,
+            softcap_scale,
         };
         Ok(Self { function, schedule, launch, arguments })
     }

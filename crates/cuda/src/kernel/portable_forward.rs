@@ -1,8 +1,9 @@
-use counterpoint_plan::{TileDirection, TilePlacement, TileSchedule, TileScheduleConfig};
+use counterpoint_plan::{TileDirection, TilePlacement, TileScheduleConfig};
 
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
-use super::portable_shape::{Traits, check, fits, grid, padded_dims, specialisations_of};
+use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
+use super::portable_shape::{Traits, check, fits, padded_dims, specialisations_of};
 use super::{
     AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
     Specialisation, StateTensors,
@@ -127,6 +128,10 @@ impl Shape {
         self.warp_rows * self.warps
     }
 
+    const fn cta(self) -> Cta {
+        Cta { threads: self.threads(), shared_bytes: self.shared_bytes(), per_sm: self.ctas }
+    }
+
     const fn threads(self) -> u32 {
         32 * self.warps
     }
@@ -148,7 +153,7 @@ impl Choice {
 
     fn source(self, arch: Arch) -> KernelSource {
         let Self { shape, element, softcap, blocks } = self;
-        let Shape { head_dim, head_dim_v, warp_rows, warps, block, held_columns, ctas } = shape;
+        let Shape { head_dim, head_dim_v, warp_rows, warps, block, held_columns, .. } = shape;
         let cap = if softcap { "_softcap" } else { "" };
         let aligned = blocks == TilePlacement::Aligned;
         let state = if aligned { "_aligned" } else { "" };
@@ -157,22 +162,19 @@ impl Choice {
             "portable_forward_{}_{head_dim}_{head_dim_v}_{tile_rows}x{block}{cap}{state}",
             element.name()
         );
-        KernelSource::new(&name, arch)
-            .define("ELEMENT_BF16", element.define())
-            .line("#include \"attention/portable_forward.cuh\"")
-            .line("using namespace counterpoint;")
-            .line(format_args!(
-                "using Config = PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, \
-                 {held_columns}, {softcap}, {aligned}>;"
-            ))
-            .line(format_args!(
-                "static_assert(Config::kSharedBytes == {}, \"shared memory\");",
-                shape.shared_bytes()
-            ))
-            .line(format_args!("extern \"C\" __global__ void __launch_bounds__(Config::kThreads, {ctas})"))
-            .line(format_args!("{name}(const __grid_constant__ PortableForwardArguments arguments) {{"))
-            .line("  portable_forward<Config>(arguments);")
-            .line("}")
+        let config = format!(
+            "PortableForwardConfig<{head_dim}, {head_dim_v}, {warp_rows}, {warps}, {block}, {held_columns}, {softcap}, \
+             {aligned}>"
+        );
+        PortableKernel {
+            function: "portable_forward",
+            arguments: "PortableForwardArguments",
+            name: &name,
+            config: &config,
+            element,
+            cta: shape.cta(),
+        }
+        .source(arch)
     }
 }
 
@@ -205,15 +207,12 @@ impl PortableForward {
                 shape.block as usize,
             )
         };
-        let schedule = TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)
-            .map_err(|error| refused(error.to_string()))?;
-        let schedule = DeviceSchedule::new(setup, &schedule)?;
-        let items = u64::from(schedule.tile_count()) * problem.heads_q as u64;
-        let blocks = grid(items, shape.ctas, device.sm_count(), problem.sm_margin);
-        let launch = Launch::linear(blocks, shape.threads()).shared_bytes(shape.shared_bytes());
+        let (schedule, launch) =
+            tiles(setup, "portable_forward", problem, &config, problem.heads_q, shape.cta())?;
 
         // Scores keep their order: a scale below zero is its opposite, and zero so small a number that all scores are zero.
         let scale = problem.scale.abs().max(1e-30);
+        let [scale_log2, softcap_scale] = exponential_scales(problem, scale);
         let [tiles, runs, bounds] = schedule.addresses();
         let arguments = PortableForwardArguments {
             tiles,
@@ -240,8 +239,8 @@ impl PortableForward {
             head_dim_v: problem.head_dim_v as u32,
             seqlen_sink: seqlen_sink as u32,
             rows_k: problem.rows_k as i32,
-            scale_log2: problem.softcap.unwrap_or(scale) * std::f32::consts::LOG2_E,
-            softcap_scale: problem.softcap.map_or(0.0, |softcap| scale / softcap),
+            scale_log2,
+            softcap_scale,
             negate: u32::from(problem.scale < 0.0),
         };
         Ok(Self { function, schedule, launch, mode, arguments })

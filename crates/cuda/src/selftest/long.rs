@@ -23,16 +23,7 @@ pub fn selftest_long(machine: &CudaMachine) -> Vec<SelfCheck> {
 }
 
 fn run(machine: &CudaMachine, name: &str) -> Result<SelfCheck, ExecError> {
-    let spec = AttentionSpec {
-        heads_q: HEADS,
-        heads_kv: 1,
-        head_dim: HEAD_DIM,
-        head_dim_v: HEAD_DIM,
-        dtype: DType::Bf16,
-        scale: 1.0 / (HEAD_DIM as f64).sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
+    let spec = AttentionSpec::new(HEADS, 1, HEAD_DIM, DType::Bf16);
     let window = Window { left: Some(WINDOW - 1), right: Some(0), global: 0 };
     let mask = match Mask::sliding_window(ROWS, window) {
         Ok(mask) => mask,

@@ -21,16 +21,7 @@ impl StagedAttention {
         seed: u64,
         backward: bool,
     ) -> Result<Self, ExecError> {
-        let spec = AttentionSpec {
-            heads_q: 4,
-            heads_kv: 2,
-            head_dim: 64,
-            head_dim_v: 64,
-            dtype: DType::Bf16,
-            scale: 0.125,
-            softcap: 0.0,
-            seqlen_sink: 0,
-        };
+        let spec = AttentionSpec::new(4, 2, 64, DType::Bf16);
         let refuse = |reason: String| ExecError::Program { program: "attention".to_owned(), rank: 0, reason };
         let mask = mask.map_err(|error| refuse(error.to_string()))?;
         let config =

@@ -66,7 +66,7 @@ impl Machine for MpiMachine {
     /// The ends of this process's rank. All ranks must call it, as often as each other.
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let rank = self.rendezvous.rank();
-        self.rendezvous.attach(world);
+        self.rendezvous.attach(world)?;
         let inbox = Inbox::new(world, rank);
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         self.messenger.open(number, world, &inbox);

@@ -194,9 +194,21 @@ impl Rendezvous {
 
     /// Lets `world`, whose one rank here is this one, share the job's failures: an error of either is one of both, and
     /// a rank that waits asks others through this rendezvous.
-    pub fn attach(&self, world: &Arc<World>) {
+    ///
+    /// # Errors
+    /// [`ExecError::BadCollective`] when the world has more or fewer ranks than have met here.
+    pub fn attach(&self, world: &Arc<World>) -> Result<(), ExecError> {
+        let (expected, met) = (world.size(), self.world_size());
+        if expected != met {
+            let reason = format!(
+                "its world has {expected} ranks and {met} have met; start as many processes as it has ranks"
+            );
+            let collective = "connecting the ranks".to_owned();
+            return Err(ExecError::BadCollective { rank: self.rank(), collective, reason });
+        }
         world.attach(self.connection.clone());
         self.connection.attach(world);
+        Ok(())
     }
 
     /// As the death of the process does.

@@ -114,7 +114,7 @@ fn the_first_error_is_everybodys() {
     let began = Instant::now();
     let errors = ranks(3, LIMIT, |rank| {
         let world = World::new(3, WorldConfig::default());
-        rank.attach(&world);
+        rank.attach(&world).unwrap();
         rank.barrier("attached").unwrap();
         let own = ExecError::OutOfMemory { rank: None, needed: 7, available: rank.rank() as u64 };
         match rank.rank() {
@@ -220,4 +220,17 @@ fn a_rank_whose_connection_breaks_is_lost_to_all() {
             assert!(matches!(error, RendezvousError::Lost { lost: 1, .. }), "{error}");
         }
     });
+}
+
+#[test]
+fn a_world_of_other_ranks_is_refused() {
+    let errors = ranks(2, LIMIT, |rank| {
+        let error = rank.attach(&World::new(3, WorldConfig::default())).unwrap_err();
+        rank.barrier("end").unwrap();
+        error
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        assert!(matches!(error, ExecError::BadCollective { rank: of, .. } if *of == rank), "{error}");
+        assert!(error.to_string().contains("3 ranks and 2 have met"), "{error}");
+    }
 }

@@ -99,7 +99,12 @@ impl Case {
             1 => 12.0,
             _ => 1.0,
         } / (head_dim as f64).sqrt();
-        let spec = AttentionSpec { scale, softcap, seqlen_sink, ..spec(heads_q, heads_kv, head_dim, dtype) };
+        let spec = AttentionSpec {
+            scale,
+            softcap,
+            seqlen_sink,
+            ..AttentionSpec::new(heads_q, heads_kv, head_dim, dtype)
+        };
         let cp_size = if draw.chance(50) { 1 } else { draw.within(2, 4) };
         let dispatch = draw.pick(&[
             DispatchAlgorithm::Affinity,
@@ -197,19 +202,6 @@ fn run_config() -> RunConfig {
     RunConfig { poison: true, limit: Duration::from_secs(30), ..RunConfig::default() }
 }
 
-fn spec(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> AttentionSpec {
-    AttentionSpec {
-        heads_q,
-        heads_kv,
-        head_dim,
-        head_dim_v: head_dim,
-        dtype,
-        scale: 1.0 / (head_dim as f64).sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    }
-}
-
 /// Every type with every head size: each is a kernel of its own.
 fn sizes(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     let (rows, columns, dims) = match extent {
@@ -221,11 +213,20 @@ fn sizes(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
             let seed = cases.len() as u64;
             let (heads_q, heads_kv) = [(2, 2), (4, 2), (4, 1)][at % 3];
             let mask = random_mask::grid(rows, columns, 5, &mut Draw::new(seed));
-            cases.push(Case::single_rank("size", seed, mask, spec(heads_q, heads_kv, head_dim, dtype)));
+            cases.push(Case::single_rank(
+                "size",
+                seed,
+                mask,
+                AttentionSpec::new(heads_q, heads_kv, head_dim, dtype),
+            ));
             if extent == Extent::Full {
                 let causal = random_mask::single(rows, rows, MaskType::Causal);
-                let mut causal =
-                    Case::single_rank("size", seed, causal, spec(heads_q, heads_kv, head_dim, dtype));
+                let mut causal = Case::single_rank(
+                    "size",
+                    seed,
+                    causal,
+                    AttentionSpec::new(heads_q, heads_kv, head_dim, dtype),
+                );
                 causal.run.deterministic = true;
                 cases.push(causal);
             }
@@ -234,7 +235,7 @@ fn sizes(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
             let seed = cases.len() as u64;
             for (head_dim, head_dim_v) in [(192, 128), (64, 128), (128, 64)] {
                 let mask = random_mask::grid(rows, columns, 5, &mut Draw::new(seed));
-                let spec = AttentionSpec { head_dim_v, ..spec(4, 2, head_dim, dtype) };
+                let spec = AttentionSpec { head_dim_v, ..AttentionSpec::new(4, 2, head_dim, dtype) };
                 cases.push(Case::single_rank("value size", seed, mask, spec));
             }
         }
@@ -249,8 +250,8 @@ fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
         let seed = base + cases.len() as u64;
         cases.push(Case::single_rank(name, seed, mask, spec));
     };
-    let usual = spec(2, 1, 64, dtype);
-    let wide = spec(4, 2, 128, dtype);
+    let usual = AttentionSpec::new(2, 1, 64, dtype);
+    let wide = AttentionSpec::new(4, 2, 128, dtype);
     for (name, mask_type) in [
         ("full", MaskType::Full),
         ("causal", MaskType::Causal),
@@ -277,7 +278,7 @@ fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
         return;
     }
     add("scale 0", random_mask::single(150, 160, MaskType::Causal), AttentionSpec { scale: 0.0, ..usual });
-    add("one row", random_mask::single(1, 4099, MaskType::Causal), spec(8, 1, 128, dtype));
+    add("one row", random_mask::single(1, 4099, MaskType::Causal), AttentionSpec::new(8, 1, 128, dtype));
     add("many slices", random_mask::grid(300, 300, 60, &mut Draw::new(3)), wide);
     add("tiny documents", random_mask::documents(400, 90, &mut Draw::new(4)), wide);
     add("exact tiles", random_mask::single(256, 256, MaskType::Causal), wide);
@@ -286,12 +287,12 @@ fn corners(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     add(
         "three query heads a key head",
         random_mask::grid(200, 210, 4, &mut Draw::new(5)),
-        spec(6, 2, 128, dtype),
+        AttentionSpec::new(6, 2, 128, dtype),
     );
     add(
         "sixteen query heads a key head",
         random_mask::documents(150, 5, &mut Draw::new(6)),
-        spec(16, 1, 64, dtype),
+        AttentionSpec::new(16, 1, 64, dtype),
     );
     add("window of one", random_mask::window(500, 1), usual);
     add("window past a tile", random_mask::window(700, 130), wide);
@@ -307,7 +308,7 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
     for (at, &dtype) in dtypes.iter().enumerate() {
         for (which, (name, mask)) in masks.iter().enumerate() {
             let (head_dim, seqlen_sink) = [(64, 0), (128, 2), (40, 1)][(at + which) % 3];
-            let spec = AttentionSpec { seqlen_sink, ..spec(4, 2, head_dim, dtype) };
+            let spec = AttentionSpec { seqlen_sink, ..AttentionSpec::new(4, 2, head_dim, dtype) };
             let mut case = Case::single_rank(name, 800 + which as u64, mask.clone(), spec);
             case.plan = PlanConfig {
                 chunk_size: Some(64),
@@ -339,7 +340,8 @@ fn staged(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
         for (which, mask) in masks.into_iter().enumerate() {
             let head_dim = [64, 128, 40][(at + which) % 3];
             let seed = 850 + which as u64;
-            let mut case = Case::single_rank("ranks in order", seed, mask, spec(4, 2, head_dim, dtype));
+            let mut case =
+                Case::single_rank("ranks in order", seed, mask, AttentionSpec::new(4, 2, head_dim, dtype));
             case.plan = PlanConfig {
                 chunk_size: Some(if which < 2 { KEY_BLOCK } else { 97 }),
                 stages: StageCount::Fixed(0),
@@ -355,9 +357,17 @@ fn staged(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
 fn many_tiles(dtypes: &[DType], cases: &mut Vec<Case>) {
     let Some(&dtype) = dtypes.first() else { return };
     let long = [
-        ("many tiles", random_mask::window(6000, 40), spec(16, 2, 64, dtype)),
-        ("many tiles", random_mask::documents(5000, 120, &mut Draw::new(7)), spec(16, 4, 128, dtype)),
-        ("few tiles, many keys", random_mask::single(70, 9000, MaskType::Full), spec(4, 1, 128, dtype)),
+        ("many tiles", random_mask::window(6000, 40), AttentionSpec::new(16, 2, 64, dtype)),
+        (
+            "many tiles",
+            random_mask::documents(5000, 120, &mut Draw::new(7)),
+            AttentionSpec::new(16, 4, 128, dtype),
+        ),
+        (
+            "few tiles, many keys",
+            random_mask::single(70, 9000, MaskType::Full),
+            AttentionSpec::new(4, 1, 128, dtype),
+        ),
     ];
     for (at, (name, mask, spec)) in long.into_iter().enumerate() {
         let mut case = Case::single_rank(name, 900 + at as u64, mask, spec);

@@ -269,52 +269,14 @@ pub fn unlike_elements(a: &HostTensor, b: &HostTensor) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
     use std::time::Duration;
 
     use counterpoint_plan::{AttentionSpec, LinearPlan};
 
     use super::*;
     use crate::selftest::CpuSubject;
+    use crate::selftest::spoiled::{Spoiled, shift};
     use crate::{LinearConfig, LinearInputs, LinearOutputs, RunConfig, Stall};
-
-    /// A device that spoils what the CPU computes.
-    struct Spoiled<F>(F, AtomicUsize);
-
-    impl<F: Fn(&mut AttentionOutputs, usize)> Subject for Spoiled<F> {
-        fn device(&self) -> String {
-            "spoiled".to_owned()
-        }
-
-        fn dtypes(&self) -> &[DType] {
-            &[DType::Bf16, DType::F32]
-        }
-
-        fn same_in_any_stages(&self) -> Pass {
-            CpuSubject.same_in_any_stages()
-        }
-
-        fn run(
-            &self,
-            plan: &Plan,
-            spec: &AttentionSpec,
-            inputs: &AttentionInputs,
-            config: &RunConfig,
-        ) -> Result<AttentionOutputs, SubjectError> {
-            let mut outputs = CpuSubject.run(plan, spec, inputs, config)?;
-            (self.0)(&mut outputs, self.1.fetch_add(1, Ordering::Relaxed));
-            Ok(outputs)
-        }
-
-        fn run_linear(
-            &self,
-            plan: &LinearPlan,
-            inputs: &LinearInputs,
-            config: &LinearConfig,
-        ) -> Result<LinearOutputs, SubjectError> {
-            CpuSubject.run_linear(plan, inputs, config)
-        }
-    }
 
     fn examined(subject: &dyn Subject, mut hear: impl FnMut(&SelfCheck)) -> Vec<SelfCheck> {
         selftest_attention(&[subject], Extent::Quick, Share::ALL, |check, _| hear(check)).remove(0)
@@ -324,7 +286,7 @@ mod tests {
 
     /// What is found on a device for each way to spoil, with one reference for all of them.
     fn failures<const N: usize>(spoils: [Spoil; N]) -> [Vec<SelfCheck>; N] {
-        let devices = spoils.map(|spoil| Spoiled(spoil, AtomicUsize::new(0)));
+        let devices = spoils.map(Spoiled::attention);
         let subjects = devices.each_ref().map(|device| device as &dyn Subject);
         let found = selftest_attention(&subjects, Extent::Quick, Share::ALL, |_, _| ());
         let failed = |checks: Vec<SelfCheck>| {
@@ -332,16 +294,6 @@ mod tests {
             checks.into_iter().filter(|check| !check.passed).collect()
         };
         found.into_iter().map(failed).collect::<Vec<_>>().try_into().unwrap()
-    }
-
-    /// Adds to the middle element of a tensor, where there is one.
-    fn shift(tensor: &mut HostTensor, by: f64) {
-        let middle = tensor.len() / 2;
-        match tensor.data_mut() {
-            HostData::F32(values) => values[middle] += by as f32,
-            HostData::Bf16(values) => values[middle] += half::bf16::from_f64(by),
-            other => panic!("{other:?}"),
-        }
     }
 
     #[test]

@@ -167,66 +167,15 @@ impl LinearCase {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use counterpoint_plan::{AttentionSpec, Plan};
-
     use super::*;
-    use crate::selftest::{CpuSubject, SubjectError};
-    use crate::{AttentionInputs, AttentionOutputs, HostData, HostTensor, Pass};
-
-    /// A device that spoils what the CPU computes.
-    struct Spoiled<F>(F, AtomicUsize);
-
-    impl<F: Fn(&mut LinearOutputs, usize)> Subject for Spoiled<F> {
-        fn device(&self) -> String {
-            "spoiled".to_owned()
-        }
-
-        fn dtypes(&self) -> &[DType] {
-            &[DType::Bf16, DType::F32]
-        }
-
-        fn same_in_any_stages(&self) -> Pass {
-            CpuSubject.same_in_any_stages()
-        }
-
-        fn run(
-            &self,
-            plan: &Plan,
-            spec: &AttentionSpec,
-            inputs: &AttentionInputs,
-            config: &RunConfig,
-        ) -> Result<AttentionOutputs, SubjectError> {
-            CpuSubject.run(plan, spec, inputs, config)
-        }
-
-        fn run_linear(
-            &self,
-            plan: &LinearPlan,
-            inputs: &LinearInputs,
-            config: &LinearConfig,
-        ) -> Result<LinearOutputs, SubjectError> {
-            let mut outputs = CpuSubject.run_linear(plan, inputs, config)?;
-            (self.0)(&mut outputs, self.1.fetch_add(1, Ordering::Relaxed));
-            Ok(outputs)
-        }
-    }
+    use crate::HostData;
+    use crate::selftest::CpuSubject;
+    use crate::selftest::spoiled::{Spoiled, shift};
 
     fn failures(spoil: impl Fn(&mut LinearOutputs, usize)) -> Vec<SelfCheck> {
-        let checks =
-            selftest_linear(&Spoiled(spoil, AtomicUsize::new(0)), Extent::Quick, Share::ALL, 4, |_, _| ());
+        let checks = selftest_linear(&Spoiled::linear(spoil), Extent::Quick, Share::ALL, 4, |_, _| ());
         assert_eq!(checks.len(), 32);
         checks.into_iter().filter(|check| !check.passed).collect()
-    }
-
-    fn shift(tensor: &mut HostTensor, by: f32) {
-        let middle = tensor.len() / 2;
-        match tensor.data_mut() {
-            HostData::F32(values) => values[middle] += by,
-            HostData::Bf16(values) => values[middle] += half::bf16::from_f32(by),
-            other => panic!("{other:?}"),
-        }
     }
 
     #[test]
@@ -242,7 +191,7 @@ mod tests {
             (|outputs, _| shift(&mut outputs.y, 4.0)) as fn(&mut LinearOutputs, usize),
             |outputs, _| outputs.dx.iter_mut().for_each(|tensor| shift(tensor, 4.0)),
             |outputs, _| outputs.dweight.iter_mut().for_each(|tensor| shift(tensor, 8.0)),
-            |outputs, _| shift(&mut outputs.y, f32::NAN),
+            |outputs, _| shift(&mut outputs.y, f64::NAN),
             |outputs, _| outputs.dx = None,
         ] {
             let found = failures(spoil);

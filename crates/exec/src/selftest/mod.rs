@@ -10,6 +10,8 @@ mod linear;
 mod pattern;
 mod random_mask;
 mod share;
+#[cfg(test)]
+mod spoiled;
 mod subject;
 
 pub use case::{Case, Extent};

@@ -60,12 +60,7 @@ impl Machine for TcpMachine {
     /// The ends of this process's rank. All ranks must call it, as often as each other.
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let rank = self.rendezvous.rank();
-        if world.size() != self.rendezvous.world_size() {
-            let reason =
-                format!("its world has {} ranks and {} have met", world.size(), self.rendezvous.world_size());
-            return Err(ExecError::BadCollective { rank, collective: connecting().to_string(), reason });
-        }
-        self.rendezvous.attach(world);
+        self.rendezvous.attach(world)?;
         let inbox = Arc::new(Inbox::new(world, rank));
         let number = self.meshes.fetch_add(1, Ordering::Relaxed);
         let mesh = Mesh::connect(&self.rendezvous, world, &inbox, &number.to_string());

@@ -203,6 +203,7 @@ pub(super) fn timeline_section(out: &mut String, passes: &[(&str, TimelinePair<'
     let group = |out: &mut String, label: &str, key: &str, names: &[&str]| {
         let _ = write!(out, "<div role=\"group\" aria-label=\"{label}\">");
         for (index, name) in names.iter().enumerate() {
+            let name = escape(name);
             let _ = write!(
                 out,
                 "<button type=\"button\" data-{key}=\"{name}\" aria-pressed=\"{}\">{name}</button>",
@@ -216,7 +217,7 @@ pub(super) fn timeline_section(out: &mut String, passes: &[(&str, TimelinePair<'
     } else {
         out.push_str("<select aria-label=\"Pass\">");
         passes.iter().for_each(|(name, _)| {
-            let _ = write!(out, "<option>{name}</option>");
+            let _ = write!(out, "<option>{}</option>", escape(name));
         });
         out.push_str("</select>");
     }
@@ -253,6 +254,7 @@ fn pass_table(out: &mut String, passes: &[(&str, TimelinePair<'_>)]) {
              <th scope=\"col\">overlap efficiency</th></tr></thead><tbody>",
         );
     for (name, pair) in passes {
+        let name = escape(name);
         let of = if passes.len() > MOST_BUTTONS { format!(" data-of=\"{name}\"") } else { String::new() };
         for (source, timeline) in pair.sources() {
             let overlap = timeline.overlap();

@@ -51,7 +51,8 @@ impl SimulationReport<'_> {
 
     /// Words begin where a column begins, figures end where it ends.
     fn class(&self, column: usize) -> &'static str {
-        let words = |row: &Vec<String>| row[column].starts_with(char::is_alphabetic);
+        let words =
+            |row: &Vec<String>| row.get(column).is_some_and(|cell| cell.starts_with(char::is_alphabetic));
         if self.rows.iter().all(words) { " class=\"text\"" } else { "" }
     }
 }

@@ -85,16 +85,7 @@ impl Sizes {
     };
 
     fn spec(&self, heads_q: usize, heads_kv: usize, dtype: DType) -> AttentionSpec {
-        AttentionSpec {
-            heads_q,
-            heads_kv,
-            head_dim: self.head_dim,
-            head_dim_v: self.head_dim,
-            dtype,
-            scale: 1.0 / (self.head_dim as f64).sqrt(),
-            softcap: 0.0,
-            seqlen_sink: 0,
-        }
+        AttentionSpec::new(heads_q, heads_kv, self.head_dim, dtype)
     }
 }
 

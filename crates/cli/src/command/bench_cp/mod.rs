@@ -55,8 +55,8 @@ pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
 /// What only ranks that are threads do.
 fn refuse_threads_alone(arguments: &BenchCpArguments) -> Result<(), CliError> {
     let reason = "starts processes of its own; run it without a launcher".to_owned();
-    if let Some(names) = &arguments.peers {
-        return Err(CliError::Flag { flag: "--peers", value: names.clone(), reason });
+    if !arguments.peers.is_empty() {
+        return Err(CliError::Flag { flag: "--peers", value: arguments.peers.join(","), reason });
     }
     if arguments.step {
         let (value, reason) = (
@@ -101,8 +101,8 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
         wrong.extend(section.wrong);
     }
     outputs.write(|_| Ok(trace(&traced).into_bytes()))?;
-    if let Some(names) = &arguments.peers {
-        peers::run(names, arguments, &sizes)?;
+    if !arguments.peers.is_empty() {
+        peers::run(arguments, &sizes)?;
     }
     if wrong.is_empty() {
         return Ok(());
@@ -133,19 +133,11 @@ impl<'a> Bench<'a> {
         tokens: usize,
     ) -> Result<Self, CliError> {
         let (heads_q, heads_kv) = sizes.heads;
-        let spec = AttentionSpec {
-            heads_q,
-            heads_kv,
-            head_dim: sizes.head_dim,
-            head_dim_v: sizes.head_dim,
-            dtype: match ranks {
-                RankMachine::Cpu(_) => DType::F32,
-                RankMachine::Cuda(_) | RankMachine::Process(_) => DType::Bf16,
-            },
-            scale: 1.0 / (sizes.head_dim as f64).sqrt(),
-            softcap: 0.0,
-            seqlen_sink: 0,
+        let dtype = match ranks {
+            RankMachine::Cpu(_) => DType::F32,
+            RankMachine::Cuda(_) | RankMachine::Process(_) => DType::Bf16,
         };
+        let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, dtype);
         // Inputs do not depend on the mask; they need one for its length.
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);

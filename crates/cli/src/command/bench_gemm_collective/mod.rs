@@ -59,10 +59,10 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     if !arguments.json {
         console::print(&row::finding(&last))?;
     }
-    if let Some(names) = &arguments.peers {
+    if !arguments.peers.is_empty() {
         // Ours are through with the GPUs' memory.
         drop(machine);
-        peers::run(names, arguments, &cases)?;
+        peers::run(arguments, &cases)?;
     }
     if wrong.is_empty() {
         return Ok(());

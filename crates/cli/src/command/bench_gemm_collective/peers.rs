@@ -4,15 +4,11 @@ use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
 use counterpoint_plan::DType;
 
 use crate::arguments::{BenchGemmCollectiveArguments, Device};
-use crate::command::pytorch::run_script_on_gpus;
+use crate::command::pytorch::{Script, lacks_gpus, on_gpus, run_all};
 use crate::error::CliError;
 
-/// Times PyTorch's ways on the same products.
-const SCRIPT: &str = include_str!("../../../../../benches/peers/gemm_collective.py");
-
-/// Runs the peers in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs.
+/// Times PyTorch's ways on the same products, in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs.
 pub(super) fn run(
-    names: &str,
     arguments: &BenchGemmCollectiveArguments,
     cases: &[GemmCollectiveSpec],
 ) -> Result<(), CliError> {
@@ -20,10 +16,16 @@ pub(super) fn run(
     if arguments.device == Device::Cpu {
         return Err(no_peers("the peers are for GPUs; add --device cuda".to_owned()));
     }
-    run_script_on_gpus(SCRIPT, arguments.ranks as usize, || command(names, arguments, cases))
+    let script = Script::unpack("gemm_collective.py")?;
+    let ranks = arguments.ranks as usize;
+    run_all(on_gpus(ranks, || command(&script, arguments, cases))?, &lacks_gpus(ranks))
 }
 
-fn command(names: &str, arguments: &BenchGemmCollectiveArguments, cases: &[GemmCollectiveSpec]) -> Command {
+fn command(
+    script: &Script,
+    arguments: &BenchGemmCollectiveArguments,
+    cases: &[GemmCollectiveSpec],
+) -> Command {
     let of = |collective: GemmCollective| -> Vec<String> {
         let cases = cases.iter().filter(|case| case.collective == collective);
         cases.map(|case| format!("{}:{}:{}", case.m, case.n, case.k)).collect()
@@ -36,8 +38,8 @@ fn command(names: &str, arguments: &BenchGemmCollectiveArguments, cases: &[GemmC
         Some(GemmCollectiveSpec { dtype: DType::F16, .. }) => "f16",
         _ => "bf16",
     };
-    let mut command = Command::new("python3");
-    command.arg("-").args(["--peers", names, "--collectives", &names_of.join(",")]);
+    let mut command = script.command();
+    command.args(["--peers", &arguments.peers.join(","), "--collectives", &names_of.join(",")]);
     command.args(["--shapes", &shapes.join("/"), "--dtype", dtype]);
     command.args(["--iterations", &arguments.iterations.to_string()]);
     command.args(["--cycles", &arguments.cycles.to_string()]);

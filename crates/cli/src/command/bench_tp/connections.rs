@@ -9,6 +9,7 @@ use super::row::{HEADER, Row};
 use crate::arguments::BenchTpArguments;
 use crate::console;
 use crate::error::CliError;
+use crate::own_process::OwnProcess;
 
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -58,12 +59,13 @@ fn in_child(
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let mut child = Command::new(program);
     child.args(flags(arguments, shapes)).env(CONNECTIONS, connections.to_string());
-    let output = child.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let output = output.map_err(|error| failed(error.to_string()))?;
-    if !output.status.success() {
-        return Err(failed(format!("it ended with {}", output.status)));
+    let process = OwnProcess::start(child.stdin(Stdio::null()).stdout(Stdio::piped()));
+    let output = process.and_then(|process| process.output());
+    let (status, said) = output.map_err(|error| failed(error.to_string()))?;
+    if !status.success() {
+        return Err(failed(format!("it ended with {status}")));
     }
-    let text = String::from_utf8_lossy(&output.stdout);
+    let text = String::from_utf8_lossy(&said);
     let rows = text.lines().map(|line| serde_json::from_str(line).map_err(|error| failed(error.to_string())));
     rows.collect()
 }

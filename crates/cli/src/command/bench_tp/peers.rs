@@ -5,12 +5,10 @@ use serde::Deserialize;
 
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
-use crate::command::pytorch::{lacks_gpus, on_gpus, run_script_heard};
+use crate::command::pytorch::{Script, lacks_gpus, on_gpus, run_all_heard};
 use crate::console;
 use crate::error::CliError;
 
-/// Times PyTorch's ways to run a tensor-parallel layer.
-const SCRIPT: &str = include_str!("../../../../../benches/peers/tensor_parallel.py");
 /// CUDA's own number of connections, which it uses where the variable is not set.
 const USUAL_CONNECTIONS: u32 = 8;
 
@@ -36,7 +34,7 @@ const HEADER: &str = "\nPyTorch beside the fastest of the rows above: its time o
                       by        kind    pass      activations        shape               connections        us  TFLOP/s   \
                       ours us  ratio  ours by";
 
-/// Runs the peers in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs. Once for each number of
+/// Times PyTorch's ways to run a tensor-parallel layer, in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs. Once for each number of
 /// connections, which CUDA reads when it starts.
 pub(super) fn run(
     connections: &[u32],
@@ -48,9 +46,10 @@ pub(super) fn run(
     if !arguments.json {
         console::print(&format!("{HEADER}\n"))?;
     }
+    let script = Script::unpack("tensor_parallel.py")?;
     for &connections in connections {
         let process = || {
-            let mut command = command(arguments, shapes);
+            let mut command = command(&script, arguments, shapes);
             match connections {
                 USUAL_CONNECTIONS => command.env_remove("CUDA_DEVICE_MAX_CONNECTIONS"),
                 number => command.env("CUDA_DEVICE_MAX_CONNECTIONS", number.to_string()),
@@ -68,12 +67,12 @@ pub(super) fn run(
                 }
             },
         };
-        run_script_heard(SCRIPT, on_gpus(tp_size, process)?, &lacks_gpus(tp_size), heard)?;
+        run_all_heard(on_gpus(tp_size, process)?, &lacks_gpus(tp_size), heard)?;
     }
     Ok(())
 }
 
-fn command(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Command {
+fn command(script: &Script, arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Command {
     fn names<T: serde::Serialize>(values: &[T]) -> String {
         let name = |value: &T| serde_json::to_value(value).ok()?.as_str().map(str::to_owned);
         values.iter().filter_map(name).collect::<Vec<_>>().join(",")
@@ -83,8 +82,8 @@ fn command(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Command {
         arguments.activations.iter().map(|activations| activations.activations()).collect();
     let shapes: Vec<String> =
         shapes.iter().map(|shape| shape.map(|size| size.to_string()).join(":")).collect();
-    let mut command = Command::new("python3");
-    command.args(["-", "--json", "--shapes", &shapes.join(","), "--kinds", &names(&kinds)]);
+    let mut command = script.command();
+    command.args(["--json", "--shapes", &shapes.join(","), "--kinds", &names(&kinds)]);
     command.args(["--passes", &names(&arguments.passes), "--activations", &names(&activations)]);
     command.args(["--iterations", &arguments.iterations.to_string()]);
     command
@@ -123,6 +122,7 @@ impl PeerRow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::pytorch::text_of;
 
     /// What the script prints is what is read here, and both know the same names.
     #[test]
@@ -136,8 +136,13 @@ mod tests {
         for word in ["megatron", "column", "8192:8192:7168", "2000.0", "NaN"] {
             assert!(text.contains(word), "{word} in {text}");
         }
-        for name in ["column", "row", "forward", "backward", "replicated", "sequence_parallel"] {
-            assert!(SCRIPT.contains(&format!("\"{name}\"")), "{name}");
+        for (file, names) in [
+            ("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"].as_slice()),
+            ("layers/passes.py", ["forward", "backward", "megatron", "async_tp"].as_slice()),
+        ] {
+            for name in names {
+                assert!(text_of(file).contains(&format!("\"{name}\"")), "{name}");
+            }
         }
     }
 }

@@ -41,16 +41,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
 /// The CPU's rates depend on shapes more than a GPU's, so that commands measure their own; this is what others plan with.
 fn of_cpu(progress: &Progress) -> MachineProfile {
     progress.step("measuring the CPU");
-    let spec = AttentionSpec {
-        heads_q: 8,
-        heads_kv: 8,
-        head_dim: 128,
-        head_dim_v: 128,
-        dtype: DType::F32,
-        scale: 1.0 / 128.0_f64.sqrt(),
-        softcap: 0.0,
-        seqlen_sink: 0,
-    };
+    let spec = AttentionSpec::new(8, 8, 128, DType::F32);
     MachineProfile {
         version: PROFILE_VERSION,
         machine: device::cpu_name(),

@@ -1,7 +1,6 @@
 //! One process of a selftest: the groups that it was given, on the GPUs that it sees.
 
 use std::io::{self, Read};
-use std::process;
 use std::thread;
 use std::time::Instant;
 
@@ -22,6 +21,7 @@ use super::processes::Bench;
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::console;
 use crate::error::CliError;
+use crate::interrupt;
 
 /// Examines the groups of the arguments and prints what was found as one JSON document. Ends when standard input does: whoever
 /// started it is gone then.
@@ -31,7 +31,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         .spawn(|| {
             // Whatever ends it, an error too.
             let _ = io::stdin().lock().read_to_end(&mut Vec::new());
-            process::exit(1);
+            interrupt::end(1);
         })
         .map_err(|error| CliError::Threads { threads: 1, reason: error.to_string() })?;
     let extent = if arguments.quick { Extent::Quick } else { Extent::Full };

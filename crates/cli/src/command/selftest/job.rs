@@ -3,18 +3,19 @@
 use std::fs::{self, File};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, io, thread};
 
 use super::worker::visible;
+use crate::own_process::OwnProcess;
 
 /// Between looks at processes.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Processes of one job, by rank. Those that still run when this goes are killed.
+/// Processes of one job, by rank.
 pub(super) struct Job {
-    processes: Vec<Child>,
+    processes: Vec<OwnProcess>,
     texts: Vec<PathBuf>,
 }
 
@@ -51,7 +52,7 @@ pub(super) fn start(folder: &Path, name: &str, lines: &[String], gpus: Gpus) -> 
                 command.env("CUDA_VISIBLE_DEVICES", visible(job.processes.len()));
             }
         }
-        job.processes.push(command.spawn()?);
+        job.processes.push(OwnProcess::start(&mut command)?);
         job.texts.push(text);
     }
     Ok(job)
@@ -74,11 +75,10 @@ impl Job {
     }
 
     /// Waits until `ready`, for `limit` at most and while all processes run; whether it came to that.
-    pub(super) fn wait_for(&mut self, limit: Duration, ready: impl Fn(&Self) -> bool) -> bool {
+    pub(super) fn wait_for(&self, limit: Duration, ready: impl Fn(&Self) -> bool) -> bool {
         let began = Instant::now();
         while !ready(self) {
-            let ended = self.processes.iter_mut().any(|process| !matches!(process.try_wait(), Ok(None)));
-            if ended || began.elapsed() > limit {
+            if self.processes.iter().any(|process| !process.runs()) || began.elapsed() > limit {
                 return false;
             }
             thread::sleep(LOOK);
@@ -94,38 +94,19 @@ impl Job {
     }
 
     /// Waits until the processes of `ranks` have ended, for `limit` at most. All that still run then are killed.
-    pub(super) fn end(mut self, ranks: &[usize], limit: Duration) -> Vec<Ended> {
+    pub(super) fn end(self, ranks: &[usize], limit: Duration) -> Vec<Ended> {
         let began = Instant::now();
-        let running = |process: &mut Child| matches!(process.try_wait(), Ok(None));
-        while ranks.iter().any(|rank| running(&mut self.processes[*rank])) && began.elapsed() < limit {
+        while ranks.iter().any(|rank| self.processes[*rank].runs()) && began.elapsed() < limit {
             thread::sleep(LOOK);
         }
-        let ranks = 0..self.processes.len();
-        let end = |rank: usize| {
-            let process = &mut self.processes[rank];
-            let code = match process.try_wait() {
-                Ok(Some(status)) => status.code(),
-                _ => {
-                    process.kill().ok();
-                    process.wait().ok();
-                    None
-                }
-            };
-            (rank, code)
+        let end = |process: &OwnProcess| {
+            let status = process.status().ok().flatten();
+            process.end();
+            status.and_then(|status| status.code())
         };
-        let codes: Vec<_> = ranks.map(end).collect();
-        codes.into_iter().map(|(rank, code)| Ended { code, text: self.text(rank) }).collect()
-    }
-}
-
-impl Drop for Job {
-    fn drop(&mut self) {
-        for process in &mut self.processes {
-            if matches!(process.try_wait(), Ok(None)) {
-                process.kill().ok();
-                process.wait().ok();
-            }
-        }
+        // What they said is read when none of them says more.
+        let codes: Vec<_> = self.processes.iter().map(end).collect();
+        codes.into_iter().enumerate().map(|(rank, code)| Ended { code, text: self.text(rank) }).collect()
     }
 }
 

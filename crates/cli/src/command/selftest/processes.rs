@@ -9,11 +9,11 @@ use std::{fs, io, thread};
 
 use counterpoint_cuda::{CudaError, Device, DeviceBuffer};
 use counterpoint_exec::selftest::{Extent, SelfCheck};
-use tempfile::TempDir;
 
 use super::crossing;
 use super::examiner::CannotBegin;
 use super::job::{Ended, Gpus, Job, start};
+use crate::temporary_folder::TemporaryFolder;
 
 /// What every rank is given where bits are compared.
 const ATTENTION: &str = "attention --device cuda --mask varlen-block-causal:0,500,2500,4096,block=256 --heads-q 4 --heads-kv 2 \
@@ -40,7 +40,7 @@ enum Fault {
 
 /// Where jobs run, and leave what they say.
 pub(super) struct Bench {
-    folder: TempDir,
+    folder: TemporaryFolder,
     gpus: usize,
     /// How many times as long as usual they may take.
     patience: u32,
@@ -50,7 +50,7 @@ impl Bench {
     /// On all GPUs.
     pub(super) fn new(patience: u32) -> Result<Self, CannotBegin> {
         let folder =
-            tempfile::tempdir().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
+            TemporaryFolder::new().map_err(|error| CannotBegin(format!("no folder: {error}; set TMPDIR")))?;
         Ok(Self { folder, gpus: Device::count()?, patience })
     }
 
@@ -192,7 +192,7 @@ impl Bench {
         let line = self.within(LIMIT, &format!("{COLLECTIVES} --transports {transport}"));
         let limit = self.patient(LIMIT + GRACE);
         let file = format!("{fault:?}-{transport}-{}", delay.as_millis());
-        let mut job = match start(self.folder.path(), &file, &[line.clone(), line], Gpus::All) {
+        let job = match start(self.folder.path(), &file, &[line.clone(), line], Gpus::All) {
             Ok(job) => job,
             Err(error) => return fail(error.to_string()),
         };

@@ -10,6 +10,7 @@ use super::ledger::{GroupChecks, Ledger};
 use super::part::{Machine, Part, keep, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
+use crate::temporary_folder::TemporaryFolder;
 use crate::{console, device};
 
 /// Bytes of a GPU's memory that may be less after all processes: what the driver itself keeps.
@@ -27,7 +28,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     };
     let parts = chosen(arguments, machine, extent)?;
     let memory = Memory::before(&parts, machine.gpus).map_err(failed)?;
-    let folder = tempfile::tempdir().map_err(|error| CliError::CheckFailed {
+    let folder = TemporaryFolder::new().map_err(|error| CliError::CheckFailed {
         what: format!("there is no temporary folder: {error}; set TMPDIR"),
     })?;
     let mut ledger = Ledger::new(arguments.json);

@@ -4,7 +4,7 @@ use std::env;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::SelfCheck;
@@ -12,20 +12,22 @@ use counterpoint_exec::selftest::SelfCheck;
 use super::ledger::{Examined, GroupChecks};
 use super::part::{Part, Place};
 use crate::arguments::{Device, SelftestArguments};
+use crate::own_process::OwnProcess;
 
-/// A part may take so long, also under a tool that slows it down a hundredfold: whatever waits inside it has a far shorter limit.
+/// A part may take so long, and with `--patience` as many times as that: whatever waits inside it has a far shorter limit.
 const LIMIT: Duration = Duration::from_secs(900);
 
-/// A process that examines a part. It is killed when this goes.
+/// A process that examines a part.
 pub(super) struct Worker {
     pub(super) part: Part,
     /// The GPUs whose slots it has.
     pub(super) gpus: Vec<usize>,
-    process: Child,
+    process: OwnProcess,
     /// It ends when this is closed, so it does not outlive us.
     _open: Option<ChildStdin>,
     text: PathBuf,
     began: Instant,
+    limit: Duration,
 }
 
 impl Worker {
@@ -55,24 +57,31 @@ impl Worker {
         if let (Place::AnyGpu(_), [gpu]) = (part.place, gpus.as_slice()) {
             command.env("CUDA_VISIBLE_DEVICES", visible(*gpu));
         }
-        let mut process = command.spawn()?;
-        let open = process.stdin.take();
-        Ok(Self { part, gpus, process, _open: open, text, began: Instant::now() })
+        let process = OwnProcess::start(&mut command)?;
+        let open = process.stdin();
+        Ok(Self {
+            part,
+            gpus,
+            process,
+            _open: open,
+            text,
+            began: Instant::now(),
+            limit: LIMIT * arguments.patience,
+        })
     }
 
     /// Whether it has ended, or had all its time and was killed.
-    pub(super) fn has_ended(&mut self) -> bool {
-        if self.began.elapsed() > LIMIT {
-            self.process.kill().ok();
-            self.process.wait().ok();
+    pub(super) fn has_ended(&self) -> bool {
+        if self.began.elapsed() > self.limit {
+            self.process.end();
             return true;
         }
-        !matches!(self.process.try_wait(), Ok(None))
+        !self.process.runs()
     }
 
     /// What it found, by times that count from `start`. A process that ended without a word is a failed check.
-    pub(super) fn found(mut self, start: Instant) -> Vec<GroupChecks> {
-        let status = self.process.try_wait().ok().flatten();
+    pub(super) fn found(self, start: Instant) -> Vec<GroupChecks> {
+        let status = self.process.status().ok().flatten();
         let text = fs::read(&self.text).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let document = text.lines().rev().find_map(|line| serde_json::from_str::<Examined>(line).ok());
@@ -89,15 +98,6 @@ impl Worker {
         };
         groups.iter_mut().for_each(|group| group.began += after.as_secs_f64());
         groups
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        if matches!(self.process.try_wait(), Ok(None)) {
-            self.process.kill().ok();
-            self.process.wait().ok();
-        }
     }
 }
 

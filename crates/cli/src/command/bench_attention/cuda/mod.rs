@@ -29,8 +29,8 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
     let sizes = Sizes::of(arguments);
     // Without a GPU there is nothing to compare either.
     let machine = machine(sizes.kernels).map_err(|source| CliError::Cuda { source })?;
-    if let Some(peers) = &arguments.cuda.peers {
-        return peers::compare(peers, arguments, &sizes);
+    if !arguments.cuda.peers.is_empty() {
+        return peers::compare(arguments, &sizes);
     }
     console::note_development_build();
     let mut wrong = Vec::new();
@@ -80,16 +80,7 @@ impl Shape {
         heads_kv: usize,
         seqlen: usize,
     ) -> Result<Self, CliError> {
-        let spec = AttentionSpec {
-            heads_q,
-            heads_kv,
-            head_dim: sizes.head_dim,
-            head_dim_v: sizes.head_dim,
-            dtype: sizes.element(),
-            scale: 1.0 / (sizes.head_dim as f64).sqrt(),
-            softcap: 0.0,
-            seqlen_sink: 0,
-        };
+        let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, sizes.element());
         // Inputs do not depend on the mask; they need one for its length.
         let longest = mask::load(BenchMask::Full, seqlen)?;
         let inputs = random_inputs(&longest, &spec, seqlen as u64, true);

@@ -1,28 +1,34 @@
 //! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
 
-use std::io::{BufRead, BufReader, Write};
+mod script;
+
+use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub(super) use script::Script;
+#[cfg(test)]
+pub(super) use script::text_of;
+
 use crate::error::CliError;
+use crate::own_process::OwnProcess;
 
 /// No comparison takes as long. One that does has hung, in a driver or a collective.
 const LIMIT: Duration = Duration::from_secs(2 * 3600);
 /// Between two looks at the processes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Runs a script in all `commands` at once, which are `python3 - …`: it is handed over as text, so that nothing is written to
-/// disk. Whichever fails ends the others. `lacks` says what a machine has not on which the script ends with status 3.
-pub(super) fn run_script(script: &str, commands: Vec<Command>, lacks: &str) -> Result<(), CliError> {
-    run_all(script, commands, lacks, None)
+/// Runs all `commands` at once, which are those of one [`Script`]. Whichever fails ends the others. `lacks` says what a machine has
+/// not on which the script ends with status 3.
+pub(super) fn run_all(commands: Vec<Command>, lacks: &str) -> Result<(), CliError> {
+    run(commands, lacks, None)
 }
 
 /// The same, where `heard` is given every line that the first of them prints.
-pub(super) fn run_script_heard(
-    script: &str,
+pub(super) fn run_all_heard(
     mut commands: Vec<Command>,
     lacks: &str,
     mut heard: impl FnMut(&str) -> Result<(), CliError>,
@@ -30,33 +36,30 @@ pub(super) fn run_script_heard(
     if let Some(first) = commands.first_mut() {
         first.stdout(Stdio::piped());
     }
-    run_all(script, commands, lacks, Some(&mut heard))
+    run(commands, lacks, Some(&mut heard))
 }
 
 type Heard<'a> = Option<&'a mut dyn FnMut(&str) -> Result<(), CliError>>;
 
-fn run_all(script: &str, commands: Vec<Command>, lacks: &str, mut heard: Heard<'_>) -> Result<(), CliError> {
+fn run(commands: Vec<Command>, lacks: &str, mut heard: Heard<'_>) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
-    let mut processes = Processes(Vec::new());
+    let mut processes = Vec::new();
     let mut lines = Vec::new();
     for mut command in commands {
-        let started = command.stdin(Stdio::piped()).spawn();
-        let mut child = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
-        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        processes.0.push(child);
-        lines.extend(stdout.map(read_lines));
-        if let Some(mut stdin) = stdin {
-            // A python3 that ends early has its own words for why.
-            let _ = stdin.write_all(script.as_bytes());
-        }
+        let started = OwnProcess::start(command.stdin(Stdio::null()));
+        let process = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
+        lines.extend(process.stdout().map(read_lines));
+        processes.push(process);
     }
     let began = Instant::now();
     loop {
         hear(&lines, &mut heard)?;
         let mut running = 0;
-        for child in &mut processes.0 {
-            let ended = child.try_wait();
-            match ended.map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))? {
+        for process in &processes {
+            match process
+                .status()
+                .map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))?
+            {
                 None => running += 1,
                 Some(status) if status.success() => {}
                 Some(status) if status.code() == Some(3) => return Err(no_peers(lacks.to_owned())),
@@ -118,31 +121,9 @@ pub(super) fn on_gpus(ranks: usize, command: impl Fn() -> Command) -> Result<Vec
     Ok((0..ranks).map(process).collect())
 }
 
-/// As [`run_script`], in a process for each of `ranks` GPUs.
-pub(super) fn run_script_on_gpus(
-    script: &str,
-    ranks: usize,
-    command: impl Fn() -> Command,
-) -> Result<(), CliError> {
-    run_script(script, on_gpus(ranks, command)?, &lacks_gpus(ranks))
-}
-
 /// What a machine lacks that has fewer GPUs.
 pub(super) fn lacks_gpus(ranks: usize) -> String {
     format!("python3 has no PyTorch that sees {ranks} GPUs")
-}
-
-/// Processes that end with their owner.
-struct Processes(Vec<Child>);
-
-impl Drop for Processes {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            // One that has ended already has nothing to be killed.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
 }
 
 #[cfg(test)]
@@ -157,11 +138,11 @@ mod tests {
 
     #[test]
     fn all_are_waited_for_and_the_first_to_fail_ends_the_others() {
-        assert!(run_script("", vec![shell("true"), shell("sleep 0.2")], "").is_ok());
+        assert!(run_all(vec![shell("true"), shell("sleep 0.2")], "").is_ok());
         let began = Instant::now();
-        let error = run_script("", vec![shell("sleep 60"), shell("exit 4")], "").unwrap_err();
+        let error = run_all(vec![shell("sleep 60"), shell("exit 4")], "").unwrap_err();
         assert!(error.to_string().contains('4'), "{error}");
-        let error = run_script("", vec![shell("exit 3"), shell("sleep 60")], "no such GPU").unwrap_err();
+        let error = run_all(vec![shell("exit 3"), shell("sleep 60")], "no such GPU").unwrap_err();
         assert!(error.to_string().contains("no such GPU"), "{error}");
         assert!(began.elapsed() < Duration::from_secs(20));
     }
@@ -174,13 +155,7 @@ mod tests {
             Ok(())
         };
         let commands = vec![shell("echo one; sleep 0.2; echo two"), shell("sleep 0.1")];
-        run_script_heard("", commands, "", heard).unwrap();
+        run_all_heard(commands, "", heard).unwrap();
         assert_eq!(lines, ["one", "two"]);
-    }
-
-    #[test]
-    fn the_script_comes_by_standard_input() {
-        assert!(run_script("exit 0\n", vec![shell("sh")], "").is_ok());
-        assert!(run_script("exit 5\n", vec![shell("sh")], "").unwrap_err().to_string().contains('5'));
     }
 }

@@ -1,0 +1,132 @@
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::process::Command;
+
+use crate::command::bench_mask::DOCUMENTS;
+use crate::error::CliError;
+use crate::temporary_folder::TemporaryFolder;
+
+/// A script of `benches/peers` with the modules and data that it reads, in a temporary folder that goes with it.
+pub(crate) struct Script {
+    folder: TemporaryFolder,
+    name: &'static str,
+}
+
+/// Embeds files of `benches/peers`, by their paths there.
+macro_rules! embedded {
+    ($($path:literal),* $(,)?) => {
+        &[$(($path, include_str!(concat!("../../../../../benches/peers/", $path)))),*]
+    };
+}
+
+/// All scripts share modules, so they come together.
+const FILES: &[(&str, &str)] = embedded![
+    "attention.py",
+    "common/command_line.py",
+    "common/exact_attention.py",
+    "common/pytorch.py",
+    "common/ranks.py",
+    "context_parallel.py",
+    "gemm_collective.py",
+    "layers/check.py",
+    "layers/layer.py",
+    "layers/passes.py",
+    "one_gpu/backends.py",
+    "one_gpu/case.py",
+    "one_gpu/counterpoint.py",
+    "one_gpu/masks.py",
+    "one_gpu/ratios.py",
+    "one_gpu/reference.py",
+    "one_gpu/rows.py",
+    "one_gpu/tables.py",
+    "one_gpu/tensors.py",
+    "published.json",
+    "sharded/problem.py",
+    "sharded/ring.py",
+    "sharded/ways.py",
+    "tensor_parallel.py",
+];
+
+impl Script {
+    /// Writes all of them as they lie in `benches`, and takes the one with that name.
+    pub(crate) fn unpack(name: &'static str) -> Result<Self, CliError> {
+        let write = || {
+            let folder = TemporaryFolder::new()?;
+            let (peers, data) = (folder.path().join("peers"), folder.path().join("data"));
+            for (path, text) in FILES {
+                write_with_folders(&peers.join(path), text)?;
+            }
+            for (seqlen, text) in DOCUMENTS {
+                write_with_folders(&data.join(format!("documents_{}k.txt", seqlen >> 10)), text)?;
+            }
+            Ok(folder)
+        };
+        let folder = write().map_err(|error: io::Error| CliError::NoPeers {
+            reason: format!(
+                "its script cannot be written to a temporary folder ({error}; TMPDIR says where)"
+            ),
+        })?;
+        Ok(Self { folder, name })
+    }
+
+    /// `python3` with the script, to which the caller adds arguments.
+    pub(crate) fn command(&self) -> Command {
+        let mut command = Command::new("python3");
+        // Without files of byte code: it runs once.
+        command.arg("-B").arg(self.folder.path().join("peers").join(self.name));
+        command
+    }
+}
+
+fn write_with_folders(path: &Path, text: &str) -> io::Result<()> {
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
+    fs::write(path, text)
+}
+
+/// The text of one of the files, for tests of what both sides must know.
+#[cfg(test)]
+pub(crate) fn text_of(path: &str) -> &'static str {
+    FILES.iter().find(|(name, _)| *name == path).unwrap().1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files_below(folder: &Path, prefix: &str, found: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let entry = entry.unwrap();
+            let name = format!("{prefix}{}", entry.file_name().to_str().unwrap());
+            match entry.file_type().unwrap().is_dir() {
+                true if name.ends_with("__pycache__") => {}
+                true => files_below(&entry.path(), &format!("{name}/"), found),
+                false => found.push(name),
+            }
+        }
+    }
+
+    #[test]
+    fn every_file_of_the_peers_is_inside() {
+        let mut found = Vec::new();
+        files_below(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers"), "", &mut found);
+        found.sort();
+        let inside: Vec<&str> = FILES.iter().map(|(path, _)| *path).collect();
+        assert_eq!(inside, found);
+    }
+
+    #[test]
+    fn what_is_unpacked_lies_as_it_does_here_and_goes_with_it() {
+        let script = Script::unpack("attention.py").unwrap();
+        let root = script.folder.path().to_owned();
+        let mut found = Vec::new();
+        files_below(&root, "", &mut found);
+        assert_eq!(found.len(), FILES.len() + DOCUMENTS.len());
+        for path in ["peers/attention.py", "peers/common/pytorch.py", "data/documents_8k.txt"] {
+            let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches").join(path);
+            assert_eq!(fs::read(root.join(path)).unwrap(), fs::read(here).unwrap(), "{path}");
+        }
+        drop(script);
+        assert!(!root.exists());
+    }
+}
