@@ -152,7 +152,8 @@ mod tests {
     use super::*;
     use crate::CpuMachine;
 
-    const TIMING: Repeats = Repeats { limit: Duration::from_secs(60), warmups: 0, iterations: 1 };
+    const TIMING: Repeats =
+        Repeats { limit: Duration::from_secs(60), warmups: 0, iterations: 1, enough: Duration::MAX };
 
     fn clock(
         machine: &CpuMachine,

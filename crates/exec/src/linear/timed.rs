@@ -18,6 +18,8 @@ pub struct Repeats {
     pub warmups: usize,
     /// Runs that count, at least 1; a time is their median.
     pub iterations: usize,
+    /// Runs that count end early once they have taken so long and are 3, those before them once they have taken so long.
+    pub enough: Duration,
 }
 
 pub(super) type TimedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -47,11 +49,19 @@ pub(super) fn run<M: Machine>(
             rank.bind(&spec.name, buffer)?;
         }
     }
-    for _ in 0..timing.warmups {
-        Prepared::run_ranks(&mut prepared)?;
-    }
-    let timelines = (0..timing.iterations.max(1)).map(|_| Prepared::run_ranks(&mut prepared));
-    Ok((timelines.collect::<Result<_, _>>()?, prepared))
+    let enough = timing.enough.as_secs_f64();
+    let mut runs = |most: usize, least: usize| -> Result<Vec<Timeline>, ExecError> {
+        let (mut timelines, mut spent) = (Vec::new(), 0.0);
+        while timelines.len() < most && (timelines.len() < least || spent < enough) {
+            let timeline = Prepared::run_ranks(&mut prepared)?;
+            spent += timeline.duration();
+            timelines.push(timeline);
+        }
+        Ok(timelines)
+    };
+    runs(timing.warmups, 1)?;
+    let timelines = runs(timing.iterations.max(1), 3)?;
+    Ok((timelines, prepared))
 }
 
 /// What an element of a result must be.

@@ -4,7 +4,7 @@ mod found;
 mod summary;
 mod tuning;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, Repeats};
@@ -142,6 +142,7 @@ pub(in crate::command) fn repeats(arguments: &RanksArguments) -> Repeats {
         limit: arguments.limit,
         warmups: arguments.warmups as usize,
         iterations: arguments.iterations as usize,
+        enough: Duration::MAX,
     }
 }
 
@@ -178,5 +179,5 @@ fn searcher(
         StartOrder::Sequential | StartOrder::Concurrent => ProductStart::Free,
     };
     let most_groups = arguments.most_groups as usize;
-    Ok(GroupSearcher { spec, tp_size, wave, most_groups, starts, link, speed_beside })
+    Ok(GroupSearcher { spec, tp_size, wave, most_groups, trials: 0, starts, link, speed_beside })
 }

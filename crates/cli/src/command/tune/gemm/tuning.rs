@@ -1,6 +1,6 @@
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Machine, MeasureError, MeasuredClock};
+use counterpoint_exec::{Machine, MeasureError, MeasuredClock, Repeats};
 use counterpoint_plan::{
     GroupSearch, GroupSearcher, LinearPlan, LinearSpec, PassClock, SearchStep, WaveGroups,
 };
@@ -15,6 +15,14 @@ use crate::progress::Bar;
 /// How often each answer is measured, all of them in turns.
 const TURNS: usize = 5;
 
+/// Runs of one sequence that have taken so long are enough: their median is as good as that of many short ones.
+const ENOUGH: Duration = Duration::from_millis(10);
+/// Sequences that a predictive search tries: as many as take some tenths of a second.
+const TRIALS: (f64, f64) = (4.0, 12.0);
+const TRIAL_SECONDS: f64 = 0.4;
+/// What a trial takes beside its runs, on GPUs.
+const READY_SECONDS: f64 = 6e-3;
+
 /// What is tuned, and how.
 pub(super) struct Tuning<'a> {
     pub(super) arguments: &'a TuneGemmArguments,
@@ -26,8 +34,18 @@ pub(super) struct Tuning<'a> {
 
 impl Tuning<'_> {
     fn clock<'m, M>(&self, machine: &'m M, policy: OverlapPolicy) -> MeasuredClock<'m, M> {
-        let timing = repeats(&self.arguments.ranks);
+        let timing = Repeats { enough: ENOUGH, ..repeats(&self.arguments.ranks) };
         MeasuredClock { machine, spec: self.spec, ranks: self.tp_size, policy, timing }
+    }
+
+    /// Sequences that a predictive search may try of a forward that takes so many `seconds`.
+    fn trials(&self, seconds: f64) -> usize {
+        let Repeats { warmups, iterations, .. } = repeats(&self.arguments.ranks);
+        let counted = |most: usize, least: f64| {
+            (ENOUGH.as_secs_f64() / seconds).clamp(least, f64::max(least, most as f64))
+        };
+        let runs = counted(warmups, 1.0) + counted(iterations, 3.0);
+        (TRIAL_SECONDS / (READY_SECONDS + runs * seconds)).clamp(TRIALS.0, TRIALS.1) as usize
     }
 
     /// Searches as the arguments say, and measures what was found beside the same without overlap.
@@ -43,14 +61,15 @@ impl Tuning<'_> {
         let whole = self.searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
         // What a process does once, connecting ranks above all, is no part of a search.
         let mut sequential = alone.pass(&whole).map_err(failed)?;
+        let searcher = GroupSearcher { trials: self.trials(sequential), ..self.searcher };
         let mut answers = Vec::new();
         for &search in searches {
             let bar = Bar::new();
             let told = |step: SearchStep| bar.show(&step.what, step.done, step.all);
             let begun = Instant::now();
             let (plan, expected) = match search {
-                GroupSearch::Predictive => self.searcher.predictive(&mut clock, told),
-                GroupSearch::Exhaustive => self.searcher.exhaustive(&mut clock, told),
+                GroupSearch::Predictive => searcher.predictive(&mut clock, told),
+                GroupSearch::Exhaustive => searcher.exhaustive(&mut clock, told),
             }
             .map_err(failed)?;
             let took = begun.elapsed().as_secs_f64();
