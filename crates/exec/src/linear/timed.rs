@@ -18,7 +18,7 @@ pub struct Repeats {
     pub warmups: usize,
     /// Runs that count, at least 1; a time is their median.
     pub iterations: usize,
-    /// Runs that count end early once they have taken so long and are 3, those before them once they have taken so long.
+    /// Once three or more runs that count have taken so long together, no more follow; likewise one or more of those before them.
     pub enough: Duration,
 }
 

@@ -29,6 +29,7 @@ pub(super) struct Tuning<'a> {
     pub(super) spec: LinearSpec,
     pub(super) tp_size: usize,
     pub(super) policy: OverlapPolicy,
+    /// Without trials yet: how many there is time for shows when the forward is first run.
     pub(super) searcher: GroupSearcher,
 }
 
@@ -60,8 +61,8 @@ impl Tuning<'_> {
         let mut alone = self.clock(machine, OverlapPolicy::new(StartOrder::Sequential));
         let whole = self.searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
         // What a process does once, connecting ranks above all, is no part of a search.
-        let mut sequential = alone.pass(&whole).map_err(failed)?;
-        let searcher = GroupSearcher { trials: self.trials(sequential), ..self.searcher };
+        let first = alone.pass(&whole).map_err(failed)?;
+        let searcher = GroupSearcher { trials: self.trials(first), ..self.searcher };
         let mut answers = Vec::new();
         for &search in searches {
             let bar = Bar::new();
@@ -82,6 +83,7 @@ impl Tuning<'_> {
                 plans.push((answer.plan.clone(), f64::INFINITY));
             }
         }
+        let mut sequential = f64::INFINITY;
         for _ in 0..TURNS {
             sequential = sequential.min(alone.pass(&whole).map_err(failed)?);
             for (plan, least) in &mut plans {
