@@ -35,6 +35,43 @@ fn what_is_found_is_kept() {
     assert_eq!(folder.names(), ["plans.json"]);
 }
 
+/// Several products of several collectives in one command: a row each, a plan each, and what came of all of them.
+#[test]
+fn several_products_end_with_a_summary() {
+    let folder = Folder::new();
+    let line = "tune gemm --shapes 64:32:32,96:64:32 --collective all-gather,reduce-scatter,all-reduce --tp-size 2 \
+                --iterations 1 --warmups 0 --waves 3 --search both --plans plans.json";
+    let ran = folder.run(&format!("{line} --json")).ok();
+    let mut rows: Vec<Value> = ran.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let summary = rows.pop().unwrap()["summary"].clone();
+    assert_eq!(rows.len(), 6);
+    let ratios = rows.iter().map(|row| row["predicted_over_best"].as_f64().unwrap());
+    let compared = &summary["predicted_over_best"];
+    assert_eq!((&summary["cases"], &compared["cases"]), (&6.into(), &6.into()));
+    assert_eq!(compared["near"], ratios.clone().filter(|ratio| *ratio <= 1.03).count());
+    assert_eq!(compared["worst"]["ratio"], ratios.fold(0.0, f64::max));
+    let slowest =
+        rows.iter().map(|row| row["searches"][0]["search_seconds"].as_f64().unwrap()).fold(0.0, f64::max);
+    assert_eq!(summary["predictive_search_seconds"]["max"], slowest);
+    assert!(
+        summary["seconds"].as_f64()
+            >= rows
+                .iter()
+                .map(|row| row["seconds"].as_f64())
+                .max_by(|a, b| a.partial_cmp(b).unwrap())
+                .unwrap()
+    );
+    let file: Value = serde_json::from_slice(&folder.read("plans.json")).unwrap();
+    assert_eq!(file["plans"].as_array().unwrap().len(), 6);
+    let table = folder.run(line).ok().stdout;
+    assert!(
+        table.contains("6 products in")
+            && table.contains("best of all sequences on")
+            && table.contains("of 6"),
+        "{table}"
+    );
+}
+
 /// Over an imitated link that is slower than the product, groups that overlap are found, and are faster than none: in one of a
 /// few attempts, as other programs may take the processor meanwhile.
 #[test]
@@ -81,6 +118,10 @@ fn bad_requests_are_refused() {
         "tune gemm --m 8 --n 8 --k 8 --collective all-reduce --tp-size 1",
         &["--tp-size", "at least 2"],
     );
+    let several = "tune gemm --tp-size 2 --collective all-gather --plans plans.json";
+    folder.refuses(&format!("{several} --shapes 64:64:32,64:33:32"), &["--shapes 33", "2 ranks"]);
+    folder.refuses(&format!("{several} --shapes 64:64:32 --m 64"), &["--shapes", "--m"]);
+    folder.refuses(&format!("{several} --m 64"), &["--n", "--k"]);
     let many = format!("{SHAPE} --collective all-gather --search exhaustive --waves 20");
     folder.refuses(&many, &["--waves", "at most 12"]);
     folder.refuses("bench bandwidth -b 4M -e 1M", &["--min-bytes", "--max-bytes"]);

@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::time::Instant;
 
 use counterpoint_plan::DType;
@@ -74,6 +75,20 @@ pub trait Backend: Clone + Send {
     /// # Errors
     /// When an operation still writes it.
     fn download(&self, buffer: &Self::Buffer) -> Result<HostTensor, ExecError>;
+
+    /// A tensor whose elements are those of `elements`, again and again: contents that need not come from the host one by one.
+    ///
+    /// # Errors
+    /// As [`Backend::upload`].
+    fn upload_repeated(&self, spec: &BufferSpec, elements: &HostTensor) -> Result<Self::Buffer, ExecError> {
+        self.upload(&spec.name, elements.repeated(&spec.shape))
+    }
+
+    /// A copy of some rows of a buffer.
+    ///
+    /// # Errors
+    /// As [`Backend::download`]; when it does not have them.
+    fn download_rows(&self, buffer: &Self::Buffer, rows: Range<usize>) -> Result<HostTensor, ExecError>;
 
     /// Shape and element type of a buffer.
     fn layout(&self, buffer: &Self::Buffer) -> (Vec<usize>, DType);

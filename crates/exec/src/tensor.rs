@@ -1,3 +1,5 @@
+use std::ops::Range;
+
 use counterpoint_plan::DType;
 use half::{bf16, f16};
 
@@ -115,6 +117,37 @@ impl HostTensor {
     pub fn to_f64(&self) -> Vec<f64> {
         with_host_element!(self.dtype(), T => {
             self.as_slice::<T>().unwrap_or(&[]).iter().map(|element| element.to_f64()).collect()
+        })
+    }
+
+    /// Some of the rows.
+    ///
+    /// # Panics
+    /// When it does not have them.
+    pub fn some_rows(&self, rows: Range<usize>) -> Self {
+        let row = self.row_elements();
+        let shape = [&[rows.len()], &self.shape[1..]].concat();
+        with_host_element!(self.dtype(), T => {
+            let elements = self.as_slice::<T>().unwrap_or(&[]);
+            Self::from_vec(shape, elements[rows.start * row..rows.end * row].to_vec())
+        })
+    }
+
+    /// A tensor of this shape whose elements are these, again and again.
+    ///
+    /// # Panics
+    /// When there is no element and the shape has some, or it has no axis.
+    pub fn repeated(&self, shape: &[usize]) -> Self {
+        let count = shape.iter().product();
+        with_host_element!(self.dtype(), T => {
+            let elements = self.as_slice::<T>().unwrap_or(&[]);
+            let mut repeated = Vec::with_capacity(count);
+            while repeated.len() < count {
+                let left = count - repeated.len();
+                repeated.extend_from_slice(&elements[..left.min(elements.len())]);
+                assert!(!elements.is_empty(), "nothing repeats");
+            }
+            Self::from_vec(shape.to_vec(), repeated)
         })
     }
 

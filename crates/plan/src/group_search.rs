@@ -46,6 +46,8 @@ pub struct GroupSearcher {
     pub wave: usize,
     /// The most groups that are looked at.
     pub most_groups: usize,
+    /// The most sequences that a predictive search tries beside one group.
+    pub trials: usize,
     /// See [`PassCosts::starts`](crate::PassCosts::starts).
     pub starts: ProductStart,
     /// See [`PassCosts::link`](crate::PassCosts::link).
@@ -104,8 +106,9 @@ impl GroupSearcher {
     }
 
     /// Times products and collectives of some sizes by themselves, has the fastest groups follow from these times, and tries
-    /// them: one group and four more sequences at most. What the parts take from each other shows in a trial only, so each one
-    /// corrects what is expected of the sequences left. Returns the fastest that was tried, with its seconds.
+    /// them: one group and [`trials`](Self::trials) more sequences at most. What the parts take from each other shows in a trial only,
+    /// so each one corrects what is expected of the sequences left; and of what no time of a part tells, neighbours of the fastest so
+    /// far know most, so every second trial is the best of these. Returns the fastest that was tried, with its seconds.
     ///
     /// # Errors
     /// When the clock fails.
@@ -116,19 +119,23 @@ impl GroupSearcher {
     ) -> Result<(LinearPlan, f64), C::Error> {
         let costs = self.costs(clock, &mut told)?;
         let whole = self.plan(WaveGroups::Fixed(1))?;
-        let mut tell = |what, done| told(SearchStep { what, done, all: TRIALS + 1 });
+        let mut tell = |what, done| told(SearchStep { what, done, all: self.trials + 1 });
         tell("one group".to_owned(), 0);
         let mut best = (whole.clone(), clock.pass(&whole)?);
         let Some(mut costs) = costs else { return Ok(best) };
-        let mut tried = vec![vec![costs.waves()]];
-        for trial in 1..=TRIALS {
-            let Some(groups) = self.untried(&costs, &tried, best.1) else { break };
+        let mut fastest = vec![costs.waves()];
+        let mut tried = vec![fastest.clone()];
+        for trial in 1..=self.trials {
+            let expected = || untried(&costs, self.expected(&costs), &tried, best.1);
+            let near = || untried(&costs, self.neighbours(&fastest), &tried, best.1);
+            let next = if trial % 2 == 1 { expected().or_else(near) } else { near().or_else(expected) };
+            let Some(groups) = next else { break };
             tell(format!("groups of {groups:?} waves"), trial);
             let plan = self.of_waves(&groups)?;
             let seconds = clock.pass(&plan)?;
             costs.correct(&groups, seconds);
             if seconds < best.1 {
-                best = (plan, seconds);
+                (best, fastest) = ((plan, seconds), groups.clone());
             }
             tried.push(groups);
         }
@@ -192,21 +199,46 @@ impl GroupSearcher {
         Ok(whole.pass_costs(self.wave, &curves))
     }
 
-    /// The sequence that is expected to be fastest, of the fastest ones with up to 2, 4, 8 groups and so on; `None` where all were
-    /// tried or none can be expected to beat `least` seconds.
-    fn untried(&self, costs: &PassCosts, tried: &[Vec<usize>], least: f64) -> Option<Vec<usize>> {
+    /// The sequences that are expected to be fastest with up to 2, 4, 8 groups and so on.
+    fn expected(&self, costs: &PassCosts) -> Vec<Vec<usize>> {
         let all = self.most_groups.min(costs.waves());
         let doubled = std::iter::successors(Some(2), |most| Some(2 * most)).take_while(|&most| most < all);
-        let fastest = doubled.chain([all]).map(|most| costs.fastest(most));
-        let fresh = fastest.filter(|groups| !tried.contains(groups));
-        let timed = fresh.map(|groups| (costs.seconds(&groups), groups));
-        let (seconds, groups) = timed.min_by(|a, b| a.0.total_cmp(&b.0))?;
-        (seconds < least * WORTH_A_TRIAL).then_some(groups)
+        doubled.chain([all]).map(|most| costs.fastest(most)).collect()
+    }
+
+    /// Sequences that differ from this one by a group that is cut in two, two that are one, or a wave that is in the next group.
+    fn neighbours(&self, groups: &[usize]) -> Vec<Vec<usize>> {
+        let replaced =
+            |at: usize, old: usize, new: &[usize]| [&groups[..at], new, &groups[at + old..]].concat();
+        let cut = groups
+            .iter()
+            .enumerate()
+            .flat_map(|(at, &waves)| (1..waves).map(move |first| replaced(at, 1, &[first, waves - first])));
+        let joined = groups.windows(2).enumerate().flat_map(|(at, pair)| {
+            let [first, second] = [pair[0], pair[1]];
+            let moved = [[first + 1, second - 1], [first - 1, second + 1]];
+            let moved =
+                moved.into_iter().filter(|pair| !pair.contains(&0)).map(move |pair| replaced(at, 2, &pair));
+            moved.chain([replaced(at, 2, &[first + second])])
+        });
+        cut.chain(joined).filter(|groups| groups.len() <= self.most_groups).collect()
     }
 }
 
-/// Sequences that are tried beside one group.
-const TRIALS: usize = 4;
+/// The sequence that is expected to be fastest, of those that were not tried; `None` where none can be expected to beat `least`
+/// seconds.
+fn untried(
+    costs: &PassCosts,
+    sequences: Vec<Vec<usize>>,
+    tried: &[Vec<usize>],
+    least: f64,
+) -> Option<Vec<usize>> {
+    let fresh = sequences.into_iter().filter(|groups| !tried.contains(groups));
+    let timed = fresh.map(|groups| (costs.seconds(&groups), groups));
+    let (seconds, groups) = timed.min_by(|a, b| a.0.total_cmp(&b.0))?;
+    (seconds < least * WORTH_A_TRIAL).then_some(groups)
+}
+
 /// A sequence that is expected to take this much longer than the fastest that was tried is left out.
 const WORTH_A_TRIAL: f64 = 1.1;
 
@@ -246,6 +278,24 @@ impl Curve {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn neighbours_differ_by_one_step() {
+        let searcher = GroupSearcher {
+            spec: crate::GemmCollective::ReduceScatter.layer([64, 8, 8], crate::DType::Bf16),
+            tp_size: 2,
+            wave: 8,
+            most_groups: 3,
+            trials: 0,
+            starts: ProductStart::Free,
+            link: LinkUse::Apart,
+            speed_beside: 1.0,
+        };
+        let found = searcher.neighbours(&[3, 1]);
+        assert_eq!(found, [vec![1, 2, 1], vec![2, 1, 1], vec![2, 2], vec![4]]);
+        assert!(searcher.neighbours(&[1, 1, 2]).iter().all(|groups| groups.len() <= 3));
+        assert_eq!(searcher.neighbours(&[1]), Vec::<Vec<usize>>::new());
+    }
 
     #[test]
     fn curves_and_their_points() {

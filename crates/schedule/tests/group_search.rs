@@ -67,6 +67,7 @@ fn predictive_is_as_good_as_exhaustive() {
             tp_size,
             wave: m.div_ceil(tp_size).div_ceil(8),
             most_groups: 8,
+            trials: 12,
             starts: match policy.start {
                 StartOrder::KernelBarrier => ProductStart::AfterCommunication,
                 StartOrder::Signals => ProductStart::OneKernel,
@@ -110,6 +111,7 @@ fn many_waves_take_no_time() {
         tp_size: 8,
         wave: 64,
         most_groups: 32,
+        trials: 12,
         starts: ProductStart::AfterCommunication,
         link: LinkUse::Shared,
         speed_beside: 116.0 / 132.0,

@@ -63,7 +63,9 @@ together, and on their way together. `exhaustive` measures every sequence of gro
 2^(waves - 1) of them; `predictive` measures products and collectives of some sizes
 and computes the best sequence from these; `both` does both and compares. What is
 found is measured beside the same without overlap, and where it is no faster, one
-group is kept.
+group is kept. A sample of every result is checked; a wrong one ends the command,
+and the exit status is 1. Several products end with a summary: on how many of them
+the predicted sequence is as good as the best of all, and what searches took.
 
 Plans are kept by device, ranks, shape, type and collective in one file, in
 COUNTERPOINT_PROFILE_DIR or the user's configuration folder; linear layers of that
@@ -72,23 +74,29 @@ very shape on that very device use them from then on.
 Examples:
   counterpoint tune gemm --m 4k --n 4k --k 4k --collective reduce-scatter --tp-size 2
   counterpoint tune gemm --m 8k --n 8k --k 8k --collective all-reduce --device cuda --search both
+  counterpoint tune gemm --shapes 8k:8k:3584,8k:12k:6k --device cuda --search both \\
+      --collective reduce-scatter,all-reduce
   counterpoint tune gemm --m 1k --n 1k --k 1k --collective all-gather --slow-link 200,0.2 --json")]
 pub(crate) struct TuneGemmArguments {
     /// Rows of the product
-    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
-    pub(crate) m: usize,
+    #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
+    pub(crate) m: Option<usize>,
 
     /// Columns of the product, of all ranks
-    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
-    pub(crate) n: usize,
+    #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
+    pub(crate) n: Option<usize>,
 
     /// Terms of every sum, of all ranks
-    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
-    pub(crate) k: usize,
+    #[arg(long, value_name = "N", value_parser = value::size, required_unless_present = "shapes", allow_hyphen_values = true)]
+    pub(crate) k: Option<usize>,
+
+    /// Several products instead of one, each with every collective
+    #[arg(long, value_name = "M:N:K", value_parser = value::product, value_delimiter = ',', conflicts_with_all = ["m", "n", "k"])]
+    pub(crate) shapes: Vec<[usize; 3]>,
 
     /// What travels: rows before the product, or sums after it
-    #[arg(long, value_name = "NAME", value_parser = value::collective())]
-    pub(crate) collective: GemmCollective,
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', required = true, value_parser = value::collective())]
+    pub(crate) collective: Vec<GemmCollective>,
 
     /// How groups are searched for
     #[arg(long, value_enum, default_value_t = SearchArgument::Predictive)]

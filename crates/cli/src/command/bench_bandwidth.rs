@@ -1,6 +1,6 @@
 //! `counterpoint bench bandwidth`.
 
-use counterpoint_exec::{CollectiveShape, CpuMachine, Machine};
+use counterpoint_exec::{CollectiveShape, CpuMachine, LinearSample, Machine};
 use counterpoint_report::{Column, Statistics, format_bytes, format_gbps, format_seconds, table};
 use serde_json::json;
 
@@ -50,7 +50,8 @@ fn measure<M: Machine>(
             let columns = arguments.row_elements;
             let shape = CollectiveShape { collective, ranks, rows: rows_each, columns, dtype };
             progress.step(format!("{} of {}", collective.name(), format_bytes(shape.bytes())));
-            let times = shape.measure(machine, &timing).map_err(|source| CliError::Run { source })?;
+            let times = shape.measure(machine, &timing, LinearSample::Whole);
+            let times = times.map_err(|source| CliError::Run { source })?;
             let seconds: Vec<f64> = times.iter().map(|[there, back]| there + back).collect();
             size = size.saturating_mul(arguments.step_factor);
             let Some(seconds) = Statistics::of(&seconds) else { continue };

@@ -27,6 +27,7 @@ mod user_kernel;
 mod watch;
 mod waves;
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -121,16 +122,32 @@ impl Backend for CudaBackend {
             .map_err(|error| self.error(&format_args!("the upload of {name}"), error))
     }
 
+    fn upload_repeated(&self, spec: &BufferSpec, elements: &HostTensor) -> Result<CudaBuffer, ExecError> {
+        let buffer = self.allocate(spec)?;
+        let few = self.upload(&spec.name, elements.some_rows(0..elements.len().min(buffer.len())))?;
+        let filled = buffer.memory().repeat(&self.0.setup, few.memory());
+        // What is copied from goes when this returns.
+        let filled = filled.and_then(|()| self.0.setup.synchronize());
+        filled.map_err(|error| self.error(&format_args!("the upload of {}", spec.name), error))?;
+        Ok(buffer)
+    }
+
     fn download(&self, buffer: &CudaBuffer) -> Result<HostTensor, ExecError> {
-        let (memory, setup, count) = (buffer.memory(), &self.0.setup, buffer.len());
+        self.download_rows(buffer, 0..buffer.shape()[0])
+    }
+
+    fn download_rows(&self, buffer: &CudaBuffer, rows: Range<usize>) -> Result<HostTensor, ExecError> {
+        let (memory, setup, row) =
+            (buffer.memory(), &self.0.setup, buffer.shape()[1..].iter().product::<usize>());
+        let (first, count) = (rows.start * row * buffer.dtype().size(), rows.len() * row);
         let data = match buffer.dtype() {
-            DType::F64 => memory.download(setup, 0, count).map(HostData::F64),
-            DType::F32 => memory.download(setup, 0, count).map(HostData::F32),
-            DType::Bf16 => memory.download(setup, 0, count).map(HostData::Bf16),
-            DType::F16 => memory.download(setup, 0, count).map(HostData::F16),
+            DType::F64 => memory.download(setup, first, count).map(HostData::F64),
+            DType::F32 => memory.download(setup, first, count).map(HostData::F32),
+            DType::Bf16 => memory.download(setup, first, count).map(HostData::Bf16),
+            DType::F16 => memory.download(setup, first, count).map(HostData::F16),
         };
         let data = data.map_err(|error| self.error(&"a download", error))?;
-        Ok(HostTensor::new(buffer.shape().to_vec(), data))
+        Ok(HostTensor::new([&[rows.len()], &buffer.shape()[1..]].concat(), data))
     }
 
     fn layout(&self, buffer: &CudaBuffer) -> (Vec<usize>, DType) {

@@ -20,12 +20,13 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
         tp_size: ranks,
         wave: SHAPE[0].div_ceil(ranks).div_ceil(4),
         most_groups: 2,
+        trials: 0,
         starts: ProductStart::AfterCommunication,
         link: LinkUse::Shared,
         speed_beside: 1.0,
     };
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
-    let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7 };
+    let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
     let mut clock = MeasuredClock { machine, spec, ranks, policy, timing };
     let failed = |error: MeasureError| match error {
         MeasureError::Run(error) => error,

@@ -192,6 +192,23 @@ impl DeviceBuffer {
         unsafe { call!(driver, cuMemcpyAsync(to, source.address(), source.bytes, stream.raw())) }
     }
 
+    /// Enqueues that this buffer is filled with the bytes of `source`, again and again from its first byte on.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfBounds`] when `source` is longer or has no bytes for a buffer that has some; when the driver refuses.
+    pub fn repeat(&self, stream: &Stream, source: &Self) -> Result<(), CudaError> {
+        check_range(0, source.bytes.max(self.bytes.min(1)), source.bytes)?;
+        self.copy_from(stream, 0, source)?;
+        let mut filled = source.bytes;
+        while filled < self.bytes {
+            // As much again as is there: a few copies for any length.
+            let more = filled.min(self.bytes - filled);
+            self.copy_from(stream, filled, &self.slice(0..more)?)?;
+            filled += more;
+        }
+        Ok(())
+    }
+
     /// Enqueues a copy from pinned memory of the host to all of this buffer. What the host writes there before the copy has
     /// run may be copied too.
     ///

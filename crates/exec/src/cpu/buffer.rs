@@ -1,5 +1,5 @@
 use std::fmt;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use counterpoint_plan::DType;
@@ -96,6 +96,19 @@ impl CpuBuffer {
     /// [`ExecError::DataRace`] while an operation writes it.
     pub fn tensor(&self) -> Result<HostTensor, ExecError> {
         Ok(self.read(self.0.owner, &host_place())?.clone())
+    }
+
+    /// A copy of some rows.
+    ///
+    /// # Errors
+    /// As [`CpuBuffer::tensor`]; [`ExecError::Tensor`] when it does not have them.
+    pub fn rows(&self, rows: Range<usize>) -> Result<HostTensor, ExecError> {
+        let tensor = self.read(self.0.owner, &host_place())?;
+        if rows.start > rows.end || rows.end > tensor.rows() {
+            let reason = format!("it has {} rows and not {rows:?}", tensor.rows());
+            return Err(ExecError::Tensor { name: self.name().to_owned(), reason });
+        }
+        Ok(tensor.some_rows(rows))
     }
 
     /// Replaces its contents.

@@ -9,6 +9,7 @@ mod signal;
 mod stream;
 mod user_kernel;
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -161,6 +162,10 @@ impl Backend for CpuBackend {
 
     fn download(&self, buffer: &CpuBuffer) -> Result<HostTensor, ExecError> {
         buffer.tensor()
+    }
+
+    fn download_rows(&self, buffer: &CpuBuffer, rows: Range<usize>) -> Result<HostTensor, ExecError> {
+        buffer.rows(rows)
     }
 
     fn layout(&self, buffer: &CpuBuffer) -> (Vec<usize>, DType) {

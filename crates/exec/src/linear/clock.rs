@@ -1,28 +1,20 @@
-use std::sync::Arc;
-use std::time::Duration;
-
-use counterpoint_plan::{DType, GemmCollective, LinearPlan, LinearSpec, PassClock, PlanError};
+use counterpoint_mask::Range;
+use counterpoint_plan::{
+    Activations, GemmCollective, LinearKind, LinearPlan, LinearSpec, PassClock, PlanError,
+};
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, OverlapPolicy, Program, Timeline, lower_collective, lower_join,
-    lower_linear_forward, lower_product, travel_seconds,
+    OverlapPolicy, Program, Timeline, lower_join, lower_linear_forward, lower_product,
 };
 use thiserror::Error;
 
-use crate::host_element::with_host_element;
-use crate::{Backend, ExecError, HostElement, HostTensor, Machine, Prepared, World, WorldConfig};
+use super::collective_shape::CollectiveShape;
+use super::contents::Contents;
+use super::reference::LinearSample;
+use super::timed::{Repeats, TimedRank, Wanted, check, median, run};
+use crate::{Backend, ExecError, Machine};
 
-/// How things are timed.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Repeats {
-    /// Limit of every wait.
-    pub limit: Duration,
-    /// Runs before those that count.
-    pub warmups: usize,
-    /// Runs that count, at least 1; a time is their median.
-    pub iterations: usize,
-}
-
-/// Measured times of a layer's forward and of its parts, on the ranks of a machine.
+/// Measured times of a layer's forward and of its parts, on the ranks of a machine. A sample of every result is compared with what it
+/// must be.
 pub struct MeasuredClock<'a, M> {
     /// The machine.
     pub machine: &'a M,
@@ -43,17 +35,29 @@ pub enum MeasureError {
     /// A layer that cannot be split.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The run failed.
+    /// The run failed, or gave what it must not.
     #[error(transparent)]
     Run(#[from] ExecError),
 }
+
+/// Rows and columns of a result that are compared.
+const SAMPLED: LinearSample = LinearSample::Spread(8);
+/// Rows of a collective or of a copy, all of whose elements are compared.
+const SAMPLED_ROWS: LinearSample = LinearSample::Spread(32);
 
 impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     type Error = MeasureError;
 
     fn product(&mut self, rows: usize) -> Result<f64, MeasureError> {
         let size = self.spec.product_size(rows, self.ranks);
-        self.seconds(|rank| lower_product([rank, self.ranks], size, self.spec.dtype, self.policy))
+        let lower = |rank| lower_product([rank, self.ranks], size, self.spec.dtype, self.policy);
+        let [m, n, k] = size;
+        let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
+        self.seconds(lower, |rank| {
+            let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
+            let wanted = |row, column| Wanted { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
+            check::<M>(rank, "to", [&rows, &columns], wanted)
+        })
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], MeasureError> {
@@ -65,139 +69,143 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
             columns: self.spec.travelling_columns(),
             dtype: self.spec.dtype,
         };
-        let times = case.measure(self.machine, &self.timing)?;
+        let times = case.measure(self.machine, &self.timing, SAMPLED_ROWS)?;
         Ok([median(times.iter().map(|times| times[0])), median(times.iter().map(|times| times[1]))])
     }
 
     fn join(&mut self) -> Result<f64, MeasureError> {
         let shape = [self.spec.tokens.div_ceil(self.ranks), self.spec.travelling_columns()];
-        self.seconds(|rank| lower_join([rank, self.ranks], shape, self.spec.dtype))
+        let (rows, columns) = (SAMPLED_ROWS.of(Range::new(0, shape[0])), Vec::from_iter(0..shape[1]));
+        let lower = |rank| lower_join([rank, self.ranks], shape, self.spec.dtype);
+        self.seconds(lower, |rank| {
+            let from = Contents::of(rank.backend().rank(), 0);
+            let wanted = |row, column| Wanted { value: from.at(row * shape[1] + column), shares: 0.0 };
+            check::<M>(rank, "to", [&rows, &columns], wanted)
+        })
     }
 
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, MeasureError> {
-        self.seconds(|rank| lower_linear_forward(plan, rank, self.policy))
+        let lower = |rank| lower_linear_forward(plan, rank, self.policy);
+        self.seconds(lower, |rank| check_forward::<M>(rank, plan))
     }
 }
 
 impl<M: Machine> MeasuredClock<'_, M> {
-    fn seconds(&self, lower: impl Fn(usize) -> Program) -> Result<f64, MeasureError> {
-        let (timelines, _) = run(self.machine, self.ranks, &self.timing, lower)?;
+    fn seconds(
+        &self,
+        lower: impl Fn(usize) -> Program,
+        check: impl Fn(&TimedRank<M>) -> Result<(), ExecError>,
+    ) -> Result<f64, MeasureError> {
+        let (timelines, prepared) = run(self.machine, self.ranks, &self.timing, lower)?;
+        prepared.iter().try_for_each(check)?;
         Ok(median(timelines.iter().map(Timeline::duration)))
     }
 }
 
-/// A collective of tokens by itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CollectiveShape {
-    /// Which.
-    pub collective: GemmCollective,
-    /// Ranks.
-    pub ranks: usize,
-    /// Rows that each rank owns.
-    pub rows: usize,
-    /// Elements of a row.
-    pub columns: usize,
-    /// Element type.
-    pub dtype: DType,
-}
-
-impl CollectiveShape {
-    /// Bytes of all ranks' rows, which is the size of the collective as nccl-tests counts it.
-    pub fn bytes(&self) -> u64 {
-        (self.ranks * self.rows * self.columns * self.dtype.size()) as u64
-    }
-
-    /// Bytes that the link of each rank carries over those of the collective: what makes bus bandwidth of a rate.
-    pub fn bus_factor(&self) -> f64 {
-        let once = (self.ranks - 1) as f64 / self.ranks as f64;
-        if self.collective == GemmCollective::AllReduce { 2.0 * once } else { once }
-    }
-
-    /// Times it: of every counted run, a rank's mean seconds of the gather or reduction, and of an all-reduce's way back.
-    ///
-    /// # Errors
-    /// [`ExecError::Tensor`] when an element is not what it must be; whatever ends a run.
-    pub fn measure<M: Machine>(&self, machine: &M, timing: &Repeats) -> Result<Vec<[f64; 2]>, ExecError> {
-        let Self { collective, ranks, rows, columns, dtype } = *self;
-        let lower = |rank| lower_collective(collective, [rank, ranks], [rows, columns], dtype);
-        let (timelines, prepared) = run(machine, ranks, timing, lower)?;
-        for rank in &prepared {
-            let missing = || ExecError::Tensor { name: "to".to_owned(), reason: "is missing".to_owned() };
-            let found = rank.backend().download(rank.buffer("to").ok_or_else(missing)?)?.to_f64();
-            let wrong = self.wrong(rank.program().rank, &found);
-            if wrong > 0 {
-                let reason = format!(
-                    "has {wrong} wrong elements after {} of {rows} rows a rank on rank {}",
-                    collective.name(),
-                    rank.program().rank
-                );
-                return Err(ExecError::Tensor { name: "to".to_owned(), reason });
+/// Compares a sample of a rank's `y` with the definition: some rows, and the first and last of every group.
+fn check_forward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(), ExecError> {
+    let number = rank.backend().rank();
+    let own = plan.tokens_of(number);
+    let is_scattered =
+        plan.spec.kind == LinearKind::Row && plan.spec.activations == Activations::SequenceParallel;
+    let here = if is_scattered { own } else { Range::new(0, plan.spec.tokens) };
+    let of_groups = (0..plan.groups()).flat_map(|group| plan.group_tokens(group));
+    let ends =
+        of_groups.filter(|tokens| !tokens.is_empty()).flat_map(|tokens| [tokens.start, tokens.end - 1]);
+    let tokens = ends.filter(|token| here.contains(*token)).chain(SAMPLED.of(here));
+    let mut rows: Vec<usize> = tokens.map(|token| token - here.start).collect();
+    rows.sort_unstable();
+    rows.dedup();
+    let columns = match plan.spec.kind {
+        LinearKind::Column => plan.local_out_features(),
+        LinearKind::Row => plan.spec.out_features,
+    };
+    let columns = SAMPLED.of(Range::new(0, columns));
+    let k = plan.local_in_features();
+    let share = |rank: usize, weight: usize, row: usize, column: usize| {
+        Contents::of(rank, 0).dot(row * k, Contents::of(weight, 1), column * k, k)
+    };
+    check::<M>(rank, "y", [&rows, &columns], |row, column| {
+        let token = here.start + row;
+        match plan.spec.kind {
+            LinearKind::Row => (0..plan.tp_size).fold(Wanted::default(), |sum, rank| {
+                let share = share(rank, rank, token, column);
+                Wanted { value: sum.value + share, shares: sum.shares + share.abs() }
+            }),
+            LinearKind::Column => {
+                let owner =
+                    (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token)).unwrap_or(number);
+                let row = token - plan.tokens_of(owner).start;
+                Wanted { value: share(owner, number, row, column), shares: 0.0 }
             }
         }
-        Ok(timelines.iter().map(|timeline| travel_seconds(collective, timeline)).collect())
-    }
-
-    /// Elements of a rank's result that are not what they must be.
-    fn wrong(&self, rank: usize, found: &[f64]) -> usize {
-        let own = self.rows * self.columns;
-        let sum = |at: usize| (0..self.ranks).map(|from| pattern(at, from)).sum::<f64>();
-        let expected = |at: usize| match self.collective {
-            GemmCollective::AllGather => pattern(at % own, at / own),
-            GemmCollective::ReduceScatter => sum(rank * own + at),
-            GemmCollective::AllReduce => sum(at),
-        };
-        found.iter().enumerate().filter(|&(at, &value)| value != expected(at)).count()
-    }
-}
-
-/// Element `at` of a rank's input. Small whole numbers, whose sums every type holds exactly.
-fn pattern(at: usize, rank: usize) -> f64 {
-    ((at * 5 + at / 7 + rank * 3) % 4) as f64
-}
-
-type Ranks<M> = Vec<Prepared<<M as Machine>::Backend, <M as Machine>::Transport>>;
-
-/// Runs every rank's Program on inputs that are [`pattern`]s; the timelines of the counted runs.
-fn run<M: Machine>(
-    machine: &M,
-    ranks: usize,
-    timing: &Repeats,
-    lower: impl Fn(usize) -> Program,
-) -> Result<(Vec<Timeline>, Ranks<M>), ExecError> {
-    let config = WorldConfig { limit: timing.limit, poison: false, ..WorldConfig::default() };
-    let world: Arc<World> = World::new(ranks, config);
-    let programs: Vec<Program> = (0..ranks).map(lower).collect();
-    let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
-    machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
-    let ends = programs.into_iter().zip(machine.connect(&world)?);
-    let mut prepared: Ranks<M> = ends
-        .map(|(program, (backend, transport))| Prepared::new(program, backend, transport))
-        .collect::<Result<_, _>>()?;
-    for rank in &mut prepared {
-        let inputs = rank.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
-        for spec in inputs.cloned().collect::<Vec<_>>() {
-            let tensor = tensor(&spec, rank.program().rank);
-            let buffer = rank.backend().upload(&spec.name, tensor)?;
-            rank.bind(&spec.name, buffer)?;
-        }
-    }
-    for _ in 0..timing.warmups {
-        Prepared::run_ranks(&mut prepared)?;
-    }
-    let timelines = (0..timing.iterations.max(1)).map(|_| Prepared::run_ranks(&mut prepared));
-    Ok((timelines.collect::<Result<_, _>>()?, prepared))
-}
-
-fn tensor(spec: &BufferSpec, rank: usize) -> HostTensor {
-    let elements: usize = spec.shape.iter().product();
-    with_host_element!(spec.dtype, T => {
-        let values = (0..elements).map(|at| <T as HostElement>::from_f64(pattern(at, rank)));
-        HostTensor::from_vec(spec.shape.clone(), values.collect::<Vec<T>>())
     })
 }
 
-fn median(times: impl Iterator<Item = f64>) -> f64 {
-    let mut times: Vec<f64> = times.collect();
-    times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or(0.0)
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use counterpoint_plan::{CostModel, DType, WaveGroups};
+    use counterpoint_schedule::StartOrder;
+
+    use super::*;
+    use crate::CpuMachine;
+
+    const TIMING: Repeats =
+        Repeats { limit: Duration::from_secs(60), warmups: 0, iterations: 1, enough: Duration::MAX };
+
+    fn clock(
+        machine: &CpuMachine,
+        collective: GemmCollective,
+        dtype: DType,
+    ) -> MeasuredClock<'_, CpuMachine> {
+        // A token that not all ranks have, and rows of no usual length.
+        let spec = collective.layer([61, 30, 42], dtype);
+        MeasuredClock { machine, spec, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
+    }
+
+    /// What ranks compute is what is said of it, for all collectives and types, in one group and in several.
+    #[test]
+    fn results_are_what_they_must_be() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        for (_, collective) in GemmCollective::NAMES {
+            for dtype in [DType::F64, DType::F32, DType::Bf16, DType::F16] {
+                let mut clock = clock(&machine, collective, dtype);
+                for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
+                    let plan = LinearPlan::new(clock.spec, 3, groups, &CostModel::H200).unwrap();
+                    for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
+                        clock.policy = OverlapPolicy::new(start);
+                        assert!(clock.pass(&plan).unwrap() > 0.0);
+                    }
+                }
+                assert!(clock.product(17).unwrap() > 0.0 && clock.join().unwrap() > 0.0);
+                assert!(clock.travel(7).unwrap()[0] > 0.0);
+            }
+        }
+    }
+
+    /// Results of another layer are refused, with where.
+    #[test]
+    fn what_is_wrong_is_told() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        for (_, collective) in GemmCollective::NAMES {
+            let clock = clock(&machine, collective, DType::Bf16);
+            let plan = |in_features| {
+                let spec = LinearSpec { in_features, ..clock.spec };
+                LinearPlan::new(spec, 3, WaveGroups::Fixed(2), &CostModel::H200).unwrap()
+            };
+            let lower = |rank| lower_linear_forward(&plan(42), rank, clock.policy);
+            let (_, prepared) = run(&machine, 3, &TIMING, lower).unwrap();
+            assert!(prepared.iter().all(|rank| check_forward::<CpuMachine>(rank, &plan(42)).is_ok()));
+            // As if rows were shorter.
+            for rank in &prepared {
+                let told = check_forward::<CpuMachine>(rank, &plan(39)).unwrap_err().to_string();
+                assert!(
+                    told.contains('y') && told.contains("row") && told.contains("linear forward"),
+                    "{told}"
+                );
+            }
+        }
+    }
 }

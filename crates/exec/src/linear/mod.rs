@@ -1,6 +1,8 @@
 //! Tensor-parallel linear layers from tensors to tensors.
 
 mod clock;
+mod collective_shape;
+mod contents;
 mod deferred;
 mod gemm_collective;
 mod layer;
@@ -9,6 +11,7 @@ mod parallel;
 mod reference;
 mod run;
 mod shard;
+mod timed;
 
 use counterpoint_plan::{DType, LinearSpec};
 use counterpoint_schedule::Timeline;
@@ -16,7 +19,8 @@ use counterpoint_schedule::Timeline;
 use crate::HostTensor;
 use crate::random::normal;
 
-pub use clock::{CollectiveShape, MeasureError, MeasuredClock, Repeats};
+pub use clock::{MeasureError, MeasuredClock};
+pub use collective_shape::CollectiveShape;
 pub use gemm_collective::{
     GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
     gemm_reduce_scatter,
@@ -26,6 +30,7 @@ pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use reference::{LinearSample, check_linear, check_linear_part};
 pub use run::{LinearConfig, run_linear, run_linear_on};
+pub use timed::Repeats;
 
 /// Tensors of a whole layer, in global order.
 #[derive(Clone, Debug, PartialEq)]

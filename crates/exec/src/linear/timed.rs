@@ -1,0 +1,115 @@
+//! Programs on the ranks of a machine, to be timed: made ready, run some times, and their results looked at.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
+
+use super::contents::Contents;
+use super::reference::half_unit;
+use crate::{Backend, ExecError, Machine, Prepared, World, WorldConfig};
+
+/// How things are timed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Repeats {
+    /// Limit of every wait.
+    pub limit: Duration,
+    /// Runs before those that count.
+    pub warmups: usize,
+    /// Runs that count, at least 1; a time is their median.
+    pub iterations: usize,
+    /// Once three or more runs that count have taken so long together, no more follow; likewise one or more of those before them.
+    pub enough: Duration,
+}
+
+pub(super) type TimedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
+/// Runs every rank's Program on inputs that are [`Contents`]; the timelines of the counted runs, and the ranks with the last one's
+/// results. What a run must write is NaN before it.
+pub(super) fn run<M: Machine>(
+    machine: &M,
+    ranks: usize,
+    timing: &Repeats,
+    lower: impl Fn(usize) -> Program,
+) -> Result<(Vec<Timeline>, Vec<TimedRank<M>>), ExecError> {
+    let config = WorldConfig { limit: timing.limit, poison: true, ..WorldConfig::default() };
+    let world: Arc<World> = World::new(ranks, config);
+    let programs: Vec<Program> = (0..ranks).map(lower).collect();
+    let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
+    machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
+    let ends = programs.into_iter().zip(machine.connect(&world)?);
+    let mut prepared: Vec<TimedRank<M>> = ends
+        .map(|(program, (backend, transport))| Prepared::new(program, backend, transport))
+        .collect::<Result<_, _>>()?;
+    for rank in &mut prepared {
+        let inputs = rank.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
+        for (index, spec) in inputs.cloned().enumerate().collect::<Vec<_>>() {
+            let elements = Contents::of(rank.program().rank, index).elements(spec.dtype);
+            let buffer = rank.backend().upload_repeated(&spec, &elements)?;
+            rank.bind(&spec.name, buffer)?;
+        }
+    }
+    let enough = timing.enough.as_secs_f64();
+    let mut runs = |most: usize, least: usize| -> Result<Vec<Timeline>, ExecError> {
+        let (mut timelines, mut spent) = (Vec::new(), 0.0);
+        while timelines.len() < most && (timelines.len() < least || spent < enough) {
+            let timeline = Prepared::run_ranks(&mut prepared)?;
+            spent += timeline.duration();
+            timelines.push(timeline);
+        }
+        Ok(timelines)
+    };
+    runs(timing.warmups, 1)?;
+    let timelines = runs(timing.iterations.max(1), 3)?;
+    Ok((timelines, prepared))
+}
+
+/// What an element of a result must be.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Wanted {
+    /// Without any rounding.
+    pub(super) value: f64,
+    /// The sum of the magnitudes of the ranks' shares of it, each of which is rounded before they are summed; 0 where nothing is.
+    pub(super) shares: f64,
+}
+
+/// Compares elements of a rank's result with what they must be: those of these rows and columns.
+///
+/// # Errors
+/// [`ExecError::Tensor`] with the first that is not.
+pub(super) fn check<M: Machine>(
+    rank: &TimedRank<M>,
+    name: &str,
+    [rows, columns]: [&[usize]; 2],
+    wanted: impl Fn(usize, usize) -> Wanted,
+) -> Result<(), ExecError> {
+    let wrong = |reason| ExecError::Tensor { name: name.to_owned(), reason };
+    let buffer = rank.buffer(name).ok_or_else(|| wrong("is missing".to_owned()))?;
+    let (backend, Program { name: program, rank: number, .. }) = (rank.backend(), rank.program());
+    // Rows that lie together come at once.
+    for rows in rows.chunk_by(|row, next| row + 1 == *next) {
+        let tensor = backend.download_rows(buffer, rows[0]..rows[0] + rows.len())?;
+        let (found, half, width) = (tensor.to_f64(), half_unit(tensor.dtype()), tensor.row_elements());
+        for (index, &row) in rows.iter().enumerate() {
+            for &column in columns {
+                let Wanted { value, shares } = wanted(row, column);
+                let bound = 1.02 * half * (value.abs() + shares);
+                let found = found[index * width + column];
+                // NaN is within no bound.
+                let is_right = (found - value).abs() <= bound;
+                if !is_right {
+                    return Err(wrong(format!(
+                        "is {found} in row {row}, column {column} after `{program}` on rank {number}; it must be {value}"
+                    )));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn median(times: impl Iterator<Item = f64>) -> f64 {
+    let mut times: Vec<f64> = times.collect();
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).copied().unwrap_or(0.0)
+}
