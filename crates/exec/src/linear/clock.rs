@@ -52,8 +52,9 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     type Error = MeasureError;
 
     fn product(&mut self, rows: usize) -> Result<f64, MeasureError> {
+        let LinearSpec { tokens, dtype, .. } = self.spec;
         let size = self.spec.product_size(rows, self.ranks);
-        self.seconds(|rank| lower_product([rank, self.ranks], size, self.spec.dtype, self.policy))
+        self.seconds(|rank| lower_product([rank, self.ranks], size, tokens, dtype, self.policy))
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], MeasureError> {
