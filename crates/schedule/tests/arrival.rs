@@ -121,6 +121,7 @@ fn product_before() -> (usize, Op) {
         b: block(2),
         out: BufferId(7),
         out_rows: vec![rows],
+        pass_rows: ROWS,
         bias: None,
         accumulate: Accumulate::Start,
     };

@@ -218,6 +218,7 @@ fn fused_products_are_alone() {
             b: block(0, ROWS),
             out: BufferId(2),
             out_rows: vec![Range::new(0, ROWS)],
+            pass_rows: ROWS,
             bias: None,
             accumulate: Accumulate::Start,
         };
@@ -282,6 +283,7 @@ fn groups_travel_while_the_rest_is_computed() {
         b: block(1),
         out: BufferId(out),
         out_rows: vec![Range::new(0, ROWS)],
+        pass_rows: 2 * ROWS,
         bias: None,
         accumulate: Accumulate::Start,
     };

@@ -53,6 +53,7 @@ fn backward(rank: usize, layers: usize, communication: usize) -> Program {
             b: block(0, 1),
             out: BufferId(out),
             out_rows: vec![Range::new(0, rows)],
+            pass_rows: rows,
             bias: None,
             accumulate: Accumulate::Start,
         })

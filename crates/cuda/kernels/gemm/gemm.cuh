@@ -45,6 +45,8 @@ struct GemmToMemory {
 // One consumer warpgroup.
 template <typename C, typename Ends>
 struct GemmConsumer {
+  // Whether parts may be handed over: wider tiles have no registers for it, and are for more rows.
+  static constexpr bool kHands = C::kTileN <= 192;
   const GemmArguments& arguments;
   GemmShared<C>& shared;
   const Ends& ends;
@@ -63,7 +65,9 @@ struct GemmConsumer {
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_block() {
-    const u32 stage = ring.stage;
+    // The compiler does not see that it is uniform where a pair may hand over and go on; descriptors then take their way through other
+    // registers, a tenth of a narrow tile's time. Tiles of 192 columns have no register for this.
+    const u32 stage = kHands && C::kTileN < 192 ? uniform(ring.stage) : ring.stage;
     mbarrier_wait(&shared.full[stage], ring.round & 1);
     const u64 a = wgmma_descriptor(shared.a[stage] + group * 64 * kGemmRowBytes);
     const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
@@ -137,19 +141,38 @@ struct GemmConsumer {
     }
   }
 
-  // This thread's place in what is kept of the first of two parts.
-  __device__ __forceinline__ float4* kept() const {
-    return arguments.kept + u64(blockIdx.x * kGemmConsumers + group) * (C::kTileN / 8) * 128 + thread;
+  // This warpgroup's place among those whose sums of the first of two parts are kept: of this CTA, or of this one of a unit's.
+  __device__ __forceinline__ u32 keeper(const GemmWalk& walk) const {
+    const u32 cta = kHands && arguments.hands > 1 ? 2 * walk.unit_index() + walk.rank : blockIdx.x;
+    return cta * kGemmConsumers + group;
   }
-  __device__ __forceinline__ void keep() const {
-    float4* to = kept();
+  __device__ __forceinline__ float4* kept(const GemmWalk& walk) const {
+    return arguments.kept + u64(keeper(walk)) * (C::kTileN / 8) * 128 + thread;
+  }
+  __device__ __forceinline__ void keep(const GemmWalk& walk) const {
+    float4* to = kept(walk);
 #pragma unroll
     for (u32 i = 0; i < C::kTileN / 8; ++i) {
       __stcg(to + i * 128, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
     }
   }
-  __device__ __forceinline__ void add_kept() {
-    const float4* from = kept();
+  // Every warp hands what it has kept to the one with the same elements of the other part, and waits for no others.
+  __device__ __forceinline__ u32* handed(const GemmWalk& walk) const { return arguments.handed + keeper(walk) * 4 + warp; }
+  __device__ __forceinline__ void hand_over(const GemmWalk& walk) const {
+    __syncwarp();
+    if (lane == 0) add_release(handed(walk), 1);
+  }
+  __device__ __forceinline__ void await_handed(const GemmWalk& walk) const {
+    if (lane == 0) {
+      while (load_acquire(handed(walk)) == 0) {
+      }
+      // For the next launch, which begins when this one has ended.
+      store_relaxed(handed(walk), 0);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void add_kept(const GemmWalk& walk) {
+    const float4* from = kept(walk);
     // Not all loads at once: there are no registers for them.
     constexpr u32 kAtOnce = C::kTileN / 8 < 8 ? C::kTileN / 8 : 4;
     static_assert(C::kTileN / 8 % kAtOnce == 0, "whole batches");
@@ -188,10 +211,17 @@ struct GemmConsumer {
       const u32 blocks = (walk.k_end() - walk.k_begin()) / arguments.turns;
       for (u32 turn = 1;; ++turn) {
         multiply<Ends::Held::kCount>(blocks, [&](u32 chunk) { held.stage(staging, chunk); });
-        if (turn == arguments.turns) break;
-        keep();
+        const bool hands_over = kHands && walk.hands_over();
+        if (turn == arguments.turns && !hands_over) break;
+        keep(walk);
+        if (hands_over) break;
       }
-      if (arguments.turns > 1) add_kept();
+      if (kHands && walk.hands_over()) {
+        hand_over(walk);
+        continue;
+      }
+      if (kHands && arguments.hands > 1) await_handed(walk);
+      if (arguments.turns > 1 || (kHands && arguments.hands > 1)) add_kept(walk);
       const u32 column = walk.template column<C::kTileN>();
       if constexpr (Ends::kSumsParts) {
         if (arguments.splits > 1) sum_parts(parts, staging.owned, number);

@@ -7,6 +7,9 @@
 // Many rows have tiles for all multiprocessors without that, and pay for each exchange. A pair then computes both of two parts,
 // one after the other, and keeps the first one's sums in memory meanwhile: the same bits.
 //
+// Where whole units are too few for the multiprocessors, but clusters of two pairs find no room on them as pairs do, a pair computes
+// the first of two parts and hands its sums, through memory, to the next pair, which adds its own: the same bits again.
+//
 // Pieces come into stages of the ring behind a tile's operands. Who loads waits until these stages have been read, and lets the
 // other parts know that there is room. They all take the same stages, because parts have as many blocks of k each.
 #pragma once
@@ -171,7 +174,7 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
     if constexpr (Ends::kLoadingThreads > 1) {
       // The others must not look out for anything while one of them loads: a warp does one or the other.
       __syncwarp();
-      ends.load_parts(shared, ring, tile, column, walk);
+      if (!walk.hands_over()) ends.load_parts(shared, ring, tile, column, walk);
       __syncwarp();
     }
   }

@@ -246,8 +246,10 @@ struct GemmToRanks {
     const bool kept = keeps(row, 64);
     if (sends(row)) {
       const u32 part = first_part(walk) + staging.group;
-      // Nobody waits for others' parts of a tile before its own of it are on their way.
-      held.take(staging, GemmChunk{i32(part * kChunks), i32(row), part, 0, 64, kChunkPart}, consumer.acc, kept);
+      // Nobody waits for others' parts of a tile before its own of it are on their way: of tiles with rows of several ranks both
+      // warpgroups wait.
+      const bool now = reduction.own_rows < kGemmTileM;
+      held.take(staging, GemmChunk{i32(part * kChunks), i32(row), part, 0, 64, kChunkPart}, consumer.acc, now);
     }
     if (!kept) return no_tile(consumer, of);
     add_parts(consumer);

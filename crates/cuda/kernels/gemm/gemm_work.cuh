@@ -73,10 +73,13 @@ struct GemmArguments {
   const GemmRowTile* row_tiles;
   const GemmTerm* terms;                // of every block of k, or null where A is one tensor from its first row on
   const Element* bias;                  // [n], or null
-  float4* kept;                         // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns
+  // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns; of the CTAs of every unit where parts are handed over.
+  float4* kept;
+  u32* handed;                          // then of each warp whose sums those are: 1 once they are there
   u32 unit_count;
   u32 splits;    // parts of k, each of which a pair of CTAs computes
   u32 turns;     // or parts of k that a pair computes one after the other: 1 or 2
+  u32 hands;     // or 2 parts of k, the first of which a pair hands over to the next pair: 1 or 2
   u32 k_blocks;  // a multiple of them
   u32 n;
   u32 n_whole;   // columns up to the last multiple of 16 bytes: the copy engine stores no less than that
@@ -127,7 +130,8 @@ struct alignas(1024) GemmShared {
   u64 own_sent;    // `staging` is free for results
 };
 
-// The units of this CTA: every warp walks the same list.
+// The units of this CTA: every warp walks the same list. Where parts of k are handed over, a unit is two items of it, one after the
+// other: whoever waits, waits for an earlier one, so it does not matter how many clusters run at once.
 struct GemmWalk {
   const GemmArguments& arguments;
   u32 rank = cluster_rank() % 2;  // of the pair
@@ -135,11 +139,16 @@ struct GemmWalk {
   u32 index = cluster_index();
   GemmUnit unit = {0, 0, 0};
 
-  __device__ __forceinline__ bool more() const { return index < arguments.unit_count; }
-  __device__ __forceinline__ bool more_after() const { return index + cluster_count() < arguments.unit_count; }
+  __device__ __forceinline__ u32 items() const { return arguments.unit_count * arguments.hands; }
+  __device__ __forceinline__ bool more() const { return index < items(); }
+  __device__ __forceinline__ bool more_after() const { return index + cluster_count() < items(); }
   __device__ __forceinline__ void advance() { index += cluster_count(); }
+  __device__ __forceinline__ u32 unit_index() const { return index >> (arguments.hands - 1); }
+  // Whether another pair adds what this one sums, and stores the tiles.
+  __device__ __forceinline__ bool hands_over() const { return half() + 1 != arguments.hands; }
+  __device__ __forceinline__ u32 half() const { return index & (arguments.hands - 1); }
   __device__ __forceinline__ void look_up() {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + index);
+    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + unit_index());
     unit = GemmUnit{u16(words.x & 0xffffu), u16(words.x >> 16), words.y};
   }
   // This CTA's row of tiles.
@@ -153,10 +162,10 @@ struct GemmWalk {
     return (unit.column_tile + (arguments.pairs_columns ? rank : 0)) * kTileN;
   }
   __device__ __forceinline__ u32 k_begin() const {
-    return arguments.k_blocks / arguments.splits * part;
+    return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half());
   }
   __device__ __forceinline__ u32 k_end() const {
-    return arguments.k_blocks / arguments.splits * (part + 1);
+    return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half() + 1);
   }
 };
 

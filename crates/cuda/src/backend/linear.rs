@@ -61,6 +61,7 @@ impl Product {
         })?;
         let spec = |m: usize, sources: Vec<GemmRows>, shares: Vec<usize>| GemmSpec {
             output: out.scalar(),
+            pass_rows: op.pass_rows,
             strides: [a.stride(), b.stride(), out.stride()],
             epilogue,
             sources,
@@ -194,13 +195,13 @@ impl Prepare<'_> {
         }
     }
 
-    /// A product whose bits do not depend on which rows of the result are computed together, unless all of a gradient of a weight is
+    /// A product whose bits do not depend on which rows of its pass are computed together, unless all of a gradient of a weight is
     /// one product anyway.
     pub(super) fn gemm(&self, spec: &GemmSpec) -> Result<Gemm, ExecError> {
         let device = self.setup().device();
         let shapes = match spec.layout {
             GemmLayout::Tn => Gemm::shapes(device, spec),
-            GemmLayout::Nt | GemmLayout::Nn => Gemm::shapes_for_any_rows(device, spec),
+            GemmLayout::Nt | GemmLayout::Nn => Gemm::shapes_in_pass(device, spec),
         };
         let Some(&shape) = shapes.map_err(|error| self.device_error(error))?.first() else {
             return Err(self.error("no kernel computes it".to_owned()));

@@ -92,7 +92,11 @@ impl Waves {
 
 /// What products of one launch have in common.
 fn alike(a: &schedule::Gemm, b: &schedule::Gemm) -> bool {
-    a.layout == b.layout && a.b == b.b && a.bias == b.bias && a.accumulate == b.accumulate
+    a.layout == b.layout
+        && a.b == b.b
+        && a.bias == b.bias
+        && a.accumulate == b.accumulate
+        && a.pass_rows == b.pass_rows
 }
 
 impl Together {
@@ -131,6 +135,7 @@ impl Together {
             let m = shares.iter().map(|share| share.rows).sum();
             let spec = GemmSpec {
                 output: scalar,
+                pass_rows: first.pass_rows,
                 strides: [a.stride(), b.stride(), columns],
                 epilogue,
                 sources: sources.collect(),
@@ -275,6 +280,7 @@ mod tests {
             b: Vec::new(),
             out: BufferId(0),
             out_rows: vec![Range::new(0, rows)],
+            pass_rows: rows,
             bias: None,
             accumulate: Accumulate::Start,
         }

@@ -92,6 +92,7 @@ impl Case {
             if dice.below(2) == 0 {
                 // Whole units, for the order that goes round them.
                 spec.m = shares * 256 * (1 + dice.below(2));
+                spec.pass_rows = spec.m;
                 spec.shares = vec![spec.m / shares; shares];
                 spec.order = TileOrder::Shards { shards: shares, first: dice.below(shares) };
             } else {
@@ -148,11 +149,12 @@ impl Case {
     fn describe(&self) -> String {
         let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
-        let GemmShape { columns, pair, splits, turns } = self.shape;
+        let GemmShape { columns, pair, splits, turns, hands } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
             TileOrder::ShardBlocks { .. } => "by blocks of shards",
+            TileOrder::ShardAhead { .. } => "with a shard ahead",
             TileOrder::Cuts(_) => "with cuts",
             TileOrder::Table(_) => "by a table",
         };
@@ -162,7 +164,8 @@ impl Case {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts in {turns} turns, {order}, \
+            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts in {turns} turns \
+             and {hands} hands, {order}, \
              {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
             layout.name(),

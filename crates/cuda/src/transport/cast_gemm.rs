@@ -103,6 +103,7 @@ fn fitting(op: &schedule::CastGemm, collective: &Collective, program: &Program) 
         return None;
     }
     let mut product = GemmSpec::new(m, n, k, layout, element);
+    product.pass_rows = gemm.pass_rows;
     if gemm.bias.is_some() {
         product.epilogue = GemmEpilogue::StoreBias;
     }

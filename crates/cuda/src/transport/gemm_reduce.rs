@@ -117,6 +117,7 @@ fn fitting(op: &schedule::GemmReduce, collective: &Collective, program: &Program
     };
     let k = spec_of(a.buffer).row_elements();
     let mut product = GemmSpec::new(m, n, k, layout, element);
+    product.pass_rows = gemm.pass_rows;
     if gemm.bias.is_some() {
         product.epilogue = GemmEpilogue::StoreBias;
     }

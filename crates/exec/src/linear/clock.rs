@@ -49,8 +49,9 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     type Error = MeasureError;
 
     fn product(&mut self, rows: usize) -> Result<f64, MeasureError> {
+        let LinearSpec { tokens, dtype, .. } = self.spec;
         let size = self.spec.product_size(rows, self.ranks);
-        let lower = |rank| lower_product([rank, self.ranks], size, self.spec.dtype, self.policy);
+        let lower = |rank| lower_product([rank, self.ranks], size, tokens, dtype, self.policy);
         let [m, n, k] = size;
         let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
         self.seconds(lower, |rank| {

@@ -35,8 +35,9 @@ pub fn lower_product_all_to_all(plan: &LinearPlan, rank: usize, policy: OverlapP
         let rows = out_rows.iter().map(Range::len).sum();
         let name = format!("share_{group}");
         let out = lowering.p.buffer(&name, dtype, &[rows, features], BufferRole::Scratch);
-        let (layout, b) = (GemmLayout::Nt, weight.clone());
-        products.push(Gemm { layout, a, b, out, out_rows, bias: None, accumulate: Accumulate::Start });
+        let (layout, b, pass_rows) = (GemmLayout::Nt, weight.clone(), plan.spec.tokens);
+        let (bias, accumulate) = (None, Accumulate::Start);
+        products.push(Gemm { layout, a, b, out, out_rows, pass_rows, bias, accumulate });
     }
     let cast = |group: usize, product: &Gemm| {
         let part = Arc::new(part(plan, rank, group));

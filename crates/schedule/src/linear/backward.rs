@@ -207,7 +207,8 @@ fn input_product(
     out: BufferId,
 ) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
-    Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, bias: None, accumulate: Accumulate::Start }
+    let pass_rows = lowering.plan.spec.tokens;
+    Gemm { layout: GemmLayout::Nn, a, b, out, out_rows, pass_rows, bias: None, accumulate: Accumulate::Start }
 }
 
 /// The product of those rows, where there are any.
@@ -301,6 +302,7 @@ fn weight_gradient(
         b: x,
         out,
         out_rows: vec![Range::new(0, rows)],
+        pass_rows: rows,
         bias: None,
         accumulate,
     };

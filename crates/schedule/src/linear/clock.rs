@@ -41,7 +41,8 @@ impl PassClock for SimulatedClock<'_> {
     fn product(&mut self, rows: usize) -> Result<f64, ClockError> {
         let ranks = self.topology.world_size;
         let size = self.spec.product_size(rows, ranks);
-        Ok(self.play(lower_product([0, ranks], size, self.spec.dtype, self.policy))?.makespan())
+        let product = lower_product([0, ranks], size, self.spec.tokens, self.spec.dtype, self.policy);
+        Ok(self.play(product)?.makespan())
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {

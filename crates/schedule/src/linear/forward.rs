@@ -70,7 +70,8 @@ fn product(
     out: BufferId,
 ) -> Gemm {
     let b = lowering.whole(weight, lowering.plan.local_out_features());
-    Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, bias, accumulate: Accumulate::Start }
+    let pass_rows = lowering.plan.spec.tokens;
+    Gemm { layout: GemmLayout::Nt, a, b, out, out_rows, pass_rows, bias, accumulate: Accumulate::Start }
 }
 
 /// The product of those rows, where there are any.

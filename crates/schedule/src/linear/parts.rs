@@ -57,10 +57,12 @@ pub const REDUCE: &str = "reduce-scatter";
 /// Label of gathers of tokens.
 pub const GATHER: &str = "all-gather";
 
-/// One rank's product of `m x n x k` and nothing else, to be measured under the policy's share of workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.
+/// One rank's product of `m x n x k` and nothing else, as one of a pass of `pass_rows` rows, to be measured under the policy's share of
+/// workers. Inputs `a` `[m, k]` and `b` `[n, k]`; output `to`.
 pub fn lower_product(
     [rank, ranks]: [usize; 2],
     [m, n, k]: [usize; 3],
+    pass_rows: usize,
     dtype: DType,
     policy: OverlapPolicy,
 ) -> Program {
@@ -76,6 +78,7 @@ pub fn lower_product(
         b: rows(b, n),
         out,
         out_rows: vec![Range::new(0, m)],
+        pass_rows,
         bias: None,
         accumulate: Accumulate::Start,
     };

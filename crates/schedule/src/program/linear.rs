@@ -27,7 +27,7 @@ pub enum GemmLayout {
 }
 
 /// `out = a b`, summed in the accumulator type and rounded once. An operand is the rows of its blocks one after the other. An
-/// element is summed over `k` in one order, whatever rows are computed together.
+/// element is summed over `k` in one order, whatever rows of a pass are computed together.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Gemm {
     /// How the operands lie.
@@ -40,6 +40,9 @@ pub struct Gemm {
     pub out: BufferId,
     /// Where the `m` rows of the result go: ascending, disjoint.
     pub out_rows: Vec<Range>,
+    /// Rows of all products of the pass that it is one of, at least `m`: whatever a device chooses that bits depend on, such as parts
+    /// of `k`, it chooses by these, so that groups of a pass have the bits of the whole.
+    pub pass_rows: usize,
     /// `[n]`, added to every row.
     pub bias: Option<BufferId>,
     /// Whether the product is written or added to what is there.

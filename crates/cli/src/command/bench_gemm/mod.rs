@@ -122,8 +122,12 @@ fn measure(
         },
         tile: {
             let pair = if shape.pair == TilePair::Rows { "2x1" } else { "1x2" };
-            // Parts at the same time, or in turn.
-            let (sign, parts) = if shape.turns > 1 { ('+', shape.turns) } else { ('/', shape.splits) };
+            // Parts at the same time, in turn, or handed over.
+            let (sign, parts) = match (shape.turns, shape.hands) {
+                (1, 1) => ('/', shape.splits),
+                (_, 1) => ('+', shape.turns),
+                _ => ('>', shape.hands),
+            };
             format!("128x{} {pair} {sign}{parts}", shape.columns)
         },
         seconds: medians[index],

@@ -1,6 +1,6 @@
 //! The launcher of `gemm/gemm_gather.cuh`.
 
-use super::order::{self, TileOrder};
+use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
@@ -127,6 +127,29 @@ impl GemmGatherSpec {
         self.pieces().is_some() && (self.mixes_owners() || self.own_rows() <= TILE_ROWS)
     }
 
+    /// The order of tiles. Where each rank has fewer rows than are computed together, as many of its own come first as are computed
+    /// while the others' travel, and then all rows together, which read the second operand once.
+    fn order(&self, shape: &GemmShape) -> TileOrder {
+        /// Units that are computed at the same time.
+        const ROUND: usize = 66;
+        /// Cycles until the first rows have come, and bytes that come in a cycle while tiles are computed.
+        const FIRST: f64 = 26_000.0;
+        const BYTES: f64 = 150.0;
+        let (shards, first) = (self.ranks, self.rank);
+        if self.awaits_all() {
+            return TileOrder::Grouped;
+        }
+        let grid = UnitGrid::new(shape, self.own_rows(), self.product.n);
+        let travel = FIRST + (self.own_bytes() * (self.ranks - 1)) as f64 / BYTES;
+        let rounds = (travel / shape.unit_cycles(self.product.k)).ceil() as usize;
+        let ahead = (rounds * ROUND).div_ceil(grid.rows);
+        if self.own_rows() < TOGETHER_ROWS && ahead < grid.columns {
+            TileOrder::ShardAhead { shards, first, ahead }
+        } else {
+            TileOrder::Shards { shards, first }
+        }
+    }
+
     /// Pieces in which a rank's rows leave at once, and the bytes of one; `None` where they go block by block.
     fn pieces(&self) -> Option<[u32; 2]> {
         /// Pieces that small ones are: each ends with fences, which take turns.
@@ -176,7 +199,7 @@ impl GemmGatherSpec {
 
 impl GemmGather {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself for any number of rows whose units lie within one rank's.
+    /// itself in its pass whose units lie within one rank's.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -184,7 +207,7 @@ impl GemmGather {
         spec.check().map_err(refused)?;
         let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
         let fits = |shape: &GemmShape| spec.awaits_all() || in_rank(shape);
-        Ok(Gemm::shapes_for_any_rows(device, &spec.product)?.into_iter().filter(fits).collect())
+        Ok(Gemm::shapes_in_pass(device, &spec.product)?.into_iter().filter(fits).collect())
     }
 
     /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.
@@ -197,10 +220,7 @@ impl GemmGather {
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();
-        product.order = match spec.awaits_all() {
-            true => TileOrder::Grouped,
-            false => TileOrder::Shards { shards: spec.ranks, first: spec.rank },
-        };
+        product.order = spec.order(&shape);
         let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
@@ -340,6 +360,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
 mod tests {
     use super::*;
     use crate::kernel::ElementType;
+    use crate::kernel::gemm::TilePair;
 
     fn spec(m: usize, k: usize, ranks: usize) -> GemmGatherSpec {
         let product = GemmSpec::new(m, 256, k, GemmLayout::Nt, ElementType::Bf16);
@@ -365,6 +386,21 @@ mod tests {
         // Four groups of CTAs copy them.
         assert_eq!(spec(1024, 16384, 4).block_rows(), 128);
         assert_eq!(spec(8192, 1024, 4).block_rows(), 1536);
+    }
+
+    #[test]
+    fn own_tiles_come_first_while_rows_travel() {
+        let order = |m: usize, n: usize| {
+            let product = GemmSpec::new(m, n, 8192, GemmLayout::Nt, ElementType::Bf16);
+            let shape = GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 };
+            GemmGatherSpec { product, rank: 1, ranks: 2 }.order(&shape)
+        };
+        assert_eq!(order(512, 28672), TileOrder::ShardAhead { shards: 2, first: 1, ahead: 66 });
+        // Own tiles are no more than what hides the others' way, or as many as are computed together anyway.
+        assert_eq!(order(2048, 5120), TileOrder::Shards { shards: 2, first: 1 });
+        assert_eq!(order(8192, 28672), TileOrder::Shards { shards: 2, first: 1 });
+        // All wait for all.
+        assert_eq!(order(128, 28672), TileOrder::Grouped);
     }
 
     #[test]

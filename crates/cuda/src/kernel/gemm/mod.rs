@@ -33,8 +33,8 @@ use crate::{
     TensorMapElement, TensorMapSpec,
 };
 
-/// A matrix product on Hopper, prepared to run many times. One run at a time where parts of its k take turns ([`GemmShape::turns`]): the
-/// memory for what is kept of the first is its own.
+/// A matrix product on Hopper, prepared to run many times. One run at a time where parts of its k take turns ([`GemmShape::turns`]) or are
+/// handed over ([`GemmShape::hands`]): the memory for what is kept of the first is its own.
 ///
 /// The bits of a result depend on the spec's sizes, types and layout and on the GPU's number of multiprocessors, and on
 /// nothing else: not on the epilogue (but for what it adds), where rows come from and go, the order, the signals, the grid or the
@@ -55,6 +55,8 @@ pub struct Gemm {
     signals: Vec<u32>,
     /// Empty where no part waits for another.
     kept: DeviceBuffer,
+    /// Of every warp of the CTAs that take parts over, zero between runs.
+    handed: DeviceBuffer,
     ctas: u32,
     launch: Launch,
 }
@@ -84,9 +86,11 @@ struct GemmArguments {
     terms: u64,
     bias: u64,
     kept: u64,
+    handed: u64,
     unit_count: u32,
     splits: u32,
     turns: u32,
+    hands: u32,
     k_blocks: u32,
     n: u32,
     n_whole: u32,
@@ -124,13 +128,13 @@ impl Gemm {
         Ok(shape::shapes(spec, device.sm_count()))
     }
 
-    /// Those of them under which an element's bits do not depend on which rows of the result are computed together: k is in as many
-    /// parts for any number of rows.
+    /// Those of them under which an element's bits do not depend on which rows of its pass are computed together: k is in as many
+    /// parts in all products of the pass.
     ///
     /// # Errors
     /// As [`Gemm::new`].
-    pub fn shapes_for_any_rows(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, CudaError> {
-        let parts = shape::parts_for_any_rows(spec);
+    pub fn shapes_in_pass(device: &Device, spec: &GemmSpec) -> Result<Vec<GemmShape>, CudaError> {
+        let parts = shape::parts_in_pass(spec, device.sm_count());
         let alike = |shape: &GemmShape| shape.parts() == parts;
         Ok(Self::shapes(device, spec)?.into_iter().filter(alike).collect())
     }
@@ -174,7 +178,7 @@ impl Gemm {
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
         let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;
         let terms = DeviceBuffer::from_slice(stream, &rows::terms(spec))?;
-        let (of_cluster, units_count) = (2 * shape.splits, unit_list.len() as u32);
+        let (of_cluster, items) = (2 * shape.splits, unit_list.len() as u32 * shape.hands);
         // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
         let start =
             if ends == GemmEnds::Memory { LaunchStart::AfterPrevious } else { LaunchStart::Overlapping };
@@ -190,13 +194,21 @@ impl Gemm {
         let clusters = match spec.grid {
             GemmGrid::Persistent => {
                 let left = device.sm_count().saturating_sub(spec.sm_margin) / of_cluster;
-                units_count.min(left.min(most)).max(1)
+                // Who hands over and who takes come from whole pairs of clusters.
+                items.min(left.min(most) / shape.hands * shape.hands).max(shape.hands)
             }
-            GemmGrid::PerUnit => units_count,
+            GemmGrid::PerUnit => items,
         };
         let (ctas, launch) = (clusters * of_cluster, launch(clusters));
         let tile_bytes = TILE_ROWS * shape.columns as usize * size_of::<f32>();
-        let kept = DeviceBuffer::new(device, if shape.turns > 1 { ctas as usize * tile_bytes } else { 0 })?;
+        let keeping = match (shape.turns, shape.hands) {
+            (1, 1) => 0,
+            (_, 1) => ctas as usize,
+            _ => 2 * unit_list.len(),
+        };
+        let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
+        let warps = if shape.hands > 1 { keeping * GemmShape::CONSUMER_WARPS } else { 0 };
+        let handed = DeviceBuffer::from_slice(stream, &vec![0u32; warps])?;
         Ok(Self {
             function,
             spec: spec.clone(),
@@ -209,6 +221,7 @@ impl Gemm {
             terms,
             signals,
             kept,
+            handed,
             ctas,
             launch,
         })
@@ -319,9 +332,11 @@ impl Gemm {
             terms: if self.terms.is_empty() { 0 } else { self.terms.address() },
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
             kept: if self.kept.is_empty() { 0 } else { self.kept.address() },
+            handed: if self.handed.is_empty() { 0 } else { self.handed.address() },
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
             turns: shape.turns,
+            hands: shape.hands,
             k_blocks: spec.k.div_ceil(64) as u32,
             n: spec.n as u32,
             n_whole: self.columns_by_copy_engine() as u32,
@@ -441,9 +456,11 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 terms,
                 bias,
                 kept,
+                handed,
                 unit_count,
                 splits,
                 turns,
+                hands,
                 k_blocks,
                 n,
                 n_whole,

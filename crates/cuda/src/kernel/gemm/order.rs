@@ -1,3 +1,4 @@
+use std::ops::Range;
 use std::sync::Arc;
 
 use bytemuck::NoUninit;
@@ -27,6 +28,17 @@ pub enum TileOrder {
         first: usize,
         /// Parts of every shard, at least one.
         blocks: usize,
+    },
+    /// As `Shards` for the first `ahead` columns of units; of the others all rows are computed together, after the first shard of those and
+    /// before the rest of them. So what shards share of the second operand is read once, and who waits for other shards' rows has that
+    /// much to do.
+    ShardAhead {
+        /// How many shards.
+        shards: usize,
+        /// The first one.
+        first: usize,
+        /// Columns of units whose rows are computed shard by shard, less than all.
+        ahead: usize,
     },
     /// Rows of tiles are cut behind so many each, ascending; what lies before a cut is begun before what lies behind it. Units with
     /// rows of both come before it.
@@ -63,7 +75,7 @@ impl UnitGrid {
 }
 
 /// Elements of D that are computed at the same time should be about a square: 66 units of 256 x 256 are 8 x 8 of them.
-const TOGETHER_ROWS: usize = 2048;
+pub(super) const TOGETHER_ROWS: usize = 2048;
 
 /// The units of a product in their order, or why there is no such order.
 pub(super) fn units(
@@ -75,10 +87,23 @@ pub(super) fn units(
     let grid = UnitGrid::new(shape, m, n);
     let unit_rows = shape.unit()[0];
     let numbers: Vec<usize> = match order {
-        TileOrder::Grouped => grouped(0..grid.rows, grid.columns, unit_rows).collect(),
+        TileOrder::Grouped => grouped(0..grid.rows, 0..grid.columns, grid, unit_rows).collect(),
         TileOrder::Shards { shards, first } => in_shards(*shards, *first, m, grid, unit_rows)?.concat(),
         TileOrder::ShardBlocks { shards, first, blocks } => {
             in_blocks(&in_shards(*shards, *first, m, grid, unit_rows)?, (*blocks).max(1))
+        }
+        TileOrder::ShardAhead { shards, first, ahead } => {
+            check_shards(*shards, *first, m, unit_rows)?;
+            if *ahead >= grid.columns {
+                return Err(format!("{ahead} of {} columns of units ahead", grid.columns));
+            }
+            let rows = grid.rows / shards;
+            let of = |index: usize| {
+                let from = (first + index) % shards * rows;
+                grouped(from..from + rows, 0..*ahead, grid, unit_rows)
+            };
+            let together = grouped(0..grid.rows, *ahead..grid.columns, grid, unit_rows);
+            of(0).chain(together).chain((1..*shards).flat_map(of)).collect()
         }
         TileOrder::Cuts(cuts) => {
             let ends = cuts.iter().map(|tiles| (tiles * TILE_ROWS).div_ceil(unit_rows)).chain([grid.rows]);
@@ -91,7 +116,7 @@ pub(super) fn units(
                 rows.push(from..to);
                 from = to;
             }
-            rows.into_iter().flat_map(|rows| grouped(rows, grid.columns, unit_rows)).collect()
+            rows.into_iter().flat_map(|rows| grouped(rows, 0..grid.columns, grid, unit_rows)).collect()
         }
         TileOrder::Table(table) => {
             let mut seen = vec![false; grid.count()];
@@ -122,6 +147,15 @@ pub(super) fn units(
     Ok(numbers.into_iter().map(unit).collect())
 }
 
+fn check_shards(shards: usize, first: usize, m: usize, unit_rows: usize) -> Result<(), String> {
+    if shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
+        return Err(format!(
+            "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
+        ));
+    }
+    Ok(())
+}
+
 /// The units of every shard, from number `first` on.
 fn in_shards(
     shards: usize,
@@ -130,13 +164,10 @@ fn in_shards(
     grid: UnitGrid,
     unit_rows: usize,
 ) -> Result<Vec<Vec<usize>>, String> {
-    if shards == 0 || first >= shards || !m.is_multiple_of(shards * unit_rows) {
-        return Err(format!(
-            "{m} rows in {shards} shards from number {first} on; shards are multiples of {unit_rows} rows"
-        ));
-    }
+    check_shards(shards, first, m, unit_rows)?;
     let rows = grid.rows / shards;
-    let of = |shard: usize| grouped(shard * rows..(shard + 1) * rows, grid.columns, unit_rows).collect();
+    let of =
+        |shard: usize| grouped(shard * rows..(shard + 1) * rows, 0..grid.columns, grid, unit_rows).collect();
     Ok((0..shards).map(|index| of((first + index) % shards)).collect())
 }
 
@@ -157,14 +188,19 @@ fn in_blocks(shards: &[Vec<usize>], blocks: usize) -> Vec<usize> {
 }
 
 /// Column after column of a group of rows, then the next group.
-fn grouped(rows: std::ops::Range<usize>, columns: usize, unit_rows: usize) -> impl Iterator<Item = usize> {
+fn grouped(
+    rows: Range<usize>,
+    columns: Range<usize>,
+    grid: UnitGrid,
+    unit_rows: usize,
+) -> impl Iterator<Item = usize> {
     let height = (TOGETHER_ROWS / unit_rows).max(1);
     // Groups of even height, so that the last is no narrow strip.
     let groups = rows.len().div_ceil(height).max(1);
     (0..groups).flat_map(move |group| {
         let from = rows.start + rows.len() * group / groups;
         let to = rows.start + rows.len() * (group + 1) / groups;
-        (0..columns).flat_map(move |column| (from..to).map(move |row| row * columns + column))
+        columns.clone().flat_map(move |column| (from..to).map(move |row| row * grid.columns + column))
     })
 }
 
@@ -206,7 +242,7 @@ mod tests {
     use super::*;
 
     fn shape(pair: TilePair) -> GemmShape {
-        GemmShape { columns: 256, pair, splits: 1, turns: 1 }
+        GemmShape { columns: 256, pair, splits: 1, turns: 1, hands: 1 }
     }
 
     /// Numbers of the grid's units as an order gives them.
@@ -224,7 +260,9 @@ mod tests {
         let table = TileOrder::Table((0..120).rev().collect());
         let blocks = TileOrder::ShardBlocks { shards: 4, first: 1, blocks: 3 };
         let cuts = TileOrder::Cuts([3, 3, 10].into());
-        for order in [TileOrder::Grouped, TileOrder::Shards { shards: 4, first: 3 }, blocks, cuts, table] {
+        let ahead = TileOrder::ShardAhead { shards: 4, first: 2, ahead: 7 };
+        let shards = TileOrder::Shards { shards: 4, first: 3 };
+        for order in [TileOrder::Grouped, shards, blocks, ahead, cuts, table] {
             let mut numbers = numbers(&order, 3072, 2500);
             numbers.sort_unstable();
             assert_eq!(numbers, (0..120).collect::<Vec<_>>(), "{order:?}");
@@ -240,6 +278,11 @@ mod tests {
         assert_eq!(numbers(&TileOrder::Grouped, 3072, 512)[..8], [0, 2, 4, 6, 8, 10, 1, 3]);
         let rows: Vec<_> = numbers(&TileOrder::Shards { shards: 4, first: 3 }, 1024, 256);
         assert_eq!(rows, [3, 0, 1, 2]);
+        // Of two columns one is ahead: the last row of it, the other column, the rest of it.
+        let ahead = TileOrder::ShardAhead { shards: 4, first: 3, ahead: 1 };
+        assert_eq!(numbers(&ahead, 1024, 512), [6, 1, 3, 5, 7, 0, 2, 4]);
+        let all = TileOrder::ShardAhead { shards: 4, first: 3, ahead: 2 };
+        assert!(units(&all, &shape(TilePair::Rows), 1024, 512).is_err());
         // Three rows of tiles: the second unit has the last of them and one that lies behind the cut.
         let cut = numbers(&TileOrder::Cuts([3].into()), 1024, 512);
         assert_eq!(cut, [0, 2, 1, 3, 4, 6, 5, 7]);

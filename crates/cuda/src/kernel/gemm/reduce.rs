@@ -168,18 +168,21 @@ impl GemmReduceSpec {
 
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself for any number of rows, whose units lie within one rank's, unless those are no tile. Parts of k take turns, since what is
-    /// sent of a tile ends in one CTA.
+    /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k take
+    /// turns or are handed over, since what is sent of a tile ends in one CTA.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
     pub fn shapes(device: &Device, spec: &GemmReduceSpec) -> Result<Vec<GemmShape>, CudaError> {
         spec.check().map_err(refused)?;
         let (rows, shards) = (spec.own_rows(), spec.shards());
-        let fits =
-            |shape: &GemmShape| shape.splits == 1 && (shards == 1 || rows.is_multiple_of(shape.unit()[0]));
+        // Both tiles of a unit take turns in the ring for what comes of them, or neither.
+        let fits = |shape: &GemmShape| match shards {
+            1 => shape.splits == 1 && shape.pair == TilePair::Columns,
+            _ => shape.splits == 1 && rows.is_multiple_of(shape.unit()[0]),
+        };
         let mut shapes: Vec<GemmShape> =
-            Gemm::shapes_for_any_rows(device, &spec.product)?.into_iter().filter(fits).collect();
+            Gemm::shapes_in_pass(device, &spec.product)?.into_iter().filter(fits).collect();
         if shards > 1 {
             let cycles = |shape: &GemmShape| spec.cycles(shape, device.sm_count());
             shapes.sort_by(|a, b| cycles(a).total_cmp(&cycles(b)));
@@ -360,7 +363,7 @@ mod tests {
         let blocks = |m: usize, n: usize, k: usize| {
             let product = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
             let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread: SumsGoTo::All };
-            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1 })
+            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 })
         };
         assert_eq!(blocks(8192, 8192, 14336), 1);
         assert_eq!(blocks(8192, 12288, 6144), 1);
@@ -382,6 +385,7 @@ mod tests {
                     pair,
                     splits: 1,
                     turns: 1,
+                    hands: 1,
                 })
             };
             let mut all: Vec<GemmShape> = [128, 256].into_iter().flat_map(shapes).collect();
@@ -398,7 +402,7 @@ mod tests {
     fn units_are_numbered_within_their_shard() {
         let (ranks, m, n) = (4, 2048, 1000);
         for pair in [TilePair::Rows, TilePair::Columns] {
-            let shape = GemmShape { columns: 160, pair, splits: 1, turns: 1 };
+            let shape = GemmShape { columns: 160, pair, splits: 1, turns: 1, hands: 1 };
             let product = &spec(m, n, ranks).product;
             let numbered = |first: usize| {
                 let order = TileOrder::Shards { shards: ranks, first };

@@ -31,6 +31,8 @@ pub struct GemmShape {
     pub splits: u32,
     /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
     pub turns: u32,
+    /// Or 2 parts of k, the first of which one pair of CTAs hands over to another through memory: 1 where there are several of the above.
+    pub hands: u32,
 }
 
 /// What a tile costs beside its blocks, in cycles.
@@ -38,6 +40,8 @@ const TILE_CYCLES: f64 = 3000.0;
 
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
+    /// Warps that multiply.
+    pub(super) const CONSUMER_WARPS: usize = 8;
 
     /// Blocks of k on their way at once: as many as shared memory holds.
     pub(super) const fn stages(columns: u32) -> u32 {
@@ -112,7 +116,7 @@ impl GemmShape {
 
     /// Parts of k whose sums are added: what the bits of a result depend on.
     pub const fn parts(&self) -> u32 {
-        self.splits * self.turns
+        self.splits * self.turns * self.hands
     }
 
     /// Cycles of a multiprocessor for its part of a tile of `k` terms.
@@ -122,14 +126,18 @@ impl GemmShape {
         const SENT: f64 = 14.0;
         /// Bytes of a part that is kept, there and back.
         const KEPT: f64 = 32.0;
+        /// Until the pair that takes them over hears of sums in memory.
+        const HEAR: f64 = 5000.0;
         let splits = f64::from(self.splits);
         let bytes = f64::from(TILE_ROWS as u32 * self.columns) * size_of::<f32>() as f64;
-        let exchange = match (self.splits, self.turns) {
-            (0 | 1, 0 | 1) => 0.0,
-            (0 | 1, _) => 2.0 * bytes / KEPT,
+        let exchange = match (self.splits, self.turns, self.hands) {
+            (0 | 1, 0 | 1, 0 | 1) => 0.0,
+            (0 | 1, 0 | 1, _) => HEAR + 2.0 * bytes / KEPT,
+            (0 | 1, _, _) => 2.0 * bytes / KEPT,
             _ => MEET + bytes * (splits - 1.0) / splits / SENT,
         };
-        k.div_ceil(BLOCK) as f64 / splits * self.block_cycles() + TILE_CYCLES + exchange
+        let at_once = f64::from(self.splits * self.hands);
+        k.div_ceil(BLOCK) as f64 / at_once * self.block_cycles() + TILE_CYCLES + exchange
     }
 
     /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants are fitted to
@@ -137,42 +145,58 @@ impl GemmShape {
     pub(super) fn cost(self, spec: &GemmSpec, workers: u32) -> f64 {
         /// Bytes from memory in a cycle, of all 132 multiprocessors.
         const MEMORY: f64 = 2400.0;
-        let units = UnitGrid::new(&self, spec.m, spec.n).count() as f64;
-        let rounds = (units / f64::from(self.clusters(workers).max(1))).ceil();
-        let computing = rounds * self.unit_cycles(spec.k);
+        /// From a load of B's to its bytes while all multiprocessors load.
+        const LATENCY: f64 = 3900.0;
+        let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * f64::from(self.hands);
+        let clusters = f64::from(self.clusters(workers).max(1));
+        let computing = (items / clusters).ceil() * self.unit_cycles(spec.k);
         let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
-        let loading = operands / MEMORY * 132.0 / f64::from(workers.max(1));
+        let mut rate = MEMORY * f64::from(workers.max(1)) / 132.0;
+        if self.pair == TilePair::Columns {
+            // Few rows wait for B, of which memory gives no more than is on its way.
+            let block = f64::from(self.columns) * BLOCK as f64 * spec.element.bytes() as f64;
+            let blocks = 2 * self.splits * Self::stages(self.columns);
+            rate = rate.min(items.min(clusters) * f64::from(blocks) * block / LATENCY);
+        }
+        let loading = operands / rate;
         // The two hinder each other where they are about the same.
         (computing.powi(3) + loading.powi(3)).cbrt()
     }
 }
 
-/// Parts of k wherever no bit may depend on which rows of the result are computed together: by its columns and terms alone. Where
-/// columns are too few for the multiprocessors as long as there are few rows, and terms so many that parts cost many rows little.
-pub(super) fn parts_for_any_rows(spec: &GemmSpec) -> u32 {
-    /// Tiles of 64 columns for a third of the multiprocessors of an H200.
-    const FEW_COLUMNS: usize = 3072;
-    const MANY_TERMS: usize = 8192;
-    let alike = spec.k.div_ceil(BLOCK).is_multiple_of(2);
-    if spec.layout != GemmLayout::Tn && spec.n <= FEW_COLUMNS && spec.k >= MANY_TERMS && alike {
-        2
-    } else {
-        1
+/// Parts of k of every product of a pass: those of all of it as one product. More than one where they are estimated to make that
+/// notably faster, since a pass of few rows has too few tiles for the multiprocessors, or too narrow ones. A pass's products need not be
+/// computed together to have the same bits, so this knows nothing of how it is cut.
+pub(super) fn parts_in_pass(spec: &GemmSpec, sm_count: u32) -> u32 {
+    /// What the estimate is not sure of.
+    const NOTABLY: f64 = 0.95;
+    if spec.layout == GemmLayout::Tn {
+        return 1;
     }
+    let pass = GemmSpec { m: spec.pass_rows, grid: GemmGrid::Persistent, ..spec.clone() };
+    let all = shapes(&pass, sm_count);
+    // The fastest is the first. More than two parts are in no kernel that sums over ranks.
+    let cycles = |parts: u32| {
+        let best = all.iter().find(|shape| shape.parts() == parts);
+        best.map_or(f64::INFINITY, |shape| shape.cost(&pass, sm_count))
+    };
+    if cycles(2) < NOTABLY * cycles(1) { 2 } else { 1 }
 }
 
 /// The shapes that a product can have, least estimate first. `sm_margin` does not count: bits must not depend on it.
 pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     /// Clusters have at most 8 CTAs, two for each part.
     const MOST_SPLITS: u32 = 4;
+    /// Columns of tiles whose parts are handed over (`kHands`).
+    const MOST_HANDED: u32 = 192;
     /// Blocks that a part has at least.
     const LEAST_BLOCKS: usize = 8;
     let blocks = spec.k.div_ceil(BLOCK);
     let mut all = Vec::new();
     for columns in COLUMNS {
         for pair in [TilePair::Rows, TilePair::Columns] {
-            let whole = GemmShape { columns, pair, splits: 1, turns: 1 };
-            let in_turn = GemmShape { turns: 2, ..whole };
+            let whole = GemmShape { columns, pair, splits: 1, turns: 1, hands: 1 };
+            let (in_turn, handed) = (GemmShape { turns: 2, ..whole }, GemmShape { hands: 2, ..whole });
             // All parts have as many blocks.
             let fits = |splits: &u32| {
                 let parts = *splits as usize;
@@ -183,6 +207,11 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
             // A pair of CTAs for every unit would keep as much as all of the product.
             if fits(&2) && spec.grid == GemmGrid::Persistent {
                 all.push(in_turn);
+            }
+            // All at the same time: who waits for a part then finds that it is being computed.
+            let units = UnitGrid::new(&whole, spec.m, spec.n).count();
+            if fits(&2) && columns <= MOST_HANDED && 2 * units <= sm_count as usize / 2 {
+                all.push(handed);
             }
         }
     }
@@ -210,40 +239,34 @@ mod tests {
     fn large_products_take_large_tiles_and_few_rows_many() {
         assert_eq!(
             best(8192, 8192, 8192),
-            GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1 }
+            GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 }
         );
         // One row of tiles: nothing lies below.
         let few = best(128, 8192, 8192);
         assert_eq!(few.pair, TilePair::Columns);
-        let units = UnitGrid::new(&few, 128, 8192).count() as u32 * few.splits;
+        let units = UnitGrid::new(&few, 128, 8192).count() as u32 * few.splits * few.hands;
         assert!((50..=66).contains(&units), "{few:?}");
         // 40 units of 256 columns would leave a third of the multiprocessors idle in the last of three rounds.
         assert_eq!(best(1024, 10240, 8192).columns, 160);
         // 224 units of 256 columns are 3.4 rounds of 66, 256 of 224 are 3.9.
         assert_eq!(
             best(256, 57344, 8192),
-            GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1 }
+            GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 }
         );
     }
 
     #[test]
-    fn parts_of_few_columns_are_the_same_for_any_rows() {
-        for m in [1, 64, 128, 8192] {
-            let splits =
-                |n, k, layout| parts_for_any_rows(&GemmSpec::new(m, n, k, layout, ElementType::Bf16));
-            assert_eq!(splits(2560, 8192, GemmLayout::Nt), 2);
-            assert_eq!(splits(8192, 8192, GemmLayout::Nt), 1);
-            assert_eq!(splits(2560, 4096, GemmLayout::Nn), 1);
-            assert_eq!(splits(2560, 8192 + BLOCK, GemmLayout::Nt), 1);
+    fn parts_are_those_of_the_pass() {
+        let parts = |m, n, k, layout| parts_in_pass(&GemmSpec::new(m, n, k, layout, ElementType::Bf16), 132);
+        assert!(parts(128, 2560, 8192, GemmLayout::Nt) > 1);
+        assert_eq!(parts(8192, 2560, 8192, GemmLayout::Nt), 1);
+        assert_eq!(parts(8192, 8192, 8192, GemmLayout::Nt), 1);
+        assert_eq!(parts(128, 2560, 8192, GemmLayout::Tn), 1);
+        for rows in [1, 64, 100] {
+            let whole = GemmSpec::new(128, 2560, 8192, GemmLayout::Nn, ElementType::Bf16);
+            let some = GemmSpec { m: rows, ..whole.clone() };
+            assert_eq!(parts_in_pass(&some, 132), parts_in_pass(&whole, 132));
         }
-        let few = GemmSpec::new(128, 2560, 8192, GemmLayout::Nt, ElementType::Bf16);
-        let best = |m: usize| {
-            let spec = GemmSpec { m, ..few.clone() };
-            shapes(&spec, 132).into_iter().find(|shape| shape.parts() == parts_for_any_rows(&spec))
-        };
-        // At the same time where tiles are few, one after the other where they are not.
-        assert_eq!(best(128).map(|shape| [shape.splits, shape.turns]), Some([2, 1]));
-        assert_eq!(best(8192).map(|shape| [shape.splits, shape.turns]), Some([1, 2]));
     }
 
     /// Every part has a piece of every tile, and as many blocks of k as the others.
@@ -259,8 +282,9 @@ mod tests {
                 assert!(of_both && most && shape.tellers() >= shape.splits, "{shape:?}");
             }
         }
-        let tellers =
-            |columns, splits| GemmShape { columns, pair: TilePair::Rows, splits, turns: 1 }.tellers();
+        let tellers = |columns, splits| {
+            GemmShape { columns, pair: TilePair::Rows, splits, turns: 1, hands: 1 }.tellers()
+        };
         // A part has the rows of one warpgroup, or of both.
         assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| tellers(c, s)), [2, 2, 4, 4]);
     }

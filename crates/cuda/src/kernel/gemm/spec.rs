@@ -103,6 +103,8 @@ pub struct GemmSpec {
     pub n: usize,
     /// Terms of each element.
     pub k: usize,
+    /// Rows of all products of the pass that it is one of: parts of k follow from these, so that they are alike in all of them.
+    pub pass_rows: usize,
     /// How A and B lie in memory.
     pub layout: GemmLayout,
     /// Elements of A and B.
@@ -138,6 +140,7 @@ impl GemmSpec {
             m,
             n,
             k,
+            pass_rows: m,
             layout,
             element,
             output,
@@ -171,6 +174,9 @@ impl GemmSpec {
             if size == 0 || size > MOST {
                 return Err(format!("{name} is {size}; it takes 1 to {MOST}"));
             }
+        }
+        if self.pass_rows < m {
+            return Err(format!("{m} rows of a pass of {}", self.pass_rows));
         }
         if self.output != Scalar::F32 && self.output != self.element.scalar() {
             let (output, element) = (self.output.name(), self.element.name());
@@ -224,6 +230,7 @@ mod tests {
     fn what_no_kernel_takes_is_told_with_figures() {
         assert_eq!(GemmSpec::new(1, 8, 8, GemmLayout::Nn, ElementType::F16).check(), Ok(()));
         assert!(refused(|spec| spec.k = 0).contains("k is 0"));
+        assert!(refused(|spec| spec.pass_rows = 256).contains("512 rows of a pass of 256"));
         assert!(refused(|spec| spec.strides[0] = 100).contains("A are 100 elements apart, but have 128"));
         assert!(refused(|spec| spec.strides[1] = 132).contains("132 elements of 2 bytes apart"));
         assert!(refused(|spec| spec.output = Scalar::F16).contains("f16 of operands in bf16"));
