@@ -45,8 +45,6 @@ struct GemmToMemory {
 // One consumer warpgroup.
 template <typename C, typename Ends>
 struct GemmConsumer {
-  // Whether parts may be handed over: wider tiles have no registers for it, and are for more rows.
-  static constexpr bool kHands = C::kTileN <= 192;
   const GemmArguments& arguments;
   GemmShared<C>& shared;
   const Ends& ends;
@@ -65,9 +63,8 @@ struct GemmConsumer {
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_block() {
-    // The compiler does not see that it is uniform where a pair may hand over and go on; descriptors then take their way through other
-    // registers, a tenth of a narrow tile's time. Tiles of 192 columns have no register for this.
-    const u32 stage = kHands && C::kTileN < 192 ? uniform(ring.stage) : ring.stage;
+    // Tiles of 192 columns have no register for this, and need it least.
+    const u32 stage = C::kHands > 1 && C::kTileN < 192 ? uniform(ring.stage) : ring.stage;
     mbarrier_wait(&shared.full[stage], ring.round & 1);
     const u64 a = wgmma_descriptor(shared.a[stage] + group * 64 * kGemmRowBytes);
     const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
@@ -143,7 +140,7 @@ struct GemmConsumer {
 
   // This warpgroup's place among those whose sums of the first of two parts are kept: of this CTA, or of this one of a unit's.
   __device__ __forceinline__ u32 keeper(const GemmWalk& walk) const {
-    const u32 cta = kHands && arguments.hands > 1 ? 2 * walk.unit_index() + walk.rank : blockIdx.x;
+    const u32 cta = C::kHands > 1 ? 2 * walk.unit_index() + walk.rank : blockIdx.x;
     return cta * kGemmConsumers + group;
   }
   __device__ __forceinline__ float4* kept(const GemmWalk& walk) const {
@@ -211,17 +208,17 @@ struct GemmConsumer {
       const u32 blocks = (walk.k_end() - walk.k_begin()) / arguments.turns;
       for (u32 turn = 1;; ++turn) {
         multiply<Ends::Held::kCount>(blocks, [&](u32 chunk) { held.stage(staging, chunk); });
-        const bool hands_over = kHands && walk.hands_over();
+        const bool hands_over = C::kHands > 1 && walk.hands_over();
         if (turn == arguments.turns && !hands_over) break;
         keep(walk);
         if (hands_over) break;
       }
-      if (kHands && walk.hands_over()) {
+      if (C::kHands > 1 && walk.hands_over()) {
         hand_over(walk);
         continue;
       }
-      if (kHands && arguments.hands > 1) await_handed(walk);
-      if (arguments.turns > 1 || (kHands && arguments.hands > 1)) add_kept(walk);
+      if (C::kHands > 1) await_handed(walk);
+      if (C::kHands > 1 || arguments.turns > 1) add_kept(walk);
       const u32 column = walk.template column<C::kTileN>();
       if constexpr (Ends::kSumsParts) {
         if (arguments.splits > 1) sum_parts(parts, staging.owned, number);

@@ -24,13 +24,16 @@ constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
 constexpr u32 kGemmSources = 16;
 constexpr u32 kGemmDestinations = 8;
 
-// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, and how operands lie in memory.
-template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf>
+// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, and whether
+// parts of k are handed over. With that in it the compiler no longer sees that a warp's stage is uniform, and products without
+// such parts would take a tenth longer.
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, u32 kHandsOf>
 struct GemmConfig {
   static constexpr u32 kTileN = kTileNOf;
   static constexpr u32 kStages = kStagesOf;
   static constexpr Major kMajorA = kMajorAOf;
   static constexpr Major kMajorB = kMajorBOf;
+  static constexpr u32 kHands = kHandsOf;  // `hands` of its arguments
   static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
   // Along n, whole chunks of 64 columns are loaded.
   static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;

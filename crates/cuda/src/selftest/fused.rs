@@ -20,11 +20,12 @@ use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, Devi
 /// rows are a single tile's, and columns and terms end inside of one; in the third they are a slice of one.
 pub(super) const SHAPES: [[usize; 3]; 3] = [[256, 256, 128], [128, 1000, 200], [32, 256, 128]];
 /// Some more with one collective: sums that others get while their owner computes; rows that are too many to leave at once, and so many
-/// columns that all rows of most of them are computed together; and products whose k is in parts.
-const MORE: [([usize; 3], GemmCollective); 7] = [
+/// columns that all rows of most of them are computed together; slices of wide tiles; and products whose k is in parts.
+const MORE: [([usize; 3], GemmCollective); 8] = [
     ([1024, 4096, 128], GemmCollective::AllReduce),
     ([1024, 256, 1152], GemmCollective::AllGather),
     ([1024, 14336, 1152], GemmCollective::AllGather),
+    ([32, 20480, 1024], GemmCollective::ReduceScatter),
     ([32, 512, 4096], GemmCollective::ReduceScatter),
     ([32, 512, 4096], GemmCollective::AllReduce),
     ([32, 512, 4096], GemmCollective::AllGather),

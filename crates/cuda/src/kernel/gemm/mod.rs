@@ -173,7 +173,8 @@ impl Gemm {
         let stretches = rows::stretches(spec);
         let destinations = rows::destinations(&stretches).0;
         let tile_list = rows::row_tiles(&stretches);
-        let choice = GemmChoice { columns: shape.columns, layout: spec.layout, element: spec.element, ends };
+        let GemmShape { columns, hands, .. } = shape;
+        let choice = GemmChoice { columns, layout: spec.layout, element: spec.element, ends, hands };
         let function = device.function(&choice.source())?;
         let units = DeviceBuffer::from_slice(stream, &unit_list)?;
         let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;

@@ -60,6 +60,11 @@ impl GemmShape {
         Self::stages(columns) * stage + (32 << 10) + 1024 + 1024
     }
 
+    /// Whether there are kernels that hand parts of k over: wider tiles have no registers for it, and are for more rows.
+    pub(super) const fn hands_over(columns: u32, layout: GemmLayout) -> bool {
+        columns <= 192 && !matches!(layout, GemmLayout::Tn)
+    }
+
     /// Columns of elements that are stored at once (`kChunkColumns`).
     pub(super) const fn chunk_columns(&self) -> u32 {
         if self.columns.is_multiple_of(64) { 64 } else { 32 }
@@ -187,8 +192,6 @@ pub(super) fn parts_in_pass(spec: &GemmSpec, sm_count: u32) -> u32 {
 pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     /// Clusters have at most 8 CTAs, two for each part.
     const MOST_SPLITS: u32 = 4;
-    /// Columns of tiles whose parts are handed over (`kHands`).
-    const MOST_HANDED: u32 = 192;
     /// Blocks that a part has at least.
     const LEAST_BLOCKS: usize = 8;
     let blocks = spec.k.div_ceil(BLOCK);
@@ -210,7 +213,8 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
             }
             // All at the same time: who waits for a part then finds that it is being computed.
             let units = UnitGrid::new(&whole, spec.m, spec.n).count();
-            if fits(&2) && columns <= MOST_HANDED && 2 * units <= sm_count as usize / 2 {
+            let taken = GemmShape::hands_over(columns, spec.layout) && 2 * units <= sm_count as usize / 2;
+            if fits(&2) && taken {
                 all.push(handed);
             }
         }

@@ -11,6 +11,8 @@ pub(super) struct GemmChoice {
     pub(super) layout: GemmLayout,
     pub(super) element: ElementType,
     pub(super) ends: GemmEnds,
+    /// Parts of k that are handed over ([`GemmShape::hands`]).
+    pub(super) hands: u32,
 }
 
 /// What becomes of tiles.
@@ -52,9 +54,10 @@ impl GemmEnds {
 
 impl GemmChoice {
     pub(super) fn source(self) -> KernelSource {
-        let Self { columns, layout, element, ends } = self;
+        let Self { columns, layout, element, ends, hands } = self;
         let [header, stem, parameter, call] = ends.parts();
-        let name = format!("{stem}_{}_{}_128x{columns}", element.name(), layout.name());
+        let handed = if hands > 1 { "_handed" } else { "" };
+        let name = format!("{stem}_{}_{}_128x{columns}{handed}", element.name(), layout.name());
         let (a, b) = match layout {
             GemmLayout::Nt => ("kK", "kK"),
             GemmLayout::Nn => ("kK", "kMN"),
@@ -65,7 +68,9 @@ impl GemmChoice {
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")
-            .line(format_args!("using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}>;"))
+            .line(format_args!(
+                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, {hands}>;"
+            ))
             .line(format_args!(
                 "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
                  \"threads and shared memory of a launch\");",
@@ -94,8 +99,10 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
                     }
                     GemmLayout::Tn => &[GemmEnds::Memory],
                 };
-                all.extend(ends.iter().map(|&ends| {
-                    let source = GemmChoice { columns, layout, element, ends }.source();
+                let hands = if GemmShape::hands_over(columns, layout) { 1..=2 } else { 1..=1 };
+                let choices = hands.flat_map(|hands| ends.iter().map(move |&ends| (hands, ends)));
+                all.extend(choices.map(|(hands, ends)| {
+                    let source = GemmChoice { columns, layout, element, ends, hands }.source();
                     Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit }
                 }));
             }
