@@ -73,7 +73,7 @@ pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
     DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
     TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
-    TileSplit, TileStatistics, TurnSpan,
+    TileSplit, TileStatistics, TileTakers, TurnSpan,
 };
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};

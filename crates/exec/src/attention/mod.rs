@@ -8,7 +8,7 @@ use counterpoint_schedule::{OverlapPolicy, Timeline};
 
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
-use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass};
+use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes};
 
 /// Tensors in global token order, or a rank's rows of them; shapes as in [`AttentionSpec`].
 #[derive(Clone, Debug, PartialEq)]
@@ -84,6 +84,9 @@ pub struct RunConfig {
     pub warmups: usize,
     /// Runs of each pass that are measured, at least 1. The timeline given is that of the last, as are the results.
     pub samples: usize,
+    /// Which times those take. With [`RunTimes::Whole`] the timeline given is that of the last run before them, if there is one:
+    /// what users run takes no times, and time stamps of operations hold up others.
+    pub times: RunTimes,
     /// Faults to inject; a test tool.
     pub faults: Vec<FaultInjection>,
 }
@@ -98,6 +101,7 @@ impl Default for RunConfig {
             slow_link: None,
             warmups: 0,
             samples: 1,
+            times: RunTimes::Operations,
             faults: Vec::new(),
         }
     }

@@ -7,7 +7,9 @@ use counterpoint_schedule::{
 };
 
 use super::{AttentionInputs, AttentionOutputs, RunConfig};
-use crate::{Backend, ExecError, HostTensor, Machine, Pass, Prepared, Transport, World, WorldConfig};
+use crate::{
+    Backend, ExecError, HostTensor, Machine, Pass, Prepared, RunTimes, Transport, World, WorldConfig,
+};
 
 /// What ranks are to compute.
 #[derive(Clone, Copy, Debug)]
@@ -134,26 +136,31 @@ fn prepare<M: Machine>(
     ranks.map(|(program, (backend, transport))| Rank::<M>::new(program, backend, transport)).collect()
 }
 
-/// The timeline of the last run, and the seconds of all that are measured.
+/// The timeline of the last run that takes the times of operations, and the seconds of all that are measured.
 fn run_measured<M: Machine>(
     machine: &M,
     pass: &str,
     ranks: &mut [Rank<M>],
     config: &RunConfig,
 ) -> Result<(Timeline, Vec<f64>), ExecError> {
-    let mut run = || {
+    let run = |ranks: &mut [Rank<M>]| {
         // Processes have clocks of their own: all begin when the last one is ready.
         machine.meet(pass)?;
         Prepared::run_ranks(ranks)
     };
-    (0..config.warmups).try_for_each(|_| run().map(drop))?;
-    let mut timeline = run()?;
-    let mut seconds = vec![timeline.duration()];
-    for _ in 1..config.samples {
-        timeline = run()?;
-        seconds.push(timeline.duration());
+    let mut timeline = None;
+    for _ in 0..config.warmups {
+        timeline = Some(run(ranks)?);
     }
-    Ok((timeline, seconds))
+    ranks.iter().for_each(|rank| rank.backend().take_times(config.times));
+    let mut last = run(ranks)?;
+    let mut seconds = vec![last.duration()];
+    for _ in 1..config.samples {
+        last = run(ranks)?;
+        seconds.push(last.duration());
+    }
+    let timeline = timeline.filter(|_| config.times == RunTimes::Whole);
+    Ok((timeline.unwrap_or(last), seconds))
 }
 
 /// A rank's rows of the inputs, shared by forward and backward.

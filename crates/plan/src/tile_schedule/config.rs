@@ -100,6 +100,14 @@ impl TileScheduleConfig {
         }
     }
 
+    /// What a block of which so many of a tile's rows see something costs, in columns. A backward tests it for all keys if it is not
+    /// all rows that a tile can have, also where those that are missing belong to the next tile. That takes a quarter of a block (a
+    /// trace: 4600 to 4900 cycles instead of 3830).
+    pub(super) const fn block_cost(&self, seeing: usize) -> u64 {
+        let is_tested = matches!(self.direction, TileDirection::Backward) && seeing < self.tile_rows;
+        (self.block + if is_tested { self.block / 4 } else { 0 }) as u64
+    }
+
     pub(super) fn validate(&self) -> Result<(), TileScheduleError> {
         for (field, size) in [("tile_rows", self.tile_rows), ("block", self.block)] {
             if size == 0 || size > super::MAX_TILE_SIZE {

@@ -1,11 +1,11 @@
 //! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
 
 mod chains;
+mod classes;
 mod config;
 mod coverage;
 mod error;
 mod fit;
-mod gather;
 mod head_groups;
 mod layout;
 mod list_time;
@@ -16,6 +16,7 @@ mod turns;
 mod walk;
 mod walked;
 
+pub use classes::TileTakers;
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
@@ -169,24 +170,26 @@ impl TileSchedule {
         (self.merges, self.partials) = (parts.merges, parts.slots as usize);
     }
 
-    /// Otherwise tiles stay in their order.
-    fn put_ready_tiles_first(&mut self) {
-        let runs = &self.runs;
-        let last = |tile: &Tile| match self.config.direction {
-            TileDirection::Forward => {
-                runs[tile.run_begin as usize..tile.run_end as usize].last().map_or(0, |run| run.end)
-            }
+    /// Whether a tile needs rows from [`TileScheduleConfig::arrival`] on.
+    fn waits(&self, tile: &Tile) -> bool {
+        let last = match self.config.direction {
+            TileDirection::Forward => self.runs_of(tile).last().map_or(0, |run| run.end),
             TileDirection::Backward => tile.end,
         };
-        let arrival = self.config.arrival.unwrap_or(usize::MAX);
-        let waits = |tile: &Tile| last(tile) as usize > arrival;
-        self.ready_tiles = self.tiles.iter().filter(|tile| !waits(tile)).count();
-        if self.ready_tiles < self.tiles.len() {
-            self.tiles.sort_by_key(waits);
-        }
+        self.config.arrival.is_some_and(|arrival| last as usize > arrival)
     }
 
-    /// The first tiles, which need no row from [`TileScheduleConfig::arrival`] on.
+    /// Otherwise tiles stay in their order.
+    fn put_ready_tiles_first(&mut self) {
+        let mut tiles = std::mem::take(&mut self.tiles);
+        self.ready_tiles = tiles.iter().filter(|tile| !self.waits(tile)).count();
+        if self.ready_tiles < tiles.len() {
+            tiles.sort_by_key(|tile| self.waits(tile));
+        }
+        self.tiles = tiles;
+    }
+
+    /// How many of the first tiles need no row from [`TileScheduleConfig::arrival`] on, up to the first one that does.
     pub fn ready_tiles(&self) -> usize {
         self.ready_tiles
     }

@@ -1,4 +1,4 @@
-use counterpoint_exec::{AttentionRun, CheckReport, Pass, RunConfig, Sample, check_sample};
+use counterpoint_exec::{AttentionRun, CheckReport, Pass, RunConfig, RunTimes, Sample, check_sample};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{RankPlan, Topology};
 use counterpoint_report::{
@@ -54,6 +54,7 @@ impl Bench<'_> {
             poison: false,
             warmups: WARM_UPS,
             samples: self.arguments.iterations as usize,
+            times: RunTimes::Whole,
             ..RunConfig::default()
         };
         let before = self.ranks.sent_between_nodes();
@@ -155,9 +156,12 @@ impl Case {
             "planned_crossing_bytes": self.crossing.as_ref().map(|crossing| crossing.planned),
             "counted_crossing_bytes": self.crossing.as_ref().and_then(|crossing| crossing.counted),
             "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
+            // Of a run with time stamps, which a single hardware queue is held up by.
             "communication_seconds": overlap.communication_seconds,
             "exposed_seconds": overlap.exposed_seconds,
             "overlap_efficiency": overlap.efficiency,
+            // Of the runs without, what they took that the ranks' computations do not.
+            "beyond_compute_seconds": statistics.median - overlap.compute_seconds,
             "predicted_seconds": predicted,
             "measured_over_predicted": predicted.map(|predicted| statistics.median / predicted),
             "scaling": scaling,

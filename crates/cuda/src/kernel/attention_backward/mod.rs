@@ -8,8 +8,8 @@ use std::f32::consts::LOG2_E;
 
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
-use counterpoint_plan::TurnSpan;
-use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, class_ends, heads_at_a_time, rounds_beside, stretch};
+use counterpoint_plan::{TileTakers, TurnSpan};
+use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
@@ -154,7 +154,8 @@ impl AttentionBackward {
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let ctas = shape.ctas();
         let clusters = (workers / ctas).max(1);
-        let class_ends = class_ends(&mut schedule, heads_kv, clusters as usize);
+        let takers = TileTakers { workers: clusters as usize, heads: heads_kv, walks: heads_q / heads_kv };
+        let class_ends = schedule.classes(takers, CLASSES);
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
         let heads = (heads_kv, heads_q / heads_kv);
         let rounds_beside = rounds_beside(&schedule, heads, clusters as usize, rounds);

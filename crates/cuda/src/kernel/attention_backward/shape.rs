@@ -1,5 +1,3 @@
-use std::ops::Range;
-
 use counterpoint_plan::{
     Tile, TileDirection, TileOrder, TilePlacement, TileSchedule, TileScheduleConfig, TileScheduleError,
 };
@@ -162,51 +160,11 @@ pub(super) fn rounds_beside(
     u64::from(rounds).saturating_sub(idle_blocks * IDLE_SLABS.0 / IDLE_SLABS.1) as u32
 }
 
-/// Tiles up to which each class goes that CTAs take together, head by head: first those that need no row that arrives. Tiles that
-/// walk rows in common are a class, as far as that lets `workers` finish together; others are of similar work.
-pub(super) fn class_ends(schedule: &mut TileSchedule, heads_kv: usize, workers: usize) -> Vec<u32> {
-    let ready = schedule.ready_tiles();
-    let halves = [0..ready, ready..schedule.tiles().len()];
-    let most = if halves.iter().any(|half| half.is_empty()) { CLASSES } else { CLASSES / 2 };
-    // The rest is for light tiles, which are in no group.
-    let groups = if schedule.config().order == TileOrder::Work {
-        schedule.gather(heads_kv, workers, most * 5 / 8)
-    } else {
-        Vec::new()
-    };
-    let ends_of = |half: Range<usize>| {
-        let mut ends: Vec<u32> = groups
-            .iter()
-            .copied()
-            .filter(|&end| half.start < end as usize && end as usize <= half.end)
-            .collect();
-        let light = ends.last().map_or(half.start, |&end| end as usize);
-        let by_work = class_ends_of(&schedule.tiles()[light..half.end], most - ends.len());
-        ends.extend(by_work.into_iter().map(|end| light as u32 + end));
-        ends
-    };
-    halves.into_iter().flat_map(ends_of).collect()
-}
-
-/// Where classes of similar work end, so that short items come last.
-fn class_ends_of(tiles: &[Tile], most: usize) -> Vec<u32> {
-    let count = tiles.len();
-    let mut ends = Vec::with_capacity(most);
-    let mut next = 0;
-    while next < count {
-        // Tiles within 0.7 of the class's heaviest; the last class takes the rest.
-        let least = u64::from(tiles[next].blocks.max(1)) * 7;
-        let heavy = tiles[next..].partition_point(|tile| u64::from(tile.blocks.max(1)) * 10 >= least);
-        next = if ends.len() + 1 == most { count } else { next + heavy };
-        ends.push(next as u32);
-    }
-    ends
-}
-
 #[cfg(test)]
 mod tests {
     use bytemuck::Zeroable;
     use counterpoint_mask::Mask;
+    use counterpoint_plan::TileTakers;
 
     use super::*;
     use crate::kernel::{DqBegin, ElementType};
@@ -231,17 +189,6 @@ mod tests {
             sm_margin: 0,
             deterministic: false,
         }
-    }
-
-    #[test]
-    fn classes_hold_all_tiles_and_similar_work() {
-        assert_eq!(class_ends_of(&tiles([64; 9]), CLASSES), [9]);
-        assert_eq!(class_ends_of(&tiles([100, 71, 70, 69, 50, 1, 0]), CLASSES), [3, 5, 7]);
-        let many = class_ends_of(&tiles((0..200).rev().map(|x| x * x)), CLASSES);
-        assert_eq!(many.len(), CLASSES);
-        assert_eq!(many.last(), Some(&200));
-        assert!(many.is_sorted_by(|a, b| a < b));
-        assert!(class_ends_of(&[], CLASSES).is_empty());
     }
 
     #[test]
@@ -303,14 +250,17 @@ mod tests {
                 ..small_problem()
             };
             let mut schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
-            let ends = class_ends(&mut schedule, 8, 132);
+            let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
+            let ends = schedule.classes(takers, CLASSES);
             let count = schedule.tiles().len() as u32;
             assert!(
                 ends.len() <= CLASSES && ends.is_sorted_by(|a, b| a < b) && ends.last() == Some(&count),
                 "{ends:?}"
             );
             if rows_arriving > 0 {
-                assert!(ends.contains(&(schedule.ready_tiles() as u32)), "{ends:?}");
+                // As many as CTAs begin with.
+                let first = &schedule.tiles()[..132 / 8 + 1];
+                assert!(first.iter().all(|tile| tile.end <= 8192 - 3000), "{ends:?}");
             } else {
                 // The longest document's, but for the light ones.
                 let first = &schedule.tiles()[..ends[0] as usize];

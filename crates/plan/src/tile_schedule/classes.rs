@@ -1,0 +1,418 @@
+use std::cmp::Reverse;
+
+use super::chains::stretches_of_rows;
+use super::list_time::{MOST_ITEMS, list_time};
+use super::{TILE_COST, Tile, TileOrder, TileSchedule, TileScheduleConfig};
+
+/// How heavy a tile may be, as a share of the heaviest's blocks, to be left for the end: the less is left, the more of a stretch is
+/// handed out together.
+const LIGHT: [(u32, u32); 6] = [(0, 1), (1, 16), (1, 8), (1, 4), (3, 8), (1, 2)];
+
+/// A time is better than another one when it is less by this part: what classes cost in the cache is not counted.
+const LEAST_GAIN: u64 = 100;
+
+/// What classes are made by.
+struct Weighing {
+    /// How light a tile of a class may be, in tenths of its heaviest's blocks, coarsest first: the more alike they are, the better the
+    /// queue's end is balanced, and the less of what they read the tiles of a head share.
+    alike: &'static [u32],
+    /// By which part later all may finish for tiles of a stretch to be handed out together.
+    most_loss: u64,
+    /// Whether a tile's time is that of all its walks and of blocks that are tested, or of its blocks, once.
+    counts_walks: bool,
+}
+
+/// Of masks all of whose keys are there. Finer classes, and times by walks, end sooner by the count and took 1.13 ms instead of 1.09 for
+/// causal documents of 8k rows at 64:8 heads (H200): the cache counts for more.
+const WHOLE: Weighing = Weighing { alike: &[7], most_loss: 100, counts_walks: false };
+/// Of ranks that receive keys, which have few tiles to each CTA: documents on two H200s took 1 to 3 % less by it.
+const RECEIVING: Weighing = Weighing { alike: &[7, 8, 9, 10], most_loss: 40, counts_walks: true };
+
+/// Who takes the tiles of a schedule from its queue, and for what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileTakers {
+    /// CTAs that run at a time.
+    pub workers: usize,
+    /// Heads for each of which every tile is handed out.
+    pub heads: usize,
+    /// How often whoever has taken a tile walks its blocks: query heads of a key head, one after the other.
+    pub walks: usize,
+}
+
+impl TileSchedule {
+    /// Puts tiles in the order in which a queue hands them out, and gives where each of its classes ends, at most `most`. A class is
+    /// handed out head by head, before the next one.
+    ///
+    /// Tiles that walk rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
+    /// what they read, and what a backward adds to, is then in the second level cache at a time; by work alone, a document's tiles
+    /// run whenever their length's turn comes. Light tiles of all of them come last, in classes of similar work, as many as it takes
+    /// for the `takers` to finish about as early as by work alone. All classes are of similar work where one stretch of rows would
+    /// have most of the work, or where most tiles of a stretch are about as long as its longest.
+    ///
+    /// Of tiles that need rows from [`arrival`](super::TileScheduleConfig::arrival) on none is among the first that the takers take,
+    /// if there are others. After that they come as their work wants it: at the end, those of a few keys that many rows see would
+    /// keep few CTAs busy for long.
+    ///
+    /// A schedule by [`TileOrder::Chains`] stays as it is, and is one class.
+    ///
+    /// # Panics
+    /// When there is no taker, or `most` is less than 2.
+    pub fn classes(&mut self, takers: TileTakers, most: usize) -> Vec<u32> {
+        assert!(most > 1, "tiles that wait are a class of their own");
+        if self.config.order == TileOrder::Chains || self.tiles.is_empty() {
+            return vec![self.tiles.len() as u32];
+        }
+        let has_waiting = self.ready_tiles < self.tiles.len();
+        let weighing = if has_waiting { RECEIVING } else { WHOLE };
+        let queue = Queue { stretches: stretches_of_rows(self), config: self.config, takers, weighing };
+        let mut tiles = std::mem::take(&mut self.tiles);
+        tiles.sort_by_key(|tile| (Reverse(tile.blocks), tile.number));
+        let most = most - usize::from(has_waiting);
+        let groups = queue.gather(&mut tiles, most * 5 / 8);
+        let mut ends = queue.with_alike(&tiles, groups, most);
+        if has_waiting {
+            (tiles, ends) = takers.delay(&tiles, &ends, |tile| self.waits(tile));
+        }
+        self.ready_tiles = tiles.iter().take_while(|tile| !self.waits(tile)).count();
+        self.tiles = tiles;
+        ends.into_iter().map(|end| end as u32).collect()
+    }
+}
+
+impl TileTakers {
+    /// The same classes, but those of which the takers begin with are without tiles that wait, which come after them.
+    fn delay(self, tiles: &[Tile], ends: &[usize], waits: impl Fn(&Tile) -> bool) -> (Vec<Tile>, Vec<usize>) {
+        let (mut ordered, mut new_ends) =
+            (Vec::with_capacity(tiles.len()), Vec::with_capacity(ends.len() + 1));
+        let mut delayed: Vec<Tile> = Vec::new();
+        let mut begin = 0;
+        let mut close = |ordered: &Vec<Tile>| {
+            if new_ends.last().copied().unwrap_or(0) < ordered.len() {
+                new_ends.push(ordered.len());
+            }
+        };
+        for &end in ends {
+            let class = &tiles[begin..end];
+            begin = end;
+            if ordered.len() * self.heads < self.workers {
+                let (waiting, ready): (Vec<Tile>, Vec<Tile>) = class.iter().copied().partition(&waits);
+                delayed.extend(waiting);
+                ordered.extend(ready);
+            } else {
+                ordered.append(&mut delayed);
+                close(&ordered);
+                ordered.extend_from_slice(class);
+            }
+            close(&ordered);
+        }
+        ordered.append(&mut delayed);
+        close(&ordered);
+        (ordered, new_ends)
+    }
+}
+
+/// What is known of a schedule while its tiles are in another order.
+struct Queue {
+    /// By [`Tile::number`].
+    stretches: Vec<u32>,
+    config: TileScheduleConfig,
+    takers: TileTakers,
+    weighing: Weighing,
+}
+
+impl Queue {
+    fn stretch(&self, tile: &Tile) -> u32 {
+        self.stretches[tile.number as usize]
+    }
+
+    /// Puts tiles of a stretch next to one another where that serves, and gives where each such group ends, at most `most`, of which
+    /// the last may be several.
+    fn gather(&self, tiles: &mut [Tile], most: usize) -> Vec<usize> {
+        let stretches = self.stretches.iter().max().map_or(0, |&last| last as usize + 1);
+        let (mut work, mut heaviest) = (vec![0_u64; stretches], vec![0_u32; stretches]);
+        for tile in tiles.iter() {
+            let stretch = self.stretch(tile) as usize;
+            work[stretch] += u64::from(tile.blocks);
+            heaviest[stretch] = heaviest[stretch].max(tile.blocks);
+        }
+        let all: u64 = work.iter().sum();
+        // By work, too, tiles of like length of a stretch are handed out together.
+        let is_alike = |tile: &&Tile| tile.blocks * 10 >= heaviest[self.stretch(tile) as usize] * 7;
+        let alike: u64 = tiles.iter().filter(is_alike).map(|tile| u64::from(tile.blocks)).sum();
+        if most == 0 || all == 0 || 4 * alike > 3 * all || work.iter().any(|&one| 2 * one > all) {
+            return Vec::new();
+        }
+        let longest = tiles[0].blocks;
+        let by_work = self.time(tiles, &[]);
+        for (part, of) in LIGHT {
+            let place = |tile: &Tile| {
+                let stretch = self.stretch(tile);
+                let is_light = tile.blocks * of <= longest * part;
+                (!is_light).then_some((heaviest[stretch as usize], Reverse(stretch)))
+            };
+            let mut gathered = tiles.to_vec();
+            // Along the rows in a group, stable otherwise: light tiles stay by work.
+            gathered.sort_by_key(|tile| (Reverse(place(tile)), place(tile).map(|_| tile.number)));
+            let ends = ends_of(&gathered, place, most);
+            let is_even = match by_work {
+                Some(limit) => self
+                    .time(&gathered, &ends)
+                    .is_some_and(|time| time <= limit + limit / self.weighing.most_loss),
+                // One tile more or less at the end is then nothing.
+                None => 4 * part >= of,
+            };
+            if is_even {
+                tiles.copy_from_slice(&gathered);
+                return ends;
+            }
+        }
+        Vec::new()
+    }
+
+    /// Classes up to `groups`, and after them, of similar work, as fine as it takes to finish early.
+    fn with_alike(&self, tiles: &[Tile], groups: Vec<usize>, most: usize) -> Vec<usize> {
+        let light = groups.last().copied().unwrap_or(0);
+        let mut best: Option<(Option<u64>, Vec<usize>)> = None;
+        for &tenths in self.weighing.alike {
+            let mut ends = groups.clone();
+            ends.extend(ends_of_alike(&tiles[light..], tenths, most - groups.len()).map(|end| light + end));
+            let time = self.time(tiles, &ends);
+            let is_better = match (&best, time) {
+                (None, _) => true,
+                (Some((Some(least), _)), Some(time)) => time < least - least / LEAST_GAIN,
+                // Too many tiles to try: their end is nothing.
+                _ => break,
+            };
+            if is_better {
+                best = Some((time, ends));
+            }
+        }
+        best.map_or(groups, |(_, ends)| ends)
+    }
+
+    /// When the last taker has finished, classes up to `ends` being handed out head by head and the other tiles for all heads each;
+    /// `None` where they are too many to try.
+    fn time(&self, tiles: &[Tile], ends: &[usize]) -> Option<u64> {
+        let TileTakers { workers, heads, walks } = self.takers;
+        if tiles.len() * heads > MOST_ITEMS {
+            return None;
+        }
+        let cost = |tile: &Tile| {
+            let (block, walks) = match self.weighing.counts_walks {
+                true => (self.config.block_cost((tile.end - tile.start) as usize), walks as u64),
+                false => (self.config.block as u64, 1),
+            };
+            u64::from(tile.blocks) * block * walks + TILE_COST
+        };
+        let (mut classes, mut begin) = (Vec::new(), 0);
+        for &end in ends {
+            classes.push(&tiles[begin..end]);
+            begin = end;
+        }
+        let of_classes = classes
+            .into_iter()
+            .flat_map(|class| (0..heads).flat_map(move |_| class.iter().map(move |tile| (cost(tile), 1))));
+        let others = tiles[begin..].iter().map(|tile| (cost(tile), heads));
+        Some(list_time(of_classes.chain(others), workers))
+    }
+}
+
+/// Where groups of one place end, at most `most`, the last one of which takes the rest of those that have one.
+fn ends_of<P: PartialEq>(tiles: &[Tile], place: impl Fn(&Tile) -> Option<P>, most: usize) -> Vec<usize> {
+    let grouped = tiles.partition_point(|tile| place(tile).is_some());
+    let mut ends: Vec<_> =
+        (1..grouped).filter(|&index| place(&tiles[index]) != place(&tiles[index - 1])).collect();
+    ends.truncate(most - 1);
+    if grouped > 0 {
+        ends.push(grouped);
+    }
+    ends
+}
+
+/// Where classes of tiles by work end that have at least so many tenths of their heaviest's blocks, so that short ones come last; the
+/// last of `most` takes the rest.
+fn ends_of_alike(tiles: &[Tile], tenths: u32, most: usize) -> impl Iterator<Item = usize> {
+    let mut next = 0;
+    (1..=most).map_while(move |class| {
+        let heaviest = tiles.get(next)?.blocks.max(1);
+        let alike = tiles[next..].partition_point(|tile| {
+            u64::from(tile.blocks.max(1)) * 10 >= u64::from(heaviest) * u64::from(tenths)
+        });
+        next = if class == most { tiles.len() } else { next + alike };
+        Some(next)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_mask::{Band, Mask, Range};
+
+    use super::*;
+    use crate::TileDirection;
+
+    fn schedule(text: &str, arrival: Option<usize>) -> TileSchedule {
+        let mask: Mask = text.parse().unwrap();
+        let bands: Vec<_> = mask.bands().collect();
+        let config =
+            TileScheduleConfig { arrival, ..TileScheduleConfig::new(TileDirection::Backward, 128, 64) };
+        TileSchedule::new(&bands, mask.seqlen_q(), mask.seqlen_k(), &config).unwrap()
+    }
+
+    fn takers(heads: usize, workers: usize) -> TileTakers {
+        TileTakers { workers, heads, walks: 1 }
+    }
+
+    fn time(schedule: &TileSchedule, ends: &[usize], takers: TileTakers) -> u64 {
+        let (stretches, config) = (Vec::new(), schedule.config);
+        Queue { stretches, config, takers, weighing: RECEIVING }.time(&schedule.tiles, ends).unwrap()
+    }
+
+    fn as_usize(ends: &[u32]) -> Vec<usize> {
+        ends.iter().map(|&end| end as usize).collect()
+    }
+
+    const DOCUMENTS: &str =
+        "varlen-causal:lengths=102,1003,419,356,130,895,108,1718,1139,2048,81,87,27,43,24,5,1,3,2,1";
+
+    #[test]
+    fn documents_come_one_after_another_and_light_tiles_last() {
+        for (heads, workers, most) in [(8, 132, 16), (16, 132, 5), (1, 8, 16), (3, 8, 2)] {
+            let by_work = schedule(DOCUMENTS, None);
+            let mut ordered = by_work.clone();
+            let ends = as_usize(&ordered.classes(takers(heads, workers), most));
+            assert!(
+                ends.len() <= most && ends.is_sorted() && ends.last() == Some(&ordered.tiles.len()),
+                "{ends:?}"
+            );
+            let mut sorted = ordered.tiles.clone();
+            sorted.sort_by_key(|tile| Reverse(tile.blocks));
+            assert!(sorted.iter().zip(&by_work.tiles).all(|(a, b)| a.blocks == b.blocks));
+            let numbers: std::collections::BTreeSet<_> = sorted.iter().map(|tile| tile.number).collect();
+            assert_eq!(numbers.len(), sorted.len());
+
+            // The longest documents', each by itself; with few groups the last of them is several.
+            let stretches = stretches_of_rows(&ordered);
+            let stretch = |tile: &Tile| stretches[tile.number as usize];
+            let groups = most * 5 / 8;
+            let mut begin = 0;
+            for &end in &ends[..groups - 1] {
+                let group = &ordered.tiles[begin..end];
+                if !group.is_sorted_by_key(|tile| tile.number) {
+                    break;
+                }
+                assert!(group.iter().all(|tile| stretch(tile) == stretch(&group[0])));
+                assert!(ordered.tiles[end].blocks <= group[0].blocks);
+                begin = end;
+            }
+            assert!(begin > 0 || groups == 1, "{ends:?}");
+            let (after, before) =
+                (time(&ordered, &ends, takers(heads, workers)), time(&by_work, &[], takers(heads, workers)));
+            assert!(after <= before + before / 20, "{after} beside {before}");
+        }
+    }
+
+    #[test]
+    fn what_is_one_stretch_stays_by_work() {
+        for text in [
+            "varlen-full:lengths=640,896,768,640,700",
+            "causal:4096",
+            "sliding-window:3000,left=500,right=3",
+            "varlen-causal:lengths=3000,500,200",
+            "full:90",
+        ] {
+            let by_work = schedule(text, None);
+            let mut ordered = by_work.clone();
+            assert_eq!(
+                ordered.classes(takers(8, 132), 16).last(),
+                Some(&(by_work.tiles.len() as u32)),
+                "{text}"
+            );
+            assert_eq!(ordered, by_work, "{text}");
+        }
+    }
+
+    /// With classes of tiles down to 0.7 of their longest, head after head, CTAs would begin with one of 48 blocks when others are
+    /// through.
+    #[test]
+    fn classes_are_as_fine_as_it_takes_to_finish_together() {
+        let text = "varlen-full:lengths=102,3051,419,2404,680,1536";
+        let by_work = schedule(text, None);
+        let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
+        let coarse: Vec<usize> = ends_of_alike(&by_work.tiles, 7, 16).collect();
+        assert_eq!(as_usize(&by_work.clone().classes(takers, 16)), coarse);
+        let mut ordered = schedule(text, Some(8064));
+        assert_eq!(ordered.ready_tiles() + 1, ordered.tiles.len());
+        let ends = as_usize(&ordered.classes(takers, 16));
+        assert!(ends.len() > coarse.len(), "{ends:?} {coarse:?}");
+        let (fine, coarse) = (time(&ordered, &ends, takers), time(&by_work, &coarse, takers));
+        assert!(100 * fine < 99 * coarse, "{fine} {coarse}");
+    }
+
+    #[test]
+    fn tiles_that_wait_come_as_their_work_wants_but_not_first() {
+        let text = "varlen-causal:lengths=896,640,768,640,768,896,640";
+        for (heads, workers) in [(16, 4), (8, 132), (2, 30)] {
+            let whole = schedule(text, None);
+            let mut ordered = schedule(text, Some(2304));
+            let ready = ordered.ready_tiles();
+            let ends = as_usize(&ordered.classes(takers(heads, workers), 16));
+            let first = ordered.ready_tiles();
+            assert!(ordered.tiles[..first].iter().all(|tile| tile.end <= 2304));
+            assert!(first * heads >= workers || first == ready, "{first} of {ready}");
+            assert!(
+                ends.len() <= 16
+                    && ends.is_sorted_by(|a, b| a < b)
+                    && ends.last() == Some(&ordered.tiles.len())
+            );
+            assert_eq!(ordered.tiles.len(), whole.tiles.len());
+            // Somebody who is ready comes after them, where all had waited for their turn.
+            assert!(first == ready || ordered.tiles[first..].iter().any(|tile| tile.end <= 2304));
+        }
+    }
+
+    /// All others would wait for the one tile of keys that come.
+    #[test]
+    fn few_keys_that_many_rows_see_do_not_come_last() {
+        let mask: Mask = "varlen-causal:lengths=102,3051,419,2404,680,1536".parse().unwrap();
+        let mut bands: Vec<Band> = mask.bands().collect();
+        bands.push(Band::full(Range::new(6656, 8192), Range::new(8192, 8300)));
+        let config = TileScheduleConfig {
+            arrival: Some(8192),
+            ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
+        };
+        let mut ordered = TileSchedule::new(&bands, 8192, 8300, &config).unwrap();
+        let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
+        let (count, waiting_last) = (ordered.tiles.len(), time(&ordered, &[], takers));
+        assert_eq!(ordered.ready_tiles(), count - 1);
+        let ends = as_usize(&ordered.classes(takers, 16));
+        assert!((17..count - 1).contains(&ordered.ready_tiles()));
+        let after = time(&ordered, &ends, takers);
+        assert!(20 * after < 19 * waiting_last, "{after} {waiting_last}");
+    }
+
+    #[test]
+    fn many_tiles_are_gathered_without_trying() {
+        let lengths = vec!["1500"; 200].join(",");
+        let mut gathered = schedule(&format!("varlen-causal:lengths={lengths}"), None);
+        assert!(gathered.tiles.len() * 8 > MOST_ITEMS);
+        let ends = gathered.classes(takers(8, 132), 16);
+        assert_eq!(ends[..9], std::array::from_fn::<u32, 9, _>(|group| 9 * (group as u32 + 1)));
+    }
+
+    #[test]
+    fn tiles_of_one_length_are_alike() {
+        let alike = |blocks: &[u32], tenths, most| {
+            let tiles: Vec<Tile> =
+                blocks.iter().map(|&blocks| Tile { blocks, ..bytemuck::Zeroable::zeroed() }).collect();
+            ends_of_alike(&tiles, tenths, most).collect::<Vec<_>>()
+        };
+        assert_eq!(alike(&[64; 9], 7, 16), [9]);
+        assert_eq!(alike(&[100, 71, 70, 69, 50, 1, 0], 7, 16), [3, 5, 7]);
+        assert_eq!(alike(&[100, 71, 70, 70, 50, 1, 0], 10, 16), [1, 2, 4, 5, 7]);
+        let many: Vec<u32> = (0..200).rev().map(|x| x * x).collect();
+        let ends = alike(&many, 7, 16);
+        assert_eq!((ends.len(), ends.last()), (16, Some(&200)));
+        assert!(ends.is_sorted_by(|a, b| a < b));
+        assert!(alike(&[], 7, 16).is_empty());
+    }
+}
