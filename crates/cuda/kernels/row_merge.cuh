@@ -52,12 +52,13 @@ __device__ __forceinline__ MergeWeights merge_weights(float a, float b) {
 // A side of weight 0 counts for nothing, whatever it holds.
 __device__ __forceinline__ float weigh(float weight, float value) { return weight == 0.0f ? 0.0f : weight * value; }
 
-// What a lane holds of one operand of a row and head: `kPack` neighbouring elements as often as `kHeld` says.
+// What a lane holds of one operand of a row and head: `kPack` neighbouring elements as often as `kHeld` says. Widened at once: as 16-bit
+// elements they would be taken apart in memory.
 template <typename Partial, u32 kPack>
 struct MergeOperand {
   static constexpr u32 kHeld = kRowMergeHeld / kPack;
   float lse;
-  Pack<Partial, kPack> terms[kHeld];
+  float terms[kHeld][kPack];
 
   // Columns from `first` on, of row and head `at` of the operand's rows.
   __device__ __forceinline__ void load(const RowMergeSources& sources, RowMergeOperand operand, u64 at, u32 heads,
@@ -68,7 +69,11 @@ struct MergeOperand {
 #pragma unroll
     for (u32 h = 0; h < kHeld; ++h) {
       const u32 column = first + 32 * h * kPack;
-      if (column < dim) terms[h] = load_pack<Partial, kPack>(out + column);
+      if (column < dim) {
+        const Pack<Partial, kPack> pack = load_pack<Partial, kPack>(out + column);
+#pragma unroll
+        for (u32 e = 0; e < kPack; ++e) terms[h][e] = widen(pack.at[e]);
+      }
     }
   }
 };
@@ -104,6 +109,7 @@ __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const
         }
       }
     }
+#pragma unroll 1
     for (u32 o = piece.operand_begin; o < piece.operand_end; ++o) {
       const Operand operand = next;
       if (o + 1 < piece.operand_end) next.load(sources, operands[o + 1], at, heads, dim, first);
@@ -114,7 +120,7 @@ __device__ __forceinline__ void merge_head(const RowMergeSources& sources, const
         if (first + 32 * h * kPack < dim) {
 #pragma unroll
           for (u32 e = 0; e < kPack; ++e) {
-            const float term = through<Sum>(through<Wire>(widen(operand.terms[h].at[e])));
+            const float term = through<Sum>(through<Wire>(operand.terms[h][e]));
             sums[h][e] = through<Sum>(weigh(weights.own, sums[h][e]) + weigh(weights.other, term));
           }
         }
