@@ -7,30 +7,22 @@
 #pragma once
 
 #include "attention/backward_dq.cuh"
+#include "ptx/flag.cuh"
 
 namespace counterpoint {
 
 namespace backward {
-
-// Polls of a turn before a CTA gives up waiting: seconds. Whoever is waited for has started, so only a fault gets
-// there.
-constexpr u32 kMostPolls = 1u << 26;
 
 // What counts the additions to a step's rows.
 __device__ __forceinline__ u32* turn_counter(const AttentionBackwardArguments& params, const Step& step) {
   return params.turns + u64(step.counter) * (params.heads_kv * params.group) + step.head_q;
 }
 
-// Waits until `turn` others have added. A wait that does not end is a fault, which the host finds in `fault`.
+// Waits until `turn` others have added.
 __device__ __forceinline__ void await_turn(const AttentionBackwardArguments& params, const u32* turns, u32 turn) {
   if (turn < params.ordered_from) return;
   // Not until there are exactly so many: those whose turn comes later wait for this one.
-  for (u32 polls = 0; load_acquire(turns) != turn; ++polls) {
-    if (polls == kMostPolls) {
-      *params.fault = 1;
-      break;
-    }
-  }
+  await_value(turns, turn, params.missed_turn);
 }
 
 // A thread that adds to dq every kAdders-th of what the query warpgroup leaves in shared memory, `adder` first.

@@ -105,7 +105,7 @@ struct AttentionBackwardArguments {
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
   u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
-  u32* fault;                  // set to 1 when a turn never came
+  u32* missed_turn;            // 1 when a turn never came, in the host's memory
   u32 ordered_from;            // turns before this one need not be waited for
   u32 zeroes_sums;             // 1: who rounds dq sets its sums to zero
   u32 heads_at_a_time;         // key heads, see Walk

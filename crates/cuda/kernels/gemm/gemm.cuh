@@ -63,8 +63,7 @@ struct GemmConsumer {
 
   template <bool kFirst>
   __device__ __forceinline__ void multiply_block() {
-    // Tiles of 192 columns have no register for this, and need it least.
-    const u32 stage = C::kHands > 1 && C::kTileN < 192 ? uniform(ring.stage) : ring.stage;
+    const u32 stage = C::kHands > 1 ? uniform(ring.stage) : ring.stage;
     mbarrier_wait(&shared.full[stage], ring.round & 1);
     const u64 a = wgmma_descriptor(shared.a[stage] + group * 64 * kGemmRowBytes);
     const u64 b = wgmma_descriptor(shared.b[stage], C::kMajorB == Major::kMN ? kGemmBlockK * kGemmRowBytes : 16);
@@ -138,13 +137,10 @@ struct GemmConsumer {
     }
   }
 
-  // This warpgroup's place among those whose sums of the first of two parts are kept: of this CTA, or of this one of a unit's.
-  __device__ __forceinline__ u32 keeper(const GemmWalk& walk) const {
-    const u32 cta = C::kHands > 1 ? 2 * walk.unit_index() + walk.rank : blockIdx.x;
-    return cta * kGemmConsumers + group;
-  }
+  // Where the sums of the first of two parts are kept: this CTA's, or those of this one of a unit's.
   __device__ __forceinline__ float4* kept(const GemmWalk& walk) const {
-    return arguments.kept + u64(keeper(walk)) * (C::kTileN / 8) * 128 + thread;
+    const u32 cta = C::kHands > 1 ? walk.keeper() : blockIdx.x;
+    return arguments.kept + u64(cta * kGemmConsumers + group) * (C::kTileN / 8) * 128 + thread;
   }
   __device__ __forceinline__ void keep(const GemmWalk& walk) const {
     float4* to = kept(walk);
@@ -153,20 +149,16 @@ struct GemmConsumer {
       __stcg(to + i * 128, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
     }
   }
-  // Every warp hands what it has kept to the one with the same elements of the other part, and waits for no others.
-  __device__ __forceinline__ u32* handed(const GemmWalk& walk) const { return arguments.handed + keeper(walk) * 4 + warp; }
+  // What this warp has kept, to the CTA that computes the other part.
   __device__ __forceinline__ void hand_over(const GemmWalk& walk) const {
     __syncwarp();
-    if (lane == 0) add_release(handed(walk), 1);
+    if (lane == 0) add_release(arguments.handed + walk.keeper(), 1);
   }
-  __device__ __forceinline__ void await_handed(const GemmWalk& walk) const {
-    if (lane == 0) {
-      while (load_acquire(handed(walk)) == 0) {
-      }
-      // For the next launch, which begins when this one has ended.
-      store_relaxed(handed(walk), 0);
-    }
-    __syncwarp();
+  // What another CTA hands over takes its turn in the ring, behind the operands: the thread that loads waits for it (gemm_parts.cuh).
+  __device__ __forceinline__ void await_handed() {
+    mbarrier_wait(&shared.full[ring.stage], ring.round & 1);
+    release(ring.stage);
+    ring.next();
   }
   __device__ __forceinline__ void add_kept(const GemmWalk& walk) {
     const float4* from = kept(walk);
@@ -217,7 +209,7 @@ struct GemmConsumer {
         hand_over(walk);
         continue;
       }
-      if (C::kHands > 1) await_handed(walk);
+      if (C::kHands > 1) await_handed();
       if (C::kHands > 1 || arguments.turns > 1) add_kept(walk);
       const u32 column = walk.template column<C::kTileN>();
       if constexpr (Ends::kSumsParts) {

@@ -15,6 +15,7 @@
 #pragma once
 
 #include "gemm/gemm_work.cuh"
+#include "ptx/flag.cuh"
 
 namespace counterpoint {
 
@@ -143,6 +144,20 @@ struct GemmParts {
   }
 };
 
+// The thread that loads, behind a tile's operands: a turn of the ring that is complete once another CTA has handed over its part of the
+// tile's k. The warpgroups have no register for a wait with a limit.
+template <typename C>
+__device__ __forceinline__ void gemm_await_handed(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
+                                                  const GemmWalk& walk) {
+  u32* handed = arguments.handed + walk.keeper();
+  mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
+  await_value(handed, 4 * kGemmConsumers, arguments.missed_hand);
+  // For the next launch, which begins when this one has ended.
+  store_relaxed(handed, 0);
+  mbarrier_arrive(&shared.full[ring.stage]);
+  ring.next();
+}
+
 // The one thread that loads, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows whether
 // rows of A have come, and what is needed beside operands.
 template <typename C, typename Ends>
@@ -167,6 +182,7 @@ __device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmSh
         tile.source_row += ends.copy_row(tile);
       }
       gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
+      if (C::kHands > 1 && !walk.hands_over()) gemm_await_handed<C>(arguments, shared, ring, walk);
       if constexpr (Ends::kSumsParts) {
         if (arguments.splits > 1) GemmParts<C>{arguments.splits, walk.part, walk.rank}.make_room(shared, ring);
       }

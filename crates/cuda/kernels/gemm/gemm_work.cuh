@@ -78,7 +78,8 @@ struct GemmArguments {
   const Element* bias;                  // [n], or null
   // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns; of the CTAs of every unit where parts are handed over.
   float4* kept;
-  u32* handed;                          // then of each warp whose sums those are: 1 once they are there
+  u32* handed;                          // then of each of these CTAs: how many of its warps have handed over theirs
+  u32* missed_hand;                     // 1 when they never did, in the host's memory
   u32 unit_count;
   u32 splits;    // parts of k, each of which a pair of CTAs computes
   u32 turns;     // or parts of k that a pair computes one after the other: 1 or 2
@@ -149,6 +150,8 @@ struct GemmWalk {
   __device__ __forceinline__ u32 unit_index() const { return index >> (arguments.hands - 1); }
   // Whether another pair adds what this one sums, and stores the tiles.
   __device__ __forceinline__ bool hands_over() const { return half() + 1 != arguments.hands; }
+  // Among the CTAs of all units, this one of its unit's.
+  __device__ __forceinline__ u32 keeper() const { return 2 * unit_index() + rank; }
   __device__ __forceinline__ u32 half() const { return index & (arguments.hands - 1); }
   __device__ __forceinline__ void look_up() {
     const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + unit_index());

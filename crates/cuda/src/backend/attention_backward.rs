@@ -108,7 +108,9 @@ impl Backward {
         };
         let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
             .map_err(|error| prepare.device_error(error))?;
-        prepare.watch(kernel.missed_turn());
+        if let Some(missed_turn) = kernel.missed_turn() {
+            prepare.watch(missed_turn);
+        }
         Ok(Self {
             kernel,
             q: operand(op.q)?,

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare};
@@ -10,7 +12,7 @@ use super::norm::Normalisation;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{Cast, MissedTurn, Scalar, UserKernelSource};
+use crate::kernel::{Cast, MissedWait, Scalar, UserKernelSource};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -171,11 +173,9 @@ impl<'a> Prepare<'a> {
         self.program.streams.len() == 1
     }
 
-    /// Has the end of every run ask whether a turn was missed.
-    pub(super) fn watch(&self, missed_turn: Option<MissedTurn>) {
-        if let Some(missed_turn) = missed_turn {
-            self.backend.watch(self.program.ops[self.index].label.clone(), missed_turn);
-        }
+    /// Has the end of every run ask whether a wait inside a kernel of this operation gave up.
+    pub(super) fn watch(&self, missed: &Arc<MissedWait>) {
+        self.backend.watch(self.program.ops[self.index].label.clone(), missed.clone());
     }
 
     pub(super) fn error(&self, reason: String) -> ExecError {

@@ -206,7 +206,11 @@ impl Prepare<'_> {
         let Some(&shape) = shapes.map_err(|error| self.device_error(error))?.first() else {
             return Err(self.error("no kernel computes it".to_owned()));
         };
-        Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))
+        let gemm = Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))?;
+        if let Some(missed_hand) = gemm.missed_hand() {
+            self.watch(missed_hand);
+        }
+        Ok(gemm)
     }
 }
 

@@ -298,7 +298,7 @@ impl Backend for CudaBackend {
     fn synchronize(&self, streams: &[&CudaStream]) -> Result<(), ExecError> {
         let began = Instant::now();
         let waited = streams.iter().try_for_each(|stream| self.wait_until_idle(stream, began));
-        let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_turns());
+        let checked = waited.and_then(|()| self.check_links(began)).and_then(|()| self.check_waits());
         let checked = checked.and_then(|()| self.check_signals(began));
         checked.map_err(|error| self.fail(error))
     }

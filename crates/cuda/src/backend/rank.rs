@@ -12,7 +12,7 @@ use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::start_line::StartLine;
 use super::{CudaSignal, CudaStream, Timing, exec_error};
-use crate::kernel::{LinkEnd, MissedTurn, UserKernelSource};
+use crate::kernel::{LinkEnd, MissedWait, UserKernelSource};
 use crate::partition::Partition;
 use crate::{CudaError, Device, Stream, StreamPriority};
 
@@ -37,7 +37,7 @@ pub(super) struct Rank {
     /// Whether times are those of whole runs.
     pub(super) whole_runs: AtomicBool,
     /// Waits on the device that may have given up, with their operations' labels.
-    pub(super) missed_turns: Mutex<Vec<(String, MissedTurn)>>,
+    pub(super) missed_waits: Mutex<Vec<(String, Arc<MissedWait>)>>,
     /// Likewise waits for kernels.
     pub(super) signals: Mutex<Vec<CudaSignal>>,
     /// Likewise waits of kernels for other ranks.
@@ -77,7 +77,7 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             whole_runs: AtomicBool::new(false),
-            missed_turns: Mutex::default(),
+            missed_waits: Mutex::default(),
             signals: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),

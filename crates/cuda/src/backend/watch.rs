@@ -10,7 +10,7 @@ use super::counters::lock;
 use super::exchange_marks::ExchangeMarks;
 use super::rank::Rank;
 use super::{CudaBackend, CudaSignal, CudaStream};
-use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedTurn};
+use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedWait};
 
 /// How long the end of a run is awaited by asking again and again.
 pub(super) const CLOSE_WATCH: Duration = Duration::from_millis(2);
@@ -49,9 +49,9 @@ impl CudaBackend {
         }
     }
 
-    /// Has the end of every run ask whether a turn was missed.
-    pub(super) fn watch(&self, label: String, missed_turn: MissedTurn) {
-        lock(&self.0.missed_turns).push((label, missed_turn));
+    /// Has the end of every run ask whether a wait inside a kernel gave up.
+    pub(crate) fn watch(&self, label: String, missed: Arc<MissedWait>) {
+        lock(&self.0.missed_waits).push((label, missed));
     }
 
     /// Has the end of every run ask whether a rank was waited for in vain.
@@ -107,20 +107,16 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Whether every wait on the device came to its end.
-    pub(super) fn check_turns(&self) -> Result<(), ExecError> {
-        let Rank { rank, setup, missed_turns, .. } = &*self.0;
-        for (label, missed_turn) in lock(missed_turns).iter() {
-            if missed_turn.is_set(setup).map_err(|error| self.error(label, error))? {
-                let reason = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without \
-                              deterministic mode, and report this mask";
-                return Err(ExecError::Device {
-                    rank: *rank,
-                    place: format!("`{label}`"),
-                    reason: reason.to_owned(),
-                });
+    /// Whether every wait inside a kernel came to its end.
+    pub(super) fn check_waits(&self) -> Result<(), ExecError> {
+        let Rank { rank, missed_waits, .. } = &*self.0;
+        for (label, missed) in lock(missed_waits).iter() {
+            if let Some(reason) = missed.found().map_err(|error| self.error(label, error))? {
+                let (place, reason) = (format!("`{label}`"), reason.to_owned());
+                return Err(ExecError::Device { rank: *rank, place, reason });
             }
         }
+        lock(missed_waits).retain(|(_, missed)| Arc::strong_count(missed) > 1);
         Ok(())
     }
 }

@@ -1,8 +1,10 @@
 //! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
+use std::sync::Arc;
+
 use super::{
     AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, DqRounding,
-    ForwardMode, ForwardTensors, MissedTurn, PortableBackward, PortableForward,
+    ForwardMode, ForwardTensors, MissedWait, PortableBackward, PortableForward,
 };
 use crate::{CudaError, Stream};
 
@@ -78,7 +80,7 @@ impl BackwardKernel {
     }
 
     /// See [`AttentionBackward::missed_turn`].
-    pub fn missed_turn(&self) -> Option<MissedTurn> {
+    pub fn missed_turn(&self) -> Option<&Arc<MissedWait>> {
         match self {
             Self::Hopper(kernel) => kernel.missed_turn(),
             Self::Portable(..) => None,

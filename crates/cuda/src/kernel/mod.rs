@@ -20,6 +20,7 @@ mod link_copy;
 mod link_litmus;
 mod link_meeting;
 mod link_reduce;
+mod missed_wait;
 mod operand_rows;
 mod portable_backward;
 mod portable_backward_query;
@@ -42,7 +43,7 @@ mod start_litmus;
 mod user_kernel;
 
 pub use attention::{AttentionProblem, ElementType};
-pub use attention_backward::{AttentionBackward, MissedTurn};
+pub use attention_backward::AttentionBackward;
 pub use attention_delta::AttentionDelta;
 pub use attention_finish::AttentionFinish;
 pub use attention_forward::AttentionForward;
@@ -71,6 +72,7 @@ pub use link_meeting::{
     LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
+pub use missed_wait::MissedWait;
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;

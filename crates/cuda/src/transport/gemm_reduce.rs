@@ -197,6 +197,9 @@ impl CudaTransport {
             None => {
                 let met = self.meet_exchanges(call, meeting, work)?;
                 backend.watch_link(place.to_string(), work.end.clone());
+                if let Some(missed) = work.kernel.missed_hand() {
+                    backend.watch(place.to_string(), missed.clone());
+                }
                 work.met.get_or_init(|| met)
             }
         };

@@ -61,6 +61,9 @@ pub struct TileSplit {
     pub workers: usize,
     /// Heads that each walk the schedule (key heads where the query heads of a key head are packed into a tile).
     pub heads: usize,
+    /// The most partial results for the sake of the last round, which is a gain of percents: none there where more would be needed. Tiles that
+    /// are too few are split all the same, into some more parts than there are CTAs for at most.
+    pub last_round_partials: usize,
 }
 
 /// How a [`TileSchedule`](super::TileSchedule) is made. All sizes are in tokens.

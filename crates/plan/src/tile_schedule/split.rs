@@ -107,7 +107,7 @@ impl CutShape {
 /// busy: tiles of one length on a number of workers that does not divide their number. `blocks` are those of every tile, most
 /// first.
 fn last_round(blocks: &[usize], block: usize, split: &TileSplit) -> Option<(usize, CutShape)> {
-    let TileSplit { workers, heads } = *split;
+    let TileSplit { workers, heads, last_round_partials } = *split;
     let items = blocks.len() * heads;
     if items > MOST_ROUNDS * workers {
         return None;
@@ -141,7 +141,9 @@ fn last_round(blocks: &[usize], block: usize, split: &TileSplit) -> Option<(usiz
             let long_enough = |&blocks: &usize| shape.of(blocks).sizes(blocks).all(|part| part >= LEAST_PART);
             if shortest.iter().all(long_enough) {
                 let partials: usize = shortest.iter().map(|&blocks| shape.of(blocks).count()).sum();
-                choices.push((time(count, shape), partials, count, shape));
+                if partials <= last_round_partials {
+                    choices.push((time(count, shape), partials, count, shape));
+                }
             }
         }
     }

@@ -36,7 +36,7 @@ fn adjacent_slices_are_one() {
 fn few_tiles_are_split() {
     // One query that sees a million keys, 8 key heads, 132 CTAs: 16 parts a head are 128 items.
     let bands = [Band::full(Range::new(0, 1), Range::new(0, 1 << 20))];
-    let split = Some(TileSplit { workers: 132, heads: 8 });
+    let split = Some(TileSplit { workers: 132, heads: 8, last_round_partials: 0 });
     let config = TileScheduleConfig { split, ..TileScheduleConfig::new(TileDirection::Forward, 16, 128) };
     let schedule = TileSchedule::new(&bands, 1, 1 << 20, &config).unwrap();
     assert_eq!((schedule.tiles().len(), schedule.partials(), schedule.merges().len()), (16, 16, 1));
@@ -61,7 +61,7 @@ fn few_tiles_are_split() {
 
 #[test]
 fn an_incomplete_last_round_is_cut() {
-    let split = Some(TileSplit { workers: 132, heads: 16 });
+    let split = Some(TileSplit { workers: 132, heads: 16, last_round_partials: 24 });
     let config = TileScheduleConfig { split, ..TileScheduleConfig::new(TileDirection::Forward, 8, 128) };
     // 64 tiles of 16 heads are 7.76 rounds of 132 CTAs.
     let mask = Mask::cross_full(8 * 64, 1 << 14).unwrap();
@@ -70,6 +70,9 @@ fn an_incomplete_last_round_is_cut() {
     let whole = schedule(&mask, &TileScheduleConfig { split: None, ..config });
     assert!((7..=8).contains(&cut.merges().len()) && cut.partials() <= 24, "{} parts", cut.partials());
     assert!(100 * cut.makespan(132, 16) < 98 * whole.makespan(132, 16));
+    // Not for more partial results than there is memory for.
+    let short = TileSplit { last_round_partials: 5, ..config.split.unwrap() };
+    assert_eq!(schedule(&mask, &TileScheduleConfig { split: Some(short), ..config }).partials(), 0);
     // 66 are eight whole ones.
     assert_eq!(schedule(&Mask::cross_full(8 * 66, 1 << 14).unwrap(), &config).partials(), 0);
 }
@@ -185,7 +188,14 @@ fn what_no_kernel_can_do_is_said() {
         "tile_rows is 0 tokens; choose 1 to 65536"
     );
     assert_eq!(
-        text(new(&[], 10, &TileScheduleConfig { split: Some(TileSplit { workers: 0, heads: 1 }), ..config })),
+        text(new(
+            &[],
+            10,
+            &TileScheduleConfig {
+                split: Some(TileSplit { workers: 0, heads: 1, last_round_partials: 0 }),
+                ..config
+            }
+        )),
         "split.workers is 0; give at least 1, or leave split out"
     );
     assert_eq!(

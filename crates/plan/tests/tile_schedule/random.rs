@@ -16,7 +16,8 @@ fn configs() -> impl Strategy<Value = TileScheduleConfig> {
     let arrival = proptest::option::of(0..200_usize);
     (direction(), 1..70_usize, 1..50_usize, placement(), placement(), order(), split, arrival).prop_map(
         |(direction, tile_rows, block, tiles, blocks, order, split, arrival)| {
-            let split = split.map(|(workers, heads)| TileSplit { workers, heads });
+            let split =
+                split.map(|(workers, heads)| TileSplit { workers, heads, last_round_partials: usize::MAX });
             // Sizes that are aligned to divide it.
             let unit = match (direction, tiles, blocks) {
                 (TileDirection::Forward, _, TilePlacement::Aligned) => block,
@@ -43,7 +44,7 @@ proptest! {
 
     #[test]
     fn parts_walk_every_pair_once(mask in masks(1600), config in configs(), workers in 50..2000_usize) {
-        let config = TileScheduleConfig { split: Some(TileSplit { workers, heads: 1 }), ..config };
+        let config = TileScheduleConfig { split: Some(TileSplit { workers, heads: 1, last_round_partials: usize::MAX }), ..config };
         check(&mask, &config, &schedule(&mask, &config));
     }
 }
@@ -139,7 +140,7 @@ proptest! {
         let config = TileScheduleConfig {
             blocks: TilePlacement::Aligned,
             order: TileOrder::Chains,
-            split: split.map(|workers| TileSplit { workers, heads: 1 }),
+            split: split.map(|workers| TileSplit { workers, heads: 1, last_round_partials: usize::MAX }),
             ..TileScheduleConfig::new(TileDirection::Backward, tile_rows, block)
         };
         let schedule = schedule(&mask, &config);

@@ -5,6 +5,7 @@ mod shape;
 mod source;
 
 use std::f32::consts::LOG2_E;
+use std::sync::Arc;
 
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
@@ -15,14 +16,16 @@ use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
-    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, DqRounding, blocks_of,
+    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, DqRounding, MissedWait,
+    blocks_of,
 };
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
 /// Words before those of the key heads in the queue's buffer.
-const QUEUE_WORDS: usize = 3;
-/// Where among them, in bytes, the kernel says that a turn never came.
-const MISSED_TURN_OFFSET: usize = 8;
+const QUEUE_WORDS: usize = 2;
+const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
+                           and report this mask";
+
 /// Statistics of a row: two, in four copies.
 const STATISTICS: usize = 8;
 /// Words by which all slabs are rounded.
@@ -37,7 +40,7 @@ pub struct AttentionBackward {
     mode: BackwardMode,
     shape: BackwardShape,
     schedule: DeviceSchedule,
-    /// Two words of the queue, one that says that a turn never came, and where the walk of each key head is.
+    /// Two words of the queue, and where the walk of each key head is.
     queue: DeviceBuffer,
     statistics: DeviceBuffer,
     /// Rows that all tiles add to each slab of `shape.rows` rows of dq.
@@ -71,24 +74,7 @@ struct Turns {
     spans: DeviceBuffer,
     begins: DeviceBuffer,
     counters: usize,
-}
-
-/// Whether in some run of a deterministic backward a key tile's turn to add to dq never came, so that the kernel gave up
-/// waiting: a fault, after which dq is wrong.
-#[derive(Clone, Debug)]
-pub struct MissedTurn {
-    queue: DeviceBuffer,
-}
-
-impl MissedTurn {
-    /// Looks. Waits for `stream`.
-    ///
-    /// # Errors
-    /// When the device's memory cannot be read.
-    pub fn is_set(&self, stream: &Stream) -> Result<bool, CudaError> {
-        let words: Vec<u32> = self.queue.download(stream, MISSED_TURN_OFFSET, 1)?;
-        Ok(words != [0])
-    }
+    missed: Arc<MissedWait>,
 }
 
 impl AttentionBackward {
@@ -139,6 +125,7 @@ impl AttentionBackward {
                     spans: DeviceBuffer::from_slice(stream, spans)?,
                     begins: DeviceBuffer::from_slice(stream, turns.begins())?,
                     counters: turns.counters() as usize,
+                    missed: Arc::new(MissedWait::new(device, MISSED_TURN)?),
                 })
             }
             None => None,
@@ -249,8 +236,8 @@ impl AttentionBackward {
     }
 
     /// Where the kernel says that a turn never came; nothing waits for turns outside of deterministic mode.
-    pub fn missed_turn(&self) -> Option<MissedTurn> {
-        self.turns.as_ref().map(|_| MissedTurn { queue: self.queue.clone() })
+    pub fn missed_turn(&self) -> Option<&Arc<MissedWait>> {
+        self.turns.as_ref().map(|turns| &turns.missed)
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
@@ -317,7 +304,7 @@ impl AttentionBackward {
             turn_spans,
             turn_begins,
             turns,
-            fault: self.queue.address() + MISSED_TURN_OFFSET as u64,
+            missed_turn: self.turns.as_ref().map_or(0, |turns| turns.missed.address()),
             ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
             zeroes_sums: u32::from(self.zeroes_sums),
             heads_at_a_time: self.heads_at_a_time,

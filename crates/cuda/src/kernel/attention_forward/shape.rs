@@ -71,6 +71,11 @@ impl ForwardShape {
         tensors + 1024 + 1024
     }
 
+    /// Bytes of a partial result: a tile's rows and their lse, of all heads.
+    fn partial_bytes(self, problem: &AttentionProblem) -> usize {
+        self.tokens() as usize * problem.heads_q * (problem.head_dim_v + 1) * size_of::<f32>()
+    }
+
     /// What a tile schedule for it is made with.
     fn config(self, problem: &AttentionProblem) -> TileScheduleConfig {
         let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
@@ -157,9 +162,16 @@ pub(super) fn choose(
         return Ok((shape, schedule));
     }
     let heads = problem.heads_q / shape.pack as usize;
-    let split = Some(TileSplit { workers: workers.max(1) as usize, heads });
+    let last_round_partials = problem_bytes(problem) / 100 / shape.partial_bytes(problem);
+    let split = Some(TileSplit { workers: workers.max(1) as usize, heads, last_round_partials });
     let config = TileScheduleConfig { split, ..shape.config(problem) };
     Ok((shape, TileSchedule::new(&problem.bands, problem.rows_q, problem.rows_k, &config)?))
+}
+
+/// Bytes of q, k, v and out.
+fn problem_bytes(problem: &AttentionProblem) -> usize {
+    let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, element, .. } = *problem;
+    (rows_q * heads_q + rows_k * heads_kv) * (head_dim + head_dim_v) * element.bytes()
 }
 
 /// Which heads some tiles are worked on together for, so that their keys and values stay in the second level cache.
@@ -181,13 +193,16 @@ pub(super) fn head_groups(
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_mask::Mask;
+    use counterpoint_mask::{Documents, Mask, Window};
 
     use super::*;
     use crate::kernel::ElementType;
 
     fn problem(mask: &str, heads_q: usize, heads_kv: usize) -> AttentionProblem {
-        let mask: Mask = mask.parse().unwrap();
+        problem_of(mask.parse().unwrap(), heads_q, heads_kv)
+    }
+
+    fn problem_of(mask: Mask, heads_q: usize, heads_kv: usize) -> AttentionProblem {
         AttentionProblem {
             bands: mask.bands().collect::<Vec<_>>().into(),
             rows_q: mask.seqlen_q(),
@@ -257,12 +272,56 @@ mod tests {
             let gain = whole.makespan(132, heads) as f64 / cut.makespan(132, heads) as f64 - 1.0;
             (cut.merges().len(), cut.partials(), (1000.0 * gain).round())
         };
-        assert_eq!(gain("full:16k", 16, 16), (5, 15, 24.0));
-        assert_eq!(gain("full:32k", 16, 16), (1, 4, 27.0));
+        assert_eq!(gain("full:32k", 16, 16), (1, 3, 25.0));
         assert_eq!(gain("full:8k", 64, 8), (1, 3, 25.0));
-        // Here the lightest tiles fill the last round, or the gain is not worth the memory.
-        for mask in ["full:8k", "causal:8k", "sliding-window:8k,left=1023,right=0", "causal:32k"] {
+        // Here the lightest tiles fill the last round, or the gain is not worth the memory: at 16k it is 2.4 % for 15 partial results,
+        // 6 % of q, k, v and out.
+        for mask in ["full:8k", "full:16k", "causal:8k", "sliding-window:8k,left=1023,right=0", "causal:32k"]
+        {
             assert_eq!(gain(mask, 16, 16), (0, 0, 0.0), "{mask}");
+        }
+    }
+
+    /// The documents of the benchmark, 8k, 16k and 32k tokens.
+    const DOCUMENTS: [&[usize]; 3] = [
+        &[102, 1003, 419, 356, 130, 895, 108, 1718, 1139, 2048, 81, 87, 27, 43, 24, 5, 1, 3, 2, 1],
+        &[
+            102, 3051, 419, 2404, 130, 895, 108, 1718, 1139, 2074, 2701, 696, 220, 344, 194, 88, 5, 68, 12,
+            9, 5, 2,
+        ],
+        &[
+            2150, 6102, 419, 2404, 2178, 895, 108, 3766, 1139, 8192, 2701, 1393, 440, 344, 389, 88, 51, 7, 1,
+            1,
+        ],
+    ];
+
+    #[test]
+    fn partial_results_take_less_than_a_hundredth_of_the_tensors() {
+        for lengths in DOCUMENTS {
+            let documents = || Documents::from_lengths(lengths.iter().copied()).unwrap();
+            let seqlen: usize = lengths.iter().sum();
+            let window = Window { left: Some(1023), right: Some(0), global: 0 };
+            let masks = [
+                Mask::full(seqlen),
+                Mask::causal(seqlen),
+                Mask::block_causal(seqlen, 2048),
+                Mask::sliding_window(seqlen, window),
+                Mask::full(documents()),
+                Mask::causal(documents()),
+                Mask::block_causal(documents(), 2048),
+            ];
+            for (mask, heads) in
+                masks.into_iter().flat_map(|mask| [(mask.clone(), (16, 16)), (mask, (64, 8))])
+            {
+                let problem = problem_of(mask.unwrap(), heads.0, heads.1);
+                let (shape, schedule) = choose(&problem, (128, 128), Freedom::Any, 132, true).unwrap();
+                let workspace = schedule.partials() * shape.partial_bytes(&problem);
+                assert!(
+                    100 * workspace < problem_bytes(&problem),
+                    "{:?} {heads:?}: {workspace}",
+                    problem.bands
+                );
+            }
         }
     }
 

@@ -1,11 +1,13 @@
 //! The launcher of `gemm/gemm_gather.cuh`.
 
+use std::sync::Arc;
+
 use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
-use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
+use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall, MissedWait};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.
@@ -224,6 +226,11 @@ impl GemmGather {
         let units = order::units(&product.order, &shape, product.m, product.n).map_err(refused)?;
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::RowsOfRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
+    }
+
+    /// See [`Gemm::missed_hand`].
+    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
+        self.gemm.missed_hand()
     }
 
     /// How it is cut up.

@@ -10,6 +10,7 @@ mod source;
 mod spec;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use library::{GemmLibrary, LibraryGemm};
@@ -26,8 +27,8 @@ pub use spec::{
     GEMM_DESTINATIONS, GEMM_SOURCES, GemmEpilogue, GemmGrid, GemmLayout, GemmSignals, GemmSpec, GemmTensors,
 };
 
-use super::Scalar;
 use super::layout::{SharedLayout, shared_layout};
+use super::{MissedWait, Scalar};
 use crate::{
     CudaError, Device, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap,
     TensorMapElement, TensorMapSpec,
@@ -55,8 +56,10 @@ pub struct Gemm {
     signals: Vec<u32>,
     /// Empty where no part waits for another.
     kept: DeviceBuffer,
-    /// Of every warp of the CTAs that take parts over, zero between runs.
+    /// Of every CTA that takes a part over, zero between runs.
     handed: DeviceBuffer,
+    /// Where no part is handed over, nobody waits.
+    missed_hand: Option<Arc<MissedWait>>,
     ctas: u32,
     launch: Launch,
 }
@@ -87,6 +90,7 @@ struct GemmArguments {
     bias: u64,
     kept: u64,
     handed: u64,
+    missed_hand: u64,
     unit_count: u32,
     splits: u32,
     turns: u32,
@@ -100,6 +104,9 @@ struct GemmArguments {
     adds: u32,
     counters_of_peers: u32,
 }
+
+const MISSED_HAND: &str = "a tile of a product waited in vain for the sums of the first part of its k, and is wrong now; run again, \
+                           and report this product's rows, columns and terms";
 
 /// Rows of D that a warpgroup puts into shared memory and the copy engine stores at once.
 const STORED_ROWS: usize = 64;
@@ -208,8 +215,12 @@ impl Gemm {
             _ => 2 * unit_list.len(),
         };
         let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
-        let warps = if shape.hands > 1 { keeping * GemmShape::CONSUMER_WARPS } else { 0 };
-        let handed = DeviceBuffer::from_slice(stream, &vec![0u32; warps])?;
+        let hands_over = shape.hands > 1;
+        let handed = DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
+        let missed_hand = match hands_over {
+            true => Some(Arc::new(MissedWait::new(device, MISSED_HAND)?)),
+            false => None,
+        };
         Ok(Self {
             function,
             spec: spec.clone(),
@@ -223,6 +234,7 @@ impl Gemm {
             signals,
             kept,
             handed,
+            missed_hand,
             ctas,
             launch,
         })
@@ -231,6 +243,11 @@ impl Gemm {
     /// How it is cut up.
     pub fn shape(&self) -> GemmShape {
         self.shape
+    }
+
+    /// Where the kernel says that a part of k was never handed over; `None` where no part is.
+    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
+        self.missed_hand.as_ref()
     }
 
     /// What is computed, in the order in which it is begun.
@@ -334,6 +351,7 @@ impl Gemm {
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
             kept: if self.kept.is_empty() { 0 } else { self.kept.address() },
             handed: if self.handed.is_empty() { 0 } else { self.handed.address() },
+            missed_hand: self.missed_hand.as_ref().map_or(0, |missed| missed.address()),
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
             turns: shape.turns,
@@ -458,6 +476,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 bias,
                 kept,
                 handed,
+                missed_hand,
                 unit_count,
                 splits,
                 turns,

@@ -1,11 +1,13 @@
 //! The launcher of `gemm/gemm_reduce.cuh`.
 
+use std::sync::Arc;
+
 use super::order::{self, GemmUnit, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, TilePair};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
-use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall};
+use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall, MissedWait};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
@@ -214,6 +216,11 @@ impl GemmReduce {
         number_in_shards(&mut units, &shape, &product, spec.shards());
         let gemm = Gemm::with_units(stream, &product, shape, GemmEnds::SumOverRanks, units, Vec::new())?;
         Ok(Self { gemm, spec: spec.clone() })
+    }
+
+    /// See [`Gemm::missed_hand`].
+    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
+        self.gemm.missed_hand()
     }
 
     /// How it is cut up.

@@ -40,8 +40,6 @@ const TILE_CYCLES: f64 = 3000.0;
 
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
-    /// Warps that multiply.
-    pub(super) const CONSUMER_WARPS: usize = 8;
 
     /// Blocks of k on their way at once: as many as shared memory holds.
     pub(super) const fn stages(columns: u32) -> u32 {
