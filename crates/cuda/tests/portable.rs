@@ -13,7 +13,7 @@ use counterpoint_exec::{
     AttentionInputs, AttentionOutputs, HostElement, HostTensor, check_attention, random_inputs,
 };
 use counterpoint_mask::{Band, Mask, Range};
-use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use half::{bf16, f16};
 
 fn stream() -> Option<Stream> {
@@ -216,6 +216,7 @@ fn portable_attention_is_right() {
                 scale,
                 softcap,
                 seqlen_sink: 0,
+                gradient_shares: GradientShares::Accumulators,
             };
             let mut run = Run { stages: 1 + number % 3, sm_margin: (number % 2 * 130) as u32, ..one };
             run.rounds_keys = number % 4 < 2;

@@ -327,6 +327,7 @@ fn pick_heads(tensor: &HostTensor, heads: &[usize]) -> HostTensor {
 mod tests {
     use counterpoint_mask::{AttnSlice, MaskType, Range};
     use counterpoint_plan::DType;
+    use counterpoint_plan::GradientShares;
 
     use super::*;
 
@@ -343,6 +344,7 @@ mod tests {
             scale: 0.25,
             softcap: 0.0,
             seqlen_sink: 1,
+            gradient_shares: GradientShares::Accumulators,
         };
         let mut step = 0.0f32;
         let mut tensor = |shape: Vec<usize>| {

@@ -179,6 +179,7 @@ fn handover_seconds() -> f64 {
 #[cfg(test)]
 mod tests {
     use counterpoint_plan::DType;
+    use counterpoint_plan::GradientShares;
 
     use super::*;
 
@@ -194,6 +195,7 @@ mod tests {
                 scale: 0.125,
                 softcap: 0.0,
                 seqlen_sink: 0,
+                gradient_shares: GradientShares::Accumulators,
             };
             let (one, many) = (calibrate(&spec, 1), calibrate(&spec, 64));
             for cost in [&one, &many] {

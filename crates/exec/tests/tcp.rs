@@ -8,7 +8,7 @@ use counterpoint_exec::{
     run_attention, run_attention_on,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, GroupPart, Plan, PlanConfig, StageCount};
 use counterpoint_schedule::SpanKind;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -36,6 +36,7 @@ impl Problem {
             scale: 0.25,
             softcap: 0.0,
             seqlen_sink: 2,
+            gradient_shares: GradientShares::Accumulators,
         };
         let config =
             PlanConfig { chunk_size: Some(16), stages: StageCount::Fixed(3), ..PlanConfig::new(ranks) };

@@ -55,6 +55,7 @@ fn ulysses(mask: &Mask, spec: &AttentionSpec, ranks: u64) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use crate::GradientShares;
     use counterpoint_mask::{AttnSlice, MaskType, Range};
     use proptest::prelude::*;
 
@@ -71,6 +72,7 @@ mod tests {
         scale: 0.125,
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::Accumulators,
     };
 
     /// Documents one after the other, each seeing itself causally.

@@ -151,6 +151,7 @@ fn rank_seconds(
 
 #[cfg(test)]
 mod tests {
+    use crate::GradientShares;
     use counterpoint_mask::Documents;
 
     use super::*;
@@ -166,6 +167,7 @@ mod tests {
         scale: 0.1,
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::Accumulators,
     };
 
     /// Prices of chunks leave the slowest of these ranks several hundredths behind the others.

@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::{
-    AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GroupPart, HostedWork, Link, OwnedSplit,
-    Plan, PlanConfig, QueryExchange, RankPlan, RemoteSplit, StageCount, StagePlan, TileCost, Topology,
-    TwoLevelExchange, TwoLevelPart,
+    AttentionSpec, CostModel, DType, Dispatch, DispatchAlgorithm, GradientShares, GroupPart, HostedWork,
+    Link, OwnedSplit, Plan, PlanConfig, QueryExchange, RankPlan, RemoteSplit, StageCount, StagePlan,
+    TileCost, Topology, TwoLevelExchange, TwoLevelPart,
 };
 
 /// A SHA-256 of everything that a plan depends on, or of a plan itself ([`Plan::fingerprint`]): content, never object
@@ -153,8 +153,8 @@ impl Words {
     }
 
     fn spec(&mut self, spec: &AttentionSpec) {
-        let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, softcap, seqlen_sink } =
-            *spec;
+        let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, .. } = *spec;
+        let AttentionSpec { scale, softcap, seqlen_sink, gradient_shares, .. } = *spec;
         for size in [heads_q, heads_kv, head_dim, head_dim_v, seqlen_sink] {
             self.size(size);
         }
@@ -166,6 +166,10 @@ impl Words {
         });
         self.real(scale);
         self.real(softcap);
+        self.word(match gradient_shares {
+            GradientShares::Elements => 0,
+            GradientShares::Accumulators => 1,
+        });
     }
 
     fn algorithm(&mut self, algorithm: DispatchAlgorithm) {

@@ -68,7 +68,7 @@ pub use machine_profile::{
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;
-pub use spec::{AttentionSpec, DType, HostedRowBytes};
+pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
     DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,

@@ -53,13 +53,39 @@ pub struct AttentionSpec {
     pub softcap: f64,
     /// Rows of the sink tensor `[seqlen_sink, heads_q]`; 0 without a sink.
     pub seqlen_sink: usize,
+    /// In which type ranks send their shares of dk and dv.
+    #[serde(default)]
+    pub gradient_shares: GradientShares,
+}
+
+/// In which type a rank that has computed a share of the gradients of another one's keys and values sends it. The owner adds shares in the
+/// accumulator's type and rounds once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GradientShares {
+    /// In the accumulator's type.
+    #[default]
+    Accumulators,
+    /// In the tensors' type, where nothing needs shares in one order: of bf16 half as many bytes, each share rounded. The largest error of
+    /// dk and dv may then be more than twice a plain implementation's, by a rounding of the largest element.
+    Elements,
 }
 
 impl AttentionSpec {
     /// The usual: values as wide as keys, scale `1 / sqrt(head_dim)`, no softcap, no sink.
     pub fn new(heads_q: usize, heads_kv: usize, head_dim: usize, dtype: DType) -> Self {
         let scale = (head_dim as f64).sqrt().recip();
-        Self { heads_q, heads_kv, head_dim, head_dim_v: head_dim, dtype, scale, softcap: 0.0, seqlen_sink: 0 }
+        Self {
+            heads_q,
+            heads_kv,
+            head_dim,
+            head_dim_v: head_dim,
+            dtype,
+            scale,
+            softcap: 0.0,
+            seqlen_sink: 0,
+            gradient_shares: GradientShares::default(),
+        }
     }
 
     /// Bytes of one key row and one value row together.
@@ -75,9 +101,17 @@ impl AttentionSpec {
         (rows * self.kv_row_bytes() / PART_BYTES).clamp(1, MOST_PARTS)
     }
 
-    /// Bytes of the partial gradients of one key row and one value row together: they travel in the accumulator's type.
+    /// The type of shares of dk and dv that travel, where nothing needs them exact; see [`GradientShares`].
+    pub fn gradient_share_dtype(&self) -> DType {
+        match self.gradient_shares {
+            GradientShares::Elements => self.dtype,
+            GradientShares::Accumulators => self.dtype.accumulator(),
+        }
+    }
+
+    /// Bytes of the shares of the gradients of one key row and one value row together.
     pub fn kv_gradient_row_bytes(&self) -> usize {
-        self.heads_kv * (self.head_dim + self.head_dim_v) * self.dtype.accumulator().size()
+        self.heads_kv * (self.head_dim + self.head_dim_v) * self.gradient_share_dtype().size()
     }
 
     /// Bytes that travel in a forward and a backward for one key row that a rank receives.

@@ -6,8 +6,8 @@ mod cases;
 use cases::{configs, masks};
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, PlanSummary, Prediction, QueryExchange,
-    RankPlan, StageCount, Topology,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanSummary, Prediction,
+    QueryExchange, RankPlan, StageCount, Topology,
 };
 use proptest::prelude::*;
 
@@ -21,6 +21,7 @@ const SPEC: AttentionSpec = AttentionSpec {
     scale: 0.088,
     softcap: 0.0,
     seqlen_sink: 0,
+    gradient_shares: GradientShares::Accumulators,
 };
 
 const SEQLEN: usize = 1 << 16;

@@ -44,7 +44,7 @@ impl CommMatrix {
 mod tests {
     use super::*;
     use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-    use counterpoint_plan::{AttentionSpec, DType, PlanConfig};
+    use counterpoint_plan::{AttentionSpec, DType, GradientShares, PlanConfig};
     use proptest::prelude::*;
 
     proptest! {
@@ -64,6 +64,7 @@ mod tests {
             let mask = Mask::new(start, start, slices).unwrap();
             let spec = AttentionSpec {
                 heads_q: 1, heads_kv: 1, head_dim: 8, head_dim_v: 8, dtype: DType::F32, scale: 1.0, softcap: 0.0, seqlen_sink: 0,
+                gradient_shares: GradientShares::Accumulators,
             };
             let config = PlanConfig { chunk_size: Some(chunk_size), ..PlanConfig::new(cp_size) };
             let plan = Plan::new(&mask, &spec, &config).unwrap();

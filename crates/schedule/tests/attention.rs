@@ -17,6 +17,7 @@ fn spec(dtype: DType, seqlen_sink: usize) -> AttentionSpec {
         scale: 0.25,
         softcap: 0.0,
         seqlen_sink,
+        gradient_shares: GradientShares::Accumulators,
     }
 }
 
@@ -131,9 +132,11 @@ proptest! {
     fn valid_race_free_and_predictable(
         lengths in prop::collection::vec(1usize..300, 1..8),
         cp_size in 1usize..6, chunk_size in 16usize..100, stages in 1usize..5, sink in 0usize..2,
+        rounds in any::<bool>(),
     ) {
         let plan = plan(&mask(&lengths), cp_size, chunk_size, stages);
-        check(&plan, &spec(DType::Bf16, sink))?;
+        let gradient_shares = if rounds { GradientShares::Elements } else { GradientShares::Accumulators };
+        check(&plan, &AttentionSpec { gradient_shares, ..spec(DType::Bf16, sink) })?;
     }
 
     /// Likewise where a last block sees everything and is computed where the keys are.
@@ -440,8 +443,12 @@ fn two_levels_cross_once() {
     let topology = Topology { world_size: 8, ranks_per_node: 4 };
     let network = Link { alpha_seconds: 1e-5, bytes_per_second: 2e5 };
     let cost = CostModel { network, ..cost() };
-    for (dtype, stages) in [(DType::Bf16, 1), (DType::F32, 4)] {
-        let spec = spec(dtype, 1);
+    let (accumulators, elements) = (GradientShares::Accumulators, GradientShares::Elements);
+    for (dtype, stages, gradient_shares) in
+        [(DType::Bf16, 1, accumulators), (DType::Bf16, 1, elements), (DType::F32, 4, elements)]
+    {
+        let exact = spec(dtype, 1);
+        let spec = AttentionSpec { gradient_shares, ..exact };
         let flat = plan(&mask, 8, 128, stages);
         let exchange = TwoLevelExchange::new(&flat, &topology);
         let sink = |programs: &[Program]| -> u64 {
@@ -461,7 +468,8 @@ fn two_levels_cross_once() {
             assert_eq!(bytes(&forward), exchange.crossing_rows() * spec.kv_row_bytes() as u64);
             let there = exchange.backward_crossing_rows();
             let whole = exchange.whole.iter().map(|part| part.inter.send_rows()).sum();
-            for (programs, back) in [(&backward, there), (&deterministic, whole)] {
+            // One order for any number of stages wants exact shares.
+            for (programs, back, spec) in [(&backward, there, &spec), (&deterministic, whole, &exact)] {
                 let cast = there * spec.kv_row_bytes() as u64;
                 let reduced = back * spec.kv_gradient_row_bytes() as u64;
                 assert_eq!(bytes(programs), cast + reduced + sink(programs));

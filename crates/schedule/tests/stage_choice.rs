@@ -4,7 +4,7 @@ use std::path::Path;
 
 use counterpoint_mask::{Documents, Mask};
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, Plan, PlanConfig, StageCount, Topology, WorkerSharing,
+    AttentionSpec, CostModel, DType, GradientShares, Plan, PlanConfig, StageCount, Topology, WorkerSharing,
 };
 use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, Program, StartOrder, lower_attention_backward,
@@ -20,6 +20,7 @@ const SPEC: AttentionSpec = AttentionSpec {
     scale: 0.088,
     softcap: 0.0,
     seqlen_sink: 0,
+    gradient_shares: GradientShares::Accumulators,
 };
 
 /// Seconds of a forward and of a backward.

@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use counterpoint_plan::{DType, DispatchAlgorithm, QueryExchange, StageCount};
+use counterpoint_plan::{DType, DispatchAlgorithm, GradientShares, QueryExchange, StageCount};
 
 use super::value;
 
@@ -25,6 +25,11 @@ pub(crate) struct PlanningArguments {
     /// Whether queries that see many keys of other ranks may travel to these keys instead; with --deterministic `auto` is `never`
     #[arg(long, value_name = "WHEN", default_value = "never", value_parser = value::query_exchange())]
     pub(crate) query_exchange: QueryExchange,
+
+    /// What ranks send each other of the gradients of keys and values before they are added in f32: accumulators, or elements of the
+    /// tensors' type, half the bytes of bf16's accumulators but rounded. With --deterministic always accumulators
+    #[arg(long, value_name = "WHAT", default_value = "accumulators", value_parser = value::gradient_shares())]
+    pub(crate) gradient_shares: GradientShares,
 
     /// What the machine does, as `doctor --calibrate` writes it; left out, what was measured here and kept, if anything
     #[arg(long, value_name = "FILE")]

@@ -6,8 +6,8 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::{
-    DType, DispatchAlgorithm, GemmCollective, MAX_CP_SIZE, MAX_STAGES, QueryExchange, StageCount,
-    TransformerSpec, WaveGroups,
+    DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, MAX_STAGES, QueryExchange,
+    StageCount, TransformerSpec, WaveGroups,
 };
 use counterpoint_schedule::OverlapPolicy;
 
@@ -265,6 +265,15 @@ const QUERY_EXCHANGES: [(&str, QueryExchange); 3] = [
 /// When queries travel.
 pub(crate) fn query_exchange() -> impl TypedValueParser<Value = QueryExchange> {
     named(QUERY_EXCHANGES)
+}
+
+/// In what gradients travel, as the command line names it.
+const GRADIENT_SHARES: [(&str, GradientShares); 2] =
+    [("accumulators", GradientShares::Accumulators), ("elements", GradientShares::Elements)];
+
+/// In what gradients travel.
+pub(crate) fn gradient_shares() -> impl TypedValueParser<Value = GradientShares> {
+    named(GRADIENT_SHARES)
 }
 
 /// The element types as the command line names them.

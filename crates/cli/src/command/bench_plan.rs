@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, chunk_work, received_rows,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, chunk_work, received_rows,
 };
 use counterpoint_report::{
     BenchRow, ComparisonRow, Statistics, Style, Verified, comparison_table, format_count, format_seconds,
@@ -123,6 +123,7 @@ const SPEC: AttentionSpec = AttentionSpec {
     scale: 0.088_388_347_648_318_44,
     softcap: 0.0,
     seqlen_sink: 0,
+    gradient_shares: GradientShares::Accumulators,
 };
 
 /// One algorithm on one case, as JSON has it.

@@ -1,7 +1,9 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, MachineProfile, PlanConfig, TwoLevelExchange, flat_crossing_rows};
+use counterpoint_plan::{
+    AttentionSpec, GradientShares, MachineProfile, PlanConfig, TwoLevelExchange, flat_crossing_rows,
+};
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
 };
@@ -21,7 +23,7 @@ use crate::{console, mask_argument, profile};
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let topology = topology(arguments.cp_size, arguments.nodes)?;
-    let spec = attention_spec(&arguments.shape)?;
+    let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let input = mask_argument::file(&arguments.mask);
     let outputs = Outputs::check(&[("--report", arguments.report.as_deref())], &[("--mask", input)])?;
@@ -65,7 +67,10 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
 }
 
 /// The attention that flags describe.
-pub(super) fn attention_spec(shape: &ShapeArguments) -> Result<AttentionSpec, CliError> {
+pub(super) fn attention_spec(
+    shape: &ShapeArguments,
+    gradient_shares: GradientShares,
+) -> Result<AttentionSpec, CliError> {
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
     flags_divide(shape.heads_q, heads_kv)?;
     Ok(AttentionSpec {
@@ -77,6 +82,7 @@ pub(super) fn attention_spec(shape: &ShapeArguments) -> Result<AttentionSpec, Cl
         scale: 1.0 / (shape.head_dim as f64).sqrt(),
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares,
     })
 }
 

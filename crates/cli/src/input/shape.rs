@@ -1,6 +1,6 @@
 use counterpoint_exec::{AttentionInputs, HostData, HostTensor};
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use safetensors::Dtype;
 
 use super::refuse_non_finite;
@@ -69,9 +69,16 @@ impl Problem {
             scale: scale_of(scale, q.shape[2], q.float.accumulator())?,
             softcap,
             seqlen_sink,
+            gradient_shares: GradientShares::default(),
         };
         let has_unused_dout = !backward && file.header("dout").is_some();
         Ok(Self { file, spec, backward, has_unused_dout })
+    }
+
+    /// The same with gradients that travel so.
+    pub(crate) fn sending(mut self, gradient_shares: GradientShares) -> Self {
+        self.spec.gradient_shares = gradient_shares;
+        self
     }
 
     /// The shapes.

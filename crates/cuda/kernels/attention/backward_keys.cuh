@@ -69,14 +69,14 @@ __device__ __forceinline__ void key_rows(const AttentionBackwardArguments& param
   }
 }
 
-// Where a key's row of dk (tensor 0) or dv (1) goes, in f32: to `out`, or straight to the memory of the GPU that owns the key. Nobody
-// is told before this kernel has ended.
+// Where a key's row of dk (tensor 0) or dv (1) goes: to `out`, or straight to the memory of the GPU that owns the key. Nobody is told
+// before this kernel has ended.
 template <u32 kTensor>
-__device__ __forceinline__ float* gradient_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
-                                               u32 head_dim) {
-  float* to = static_cast<float*>(out) + u64(u32(row)) * (params.heads_kv * head_dim);
+__device__ __forceinline__ Gradient* gradient_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
+                                                  u32 head_dim) {
+  Gradient* to = static_cast<Gradient*>(out) + u64(u32(row)) * (params.heads_kv * head_dim);
   if (row >= params.homed_from) {
-    to = reinterpret_cast<float*>(__ldg(params.homes + 2 * u32(row - params.homed_from) + kTensor));
+    to = reinterpret_cast<Gradient*>(__ldg(params.homes + 2 * u32(row - params.homed_from) + kTensor));
   }
   return to + head * head_dim;
 }
@@ -84,7 +84,7 @@ __device__ __forceinline__ float* gradient_row(void* out, const AttentionBackwar
 // The last that a thread does which stores such rows: those that leave are there once this kernel has ended, and who tells of it need
 // not make a fence for what others wrote.
 __device__ __forceinline__ void gradients_arrive(const AttentionBackwardArguments& params) {
-  if (kOutputF32 && params.homes != nullptr) fence_system();
+  if (params.homes != nullptr) fence_system();
 }
 
 // Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
@@ -95,14 +95,13 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
   const u32 c = threadIdx.x % 4;
-  const u64 row_stride = u64(params.heads_kv) * head_dim;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     const bool owned = row < key_end;
+    Gradient* to = nullptr;
+    if (owned) to = gradient_row<kTensor>(out, params, row, head, head_dim);
     if (kOutputF32) {
-      float* to = nullptr;
-      if (owned) to = gradient_row<kTensor>(out, params, row, head, head_dim);
 #pragma unroll
       for (u32 j = 0; j < kCount / 4; ++j) {
         const u32 column = 8 * j + 2 * c;
@@ -113,7 +112,6 @@ __device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const At
       }
     } else {
       // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
-      Element* to = static_cast<Element*>(out) + u64(u32(row)) * row_stride + u64(head) * head_dim;
       const bool odd = c & 1;
 #pragma unroll
       for (u32 j = 0; j < kCount / 4; j += 2) {
@@ -138,15 +136,11 @@ __device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const Atten
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
   const u32 lane = threadIdx.x % 32;
-  constexpr u32 kSize = kOutputF32 ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
-    u8* to = static_cast<u8*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim * kSize;
-    if (kOutputF32) {
-      to = reinterpret_cast<u8*>(gradient_row<kTensor>(out, params, row, head, head_dim));
-    }
-    for (u32 x = 16 * (lane % 4); x < head_dim * kSize; x += 64) {
+    u8* to = reinterpret_cast<u8*>(gradient_row<kTensor>(out, params, row, head, head_dim));
+    for (u32 x = 16 * (lane % 4); x < head_dim * sizeof(Gradient); x += 64) {
       *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
     }
   }

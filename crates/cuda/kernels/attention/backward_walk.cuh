@@ -42,6 +42,12 @@ constexpr u32 kAdders = DETERMINISTIC ? 2 : 1;  // threads that add to dq, block
 constexpr bool kSoftcap = SOFTCAP != 0;
 constexpr bool kDeterministic = DETERMINISTIC != 0;
 constexpr bool kOutputF32 = OUTPUT_F32 != 0;
+// Of the elements of dk and dv.
+#if OUTPUT_F32
+using Gradient = float;
+#else
+using Gradient = Element;
+#endif
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kCtas == 2, "head sizes that the accumulators of two warpgroups hold");
 
 // A block of query rows, as the query warpgroup announces it to the key warpgroups.
@@ -120,7 +126,7 @@ struct AttentionBackwardArguments {
   u32 stretch;                            // blocks, see Walk
   LinkArrivals arrivals;
   i32 own_rows;                           // rows of k and v; no tile has rows on both sides
-  i32 homed_from;                         // keys from here on have gradients that leave; none without OUTPUT_F32
+  i32 homed_from;                         // keys from here on have gradients that leave
   const u64* homes;                       // of each of them, where its rows of dk and dv go: addresses on any GPU
   u32 classes;                            // of tiles, see Walk
   u32 class_end[backward::kItemClasses];  // tiles up to which each class goes

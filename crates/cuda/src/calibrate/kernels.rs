@@ -142,6 +142,8 @@ fn rate(timed: &[Timed], cost: impl Fn(f64) -> CostModel) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use counterpoint_plan::GradientShares;
+
     use super::*;
 
     #[test]
@@ -155,6 +157,7 @@ mod tests {
             scale: 0.1,
             softcap: 0.0,
             seqlen_sink: 0,
+            gradient_shares: GradientShares::Accumulators,
         };
         let model = |rate| CostModel { forward_flops_per_second: rate, ..CostModel::H200 };
         let timed: Vec<Timed> = ["full:4k", "varlen-causal:lengths=2000,700"]

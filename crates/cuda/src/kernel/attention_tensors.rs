@@ -137,7 +137,7 @@ pub struct BackwardMode {
     pub dq: DqBegin,
     /// Whether `dq` is then whole, and rounded to the elements' type.
     pub rounds_queries: bool,
-    /// Whether `dk` and `dv` are results in the elements' type; otherwise they are f32 shares.
+    /// Whether `dk` and `dv` are in the elements' type; otherwise they are f32.
     pub rounds_keys: bool,
 }
 
@@ -166,7 +166,7 @@ pub struct BackwardTensors {
     pub dk: u64,
     /// `[rows_k, heads_kv, head_dim_v]`, likewise.
     pub dv: u64,
-    /// Of the last keys, where their rows of `dk` and `dv` go instead; f32 shares only, and not by portable kernels.
+    /// Of the last keys, where their rows of `dk` and `dv` go instead; not by portable kernels.
     pub homes: Option<GradientHomes>,
 }
 

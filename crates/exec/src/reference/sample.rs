@@ -256,6 +256,7 @@ fn row_of<A: Real>(tensor: &HostTensor, row: usize, head: usize) -> Vec<A> {
 #[cfg(test)]
 mod tests {
     use counterpoint_mask::{AttnSlice, MaskType, Range};
+    use counterpoint_plan::GradientShares;
     use counterpoint_plan::{Plan, PlanConfig};
 
     use super::*;
@@ -277,6 +278,7 @@ mod tests {
             scale: 0.2,
             softcap: 3.0,
             seqlen_sink: 1,
+            gradient_shares: GradientShares::Accumulators,
         };
         let inputs = random_inputs(&mask, &spec, 5, true);
         let plan = Plan::new(&mask, &spec, &PlanConfig::new(1)).unwrap();

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use counterpoint_mask::{Mask, MaskType};
 use counterpoint_plan::{
-    AttentionSpec, DType, DispatchAlgorithm, KEY_BLOCK, PlanConfig, QueryExchange, StageCount,
+    AttentionSpec, DType, DispatchAlgorithm, GradientShares, KEY_BLOCK, PlanConfig, QueryExchange, StageCount,
 };
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
@@ -118,6 +118,8 @@ impl Case {
         let workers =
             if draw.chance(20) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let deterministic = draw.chance(30);
+        let gradient_shares = draw.pick(&[GradientShares::Accumulators, GradientShares::Elements]);
+        let spec = AttentionSpec { gradient_shares, ..spec };
         Case {
             name: "random".to_owned(),
             seed,

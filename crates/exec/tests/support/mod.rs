@@ -6,7 +6,7 @@ use counterpoint_exec::kernel::{
 };
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostElement, HostTensor};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use counterpoint_schedule::Accumulate;
 use half::{bf16, f16};
 use rand::RngExt;
@@ -37,6 +37,7 @@ pub(crate) fn spec(
         scale: 1.0 / (head_dim as f64).sqrt(),
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::Accumulators,
     }
 }
 

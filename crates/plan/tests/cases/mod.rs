@@ -2,8 +2,8 @@
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{
-    AttentionSpec, CostModel, DType, DispatchAlgorithm, PlanConfig, QueryExchange, StageCount, StagePlan,
-    Topology,
+    AttentionSpec, CostModel, DType, DispatchAlgorithm, GradientShares, PlanConfig, QueryExchange,
+    StageCount, StagePlan, Topology,
 };
 use proptest::prelude::*;
 
@@ -68,6 +68,7 @@ pub(crate) fn spec() -> AttentionSpec {
         scale: 0.125,
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::Accumulators,
     }
 }
 

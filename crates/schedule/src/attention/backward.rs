@@ -62,6 +62,10 @@ pub fn lower_attention_backward(
     let at_once = delivery_parts.is_some()
         && reduction == GradientReduction::PerStage
         && plan.ranks.iter().all(|rank| rank.hosted.is_none());
+    // What is copied into sums, or comes in one order whatever the stages are, is as exact as they are. All ranks send in one type.
+    let apart = plan.ranks.iter().all(|rank| rank.backward.iter().all(|stage| stage.own_rows == 0));
+    let rounds_shares = at_once || (apart && reduction == GradientReduction::PerStage);
+    let share_dtype = if rounds_shares { spec.gradient_share_dtype() } else { acc_dtype };
     // Only shares of other rows than its own make a sum of dk and dv: without any they are results at once.
     let shared = (stages.len() > 1 && !at_once) || (rank_plan.hosted.is_some() && !hosts_do_all);
     let declare = if shared { Gradient::summed } else { Gradient::whole };
@@ -125,7 +129,7 @@ pub fn lower_attention_backward(
     }
     let mut shares: Vec<(BufferId, BufferId)> = Vec::new();
     let mut share_buffers = Rotation::new(stages.len());
-    let mut homeward = Homeward::new(spec, reduce, (dk.written, dv.written), arrive);
+    let mut homeward = Homeward::new(spec, share_dtype, reduce, (dk.written, dv.written), arrive);
     if two_level.is_some() {
         let stream = p.stream("group-reduce between nodes", StreamKind::Communication);
         homeward = homeward.over_nodes(stream, stages.len());
@@ -143,8 +147,8 @@ pub fn lower_attention_backward(
             let shape_k = [stage.key_rows, spec.heads_kv, spec.head_dim];
             let shape_v = [stage.key_rows, spec.heads_kv, spec.head_dim_v];
             (
-                p.buffer(&format!("dk_{s}"), acc_dtype, &shape_k, BufferRole::Scratch),
-                p.buffer(&format!("dv_{s}"), acc_dtype, &shape_v, BufferRole::Scratch),
+                p.buffer(&format!("dk_{s}"), share_dtype, &shape_k, BufferRole::Scratch),
+                p.buffer(&format!("dv_{s}"), share_dtype, &shape_v, BufferRole::Scratch),
             )
         };
         if s > 0 && reduction == GradientReduction::PerStage {
@@ -185,7 +189,7 @@ pub fn lower_attention_backward(
                 tensors: vec![(stage_dk, dk.written), (stage_dv, dv.written)],
                 op: ReduceOp::Sum,
                 accumulate: Accumulate::Start,
-                wire_dtype: acc_dtype,
+                wire_dtype: share_dtype,
                 reduce_dtype: acc_dtype,
                 arrive: None,
             };

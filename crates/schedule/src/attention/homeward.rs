@@ -1,14 +1,16 @@
 use std::sync::Arc;
 
-use counterpoint_plan::{AttentionSpec, GroupPart, TwoLevelPart};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, TwoLevelPart};
 
 use super::rotation::Rotation;
 use crate::builder::{Mark, ProgramBuilder};
 use crate::{Accumulate, BarrierId, BufferId, BufferRole, GroupReduce, Op, ReduceOp, StreamId};
 
-/// Sums shares of the gradients of remote keys into their owners' rows, on the wire in the accumulator type.
+/// Sums shares of the gradients of remote keys into their owners' rows.
 pub(super) struct Homeward<'a> {
     spec: &'a AttentionSpec,
+    /// Of shares, and of a node's sums of them on their way to another node.
+    share_dtype: DType,
     reduce: StreamId,
     /// The owner's dk and dv.
     sums: (BufferId, BufferId),
@@ -37,11 +39,12 @@ pub(super) enum Way<'a> {
 impl<'a> Homeward<'a> {
     pub(super) fn new(
         spec: &'a AttentionSpec,
+        share_dtype: DType,
         reduce: StreamId,
         sums: (BufferId, BufferId),
         barrier: Option<BarrierId>,
     ) -> Self {
-        Self { spec, reduce, sums, barrier, between_nodes: None }
+        Self { spec, share_dtype, reduce, sums, barrier, between_nodes: None }
     }
 
     /// In two steps, the second on `stream`.
@@ -105,7 +108,7 @@ impl<'a> Homeward<'a> {
         let mut scratch = |name: &str, dim| {
             let name = s.map_or_else(|| name.to_owned(), |s| format!("{name}_{s}"));
             let shape = [rows, self.spec.heads_kv, dim];
-            p.buffer(&name, self.spec.dtype.accumulator(), &shape, BufferRole::Scratch)
+            p.buffer(&name, self.share_dtype, &shape, BufferRole::Scratch)
         };
         (scratch("dk_far", self.spec.head_dim), scratch("dv_far", self.spec.head_dim_v))
     }
@@ -118,14 +121,13 @@ impl<'a> Homeward<'a> {
         accumulate: Accumulate,
         arrive: Option<BarrierId>,
     ) -> Op {
-        let dtype = self.spec.dtype.accumulator();
         Op::GroupReduce(GroupReduce {
             part: Arc::new(part.clone()),
             tensors: vec![(from.0, to.0), (from.1, to.1)],
             op: ReduceOp::Sum,
             accumulate,
-            wire_dtype: dtype,
-            reduce_dtype: dtype,
+            wire_dtype: self.share_dtype,
+            reduce_dtype: self.spec.dtype.accumulator(),
             arrive,
         })
     }

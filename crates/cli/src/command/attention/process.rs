@@ -197,6 +197,7 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
         given("--chunk-size", &planning.chunk_size),
         given("--dispatch", &planning.dispatch),
         given("--stages", &planning.stages),
+        given("--gradient-shares", &planning.gradient_shares),
         given("whether there is --input", &tensors.input.is_some()),
         given("--seqlen", &tensors.seqlen),
         given("--heads-q", &tensors.heads_q),
@@ -221,7 +222,8 @@ fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
 
 /// What the files of all ranks must have alike.
 fn shape_facets(spec: &AttentionSpec) -> Vec<Facet> {
-    let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, softcap, seqlen_sink } = *spec;
+    let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, softcap, seqlen_sink, .. } =
+        *spec;
     vec![
         Facet::new("the number of query heads", heads_q),
         Facet::new("the number of key heads", heads_kv),

@@ -1,6 +1,6 @@
 use counterpoint_exec::AttentionInputs;
 use counterpoint_mask::{Mask, Range};
-use counterpoint_plan::{AttentionSpec, DType, RankPlan};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, RankPlan};
 
 use crate::arguments::{AttentionArguments, Device, TensorArguments, scale_of};
 use crate::error::CliError;
@@ -15,7 +15,7 @@ pub(super) enum Tensors {
 impl Tensors {
     /// Checks shapes and types against the mask.
     pub(super) fn of(arguments: &AttentionArguments, mask: &Mask) -> Result<Self, CliError> {
-        let run = &arguments.run;
+        let (run, gradient_shares) = (&arguments.run, arguments.planning.gradient_shares);
         let Some(path) = &arguments.tensors.input else {
             // A type that the device takes.
             let dtype = arguments.tensors.dtype.unwrap_or(match run.device {
@@ -23,9 +23,11 @@ impl Tensors {
                 Device::Cuda => DType::Bf16,
             });
             let spec = random_spec(&arguments.tensors, dtype, mask, run.scale, run.softcap)?;
+            let spec = AttentionSpec { gradient_shares, ..spec };
             return Ok(Self::Random { spec, seed: arguments.tensors.seed.unwrap_or(0) });
         };
-        Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap).map(Self::File)
+        let problem = Problem::new(TensorFile::open(path)?, mask, run.backward, run.scale, run.softcap)?;
+        Ok(Self::File(problem.sending(gradient_shares)))
     }
 
     /// Their shapes.
@@ -105,5 +107,6 @@ fn random_spec(
         scale: scale_of(scale, head_dim, dtype.accumulator())?,
         softcap,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::default(),
     })
 }

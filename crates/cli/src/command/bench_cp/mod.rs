@@ -137,7 +137,10 @@ impl<'a> Bench<'a> {
             RankMachine::Cpu(_) => DType::F32,
             RankMachine::Cuda(_) | RankMachine::Process(_) => DType::Bf16,
         };
-        let spec = AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, dtype);
+        let spec = AttentionSpec {
+            gradient_shares: arguments.planning.gradient_shares,
+            ..AttentionSpec::new(heads_q, heads_kv, sizes.head_dim, dtype)
+        };
         // Inputs do not depend on the mask; they need one for its length.
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
