@@ -53,6 +53,9 @@ pub struct Overlap {
     pub compute_seconds: f64,
     /// Communication with no computation of the same rank beside it.
     pub exposed_seconds: f64,
+    /// Of that, what comes behind the last computation of the rank while that of the slowest rank still lasts: no overlap hides that others
+    /// have less to do or are faster.
+    pub imbalance_seconds: f64,
     /// Hidden over hideable: `(communication - exposed) / min(communication, compute)`, over all ranks. `None` without
     /// communication.
     pub efficiency: Option<f64>,
@@ -104,14 +107,19 @@ impl Timeline {
                 SpanKind::Wait => {}
             }
         }
+        let by_rank: Vec<_> =
+            by_rank.into_iter().map(|(moving, computing)| (union(moving), union(computing))).collect();
+        let end_of = |computing: &[Interval]| computing.last().map_or(0.0, |last| last.1);
+        let last_end = by_rank.iter().map(|(_, computing)| end_of(computing)).fold(0.0, f64::max);
         let (mut communication, mut compute, mut exposed, mut hideable) = (0.0, 0.0, 0.0, 0.0);
+        let mut imbalance = 0.0;
         for (moving, computing) in by_rank {
-            let (moving, computing) = (union(moving), union(computing));
             let (moved, computed) = (length(&moving), length(&computing));
             let hidden = common_length(&moving, &computing);
             communication += moved;
             compute += computed;
             exposed += moved - hidden;
+            imbalance += common_length(&moving, &[(end_of(&computing), last_end)]);
             hideable += moved.min(computed);
         }
         let ranks = self.world_size.max(1) as f64;
@@ -119,6 +127,7 @@ impl Timeline {
             communication_seconds: communication / ranks,
             compute_seconds: compute / ranks,
             exposed_seconds: exposed / ranks,
+            imbalance_seconds: imbalance / ranks,
             efficiency: (hideable > 0.0).then(|| (communication - exposed) / hideable),
         }
     }
@@ -188,6 +197,7 @@ mod tests {
         assert_eq!(o.communication_seconds, 3.0); // (5 + 1) / 2
         assert_eq!(o.compute_seconds, 2.5); // (4 + 1) / 2
         assert_eq!(o.exposed_seconds, 1.5); // (2 + 1) / 2
+        assert_eq!(o.imbalance_seconds, 0.5); // (0 + 1) / 2: rank 0 computes until 4
         assert_eq!(o.efficiency, Some(3.0 / 5.0)); // hidden 3 + 0, hideable 4 + 1
     }
 

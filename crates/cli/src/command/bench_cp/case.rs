@@ -159,6 +159,8 @@ impl Case {
             // Of a run with time stamps, which a single hardware queue is held up by.
             "communication_seconds": overlap.communication_seconds,
             "exposed_seconds": overlap.exposed_seconds,
+            // Of these, behind a rank's computation while that of the slowest lasts.
+            "imbalance_seconds": overlap.imbalance_seconds,
             "overlap_efficiency": overlap.efficiency,
             // Of the runs without, what they took that the ranks' computations do not.
             "beyond_compute_seconds": statistics.median - overlap.compute_seconds,
@@ -184,8 +186,10 @@ impl Case {
             format!(", predicted {} (measured {ratio})", format_seconds(predicted))
         });
         let overlap = measured.overlap();
-        let hidden =
-            overlap.efficiency.map_or_else(String::new, |share| format!(", {:.0} % hidden", 100.0 * share));
+        let hidden = overlap.efficiency.map_or_else(String::new, |share| {
+            let imbalance = format_seconds(overlap.imbalance_seconds);
+            format!(", {:.0} % hidden, {imbalance} of it waiting for the slowest rank", 100.0 * share)
+        });
         let stages = console::count(stages, "remote stage");
         let communication = format_seconds(overlap.communication_seconds);
         let finding = format!(
