@@ -1,8 +1,6 @@
 //! `counterpoint bench gemm`, as far as it goes without a GPU.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn what_is_asked_must_be_products_on_a_gpu() {

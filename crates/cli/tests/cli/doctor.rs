@@ -2,9 +2,7 @@
 
 use serde_json::Value;
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 /// A cache of its own: the user's is none of a test's business.
 const CACHE: (&str, &str) = ("COUNTERPOINT_CACHE_DIR", "cache");

@@ -1,9 +1,5 @@
 //! Attention whose queries travel to the keys, tensors to tensors, against the dense f64 reference.
 
-// Written for the tests of the kernels, which use all of it.
-#[allow(dead_code)]
-mod support;
-
 use counterpoint_exec::{
     AttentionInputs, RunConfig, SlowLink, check_attention, random_inputs, run_attention,
 };
@@ -16,7 +12,8 @@ use counterpoint_schedule::{OverlapPolicy, SpanKind, StartOrder};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use support::spec;
+
+use crate::support::spec;
 
 const DISPATCHES: [DispatchAlgorithm; 4] = [
     DispatchAlgorithm::Affinity,

@@ -1,8 +1,6 @@
 //! `counterpoint bench cp`.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn rows_come_in_pairs_and_scaling_is_their_ratio() {

@@ -1,9 +1,5 @@
 //! Distributed attention, tensors to tensors, against the dense f64 reference.
 
-// Written for the tests of the kernels, which use all of it.
-#[allow(dead_code)]
-mod support;
-
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
@@ -21,7 +17,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use support::{random_mask, spec};
+
+use crate::support::{self, random_mask, spec};
 
 const DISPATCHES: [DispatchAlgorithm; 4] = [
     DispatchAlgorithm::Affinity,

@@ -1,8 +1,6 @@
 //! `counterpoint mask`, and what every command does with a bad MASK.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn prints_json_and_a_picture() {

@@ -1,12 +1,11 @@
 //! What hostile use found, held for good.
 
-mod support;
-
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use safetensors::Dtype;
-use support::{Folder, Tensor, qkv, safetensors};
+
+use crate::support::{Folder, Tensor, qkv, safetensors, values_of};
 
 const SMALL: &str = "attention --mask causal:8 --heads-q 1 --head-dim 4";
 
@@ -146,7 +145,7 @@ fn factors_that_numbers_cannot_hold() {
             let file = safetensors::SafeTensors::deserialize(&file).unwrap();
             for name in ["out", "lse", "dq", "dk", "dv"] {
                 let tensor = file.tensor(name).unwrap();
-                let values = support::values_of(tensor.dtype(), tensor.data());
+                let values = values_of(tensor.dtype(), tensor.data());
                 assert!(values.iter().all(|value| value.is_finite()), "{line}: {name}");
             }
         }

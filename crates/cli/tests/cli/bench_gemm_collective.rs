@@ -1,8 +1,6 @@
 //! `counterpoint bench gemm-collective`, as far as it goes without a GPU.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 /// Every policy gives the same bits, on sizes that divide and that do not, for every collective.
 #[test]

@@ -1,5 +1,4 @@
 //! The binary in a fresh folder, and tensors to feed it.
-#![allow(dead_code)] // each test file uses its part
 
 use std::path::PathBuf;
 use std::time::Duration;

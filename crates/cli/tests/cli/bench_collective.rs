@@ -1,8 +1,6 @@
 //! `counterpoint bench group-cast` and `bench group-reduce`, and `--transport`.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn bad_requests_are_refused() {

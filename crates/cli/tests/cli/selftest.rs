@@ -1,12 +1,10 @@
 //! `counterpoint selftest`.
 
-mod support;
-
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn the_cpu_proves_itself_and_prints_seeds_and_one_row_of_figures() {

@@ -1,8 +1,6 @@
 //! `counterpoint bench attention`.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn every_row_is_checked_and_overlap_is_shown() {
@@ -63,7 +61,7 @@ fn what_only_a_gpu_is_asked_needs_a_gpu() {
 /// What the comparison with PyTorch scales and prints beside its own figures.
 #[test]
 fn published_figures_are_whole() {
-    let published = include_str!("../../../benches/peers/published.json");
+    let published = include_str!("../../../../benches/peers/published.json");
     let published: serde_json::Value = serde_json::from_str(published).unwrap();
     let rows = published["rows"].as_array().unwrap();
     assert!(rows.len() > 80, "{}", rows.len());

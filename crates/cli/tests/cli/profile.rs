@@ -1,9 +1,8 @@
 //! Machine profiles: measured, kept, read, and refused.
 
-mod support;
-
 use serde_json::Value;
-use support::Folder;
+
+use crate::support::Folder;
 
 const ATTENTION: &str =
     "attention --mask causal:256 --heads-q 2 --head-dim 16 --cp-size 2 --chunk-size 64 --json";

@@ -1,9 +1,8 @@
 //! `counterpoint simulate`: what it tells, where it writes, and what it refuses.
 
-mod support;
-
 use serde_json::Value;
-use support::Folder;
+
+use crate::support::Folder;
 
 const LINEAR: &str = "simulate linear --kind row --tokens 8k --in-features 28672 --out-features 8k";
 

@@ -1,14 +1,12 @@
 //! One rank a process, as a launcher starts them: results, faults, and that nothing is left behind.
 
-mod support;
-
 use std::net::TcpListener;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use safetensors::Dtype;
 
-use support::{Folder, qkv, safetensors};
+use crate::support::{Folder, qkv, safetensors};
 
 /// Small, so that processes that share two cores are soon through.
 const PROBLEM: &str = "attention --mask varlen-causal:lengths=150,362 --heads-q 4 --heads-kv 2 --head-dim 16";

@@ -1,9 +1,8 @@
 //! `counterpoint plan` and `counterpoint bench plan`.
 
-mod support;
-
 use serde_json::Value;
-use support::Folder;
+
+use crate::support::Folder;
 
 /// Keys of an object, sorted.
 fn keys(value: &Value) -> Vec<&str> {

@@ -1,9 +1,8 @@
 //! Every bad input of `counterpoint attention`: one sentence, exit status 2, nothing written.
 
-mod support;
-
 use safetensors::Dtype;
-use support::{Folder, Tensor, qkv, safetensors};
+
+use crate::support::{Folder, Tensor, qkv, safetensors, values_of};
 
 const LINE: &str = "attention --mask full:6 --input in.safetensors --output out.safetensors";
 
@@ -167,7 +166,7 @@ fn non_finite_numbers_pass_when_allowed() {
         folder.run(&format!("{LINE} --allow-non-finite")).ok();
         let bytes = folder.read("out.safetensors");
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        support::values_of(Dtype::F32, file.tensor("out").unwrap().data())
+        values_of(Dtype::F32, file.tensor("out").unwrap().data())
     };
     let q = Tensor::new("q", Dtype::F32, &[6, 4, 8]);
     let clean = out(&with(q.clone()));

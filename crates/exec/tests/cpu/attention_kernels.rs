@@ -1,7 +1,5 @@
 //! The CPU attention kernels against the dense reference, and the bits that they promise not to change.
 
-mod support;
-
 use counterpoint_exec::{AttentionInputs, HostData, HostTensor, check_attention, reference_attention};
 use counterpoint_mask::{AttnSlice, Band, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, KEY_BLOCK};
@@ -9,7 +7,8 @@ use half::bf16;
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use support::{Cuts, TYPES, check, inputs, pool, random_mask, run, run_whole, shatter, spec};
+
+use crate::support::{Cuts, TYPES, check, inputs, pool, random_mask, run, run_whole, shatter, spec};
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::Bf16, DType::F16];
 

@@ -1,8 +1,6 @@
 //! `counterpoint bench tp`.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 #[test]
 fn every_policy_stands_beside_the_sequential_run() {

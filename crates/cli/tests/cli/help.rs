@@ -1,8 +1,6 @@
 //! Help and usage.
 
-mod support;
-
-use support::Folder;
+use crate::support::Folder;
 
 const LEVELS: [&str; 22] = [
     "",

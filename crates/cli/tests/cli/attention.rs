@@ -1,9 +1,8 @@
 //! `counterpoint attention` from files to files.
 
-mod support;
-
 use safetensors::{Dtype, SafeTensors};
-use support::{Folder, Tensor, qkv, safetensors, values_of};
+
+use crate::support::{Folder, Tensor, qkv, safetensors, values_of};
 
 /// Attention written down as its definition says, in f64, on one mask given as a predicate.
 struct Dense {

@@ -1,9 +1,4 @@
 //! NaN and infinity in the inputs: which results they make NaN, and that no other result changes by a bit.
-#![allow(clippy::unwrap_used)]
-
-// Written for the tests of the kernels, which use all of it.
-#[allow(dead_code)]
-mod support;
 
 use counterpoint_exec::kernel::{BackwardArgs, HeadShape, attention_backward};
 use counterpoint_exec::{AttentionInputs, AttentionOutputs, HostTensor, RunConfig, run_attention};
@@ -14,7 +9,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use support::{Cuts, inputs, pool, random_mask, run, spec};
+
+use crate::support::{Cuts, inputs, pool, random_mask, run, spec};
 
 const BAD: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 

@@ -1,9 +1,8 @@
 //! `counterpoint tune gemm` and `counterpoint bench bandwidth` on CPU ranks.
 
-mod support;
-
 use serde_json::Value;
-use support::Folder;
+
+use crate::support::Folder;
 
 const SHAPE: &str =
     "tune gemm --m 64 --n 32 --k 32 --tp-size 2 --iterations 1 --warmups 0 --plans plans.json --json";

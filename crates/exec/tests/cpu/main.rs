@@ -1,0 +1,13 @@
+//! Ranks on the CPU. One program, because what most takes to compile are the kernels, by type, which each of several would have.
+
+mod all_to_all;
+mod attention;
+mod attention_kernels;
+mod gemm_collective;
+mod hosting;
+mod linear;
+mod linear_layers;
+mod non_finite;
+mod normalised;
+mod support;
+mod tcp;
