@@ -9,7 +9,7 @@ use counterpoint_exec::{
     RunConfig, random_inputs, run_attention, run_attention_ranks,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
+use counterpoint_plan::{AttentionSpec, DType, GradientShares, Plan, PlanConfig, StageCount};
 
 /// Runs one of the tests below in `ranks` processes; gives whether all passed, and what they said.
 fn under_mpirun(ranks: usize, test: &str) -> (bool, String) {
@@ -76,6 +76,7 @@ fn problem(ranks: usize) -> (Mask, AttentionSpec, Plan) {
         scale: 0.25,
         softcap: 0.0,
         seqlen_sink: 0,
+        gradient_shares: GradientShares::Accumulators,
     };
     let config = PlanConfig { chunk_size: Some(32), stages: StageCount::Fixed(2), ..PlanConfig::new(ranks) };
     let plan = Plan::new(&mask, &spec, &config).unwrap();
