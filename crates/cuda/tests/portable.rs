@@ -168,6 +168,7 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
         rounded_dq: None,
         dk: dk.address(),
         dv: dv.address(),
+        rounded: None,
         homes: None,
         arriving: None,
     };

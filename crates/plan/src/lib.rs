@@ -71,9 +71,9 @@ pub use ready_work::ReadyWork;
 pub use spec::{AttentionSpec, DType, GradientShares, HostedRowBytes};
 pub use summary::{CommSummary, PlanSummary, RankSummary, StageSummary};
 pub use tile_schedule::{
-    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileDirection,
-    TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig, TileScheduleError,
-    TileSplit, TileStatistics, TileTakers, TurnSpan,
+    DqTurns, HeadGroups, MAX_TILE_SCHEDULE_ROWS, MAX_TILE_SIZE, NO_LIMIT, Tile, TileBound, TileClasses,
+    TileDirection, TileMerge, TileOrder, TilePlacement, TileRun, TileSchedule, TileScheduleConfig,
+    TileScheduleError, TileSplit, TileStatistics, TileTakers, TurnSpan,
 };
 pub use topology::Topology;
 pub use transformer::{LayerLinear, TransformerSpec};

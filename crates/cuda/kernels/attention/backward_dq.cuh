@@ -48,11 +48,12 @@ __device__ __forceinline__ void add_role(const AttentionBackwardArguments& param
     }
     if (rows && step.flags & kLast && params.rounded_dq != nullptr) {
       tma_store_wait<0>();
-      announce_added(shared, items++, AddedItem{step.head_kv, step.run_begin, step.run_end});
+      const u32 heads = step.flags & kHalf ? params.group / 2 : params.group;
+      announce_added(shared, items++, AddedItem{step.head_q + 1 - heads, heads, step.run_begin, step.run_end});
     }
   }
   tma_store_wait<0>();
-  if (params.rounded_dq != nullptr) announce_added(shared, items, AddedItem{0, 0, 0});
+  if (params.rounded_dq != nullptr) announce_added(shared, items, AddedItem{0, 0, 0, 0});
 }
 
 }  // namespace backward

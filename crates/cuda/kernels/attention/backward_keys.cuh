@@ -1,7 +1,7 @@
 // The warpgroups of attention backward that own keys: S, P, dP, dS of each block, and the sums dk and dv.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_halves.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bits.cuh"
 #include "ptx/cluster.cuh"
@@ -15,14 +15,6 @@ namespace backward {
 // The flags of an announcement. They decide the way of all lanes.
 __device__ __forceinline__ u32 step_flags(const Storage& shared, u32 count) {
   return uniform_load(&shared.steps[count % kSteps].flags);
-}
-
-// The first of this thread's two keys in the tile; the other is 8 further. Asked for again where it is wanted, because
-// the main loop has no register to keep it.
-__device__ __forceinline__ i32 own_key() {
-  const u32 thread = threadIdx.x % (2 * kOwnKeys);  // the warpgroups that own keys come last
-  const u32 first = kCtas == 2 ? kOwnKeys * cluster_rank() : 0;
-  return i32(first + 16 * (thread / 32) + thread % 32 / 4);
 }
 
 // Which of a thread's rows are unmasked for its keys from `offset` on, each 8 further than the last: bit 8 (j % 4) + e of a
@@ -87,60 +79,91 @@ __device__ __forceinline__ void gradients_arrive(const AttentionBackwardArgument
   if (params.homes != nullptr) fence_system();
 }
 
-// Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`.
+// Where such a row goes as elements: of a tile that is alone, to `out`.
+template <u32 kTensor>
+__device__ __forceinline__ void* rounded_row(void* out, const AttentionBackwardArguments& params, i32 row, u32 head,
+                                             u32 head_dim) {
+  if (!kOutputF32) return gradient_row<kTensor>(out, params, row, head, head_dim);
+  return static_cast<Element*>(out) + (u64(u32(row)) * params.heads_kv + head) * head_dim;
+}
+
+// Stores the accumulators of a warpgroup, 64 keys x a head, times `factor`: as elements.
 template <u32 kTensor, u32 kCount>
-__device__ __forceinline__ void store_gradient(void* out, u32 head_dim, const AttentionBackwardArguments& params,
-                                               const Step& step, const float (&d)[kCount], float factor) {
+__device__ __forceinline__ void store_rounded(void* out, u32 head_dim, const AttentionBackwardArguments& params,
+                                              const Step& step, const float (&d)[kCount], float factor) {
   const i32 key = uniform_load(&step.key) + own_key();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
   const u32 c = threadIdx.x % 4;
+  const bool odd = c & 1;
 #pragma unroll
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
-    const bool owned = row < key_end;
-    Gradient* to = nullptr;
-    if (owned) to = gradient_row<kTensor>(out, params, row, head, head_dim);
-    if (kOutputF32) {
+    // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
+    Element* to = nullptr;
+    if (row < key_end) to = static_cast<Element*>(rounded_row<kTensor>(out, params, row, head, head_dim));
 #pragma unroll
-      for (u32 j = 0; j < kCount / 4; ++j) {
-        const u32 column = 8 * j + 2 * c;
-        if (owned && column < head_dim) {
-          *reinterpret_cast<float2*>(to + column) =
-              make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
-        }
+    for (u32 j = 0; j < kCount / 4; j += 2) {
+      const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
+      const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
+      const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
+      const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
+      if (row < key_end && column < head_dim) {
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
       }
-    } else {
-      // Neighbours swap pairs, so that a thread writes 8 bytes and four threads a whole sector.
-      const bool odd = c & 1;
+    }
+  }
+}
+
+// Likewise, as what its tensor is of.
+template <u32 kTensor, u32 kCount>
+__device__ __forceinline__ void store_gradient(const AttentionBackwardArguments& params, const Step& step,
+                                               const float (&d)[kCount], float factor) {
+  void* out = kTensor == 0 ? params.dk : params.dv;
+  const u32 head_dim = kTensor == 0 ? params.head_dim : params.head_dim_v;
+  if (!kOutputF32 || (kAlones && uniform_load(&step.flags) & kAlone)) {
+    if (kOutputF32) out = kTensor == 0 ? params.rounded_dk : params.rounded_dv;
+    store_rounded<kTensor>(out, head_dim, params, step, d, factor);
+    return;
+  }
+  const i32 key = uniform_load(&step.key) + own_key();
+  const i32 key_end = uniform_load(&step.key_end);
+  const u32 head = uniform_load(&step.head_kv);
 #pragma unroll
-      for (u32 j = 0; j < kCount / 4; j += 2) {
-        const u32 even_tile = pack(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
-        const u32 odd_tile = pack(d[4 * j + 4 + 2 * i] * factor, d[4 * j + 5 + 2 * i] * factor);
-        const u32 other = __shfl_xor_sync(0xffffffffu, odd ? even_tile : odd_tile, 1);
-        const u32 column = 8 * (j + (odd ? 1 : 0)) + 2 * (c & ~1u);
-        if (owned && column < head_dim) {
-          *reinterpret_cast<uint2*>(to + column) =
-              make_uint2(odd ? other : even_tile, odd ? odd_tile : other);
-        }
-      }
+  for (u32 i = 0; i < 2; ++i) {
+    const i32 row = key + i32(8 * i);
+    if (row >= key_end) continue;
+    Gradient* to = gradient_row<kTensor>(out, params, row, head, head_dim) + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (u32 j = 0; j < kCount / 4; ++j) {
+      if (8 * j + 2 * (threadIdx.x % 4) >= head_dim) continue;
+      *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j + 2 * i] * factor, d[4 * j + 2 * i + 1] * factor);
     }
   }
 }
 
 // Zeros for keys that nobody sees.
 template <u32 kTensor>
-__device__ __forceinline__ void store_zeros(void* out, u32 head_dim, const AttentionBackwardArguments& params,
-                                            const Step& step) {
+__device__ __forceinline__ void store_zeros(const AttentionBackwardArguments& params, const Step& step) {
   const i32 key = uniform_load(&step.key) + own_key();
   const i32 key_end = uniform_load(&step.key_end);
   const u32 head = uniform_load(&step.head_kv);
-  const u32 lane = threadIdx.x % 32;
+  const u32 head_dim = kTensor == 0 ? params.head_dim : params.head_dim_v;
+  const bool alone = kAlones && uniform_load(&step.flags) & kAlone;
+  void* out = kTensor == 0 ? params.dk : params.dv;
+  if (alone) out = kTensor == 0 ? params.rounded_dk : params.rounded_dv;
+  const u32 size = kOutputF32 && !alone ? 4 : 2;
   for (u32 i = 0; i < 2; ++i) {
     const i32 row = key + i32(8 * i);
     if (row >= key_end) continue;
-    u8* to = reinterpret_cast<u8*>(gradient_row<kTensor>(out, params, row, head, head_dim));
-    for (u32 x = 16 * (lane % 4); x < head_dim * sizeof(Gradient); x += 64) {
+    void* of_row = nullptr;
+    if (alone) {
+      of_row = rounded_row<kTensor>(out, params, row, head, head_dim);
+    } else {
+      of_row = gradient_row<kTensor>(out, params, row, head, head_dim);
+    }
+    u8* to = static_cast<u8*>(of_row);
+    for (u32 x = 16 * (threadIdx.x % 4); x < head_dim * size; x += 64) {
       *reinterpret_cast<uint4*>(to + x) = make_uint4(0, 0, 0, 0);
     }
   }
@@ -268,8 +291,8 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       }
       if (flags & kExit) break;
       const Step& step = shared.steps[count % kSteps];
-      store_zeros<0>(params.dk, params.head_dim, params, step);
-      store_zeros<1>(params.dv, params.head_dim_v, params, step);
+      store_zeros<0>(params, step);
+      store_zeros<1>(params, step);
       __syncwarp();
       ++count;
       continue;
@@ -351,8 +374,11 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     pin(dk);
     pin(dv);
     const Step& step = shared.steps[(count - 1) % kSteps];
-    store_gradient<1>(params.dv, params.head_dim_v, params, step, dv, 1.0f);
-    store_gradient<0>(params.dk, params.head_dim, params, step, dk, params.scale);
+    if constexpr (kHalves) {
+      if (uniform_load(&step.flags) & kHalf && !is_whole(params, step, dk, dv)) continue;
+    }
+    store_gradient<1>(params, step, dv, 1.0f);
+    store_gradient<0>(params, step, dk, params.scale);
     __syncwarp();
   }
 }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
       mbarrier_wait(&shared.full_dout[dout_slot_of(count)], dout_parity_of(count));
       release_to_both(&shared.empty_dout[dout_slot_of(count)]);
       if (flags & kExit) break;
-      store_zeros<1>(params.dv, params.head_dim_v, params, shared.steps[count % kSteps]);
+      store_zeros<1>(params, shared.steps[count % kSteps]);
       __syncwarp();
       ++count;
       continue;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void value_role(const AttentionBackwardArguments& par
     wgmma_wait<0>();
     release_to_both(&shared.empty_dout[dout_slot_of(count - 1)]);
     pin(dv);
-    store_gradient<1>(params.dv, params.head_dim_v, params, shared.steps[(count - 1) % kSteps], dv, 1.0f);
+    store_gradient<1>(params, shared.steps[(count - 1) % kSteps], dv, 1.0f);
     __syncwarp();
   }
 }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
       mbarrier_wait(&shared.full_q[slot_of(count)], parity_of(count));
       release_to_both(&shared.empty_q[slot_of(count)]);
       if (flags & kExit) break;
-      store_zeros<0>(params.dk, params.head_dim, params, shared.steps[count % kSteps]);
+      store_zeros<0>(params, shared.steps[count % kSteps]);
       __syncwarp();
       ++count;
       continue;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void key_role(const AttentionBackwardArguments& param
     wgmma_wait<0>();
     release_to_both(&shared.empty_q[slot_of(count - 1)]);
     pin(dk);
-    store_gradient<0>(params.dk, params.head_dim, params, shared.steps[(count - 1) % kSteps], dk, params.scale);
+    store_gradient<0>(params, shared.steps[(count - 1) % kSteps], dk, params.scale);
     __syncwarp();
   }
 }

@@ -50,7 +50,8 @@ __device__ __forceinline__ void count_role(const AttentionBackwardArguments& par
   for (u32 count = 0;; ++count) {
     const u32 slot = slot_of(count);
     mbarrier_wait(&shared.full_added[slot], parity_of(count));
-    const u32 head = uniform_load(&shared.added[slot].head_kv) * params.group;
+    const u32 head = uniform_load(&shared.added[slot].head_q);
+    const u32 heads = uniform_load(&shared.added[slot].heads);
     const u32 run_begin = uniform_load(&shared.added[slot].run_begin);
     const u32 run_end = uniform_load(&shared.added[slot].run_end);
     if (lane == 0) mbarrier_arrive(&shared.empty_added[slot]);
@@ -59,11 +60,11 @@ __device__ __forceinline__ void count_role(const AttentionBackwardArguments& par
     for (u32 run = run_begin; run < run_end; ++run) {
       const int2 rows = __ldg(reinterpret_cast<const int2*>(params.runs + run));
       const u32 first = u32(rows.x) / kRows;
-      const u32 counts = (u32(rows.y - 1) / kRows + 1 - first) * params.group;
+      const u32 counts = (u32(rows.y - 1) / kRows + 1 - first) * heads;
       for (u32 i = lane; i < counts; i += 32) {
-        const u32 slab = first + i / params.group;
+        const u32 slab = first + i / heads;
         const u32 added = min(u32(rows.y), (slab + 1) * kRows) - max(u32(rows.x), slab * kRows);
-        count_added(params, slab, head + i % params.group, added);
+        count_added(params, slab, head + i % heads, added);
       }
     }
     __syncwarp();

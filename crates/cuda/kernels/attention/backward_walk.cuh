@@ -48,6 +48,8 @@ using Gradient = float;
 #else
 using Gradient = Element;
 #endif
+constexpr bool kAlones = kOutputF32 && !kDeterministic;  // whether some tiles' gradients are results, others' shares
+constexpr bool kHalves = kOutputF32 && !kDeterministic && kHeadDim == 128;  // whether there are any: shorter heads have no register for it
 static_assert(kHeadDim == 64 || kHeadDim == 128 || kCtas == 2, "head sizes that the accumulators of two warpgroups hold");
 
 // A block of query rows, as the query warpgroup announces it to the key warpgroups.
@@ -58,13 +60,13 @@ struct Step {
   u32 head_kv;
   u32 flags;
   u32 head_q;
-  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them
+  u32 turn, counter;       // how many add to these rows before, where turns are taken, and what counts them; or, of a half, which
   u32 run_begin, run_end;  // of the item
 };
 
 // An item whose additions to dq are done; without runs: there are no more.
 struct AddedItem {
-  u32 head_kv;
+  u32 head_q, heads;  // the first of its query heads, and how many
   u32 run_begin, run_end;
 };
 
@@ -76,6 +78,8 @@ struct SummedSlab {
 constexpr u32 kFirst = 1, kLast = 2, kEmpty = 4, kExit = 8, kBounded = 16;
 constexpr u32 kShort = 64;  // the block has fewer rows than others
 constexpr u32 kOdd = 32;   // the item is the second, fourth ... of those that are not empty
+constexpr u32 kAlone = 256;  // nobody else has gradients of the tile's keys
+constexpr u32 kHalf = 128;  // the item is half of the query heads of a tile and a key head (backward_halves.cuh)
 constexpr u32 kSteps = 8;  // announcements in flight; more than stages, because the query warpgroup reads them late
 
 constexpr u32 kKeyBytes = kChunks * kKeys * 128;
@@ -111,11 +115,17 @@ struct AttentionBackwardArguments {
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
   u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
-  u32* missed_turn;            // 1 when a turn never came, in the host's memory
+  u32* missed_wait;            // 1 when a turn or the other half of a tile never came, in the host's memory
+  const u32* alone;            // of each tile, 1: its dk and dv go rounded to the next two; or null
+  void* rounded_dk;            // elements, rows as dk has them
+  void* rounded_dv;
+  u32* halves;                 // [tiles of halved classes, heads_kv, 8], zero before each launch, which leaves them so: backward_halves.cuh
   u32 ordered_from;            // turns before this one need not be waited for
   u32 zeroes_sums;             // 1: who rounds dq sets its sums to zero
   u32 heads_at_a_time;         // key heads, see Walk
   u32 num_tiles;
+  u32 items;           // of the queue
+  u32 halved_classes;  // items of the first classes are halves
   u32 rounds;         // slabs that will be summed, of all heads
   u32 rounds_beside;  // so many of them, the first, are rounded beside other work
   u32 rows_q;
@@ -197,6 +207,8 @@ struct Walk {
   i32 last_row;            // or, where that is kFirstRow, at the run's first block
   i32 rows_begin, rows_end;  // of the run
   u32 tile;                // number of the item's tile, where turns are taken
+  u32 head_q_begin, head_q_end;  // the item's query heads
+  u32 item_flags;
   u32 stretch_run, stretch_left;  // blocks that one head walks before the next head walks the same
   i32 stretch_row;
   u32 count;               // steps announced
@@ -250,19 +262,18 @@ struct Walk {
     next.flags = (bounded ? kBounded : 0) | (items % 2 ? 0 : kOdd);
     if (next.row_end - next.row < i32(kRows)) next.flags |= kShort;
     if (kDeterministic) find_turn(params, next, tile);
-    if (last_block() && last_head(params)) next.flags |= kLast;
+    if (kAlones) next.flags |= item_flags;
+    if (last_block() && last_head()) next.flags |= kLast;
   }
 
   __device__ __forceinline__ bool last_block() const {
     return run == last_run && next.row == (last_row == kFirstRow ? rows_begin : last_row);
   }
-  __device__ __forceinline__ bool last_head(const AttentionBackwardArguments& params) const {
-    return next.head_q + 1 == (next.head_kv + 1) * params.group;
-  }
+  __device__ __forceinline__ bool last_head() const { return next.head_q + 1 == head_q_end; }
 
   // Remembers the block at next.row as the one from which the other heads start too.
   __device__ __forceinline__ void open_stretch(const AttentionBackwardArguments& params) {
-    next.head_q = next.head_kv * params.group;
+    next.head_q = head_q_begin;
     stretch_run = run + 1;
     stretch_row = next.row;
     stretch_left = params.stretch;
@@ -275,24 +286,38 @@ struct Walk {
       const u32 before = ticket / (params.num_tiles * params.heads_at_a_time) * params.heads_at_a_time;
       const u32 heads = min(params.heads_at_a_time, params.heads_kv - before);
       const u32 rest = ticket - before * params.num_tiles;
-      next.head_kv = before + rest % heads;
+      set_heads(params, before + rest % heads, 0, params.group);
       return params.tiles + rest / heads;
     }
     u32 rest = ticket;
     u32 first = 0;
     u32 tiles = params.class_end[0];
-    for (u32 i = 1; rest >= tiles * params.heads_kv; ++i) {
-      rest -= tiles * params.heads_kv;
+    u32 parts = kHalves && params.halved_classes > 0 ? 2 : 1;
+    for (u32 i = 1; rest >= tiles * params.heads_kv * parts; ++i) {
+      rest -= tiles * params.heads_kv * parts;
       first = params.class_end[i - 1];
       tiles = params.class_end[i] - first;
+      parts = kHalves && i < params.halved_classes ? 2 : 1;
     }
-    next.head_kv = rest / tiles;
-    return params.tiles + first + rest % tiles;
+    item_flags = parts == 2 ? kHalf : 0;
+    const u32 head = rest / tiles;
+    const u32 place = first + rest % tiles;
+    set_heads(params, head / parts, head % parts, params.group / parts);
+    if (kHalves) next.counter = place * params.heads_kv + next.head_kv;
+    if (kAlones && params.alone != nullptr && __ldg(params.alone + place)) item_flags |= kAlone;
+    return params.tiles + place;
+  }
+
+  // Part `part` of the query heads of a key head, `heads` of them.
+  __device__ __forceinline__ void set_heads(const AttentionBackwardArguments& params, u32 head_kv, u32 part, u32 heads) {
+    next.head_kv = head_kv;
+    head_q_begin = head_kv * params.group + part * heads;
+    head_q_end = head_q_begin + heads;
   }
 
   __device__ __forceinline__ void open_item(const AttentionBackwardArguments& params) {
     const u32 ticket = atomicAdd(params.queue, 1u);
-    if (ticket >= params.num_tiles * params.heads_kv) {
+    if (ticket >= params.items) {
       next.flags = kExit;
       return;
     }
@@ -305,11 +330,11 @@ struct Walk {
     next.run_begin = u32(words.z);
     run = next.run_end = u32(words.w);
     if (run == next.run_begin) {
-      next.flags = kFirst | kLast | kEmpty;
+      next.flags = kFirst | kLast | kEmpty | (kAlones ? item_flags : 0);
       return;
     }
     ++items;
-    open_first_run(params, blocks * params.group);
+    open_first_run(params, blocks * (head_q_end - head_q_begin));
     open_stretch(params);
     open_block(params);
     next.flags |= kFirst;
@@ -322,7 +347,7 @@ struct Walk {
       return;
     }
     const bool stretch_ends = --stretch_left == 0 || last_block();
-    if (stretch_ends && !last_head(params)) {
+    if (stretch_ends && !last_head()) {
       ++next.head_q;
       run = stretch_run;
       open_run(params);

@@ -1,6 +1,7 @@
 //! Operations of the backward: from buffers of a Program to addresses of a launcher.
 
 use counterpoint_exec::{ExecError, check_operands};
+use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferRole, Program, SignalId};
 
@@ -108,8 +109,8 @@ impl Backward {
         };
         let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
             .map_err(|error| prepare.device_error(error))?;
-        if let Some(missed_turn) = kernel.missed_turn() {
-            prepare.watch(missed_turn);
+        if let Some(missed_wait) = kernel.missed_wait() {
+            prepare.watch(missed_wait);
         }
         Ok(Self {
             kernel,
@@ -126,6 +127,11 @@ impl Backward {
         })
     }
 
+    /// See [`AttentionBackward::round_alone`].
+    pub(crate) fn round_alone(&mut self, setup: &Stream, shared: &[Range]) -> Result<Vec<Range>, CudaError> {
+        self.kernel.round_alone(setup, shared)
+    }
+
     /// Whether its kernel sends gradients of keys where they belong.
     pub(crate) fn sends_gradients(&self) -> bool {
         let whole = [&self.dk, &self.dv].into_iter().all(Operand::is_whole);
@@ -137,12 +143,14 @@ impl Backward {
         self.keys.signal()
     }
 
-    /// `signal` tells of keys that arrive; `homes` are where gradients go that belong to other ranks, if they are sent.
+    /// `signal` tells of keys that arrive; `rounded` is where gradients of keys go that are results, and `homes` where those go that
+    /// belong to other ranks, if they are sent.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
         buffers: &[CudaBuffer],
         signal: Option<&CudaSignal>,
+        rounded: Option<[u64; 2]>,
         homes: Option<GradientHomes>,
     ) -> Result<(), CudaError> {
         let arriving = self.keys.arriving(stream, buffers, signal)?;
@@ -162,6 +170,7 @@ impl Backward {
             rounded_dq: self.rounded_dq.as_ref().map(|operand| operand.address(buffers)),
             dk: self.dk.address(buffers),
             dv: self.dv.address(buffers),
+            rounded,
             homes,
         };
         // SAFETY: as in `Forward::launch`.

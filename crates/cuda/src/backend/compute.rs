@@ -96,7 +96,7 @@ impl CudaKernel {
             Work::Placing(work) => work.launch(stream, buffers),
             Work::Delta(work) => work.launch(stream, buffers),
             Work::Backward(work) => {
-                work.launch(stream, buffers, work.signal().map(|id| &signals[id.0]), None)
+                work.launch(stream, buffers, work.signal().map(|id| &signals[id.0]), None, None)
             }
             Work::Product(work) => work.launch(stream, buffers),
             Work::Waves(work) => work.launch(stream, buffers, signals),

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use counterpoint_mask::Range;
+
 use super::{
     AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, DqRounding,
     ForwardMode, ForwardTensors, MissedWait, PortableBackward, PortableForward,
@@ -79,11 +81,22 @@ impl BackwardKernel {
         }
     }
 
-    /// See [`AttentionBackward::missed_turn`].
-    pub fn missed_turn(&self) -> Option<&Arc<MissedWait>> {
+    /// See [`AttentionBackward::missed_wait`].
+    pub fn missed_wait(&self) -> Option<&Arc<MissedWait>> {
         match self {
-            Self::Hopper(kernel) => kernel.missed_turn(),
+            Self::Hopper(kernel) => kernel.missed_wait(),
             Self::Portable(..) => None,
+        }
+    }
+
+    /// See [`AttentionBackward::round_alone`]; portable kernels round none.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn round_alone(&mut self, setup: &Stream, shared: &[Range]) -> Result<Vec<Range>, CudaError> {
+        match self {
+            Self::Hopper(kernel) => kernel.round_alone(setup, shared),
+            Self::Portable(..) => Ok(Vec::new()),
         }
     }
 

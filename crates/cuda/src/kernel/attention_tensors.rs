@@ -166,6 +166,8 @@ pub struct BackwardTensors {
     pub dk: u64,
     /// `[rows_k, heads_kv, head_dim_v]`, likewise.
     pub dv: u64,
+    /// As `dk` and `dv`, of results: where rows go that nobody else has gradients of ([`super::AttentionBackward::round_alone`]).
+    pub rounded: Option<[u64; 2]>,
     /// Of the last keys, where their rows of `dk` and `dv` go instead; not by portable kernels.
     pub homes: Option<GradientHomes>,
 }

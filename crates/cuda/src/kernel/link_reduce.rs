@@ -90,7 +90,8 @@ pub enum LinkOperands {
     /// In the tensors that each rank announces.
     Announced,
     /// With the one that adds them: the others have put theirs there before they announced anything. Its own tensors of a call are
-    /// then the results, what came, and its own shares, each so many as there are results.
+    /// then the results, what came, and its own shares, each so many as there are results. Rows that no move names are results
+    /// already.
     Delivered {
         /// The one that adds.
         rank: usize,
@@ -209,7 +210,8 @@ fn most_elements(types: ReduceTypes) -> u32 {
 /// The rows of the results, cut into what a block sums at once, and dealt out to blocks in turn.
 fn lists(spec: &LinkReduceSpec, moves: &[RowMove], num_sms: u32) -> Lists {
     let accumulate = spec.accumulate == Accumulate::Continue;
-    let rows = spec.tensors.iter().map(|&(rows, _)| operand_rows(moves, rows, !accumulate));
+    let with_empty = !accumulate && spec.operands == LinkOperands::Announced;
+    let rows = spec.tensors.iter().map(|&(rows, _)| operand_rows(moves, rows, with_empty));
     let rows: Vec<_> = rows.collect();
     let counted = rows.iter().zip(&spec.tensors).map(|(parts, &(_, row))| {
         let rows: u64 = parts.iter().map(|part| part.rows.len() as u64).sum();
@@ -353,7 +355,13 @@ mod tests {
             operands: LinkOperands::Delivered { rank: 1 },
             tensors: vec![(4, 8), (4, 16)],
         };
-        let lists = lists(&spec, &[step(0, 7, 0, 4), step(1, 0, 0, 4), step(2, 3, 0, 4)], 1);
+        let moves = [step(0, 7, 0, 4), step(1, 0, 0, 4), step(2, 3, 0, 4)];
+        let lists =
+            |rows| lists(&LinkReduceSpec { tensors: vec![(rows, 8), (rows, 16)], ..spec.clone() }, &moves, 1);
+        // The rows after these are results already.
+        let counts = |lists: &Lists| (lists.pieces.len(), lists.fetches.len());
+        assert_eq!(counts(&lists(4)), counts(&lists(6)));
+        let lists = lists(4);
         let found = lists.fetches.iter().map(|fetch| (fetch.rank, fetch.tensor, fetch.from, fetch.bytes));
         let expected = [(2, 7, 8), (4, 0, 8), (2, 3, 8), (3, 7, 16), (5, 0, 16), (3, 3, 16)]
             .map(|(tensor, row, elements)| (OWN, tensor, 4 * row * elements, 4 * 4 * elements as u32));

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
+use counterpoint_mask::Range;
 use counterpoint_schedule::{
     self as schedule, Accumulate, BufferId, BufferSpec, Program, ReduceOp, SpanKind,
 };
@@ -26,6 +27,8 @@ pub(super) struct BackwardReduceWork {
     spec: LinkReduceSpec,
     /// Bytes of a row of each of the tensors.
     row_bytes: Vec<u64>,
+    /// Rows of this rank of which it alone has gradients, as far as the backward itself makes results of them.
+    alone: Vec<Range>,
     /// The rank's shares, and the sums.
     tensors: Vec<(BufferId, BufferId)>,
     /// Where the others' shares of this rank's rows come in.
@@ -61,13 +64,34 @@ impl BackwardReduceWork {
     }
 }
 
-/// What the kernel adds to the rows of `rank`: from its own share, and from what the others have delivered.
-fn moves(pattern: &Pattern, rank: usize, delivered: &Staging) -> Vec<RowMove> {
+/// What the kernel adds to the rows of `rank`: from its own share, but for rows that are `alone`, and from what the others have
+/// delivered.
+fn moves(pattern: &Pattern, rank: usize, delivered: &Staging, alone: &[Range]) -> Vec<RowMove> {
     let of_peer = |peer: &PeerRows| -> Vec<RowMove> {
         let from = if peer.rank == rank { pattern.to(rank) } else { delivered.of(peer.rank) };
-        from.iter().zip(&peer.rows).map(|(&from, &to)| RowMove { peer: peer.rank, from, to }).collect()
+        from.iter()
+            .zip(&peer.rows)
+            .flat_map(|(&from, &to)| {
+                let kept = if peer.rank == rank { without(to, alone) } else { vec![to] };
+                kept.into_iter().map(move |rows| {
+                    let begin = from.start + rows.start - to.start;
+                    RowMove { peer: peer.rank, from: Range::new(begin, begin + rows.len()), to: rows }
+                })
+            })
+            .collect()
     };
     pattern.incoming.iter().flat_map(of_peer).collect()
+}
+
+/// What is left of `rows` without those of `others`, which are disjoint.
+fn without(rows: Range, others: &[Range]) -> Vec<Range> {
+    let mut others: Vec<Range> = others.iter().map(|other| other.intersect(&rows)).collect();
+    others.retain(|other| !other.is_empty());
+    others.sort_unstable();
+    let begins = std::iter::once(rows.start).chain(others.iter().map(|other| other.end));
+    let ends = others.iter().map(|other| other.start).chain([rows.end]);
+    let left = begins.zip(ends).map(|(begin, end)| Range::new(begin, end));
+    left.filter(|range| !range.is_empty()).collect()
 }
 
 impl CudaTransport {
@@ -91,18 +115,24 @@ impl CudaTransport {
         if !alike {
             return Ok(None);
         }
-        let backward = backend.backward(program, place.index, backward)?;
+        let mut backward = backend.backward(program, place.index, backward)?;
         let Some(reduction) = collective.reduction.as_ref().filter(|_| backward.sends_gradients()) else {
             return Ok(None);
         };
         let outputs: Vec<BufferSpec> =
             reduce.tensors.iter().map(|tensor| program.buffers[tensor.1.0].clone()).collect();
+        let element = program.buffers[op.backward.k.0].dtype;
         let make = || -> Result<BackwardReduceWork, CudaError> {
             let setup = backend.setup();
             let operands = LinkOperands::Delivered { rank: self.rank };
             let spec = link::reduce_spec(&collective, reduction, &outputs, operands)?;
             LinkReduce::load(&self.device, spec.types)?;
             let row_bytes = rows::row_bytes(&collective);
+            let incoming = &collective.pattern.incoming;
+            let others = incoming.iter().filter(|peer| peer.rank != self.rank);
+            let shared: Vec<Range> = others.flat_map(|peer| peer.rows.iter().copied()).collect();
+            let is_element = outputs.iter().all(|output| output.dtype == element);
+            let alone = if is_element { backward.round_alone(setup, &shared)? } else { Vec::new() };
             let delivered = Staging::new(&collective.pattern.incoming, &row_bytes, self.rank);
             Ok(BackwardReduceWork {
                 end: Arc::new(LinkEnd::new(setup)?),
@@ -110,6 +140,7 @@ impl CudaTransport {
                 backward,
                 spec,
                 row_bytes,
+                alone,
                 tensors: reduce.tensors.clone(),
                 // No buffer is empty.
                 memory: DeviceBuffer::new(&self.device, (delivered.bytes as usize).max(1))?,
@@ -139,7 +170,8 @@ impl CudaTransport {
                 work.met.get_or_init(|| met)
             }
         };
-        work.backward.launch(stream.queue(), buffers, call.signal, met.homes)?;
+        let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
+        work.backward.launch(stream.queue(), buffers, call.signal, Some(results), met.homes)?;
         stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
         meeting.started = stream.start_span(backend.timed())?;
         let delivered = work.delivered.tensors.iter().map(|(offset, _)| work.memory.address() + offset);
@@ -207,7 +239,7 @@ impl CudaTransport {
         // No buffer is empty.
         addresses.resize(addresses.len().max(1), [0; 2]);
         let table = DeviceBuffer::from_slice(setup, &addresses)?;
-        let moves = moves(pattern, self.rank, &work.delivered);
+        let moves = moves(pattern, self.rank, &work.delivered, &work.alone);
         let sums = LinkReduce::new(setup, &work.spec, &moves, work.adders)?;
         Ok(Met {
             peers: LinkPeers { mailboxes, announce_to, work_on },
@@ -221,8 +253,6 @@ impl CudaTransport {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_mask::Range;
-
     use super::*;
 
     fn peer(rank: usize, rows: &[(usize, usize)]) -> PeerRows {
@@ -236,7 +266,7 @@ mod tests {
             outgoing: vec![peer(0, &[(10, 14)]), peer(1, &[(0, 10)])],
             incoming: vec![peer(0, &[(7, 9), (2, 5)]), peer(1, &[(0, 10)]), peer(2, &[(4, 10)])],
         };
-        let moves = moves(&pattern, 1, &Staging::new(&pattern.incoming, &[16], 1));
+        let moves = moves(&pattern, 1, &Staging::new(&pattern.incoming, &[16], 1), &[]);
         let step = |peer, from: (usize, usize), to: (usize, usize)| RowMove {
             peer,
             from: Range::new(from.0, from.1),
@@ -249,5 +279,25 @@ mod tests {
             step(2, (5, 11), (4, 10)),
         ];
         assert_eq!(moves, expected);
+    }
+    /// Of its ten rows, only those that others have are added.
+    #[test]
+    fn rows_that_are_alone_are_not_added() {
+        let pattern = Pattern {
+            outgoing: vec![peer(1, &[(20, 30)])],
+            incoming: vec![peer(0, &[(4, 6)]), peer(1, &[(0, 10)])],
+        };
+        let delivered = Staging::new(&pattern.incoming, &[16], 1);
+        let alone = [Range::new(7, 10), Range::new(0, 3)];
+        let added: Vec<_> = moves(&pattern, 1, &delivered, &alone)
+            .into_iter()
+            .map(|step| (step.peer, step.from, step.to))
+            .collect();
+        assert_eq!(
+            added,
+            [(0, Range::new(0, 2), Range::new(4, 6)), (1, Range::new(23, 27), Range::new(3, 7))]
+        );
+        assert!(without(Range::new(2, 5), &[Range::new(0, 9)]).is_empty());
+        assert_eq!(without(Range::new(2, 5), &[]), [Range::new(2, 5)]);
     }
 }

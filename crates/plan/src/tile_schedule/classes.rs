@@ -1,5 +1,6 @@
 use std::cmp::Reverse;
 
+use super::arrange::{Arranger, Order};
 use super::chains::stretches_of_rows;
 use super::list_time::{MOST_ITEMS, list_time};
 use super::{TILE_COST, Tile, TileOrder, TileSchedule, TileScheduleConfig};
@@ -8,25 +9,12 @@ use super::{TILE_COST, Tile, TileOrder, TileSchedule, TileScheduleConfig};
 /// handed out together.
 const LIGHT: [(u32, u32); 6] = [(0, 1), (1, 16), (1, 8), (1, 4), (3, 8), (1, 2)];
 
-/// A time is better than another one when it is less by this part: what classes cost in the cache is not counted.
-const LEAST_GAIN: u64 = 100;
-
-/// What classes are made by.
-struct Weighing {
-    /// How light a tile of a class may be, in tenths of its heaviest's blocks, coarsest first: the more alike they are, the better the
-    /// queue's end is balanced, and the less of what they read the tiles of a head share.
-    alike: &'static [u32],
-    /// By which part later all may finish for tiles of a stretch to be handed out together.
-    most_loss: u64,
-    /// Whether a tile's time is that of all its walks and of blocks that are tested, or of its blocks, once.
-    counts_walks: bool,
-}
-
-/// Of masks all of whose keys are there. Finer classes, and times by walks, end sooner by the count and took 1.13 ms instead of 1.09 for
-/// causal documents of 8k rows at 64:8 heads (H200): the cache counts for more.
-const WHOLE: Weighing = Weighing { alike: &[7], most_loss: 100, counts_walks: false };
-/// Of ranks that receive keys, which have few tiles to each CTA: documents on two H200s took 1 to 3 % less by it.
-const RECEIVING: Weighing = Weighing { alike: &[7, 8, 9, 10], most_loss: 40, counts_walks: true };
+/// How light a tile of a class may be, in tenths of its heaviest's blocks: the more alike they are, the better the queue's end is
+/// balanced, and the less of what they read the tiles of a head share. Finer classes took 1.13 ms instead of 1.09 for causal documents of
+/// 8k rows at 64:8 heads (H200).
+const ALIKE: u32 = 7;
+/// By which part later all may finish for tiles of a stretch to be handed out together.
+const MOST_LOSS: u64 = 100;
 
 /// Who takes the tiles of a schedule from its queue, and for what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +25,32 @@ pub struct TileTakers {
     pub heads: usize,
     /// How often whoever has taken a tile walks its blocks: query heads of a key head, one after the other.
     pub walks: usize,
+    /// Whether two may take a tile of a head, each for half of the walks.
+    pub halves: bool,
+}
+
+/// In which order a queue hands out the tiles of a schedule, which are in that order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TileClasses {
+    /// Where each class ends. A class is handed out head by head, before the next one.
+    pub ends: Vec<u32>,
+    /// So many of the first classes are handed out by half heads.
+    pub halved: usize,
+}
+
+impl TileClasses {
+    fn new(ends: Vec<usize>, halved: usize) -> Self {
+        Self { ends: ends.into_iter().map(|end| end as u32).collect(), halved }
+    }
+
+    /// How many tiles are handed out by half heads: the first ones.
+    pub fn halved_tiles(&self) -> u32 {
+        self.halved.checked_sub(1).map_or(0, |last| self.ends[last])
+    }
 }
 
 impl TileSchedule {
-    /// Puts tiles in the order in which a queue hands them out, and gives where each of its classes ends, at most `most`. A class is
-    /// handed out head by head, before the next one.
+    /// Puts tiles in the order in which a queue hands them out, in classes, at most `most`.
     ///
     /// Tiles that walk rows in common, such as those of a document, are classes of their own, with the heaviest tile's first:
     /// what they read, and what a backward adds to, is then in the second level cache at a time; by work alone, a document's tiles
@@ -49,39 +58,52 @@ impl TileSchedule {
     /// for the `takers` to finish about as early as by work alone. All classes are of similar work where one stretch of rows would
     /// have most of the work, or where most tiles of a stretch are about as long as its longest.
     ///
-    /// Of tiles that need rows from [`arrival`](super::TileScheduleConfig::arrival) on none is among the first that the takers take,
-    /// if there are others. After that they come as their work wants it: at the end, those of a few keys that many rows see would
-    /// keep few CTAs busy for long.
+    /// Where tiles need rows from [`arrival`](super::TileScheduleConfig::arrival) on, the takers have few of them, and the order is the
+    /// one of many that is predicted to take least: by what its classes read, by when the last taker finishes, and by who has to
+    /// wait at the beginning. Takers that share a tile of a head, half of its walks each, let both be good.
     ///
     /// A schedule by [`TileOrder::Chains`] stays as it is, and is one class.
     ///
     /// # Panics
-    /// When there is no taker, or `most` is less than 2.
-    pub fn classes(&mut self, takers: TileTakers, most: usize) -> Vec<u32> {
-        assert!(most > 1, "tiles that wait are a class of their own");
+    /// When there is no taker, or `most` is less than 4.
+    pub fn classes(&mut self, takers: TileTakers, most: usize) -> TileClasses {
+        assert!(most > 3, "a class of the first, of a stretch, of light tiles and of those that wait");
         if self.config.order == TileOrder::Chains || self.tiles.is_empty() {
-            return vec![self.tiles.len() as u32];
+            return TileClasses::new(vec![self.tiles.len()], 0);
         }
         let has_waiting = self.ready_tiles < self.tiles.len();
-        let weighing = if has_waiting { RECEIVING } else { WHOLE };
-        let queue = Queue { stretches: stretches_of_rows(self), config: self.config, takers, weighing };
-        let mut tiles = std::mem::take(&mut self.tiles);
+        let stretches = stretches_of_rows(self);
+        let mut tiles = self.tiles.clone();
         tiles.sort_by_key(|tile| (Reverse(tile.blocks), tile.number));
-        let most = most - usize::from(has_waiting);
-        let groups = queue.gather(&mut tiles, most * 5 / 8);
-        let mut ends = queue.with_alike(&tiles, groups, most);
-        if has_waiting {
-            (tiles, ends) = takers.delay(&tiles, &ends, |tile| self.waits(tile));
-        }
-        self.ready_tiles = tiles.iter().take_while(|tile| !self.waits(tile)).count();
-        self.tiles = tiles;
-        ends.into_iter().map(|end| end as u32).collect()
+        let order = if has_waiting && tiles.len() * takers.heads <= MOST_ITEMS {
+            let takers = TileTakers { halves: takers.halves && takers.walks.is_multiple_of(2), ..takers };
+            Arranger::new(self, stretches, takers).arrange(&tiles, most)
+        } else {
+            let queue = Queue { stretches, config: self.config, takers };
+            let most = most - usize::from(has_waiting);
+            let mut ends = queue.gather(&mut tiles, most * 5 / 8);
+            let light = ends.last().copied().unwrap_or(0);
+            let groups = ends.len();
+            ends.extend(ends_of_alike(&tiles[light..], ALIKE, most - groups).map(|end| light + end));
+            if has_waiting {
+                (tiles, ends) = takers.delay(&tiles, &ends, |tile| self.waits(tile));
+            }
+            Order { tiles, ends, halved: 0 }
+        };
+        self.ready_tiles = order.tiles.iter().take_while(|tile| !self.waits(tile)).count();
+        self.tiles = order.tiles;
+        TileClasses::new(order.ends, order.halved)
     }
 }
 
 impl TileTakers {
     /// The same classes, but those of which the takers begin with are without tiles that wait, which come after them.
-    fn delay(self, tiles: &[Tile], ends: &[usize], waits: impl Fn(&Tile) -> bool) -> (Vec<Tile>, Vec<usize>) {
+    pub(super) fn delay(
+        self,
+        tiles: &[Tile],
+        ends: &[usize],
+        waits: impl Fn(&Tile) -> bool,
+    ) -> (Vec<Tile>, Vec<usize>) {
         let (mut ordered, mut new_ends) =
             (Vec::with_capacity(tiles.len()), Vec::with_capacity(ends.len() + 1));
         let mut delayed: Vec<Tile> = Vec::new();
@@ -117,7 +139,6 @@ struct Queue {
     stretches: Vec<u32>,
     config: TileScheduleConfig,
     takers: TileTakers,
-    weighing: Weighing,
 }
 
 impl Queue {
@@ -155,9 +176,9 @@ impl Queue {
             gathered.sort_by_key(|tile| (Reverse(place(tile)), place(tile).map(|_| tile.number)));
             let ends = ends_of(&gathered, place, most);
             let is_even = match by_work {
-                Some(limit) => self
-                    .time(&gathered, &ends)
-                    .is_some_and(|time| time <= limit + limit / self.weighing.most_loss),
+                Some(limit) => {
+                    self.time(&gathered, &ends).is_some_and(|time| time <= limit + limit / MOST_LOSS)
+                }
                 // One tile more or less at the end is then nothing.
                 None => 4 * part >= of,
             };
@@ -169,41 +190,14 @@ impl Queue {
         Vec::new()
     }
 
-    /// Classes up to `groups`, and after them, of similar work, as fine as it takes to finish early.
-    fn with_alike(&self, tiles: &[Tile], groups: Vec<usize>, most: usize) -> Vec<usize> {
-        let light = groups.last().copied().unwrap_or(0);
-        let mut best: Option<(Option<u64>, Vec<usize>)> = None;
-        for &tenths in self.weighing.alike {
-            let mut ends = groups.clone();
-            ends.extend(ends_of_alike(&tiles[light..], tenths, most - groups.len()).map(|end| light + end));
-            let time = self.time(tiles, &ends);
-            let is_better = match (&best, time) {
-                (None, _) => true,
-                (Some((Some(least), _)), Some(time)) => time < least - least / LEAST_GAIN,
-                // Too many tiles to try: their end is nothing.
-                _ => break,
-            };
-            if is_better {
-                best = Some((time, ends));
-            }
-        }
-        best.map_or(groups, |(_, ends)| ends)
-    }
-
     /// When the last taker has finished, classes up to `ends` being handed out head by head and the other tiles for all heads each;
     /// `None` where they are too many to try.
     fn time(&self, tiles: &[Tile], ends: &[usize]) -> Option<u64> {
-        let TileTakers { workers, heads, walks } = self.takers;
+        let TileTakers { workers, heads, .. } = self.takers;
         if tiles.len() * heads > MOST_ITEMS {
             return None;
         }
-        let cost = |tile: &Tile| {
-            let (block, walks) = match self.weighing.counts_walks {
-                true => (self.config.block_cost((tile.end - tile.start) as usize), walks as u64),
-                false => (self.config.block as u64, 1),
-            };
-            u64::from(tile.blocks) * block * walks + TILE_COST
-        };
+        let cost = |tile: &Tile| u64::from(tile.blocks) * self.config.block as u64 + TILE_COST;
         let (mut classes, mut begin) = (Vec::new(), 0);
         for &end in ends {
             classes.push(&tiles[begin..end]);
@@ -218,7 +212,11 @@ impl Queue {
 }
 
 /// Where groups of one place end, at most `most`, the last one of which takes the rest of those that have one.
-fn ends_of<P: PartialEq>(tiles: &[Tile], place: impl Fn(&Tile) -> Option<P>, most: usize) -> Vec<usize> {
+pub(super) fn ends_of<P: PartialEq>(
+    tiles: &[Tile],
+    place: impl Fn(&Tile) -> Option<P>,
+    most: usize,
+) -> Vec<usize> {
     let grouped = tiles.partition_point(|tile| place(tile).is_some());
     let mut ends: Vec<_> =
         (1..grouped).filter(|&index| place(&tiles[index]) != place(&tiles[index - 1])).collect();
@@ -231,7 +229,7 @@ fn ends_of<P: PartialEq>(tiles: &[Tile], place: impl Fn(&Tile) -> Option<P>, mos
 
 /// Where classes of tiles by work end that have at least so many tenths of their heaviest's blocks, so that short ones come last; the
 /// last of `most` takes the rest.
-fn ends_of_alike(tiles: &[Tile], tenths: u32, most: usize) -> impl Iterator<Item = usize> {
+pub(super) fn ends_of_alike(tiles: &[Tile], tenths: u32, most: usize) -> impl Iterator<Item = usize> {
     let mut next = 0;
     (1..=most).map_while(move |class| {
         let heaviest = tiles.get(next)?.blocks.max(1);
@@ -259,16 +257,16 @@ mod tests {
     }
 
     fn takers(heads: usize, workers: usize) -> TileTakers {
-        TileTakers { workers, heads, walks: 1 }
+        TileTakers { workers, heads, walks: 1, halves: false }
     }
 
     fn time(schedule: &TileSchedule, ends: &[usize], takers: TileTakers) -> u64 {
         let (stretches, config) = (Vec::new(), schedule.config);
-        Queue { stretches, config, takers, weighing: RECEIVING }.time(&schedule.tiles, ends).unwrap()
+        Queue { stretches, config, takers }.time(&schedule.tiles, ends).unwrap()
     }
 
-    fn as_usize(ends: &[u32]) -> Vec<usize> {
-        ends.iter().map(|&end| end as usize).collect()
+    fn ends_of_classes(classes: &TileClasses) -> Vec<usize> {
+        classes.ends.iter().map(|&end| end as usize).collect()
     }
 
     const DOCUMENTS: &str =
@@ -276,10 +274,10 @@ mod tests {
 
     #[test]
     fn documents_come_one_after_another_and_light_tiles_last() {
-        for (heads, workers, most) in [(8, 132, 16), (16, 132, 5), (1, 8, 16), (3, 8, 2)] {
+        for (heads, workers, most) in [(8, 132, 16), (16, 132, 5), (1, 8, 16), (3, 8, 4)] {
             let by_work = schedule(DOCUMENTS, None);
             let mut ordered = by_work.clone();
-            let ends = as_usize(&ordered.classes(takers(heads, workers), most));
+            let ends = ends_of_classes(&ordered.classes(takers(heads, workers), most));
             assert!(
                 ends.len() <= most && ends.is_sorted() && ends.last() == Some(&ordered.tiles.len()),
                 "{ends:?}"
@@ -323,29 +321,12 @@ mod tests {
             let by_work = schedule(text, None);
             let mut ordered = by_work.clone();
             assert_eq!(
-                ordered.classes(takers(8, 132), 16).last(),
+                ordered.classes(takers(8, 132), 16).ends.last(),
                 Some(&(by_work.tiles.len() as u32)),
                 "{text}"
             );
             assert_eq!(ordered, by_work, "{text}");
         }
-    }
-
-    /// With classes of tiles down to 0.7 of their longest, head after head, CTAs would begin with one of 48 blocks when others are
-    /// through.
-    #[test]
-    fn classes_are_as_fine_as_it_takes_to_finish_together() {
-        let text = "varlen-full:lengths=102,3051,419,2404,680,1536";
-        let by_work = schedule(text, None);
-        let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
-        let coarse: Vec<usize> = ends_of_alike(&by_work.tiles, 7, 16).collect();
-        assert_eq!(as_usize(&by_work.clone().classes(takers, 16)), coarse);
-        let mut ordered = schedule(text, Some(8064));
-        assert_eq!(ordered.ready_tiles() + 1, ordered.tiles.len());
-        let ends = as_usize(&ordered.classes(takers, 16));
-        assert!(ends.len() > coarse.len(), "{ends:?} {coarse:?}");
-        let (fine, coarse) = (time(&ordered, &ends, takers), time(&by_work, &coarse, takers));
-        assert!(100 * fine < 99 * coarse, "{fine} {coarse}");
     }
 
     #[test]
@@ -355,7 +336,7 @@ mod tests {
             let whole = schedule(text, None);
             let mut ordered = schedule(text, Some(2304));
             let ready = ordered.ready_tiles();
-            let ends = as_usize(&ordered.classes(takers(heads, workers), 16));
+            let ends = ends_of_classes(&ordered.classes(takers(heads, workers), 16));
             let first = ordered.ready_tiles();
             assert!(ordered.tiles[..first].iter().all(|tile| tile.end <= 2304));
             assert!(first * heads >= workers || first == ready, "{first} of {ready}");
@@ -381,10 +362,10 @@ mod tests {
             ..TileScheduleConfig::new(TileDirection::Backward, 128, 64)
         };
         let mut ordered = TileSchedule::new(&bands, 8192, 8300, &config).unwrap();
-        let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
+        let takers = TileTakers { workers: 132, heads: 8, walks: 8, halves: false };
         let (count, waiting_last) = (ordered.tiles.len(), time(&ordered, &[], takers));
         assert_eq!(ordered.ready_tiles(), count - 1);
-        let ends = as_usize(&ordered.classes(takers, 16));
+        let ends = ends_of_classes(&ordered.classes(takers, 16));
         assert!((17..count - 1).contains(&ordered.ready_tiles()));
         let after = time(&ordered, &ends, takers);
         assert!(20 * after < 19 * waiting_last, "{after} {waiting_last}");
@@ -395,7 +376,7 @@ mod tests {
         let lengths = vec!["1500"; 200].join(",");
         let mut gathered = schedule(&format!("varlen-causal:lengths={lengths}"), None);
         assert!(gathered.tiles.len() * 8 > MOST_ITEMS);
-        let ends = gathered.classes(takers(8, 132), 16);
+        let ends = gathered.classes(takers(8, 132), 16).ends;
         assert_eq!(ends[..9], std::array::from_fn::<u32, 9, _>(|group| 9 * (group as u32 + 1)));
     }
 

@@ -1,5 +1,6 @@
 //! What each CTA of an attention kernel does: the mask, cut into tiles of rows and blocks of columns.
 
+mod arrange;
 mod chains;
 mod classes;
 mod config;
@@ -16,7 +17,7 @@ mod turns;
 mod walk;
 mod walked;
 
-pub use classes::TileTakers;
+pub use classes::{TileClasses, TileTakers};
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
-use counterpoint_plan::{TileTakers, TurnSpan};
+use counterpoint_mask::Range;
+use counterpoint_plan::{Tile, TileClasses, TileTakers, TurnSpan};
 use shape::{BackwardShape, CLASSES, DqSums, KeyOwners, heads_at_a_time, rounds_beside, stretch};
 pub(super) use source::specialisations;
 use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
@@ -25,7 +26,10 @@ use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMa
 const QUEUE_WORDS: usize = 2;
 const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, which is wrong now; run without deterministic mode, \
                            and report this mask";
-
+const MISSED_HALF: &str = "a key tile waited in vain for the other half of its query heads, and its dk and dv are wrong now; run in \
+                           deterministic mode, and report this mask";
+/// Warps of a CTA that hold dk and dv of keys.
+const KEY_WARPS: usize = 8;
 /// Statistics of a row: two, in four copies.
 const STATISTICS: usize = 8;
 /// Words by which all slabs are rounded.
@@ -53,7 +57,17 @@ pub struct AttentionBackward {
     /// rows were added; that list; and of each counter of turns and query head, how many tiles have added.
     progress: DeviceBuffer,
     turns: Option<Turns>,
-    class_ends: Vec<u32>,
+    /// Where CTAs wait for each other.
+    missed: Option<Arc<MissedWait>>,
+    classes: TileClasses,
+    /// How many items the queue has.
+    items: u32,
+    /// Keys of each tile, in the queue's order.
+    tile_keys: Vec<Range>,
+    /// Of each tile, whether its dk and dv go rounded to where results are: see [`AttentionBackward::round_alone`].
+    alone: Option<DeviceBuffer>,
+    /// A word for each warp that has keys of a tile that is handed out by halves.
+    halves: DeviceBuffer,
     /// See [`stretch`].
     stretch: u32,
     /// See [`heads_at_a_time`].
@@ -74,7 +88,6 @@ struct Turns {
     spans: DeviceBuffer,
     begins: DeviceBuffer,
     counters: usize,
-    missed: Arc<MissedWait>,
 }
 
 impl AttentionBackward {
@@ -125,7 +138,6 @@ impl AttentionBackward {
                     spans: DeviceBuffer::from_slice(stream, spans)?,
                     begins: DeviceBuffer::from_slice(stream, turns.begins())?,
                     counters: turns.counters() as usize,
-                    missed: Arc::new(MissedWait::new(device, MISSED_TURN)?),
                 })
             }
             None => None,
@@ -141,13 +153,29 @@ impl AttentionBackward {
         let workers = device.sm_count().saturating_sub(problem.sm_margin).max(1);
         let ctas = shape.ctas();
         let clusters = (workers / ctas).max(1);
-        let takers = TileTakers { workers: clusters as usize, heads: heads_kv, walks: heads_q / heads_kv };
-        let class_ends = schedule.classes(takers, CLASSES);
+        let takers = TileTakers {
+            workers: clusters as usize,
+            heads: heads_kv,
+            walks: heads_q / heads_kv,
+            halves: !problem.deterministic && !mode.rounds_keys && shape.head_dim == 128,
+        };
+        let classes = schedule.classes(takers, CLASSES);
+        let halved_tiles = classes.halved_tiles() as usize;
+        // No buffer is empty.
+        let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
+        let halves = DeviceBuffer::from_slice(stream, &vec![0_u32; half_words])?;
+        let missed = match (&turns, halved_tiles) {
+            (Some(_), _) => Some(Arc::new(MissedWait::new(device, MISSED_TURN)?)),
+            (None, 0) => None,
+            (None, _) => Some(Arc::new(MissedWait::new(device, MISSED_HALF)?)),
+        };
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
         let heads = (heads_kv, heads_q / heads_kv);
         let rounds_beside = rounds_beside(&schedule, heads, clusters as usize, rounds);
+        let keys = |tile: &Tile| Range::new(tile.start as usize, tile.end as usize);
+        let tile_keys = schedule.tiles().iter().map(keys).collect();
         let schedule = DeviceSchedule::new(stream, &schedule)?;
-        let items = schedule.tile_count().saturating_mul(heads_kv as u32);
+        let items = (schedule.tile_count() + halved_tiles as u32).saturating_mul(heads_kv as u32);
         let groups = items.clamp(1, clusters);
         let heads_at_a_time =
             heads_at_a_time(schedule.tile_count() as usize, heads_kv, clusters as usize) as u32;
@@ -175,7 +203,12 @@ impl AttentionBackward {
             rounds_beside,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
-            class_ends,
+            missed,
+            classes,
+            items,
+            tile_keys,
+            alone: None,
+            halves,
             stretch,
             heads_at_a_time,
             launch,
@@ -184,6 +217,24 @@ impl AttentionBackward {
             zeroes_sums,
             dq_rounding,
         })
+    }
+
+    /// From now on gradients of keys that nobody else has any of are no f32 shares but results: all of tiles that have none of the
+    /// `shared` rows, nor one that arrives. Gives these tiles' keys; launches then say where the results are
+    /// ([`BackwardTensors::rounded`]). None in deterministic mode, nor where all are results.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn round_alone(&mut self, stream: &Stream, shared: &[Range]) -> Result<Vec<Range>, CudaError> {
+        if self.mode.rounds_keys || self.problem.deterministic {
+            return Ok(Vec::new());
+        }
+        let own_rows = self.problem.rows_k - self.problem.rows_arriving;
+        let flags = alone(&self.tile_keys, own_rows, shared);
+        let alone = self.tile_keys.iter().zip(&flags).filter(|tile| *tile.1 != 0);
+        let alone: Vec<Range> = alone.map(|tile| *tile.0).collect();
+        self.alone = if alone.is_empty() { None } else { Some(DeviceBuffer::from_slice(stream, &flags)?) };
+        Ok(alone)
     }
 
     /// Enqueues the backward. Nothing is allocated, and nothing waits but for rows that arrive.
@@ -235,9 +286,9 @@ impl AttentionBackward {
         }
     }
 
-    /// Where the kernel says that a turn never came; nothing waits for turns outside of deterministic mode.
-    pub fn missed_turn(&self) -> Option<&Arc<MissedWait>> {
-        self.turns.as_ref().map(|turns| &turns.missed)
+    /// Where the kernel says that a CTA never did what another waited for; `None` where nobody waits.
+    pub fn missed_wait(&self) -> Option<&Arc<MissedWait>> {
+        self.missed.as_ref()
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
@@ -278,7 +329,7 @@ impl AttentionBackward {
         .strides([pitch.max(16), (pitch * heads_q as u64).max(16)])
         .encode("statistics")?;
         let mut class_end = [self.schedule.tile_count(); CLASSES];
-        class_end[..self.class_ends.len()].copy_from_slice(&self.class_ends);
+        class_end[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
             dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
@@ -304,11 +355,17 @@ impl AttentionBackward {
             turn_spans,
             turn_begins,
             turns,
-            missed_turn: self.turns.as_ref().map_or(0, |turns| turns.missed.address()),
+            missed_wait: self.missed.as_ref().map_or(0, |missed| missed.address()),
+            alone: self.alone.as_ref().map_or(0, DeviceBuffer::address),
+            rounded_dk: tensors.rounded.map_or(0, |rounded| rounded[0]),
+            rounded_dv: tensors.rounded.map_or(0, |rounded| rounded[1]),
+            halves: self.halves.address(),
             ordered_from: if self.mode.dq == DqBegin::Sums { 1 } else { 2 },
             zeroes_sums: u32::from(self.zeroes_sums),
             heads_at_a_time: self.heads_at_a_time,
             num_tiles: self.schedule.tile_count(),
+            items: self.items,
+            halved_classes: self.classes.halved as u32,
             rounds: self.rounds,
             rounds_beside: self.rounds_beside,
             rows_q: rows_q as u32,
@@ -321,13 +378,20 @@ impl AttentionBackward {
             own_rows: if rows_arriving == 0 { i32::MAX } else { own_rows as i32 },
             homed_from: tensors.homes.map_or(i32::MAX, |homes| homes.first_row as i32),
             homes: tensors.homes.map_or(0, |homes| homes.addresses),
-            classes: self.class_ends.len() as u32,
+            classes: self.classes.ends.len() as u32,
             class_end,
             scale,
             scale_log2: softcap.map_or(scale, |softcap| 2.0 * scale / softcap) * LOG2_E,
             cap_log2: softcap.unwrap_or(0.0) * LOG2_E,
         })
     }
+}
+
+/// Of each tile's keys, 1 where all are among the first `own_rows` and none is `shared`.
+fn alone(tile_keys: &[Range], own_rows: usize, shared: &[Range]) -> Vec<u32> {
+    let is_alone =
+        |keys: &Range| keys.end <= own_rows && shared.iter().all(|rows| rows.intersect(keys).is_empty());
+    tile_keys.iter().map(|keys| u32::from(is_alone(keys))).collect()
 }
 
 /// Rows of the statistics of a head, padded to what the copy engine takes.
@@ -339,4 +403,17 @@ fn shape_of(problem: &AttentionProblem) -> Option<BackwardShape> {
     let AttentionProblem { head_dim, head_dim_v, softcap, .. } = *problem;
     let whole = head_dim.is_multiple_of(8) && head_dim_v.is_multiple_of(8) && head_dim > 0 && head_dim_v > 0;
     BackwardShape::of(head_dim, head_dim_v, softcap.is_some()).filter(|_| whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_of_which_others_have_a_row_are_shares() {
+        let keys = [(0, 128), (128, 200), (200, 328), (328, 330), (330, 400)].map(|(a, b)| Range::new(a, b));
+        let shared = [(127, 128), (199, 210)].map(|(a, b)| Range::new(a, b));
+        assert_eq!(alone(&keys, 330, &shared), [0, 0, 0, 1, 0]);
+        assert_eq!(alone(&keys, 329, &[]), [1, 1, 1, 0, 0]);
+    }
 }

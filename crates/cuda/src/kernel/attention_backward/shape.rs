@@ -250,8 +250,8 @@ mod tests {
                 ..small_problem()
             };
             let mut schedule = shape.schedule(&problem, DqSums::AsTheyCome).unwrap();
-            let takers = TileTakers { workers: 132, heads: 8, walks: 8 };
-            let ends = schedule.classes(takers, CLASSES);
+            let takers = TileTakers { workers: 132, heads: 8, walks: 8, halves: false };
+            let ends = schedule.classes(takers, CLASSES).ends;
             let count = schedule.tiles().len() as u32;
             assert!(
                 ends.len() <= CLASSES && ends.is_sorted_by(|a, b| a < b) && ends.last() == Some(&count),
