@@ -187,8 +187,11 @@ impl Case {
         });
         let overlap = measured.overlap();
         let hidden = overlap.efficiency.map_or_else(String::new, |share| {
-            let imbalance = format_seconds(overlap.imbalance_seconds);
-            format!(", {:.0} % hidden, {imbalance} of it waiting for the slowest rank", 100.0 * share)
+            let imbalance = match overlap.imbalance_seconds {
+                0.0 => String::new(),
+                seconds => format!(", {} of it waiting for the slowest rank", format_seconds(seconds)),
+            };
+            format!(", {:.0} % hidden{imbalance}", 100.0 * share)
         });
         let stages = console::count(stages, "remote stage");
         let communication = format_seconds(overlap.communication_seconds);
