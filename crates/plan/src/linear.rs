@@ -259,14 +259,14 @@ impl LinearPlan {
         }
     }
 
-    /// `rank`'s part in the exchange of a group: it owns its rows of the group, which lie in its own tokens, and the other
-    /// side is a tensor with the group's rows of all owners one after the other, its own included. As a group-cast an
-    /// all-gather, as a group-reduce a reduce-scatter.
+    /// `rank`'s part in the exchange of a group with the others: it owns its rows of the group, which lie in its own tokens, and the
+    /// other side is a tensor with room for the group's rows of all owners one after the other, of which its own are left alone.
     pub fn group_part(&self, rank: usize, group: usize) -> GroupPart {
-        self.part(rank, group, |plan, rank| plan.group_rows(rank, group))
+        to_others(rank, &self.part(rank, group, |plan, rank| plan.group_rows(rank, group)))
     }
 
-    /// As [`LinearPlan::group_part`], where the rank's rows of the group are a tensor of their own.
+    /// `rank`'s part in the exchange of a group, its own rows included: those it owns are a tensor of their own, and the other side is
+    /// one with the group's rows of all owners one after the other. As a group-cast an all-gather, as a group-reduce a reduce-scatter.
     pub fn packed_group_part(&self, rank: usize, group: usize) -> GroupPart {
         self.part(rank, group, |plan, rank| Range::new(0, plan.group_rows(rank, group).len()))
     }
@@ -279,10 +279,7 @@ impl LinearPlan {
 
     /// The same, in which each rank's rows go to the others only.
     pub fn other_tokens_part(&self, rank: usize) -> GroupPart {
-        let mut part = self.all_tokens_part(rank);
-        part.remote.retain(|split| split.rank as usize != rank);
-        part.owned.iter_mut().for_each(|split| split.ranks.retain(|&to| to as usize != rank));
-        part
+        to_others(rank, &self.all_tokens_part(rank))
     }
 
     fn part(&self, rank: usize, group: usize, owned: impl Fn(&Self, usize) -> Range) -> GroupPart {
@@ -301,6 +298,11 @@ impl LinearPlan {
                 .collect(),
         }
     }
+}
+
+/// A rank's part without the rows that stay.
+fn to_others(rank: usize, part: &GroupPart) -> GroupPart {
+    part.shared_with(|other| other != rank)
 }
 
 /// Sizes of so many groups of rows that are as even as whole tiles allow, where there is a tile for each.

@@ -262,8 +262,19 @@ template <typename C>
 __device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
                                                    const GemmWalk& walk, const GemmRowTile& tile, u32 column, u32 ahead) {
   const u32 end = walk.k_end(), ahead_end = walk.k_begin() + ahead;
-  const TensorMap* a_map = &arguments.a_maps[tile.source];
   const u32 halves = halves_of_a(arguments, tile);
+  // Where A lies along k, the next block's place is looked up while this one's stage is waited for.
+  uint2 term = make_uint2(tile.source, 0);
+  const auto look_up = [&](u32 k_block) {
+    if constexpr (C::kMajorA == Major::kMN) {
+      if (arguments.terms != nullptr && k_block < end) {
+        term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
+        return;
+      }
+    }
+    term.y = k_block * kGemmBlockK;
+  };
+  look_up(walk.k_begin());
 #pragma unroll 1
   for (u32 k_block = walk.k_begin(); k_block < end; ++k_block) {
     const u32 stage = ring.stage;
@@ -273,16 +284,9 @@ __device__ __forceinline__ void gemm_load_operands(const GemmArguments& argument
       mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
     }
     const i32 k = i32(k_block * kGemmBlockK);
-    i32 a_k = k;
-    if constexpr (C::kMajorA == Major::kMN) {
-      if (arguments.terms != nullptr) {
-        const uint2 term = __ldg(reinterpret_cast<const uint2*>(arguments.terms) + k_block);
-        a_map = &arguments.a_maps[term.x];
-        a_k = i32(term.y);
-      }
-    }
-    load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], a_map, &shared.full[stage], a_k, tile.source_row,
-                                         arguments.pairs_columns != 0, walk, halves);
+    load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
+                                         tile.source_row, arguments.pairs_columns != 0, walk, halves);
+    look_up(k_block + 1);
     if (k_block >= ahead_end) {
       load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
                                           arguments.pairs_columns == 0, walk);

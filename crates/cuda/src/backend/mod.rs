@@ -228,6 +228,7 @@ impl Backend for CudaBackend {
     }
 
     fn mark_end(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+        self.0.start_line.enqueued();
         let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
         first.end_run().map_err(|error| self.error(&"the end of a run", error))
     }

@@ -39,6 +39,7 @@ mod signal_litmus;
 mod signal_wait;
 mod specialisation;
 mod staged_reduce;
+mod start_hold;
 mod start_litmus;
 mod user_kernel;
 
@@ -86,6 +87,7 @@ pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
 pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use staged_reduce::StagedReduce;
+pub(crate) use start_hold::StartHold;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
 

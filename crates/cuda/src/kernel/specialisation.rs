@@ -2,7 +2,7 @@ use super::{
     attention_backward, attention_delta, attention_finish, attention_forward, attention_merge, bit_check,
     cast, column_sum, gemm, head_resize, link_copy, link_litmus, link_reduce, portable_backward,
     portable_backward_query, portable_forward, random_fill, rms_norm, row_check, row_copy, row_merge,
-    row_reduce, signal_litmus, signal_wait, staged_reduce, start_litmus,
+    row_reduce, signal_litmus, signal_wait, staged_reduce, start_hold, start_litmus,
 };
 use crate::{Arch, KernelSource};
 
@@ -63,6 +63,7 @@ pub fn specialisations() -> Vec<Specialisation> {
         staged_reduce::specialisations(),
         link_litmus::specialisations(),
         signal_litmus::specialisations(),
+        start_hold::specialisations(),
         start_litmus::specialisations(),
     ];
     helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()

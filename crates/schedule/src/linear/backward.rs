@@ -4,7 +4,7 @@ use counterpoint_mask::Range;
 use counterpoint_plan::{DType, LinearKind, LinearPlan};
 
 use super::WeightGradient;
-use super::exchange::{GatheredTokens, Lowering, all_tokens, leaves_workers, rows_on_their_way};
+use super::exchange::{GatheredTokens, Lowering, leaves_workers, rows_on_their_way};
 use super::forward::group_rows;
 use super::reduced::{ReducedTokens, SpreadUnder};
 use crate::builder::{Mark, ProgramBuilder};
@@ -66,6 +66,7 @@ pub fn lower_linear_weight_gradient(
         }
         LinearKind::Row => {
             let x_buffer = lowering.input("x", &x);
+            let dy_buffer = lowering.input("dy", &dy);
             let dy = match gathers {
                 true => {
                     let group = |group: usize| {
@@ -73,12 +74,9 @@ pub fn lower_linear_weight_gradient(
                         lowering.input(&format!("{KEPT}_{group}"), &[rows, dy[1]])
                     };
                     let groups: Vec<BufferId> = (0..plan.groups()).map(group).collect();
-                    all_tokens(plan, &groups)
+                    lowering.all_tokens(dy_buffer, &groups)
                 }
-                false => {
-                    let buffer = lowering.input("dy", &dy);
-                    lowering.whole(buffer, dy[0])
-                }
+                false => lowering.whole(dy_buffer, dy[0]),
             };
             (lowering.whole(x_buffer, x[0]), dy)
         }
@@ -88,7 +86,7 @@ pub fn lower_linear_weight_gradient(
 }
 
 /// The gathered tokens that a deferred gradient of the weight needs: of a column-parallel layer `[tokens, in_features]`, of a
-/// row-parallel one a buffer for every group, its number behind the name.
+/// row-parallel one, whose own tokens are where they were, the others' in a buffer for every group, its number behind the name.
 const KEPT: &str = "kept";
 
 /// Of the rank's `x` and `dy`.
@@ -188,7 +186,7 @@ fn row(lowering: &mut Lowering<'_>, gradient: WeightGradient) {
             let rows = gathered.enter(lowering, stage);
             input_gradient(lowering, stage, rows, weight, dx);
         }
-        all_dy = gathered.all(plan);
+        all_dy = gathered.all(lowering);
     } else {
         let all = (all_dy.clone(), vec![Range::new(0, tokens)]);
         input_gradient(lowering, 0, all, weight, dx);
@@ -257,6 +255,7 @@ fn gather_all(
     let stream = p.stream("all-gather x", StreamKind::Communication);
     let all = p.buffer(name, plan.spec.dtype, &[tokens, columns], role);
     let op = GroupCast {
+        // Own rows too: this operand of a product lies in one piece.
         part: Arc::new(plan.all_tokens_part(lowering.rank)),
         tensors: vec![(x, all)],
         wire_dtype: plan.spec.dtype,

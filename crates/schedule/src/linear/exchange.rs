@@ -36,6 +36,22 @@ impl Lowering<'_> {
         self.plan.spec.activations == Activations::SequenceParallel && self.plan.tp_size > 1
     }
 
+    /// All tokens in their order: the rank's from its `own` buffer, the others' from one for every group.
+    pub(super) fn all_tokens(&self, own: BufferId, groups: &[BufferId]) -> Vec<RowBlock> {
+        let plan = self.plan;
+        let of_owner = |owner: usize| -> Vec<RowBlock> {
+            if owner == self.rank {
+                return block(own, Range::new(0, plan.tokens_of(owner).len()));
+            }
+            let of_group = |(group, &buffer): (usize, &BufferId)| {
+                let before: usize = (0..owner).map(|rank| plan.group_rows(rank, group).len()).sum();
+                block(buffer, Range::new(before, before + plan.group_rows(owner, group).len()))
+            };
+            groups.iter().enumerate().flat_map(of_group).collect()
+        };
+        (0..plan.tp_size).flat_map(of_owner).collect()
+    }
+
     /// All rows of a buffer.
     pub(super) fn whole(&self, buffer: BufferId, rows: usize) -> Vec<RowBlock> {
         vec![RowBlock { buffer, rows: Range::new(0, rows) }]
@@ -50,7 +66,7 @@ pub(super) struct GatheredTokens {
     name: String,
     role: BufferRole,
     stream: StreamId,
-    /// Of each group that has been sent, its rows of all ranks, own ones included.
+    /// Of each group that has been sent, its rows of all ranks but this one, with room for these.
     groups: Vec<(BufferId, Mark)>,
     barrier: Option<BarrierId>,
 }
@@ -139,18 +155,18 @@ impl GatheredTokens {
         if let Some(&(_, arrived)) = self.groups.last() {
             lowering.p.after(lowering.compute, Some(0), "wait for tokens", arrived);
         }
-        self.all(lowering.plan)
+        self.all(lowering)
     }
 
     /// All tokens in their order, once all have arrived.
-    pub(super) fn all(&self, plan: &LinearPlan) -> Vec<RowBlock> {
+    pub(super) fn all(&self, lowering: &Lowering<'_>) -> Vec<RowBlock> {
         let buffers: Vec<BufferId> = self.groups.iter().map(|(buffer, _)| *buffer).collect();
-        all_tokens(plan, &buffers)
+        lowering.all_tokens(self.own, &buffers)
     }
 }
 
-/// All tokens in their order for a product of `own`, `[local tokens, columns]`, and of the others' rows, which come while it is
-/// computed, into a buffer of this name; and what brings them.
+/// All tokens in their order for a product of `own`, `[local tokens, columns]`, and of the others' rows, which come into a buffer of this
+/// name; and what brings them.
 pub(super) fn rows_on_their_way(
     lowering: &mut Lowering<'_>,
     own: BufferId,
@@ -172,19 +188,6 @@ pub(super) fn rows_on_their_way(
     blocks.extend(block(own, Range::new(0, rows.len())));
     blocks.extend(block(all, Range::new(rows.end, tokens)));
     (blocks, cast)
-}
-
-/// All tokens in their order, from one buffer for every group.
-pub(super) fn all_tokens(plan: &LinearPlan, groups: &[BufferId]) -> Vec<RowBlock> {
-    let mut blocks = Vec::new();
-    for owner in 0..plan.tp_size {
-        for (group, buffer) in groups.iter().enumerate() {
-            let before: usize = (0..owner).map(|rank| plan.group_rows(rank, group).len()).sum();
-            let rows = plan.group_rows(owner, group).len();
-            blocks.extend(block(*buffer, Range::new(before, before + rows)));
-        }
-    }
-    blocks
 }
 
 /// Whether communication can start however much computation has started before it.

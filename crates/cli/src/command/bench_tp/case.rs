@@ -6,7 +6,7 @@ use counterpoint_exec::{
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::{OverlapPolicy, StartOrder, Timeline, WeightGradient};
+use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
 use rayon::prelude::*;
 
 use super::connections;
@@ -53,6 +53,23 @@ struct Sums<M: Machine> {
     bias: Option<RankBuffers<M>>,
 }
 
+/// A layer that runs in one of the ways that are compared.
+struct Way<M: Machine> {
+    overlap: String,
+    planned: PlannedPasses,
+    layer: LinearLayer<M>,
+    checked: Result<f64, String>,
+    bits: Vec<u64>,
+    passes: Vec<MeasuredPass>,
+}
+
+impl<M: Machine> Way<M> {
+    fn measured(self) -> Measured {
+        let Self { overlap, checked, bits, passes, .. } = self;
+        Measured { overlap, passes, checked, bits }
+    }
+}
+
 impl Case<'_> {
     /// Rows of all passes: first those with nothing side by side, then those of the policies. `joined` is given what the ranks here
     /// measured and has what all of them did, or `None` where another process has that.
@@ -79,14 +96,18 @@ impl Case<'_> {
                 (choice.to_string(), named(*policy, groups))
             }));
         }
-        let (mut all, mut done) = (Vec::new(), Vec::new());
+        let mut ways: Vec<Way<M>> = Vec::new();
         for (overlap, how) in asked {
-            let passes = self.passes(machine, &how)?;
-            if !done.contains(&(overlap.clone(), passes.clone())) {
-                done.push((overlap.clone(), passes.clone()));
-                all.push(joined(self.measure(machine, overlap, passes, &mut tensors, scratch)?)?);
+            let planned = self.passes(machine, &how)?;
+            if !ways.iter().any(|way| way.overlap == overlap && way.planned == planned) {
+                ways.push(self.prepare(machine, overlap, planned, &mut tensors, scratch)?);
             }
         }
+        let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        for &pass in &self.arguments.passes {
+            self.measure(machine, pass, &mut ways, tensors).map_err(|source| CliError::Run { source })?;
+        }
+        let all: Vec<_> = ways.into_iter().map(|way| joined(way.measured())).collect::<Result<_, _>>()?;
         let all: Vec<Measured> = all.into_iter().flatten().collect();
         let Some(plain) = all.first() else { return Ok(Vec::new()) };
         let rows = self
@@ -105,14 +126,15 @@ impl Case<'_> {
         })
     }
 
-    fn measure<M: Machine>(
+    /// A layer that runs so, with its results checked.
+    fn prepare<M: Machine>(
         &self,
         machine: &M,
         overlap: String,
         planned: PlannedPasses,
         tensors: &mut Option<Tensors<M>>,
         scratch: &mut LinearScratch<M>,
-    ) -> Result<Measured, CliError> {
+    ) -> Result<Way<M>, CliError> {
         let failed = |source| CliError::Run { source };
         let run = RunConfig { poison: false, ..RunConfig::default() };
         let layer = LinearLayer::with_passes(machine, planned.clone(), GRADIENT, &run, scratch);
@@ -125,12 +147,32 @@ impl Case<'_> {
         let sums = self.zeros(&layer).map_err(failed)?;
         layer.bind_main_grad(&sums.weight, sums.bias.as_ref()).map_err(failed)?;
         let (checked, bits) = self.check(&mut layer, tensors, &sums, &planned.forward.plan)?;
-        let mut passes = Vec::new();
-        for &pass in &self.arguments.passes {
-            let mut runs = |times: RunTimes| -> Result<Vec<Timeline>, ExecError> {
-                layer.take_times(times);
-                let mut timelines = Vec::new();
-                for run in 0..WARM_UPS + self.arguments.iterations as usize {
+        Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
+    }
+
+    /// Times a pass in all ways, a run of each in turn: a GPU at its power limit is a tenth slower at one time than at another, so what
+    /// is compared must run side by side.
+    fn measure<M: Machine>(
+        &self,
+        machine: &M,
+        pass: BenchTpPass,
+        ways: &mut [Way<M>],
+        tensors: &Tensors<M>,
+    ) -> Result<(), ExecError> {
+        for way in &mut *ways {
+            let PlannedPass { plan, policy } = match pass {
+                BenchTpPass::Forward => &way.planned.forward,
+                BenchTpPass::Backward => &way.planned.backward,
+            };
+            let (policy, groups) = (*policy, plan.groups());
+            let (detailed, whole) = (Vec::new(), Vec::new());
+            way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
+        }
+        for run in 0..WARM_UPS + self.arguments.iterations as usize {
+            for Way { layer, passes, .. } in &mut *ways {
+                let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
+                for (times, timelines) in [(RunTimes::Operations, detailed), (RunTimes::Whole, whole)] {
+                    layer.take_times(times);
                     machine.meet("a run")?;
                     let done = match pass {
                         BenchTpPass::Forward => layer.forward(&tensors.x)?,
@@ -140,18 +182,9 @@ impl Case<'_> {
                         timelines.push(done.timeline);
                     }
                 }
-                Ok(timelines)
-            };
-            let detailed = runs(RunTimes::Operations).map_err(failed)?;
-            let whole = runs(RunTimes::Whole).map_err(failed)?;
-            let PlannedPass { plan, policy } = match pass {
-                BenchTpPass::Forward => &planned.forward,
-                BenchTpPass::Backward => &planned.backward,
-            };
-            let (policy, groups) = (*policy, plan.groups());
-            passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
+            }
         }
-        Ok(Measured { overlap, passes, checked, bits })
+        Ok(())
     }
 
     fn upload<M: Machine>(&self, layer: &LinearLayer<M>) -> Result<Tensors<M>, CliError> {

@@ -99,27 +99,33 @@ fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
     flags
 }
 
-/// Of each case its best median with every number of queues, and the largest of them over the smallest.
+/// Of each case its best median with every number of queues and what part of the sequential pass that is, which ran in turns with it, and
+/// the largest of these parts over the smallest: processes that follow each other find a GPU at other clocks.
 fn spreads(rows: &[Row]) -> String {
     let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);
-    let mut text =
-        "\nby hardware queues: us with each number, and the largest over the smallest\n".to_owned();
+    let mut text = "\nby hardware queues: us with each number, the part of the sequential pass in the same process, and the \
+                    largest part over the smallest\n"
+        .to_owned();
     for (at, row) in rows.iter().enumerate() {
-        if rows[..at].iter().any(|before| same(before, row)) {
+        if row.is_sequential() || rows[..at].iter().any(|before| same(before, row)) {
             continue;
         }
-        let mut best: Vec<(u32, f64)> = Vec::new();
+        let mut best: Vec<(u32, f64, f64)> = Vec::new();
         for other in rows.iter().filter(|other| same(other, row)) {
             let (queues, seconds) = (other.connections.unwrap_or(0), other.seconds.median);
-            match best.iter_mut().find(|(found, _)| *found == queues) {
-                Some((_, least)) => *least = least.min(seconds),
-                None => best.push((queues, seconds)),
+            let part = seconds / other.sequential_seconds;
+            match best.iter_mut().find(|(found, ..)| *found == queues) {
+                Some((_, least, least_part)) => {
+                    (*least, *least_part) = (least.min(seconds), least_part.min(part))
+                }
+                None => best.push((queues, seconds, part)),
             }
         }
-        let most = best.iter().map(|(_, seconds)| *seconds).fold(0.0, f64::max);
-        let least = best.iter().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
-        let each: Vec<String> =
-            best.iter().map(|(queues, seconds)| format!("{queues}: {:.1}", 1e6 * seconds)).collect();
+        let most = best.iter().map(|(.., part)| *part).fold(0.0, f64::max);
+        let least = best.iter().map(|(.., part)| *part).fold(f64::INFINITY, f64::min);
+        let of_queues =
+            |(queues, seconds, part): &(u32, f64, f64)| format!("{queues}: {:.1} ({part:.3})", 1e6 * seconds);
+        let each: Vec<String> = best.iter().map(of_queues).collect();
         text += &format!(
             "{}, {}: {}; {:.3}\n",
             row.name(),

@@ -1,6 +1,6 @@
 use counterpoint_plan::{Activations, LinearKind};
 use counterpoint_report::Statistics;
-use counterpoint_schedule::Timeline;
+use counterpoint_schedule::{StartOrder, Timeline};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::BenchTpPass;
@@ -65,6 +65,11 @@ impl Row {
         let [tokens, hidden, local] = self.shape;
         let words = format!("{:?} {:?} {:?}", self.kind, self.pass, self.activations).to_lowercase();
         format!("{words} {tokens}:{hidden}:{local} {} {}", self.policy, self.transport)
+    }
+
+    /// Nothing of it runs side by side because that was asked for.
+    pub(super) fn is_sequential(&self) -> bool {
+        self.overlap == StartOrder::Sequential.name()
     }
 
     pub(super) fn line(&self) -> String {
