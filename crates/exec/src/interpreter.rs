@@ -268,7 +268,12 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// As [`Prepared::start`].
     pub fn start_ranks(ranks: &mut [Self], origin: Instant) -> Result<(), ExecError> {
         Self::poison_ranks(ranks)?;
-        Self::enqueue_ranks(ranks, origin)
+        Self::enqueue_ranks(ranks, Self::begin_ranks(ranks, origin)?)
+    }
+
+    /// Tells every backend of a run that is about to be enqueued.
+    fn begin_ranks(ranks: &[Self], origin: Instant) -> Result<Vec<Enqueue<'_, B, T>>, ExecError> {
+        ranks.iter().map(|rank| Enqueue::new(rank, origin)).collect()
     }
 
     /// Fills what a run must write with NaN, where the backend is set to do so.
@@ -284,9 +289,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
 
     /// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on. A
     /// computation of each rank in turn, so that all ranks start together.
-    fn enqueue_ranks(ranks: &[Self], origin: Instant) -> Result<(), ExecError> {
-        let mut queues: Vec<Enqueue<'_, B, T>> =
-            ranks.iter().map(|rank| Enqueue::new(rank, origin)).collect::<Result<_, _>>()?;
+    fn enqueue_ranks(ranks: &[Self], mut queues: Vec<Enqueue<'_, B, T>>) -> Result<(), ExecError> {
         let marked = |rank: &Self, mark: fn(&B, &[B::Stream]) -> Result<(), ExecError>| {
             mark(&rank.backend, &rank.streams).map_err(|error| rank.backend.fail(error))
         };
@@ -339,9 +342,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     pub fn run_ranks(ranks: &mut [Self]) -> Result<Timeline, ExecError> {
         // Poisoning takes as long as a run: first all of that, so that ranks start together.
         Self::poison_ranks(ranks)?;
+        // What a backend enqueues to begin a run must not be held back: on a single hardware queue it would come behind what is.
+        let queues = Self::begin_ranks(ranks, Instant::now())?;
         let streams: Vec<_> = ranks.iter().map(|rank| (&rank.backend, rank.streams.as_slice())).collect();
         B::start_together(&streams)?;
-        Self::enqueue_ranks(ranks, Instant::now())?;
+        Self::enqueue_ranks(ranks, queues)?;
         let mut whole = Timeline::default();
         for rank in ranks.iter_mut() {
             let Timeline { name, world_size, streams, spans } = rank.finish()?;

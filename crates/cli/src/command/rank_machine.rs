@@ -1,12 +1,14 @@
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
 use counterpoint_cuda::{CudaMachine, CudaProcess, Timing, TransportKind};
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, ExecError, Facet, Launch, Pass, RankProblem, Rendezvous, RunConfig,
-    calibrate, run_attention, run_attention_on, run_attention_ranks,
+    AttentionInputs, AttentionRun, CpuMachine, ExecError, Facet, Launch, Machine, Pass, PreparedAttention,
+    RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate, run_attention, run_attention_on,
 };
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
+use counterpoint_schedule::Timeline;
 
 use super::launched::{gather, gpu_of_rank};
 use crate::arguments::Device;
@@ -134,18 +136,17 @@ impl RankMachine {
         }
     }
 
-    /// Bytes that all processes have sent to other nodes since each had sent as many as `before`, in one of `runs` equal runs.
-    /// All processes call it.
-    pub(crate) fn crossed_since(&self, before: Option<u64>, runs: u64) -> Result<Option<u64>, CliError> {
+    /// Bytes that all processes have sent to other nodes since each had sent as many as `before`. All processes call it.
+    pub(crate) fn crossed_since(&self, before: Option<u64>) -> Result<Option<u64>, CliError> {
         let (Self::Process(process), Some(before), Some(now)) = (self, before, self.sent_between_nodes())
         else {
             return Ok(None);
         };
         let all: Vec<u64> = gather(&process.rendezvous, "bytes between nodes", &(now - before))?;
-        Ok(Some(all.into_iter().sum::<u64>() / runs))
+        Ok(Some(all.into_iter().sum()))
     }
 
-    /// Runs it; `None` in a process that has no results. A plan of one rank is run by the process that has them.
+    /// Runs it once, with the memory of one pass at a time where ranks are threads; `None` in a process that has no results.
     pub(crate) fn run(
         &self,
         plan: &Plan,
@@ -156,12 +157,129 @@ impl RankMachine {
         match self {
             Self::Cpu(_) => run_attention(plan, spec, inputs, config).map(Some),
             Self::Cuda(machine) => run_attention_on(machine, plan, spec, inputs, config).map(Some),
+            Self::Process(_) => {
+                let Some(mut runs) = self.prepare(plan, spec, inputs, config)? else { return Ok(None) };
+                let mut times = RanksRun::of_outputs(Vec::new());
+                times.forward = runs.run(Pass::Forward)?;
+                if pass_of(inputs) == Pass::ForwardBackward {
+                    times.backward = Some(runs.run(Pass::ForwardBackward)?);
+                }
+                runs.finish(plan, times)
+            }
+        }
+    }
+
+    /// Attention on it, ready to run again and again; `None` in a process that has no part in it: a plan of one rank is run by the one
+    /// that has the results.
+    pub(crate) fn prepare<'a>(
+        &'a self,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<Option<Box<dyn AttentionRuns + 'a>>, ExecError> {
+        match self {
+            Self::Cpu(_) => {
+                let machine = CpuMachine::new(config.policy.sm_margin(), config.slow_link)?;
+                RunsHere::boxed(Box::new(machine), plan, spec, inputs, config).map(Some)
+            }
+            Self::Cuda(machine) => RunsHere::boxed(machine, plan, spec, inputs, config).map(Some),
             Self::Process(process) => match (plan.cp_size(), self.prints()) {
-                (1, true) => run_attention_on(&process.alone, plan, spec, inputs, config).map(Some),
+                (1, true) => RunsHere::boxed(&process.alone, plan, spec, inputs, config).map(Some),
                 (1, false) => Ok(None),
-                _ => process.run(plan, spec, inputs, config),
+                _ => process.prepare(plan, spec, inputs, config).map(Some),
             },
         }
+    }
+}
+
+/// Attention that is ready to run, wherever its ranks are.
+pub(crate) trait AttentionRuns {
+    /// Runs the forward, or the backward of the last forward, once; what the ranks of this process took.
+    fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError>;
+
+    /// Which times runs take from the next one on.
+    fn take_times(&self, times: RunTimes);
+
+    /// The results, in the process that has them, with the `times` of what was run.
+    fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError>;
+}
+
+fn run_pass<M: Machine>(
+    prepared: &mut PreparedAttention<M>,
+    machine: &M,
+    pass: Pass,
+) -> Result<Timeline, ExecError> {
+    match pass {
+        Pass::Forward => prepared.forward(machine),
+        Pass::ForwardBackward => prepared.backward(machine),
+    }
+}
+
+fn pass_of(inputs: &AttentionInputs) -> Pass {
+    if inputs.dout.is_some() { Pass::ForwardBackward } else { Pass::Forward }
+}
+
+/// All ranks are in this process.
+struct RunsHere<M: Machine, H: Deref<Target = M>> {
+    machine: H,
+    prepared: PreparedAttention<M>,
+}
+
+impl<'a, M: Machine + 'a, H: Deref<Target = M> + 'a> RunsHere<M, H> {
+    fn boxed(
+        machine: H,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        inputs: &AttentionInputs,
+        config: &RunConfig,
+    ) -> Result<Box<dyn AttentionRuns + 'a>, ExecError> {
+        let problem = RankProblem { plan, spec, pass: pass_of(inputs), host_bytes: inputs.bytes() };
+        let of_ranks = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
+        let prepared = PreparedAttention::new(&*machine, &problem, config, of_ranks)?;
+        Ok(Box::new(Self { machine, prepared }))
+    }
+}
+
+impl<M: Machine, H: Deref<Target = M>> AttentionRuns for RunsHere<M, H> {
+    fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError> {
+        run_pass(&mut self.prepared, &self.machine, pass)
+    }
+
+    fn take_times(&self, times: RunTimes) {
+        self.prepared.take_times(times);
+    }
+
+    fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
+        RanksRun { outputs: self.prepared.outputs()?, ..times }.into_whole(plan).map(Some)
+    }
+}
+
+/// This process has one of the ranks.
+struct RunsOfProcess<'a> {
+    process: &'a RankProcess,
+    prepared: PreparedAttention<CudaProcess>,
+}
+
+impl RunsOfProcess<'_> {
+    fn told<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
+        result.map_err(|error| self.process.rendezvous.fail(error))
+    }
+}
+
+impl AttentionRuns for RunsOfProcess<'_> {
+    fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError> {
+        let timeline = run_pass(&mut self.prepared, &self.process.machine, pass);
+        self.told(timeline)
+    }
+
+    fn take_times(&self, times: RunTimes) {
+        self.prepared.take_times(times);
+    }
+
+    fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError> {
+        let outputs = self.told(self.prepared.outputs())?;
+        RanksRun { outputs, ..times }.gather(&self.process.rendezvous, plan)
     }
 }
 
@@ -176,19 +294,19 @@ impl RankProcess {
         &self.rendezvous
     }
 
-    fn run(
+    fn prepare(
         &self,
         plan: &Plan,
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<Option<AttentionRun>, ExecError> {
+    ) -> Result<Box<dyn AttentionRuns + '_>, ExecError> {
         let fingerprint = Facet::new("the plan", plan.fingerprint());
         self.rendezvous.agree("plan", &[fingerprint])?;
-        let pass = if inputs.dout.is_some() { Pass::ForwardBackward } else { Pass::Forward };
-        let problem = RankProblem { plan, spec, pass, host_bytes: 0 };
+        let problem = RankProblem { plan, spec, pass: pass_of(inputs), host_bytes: 0 };
         let own = inputs.of_rank(&plan.ranks[self.rendezvous.rank()])?;
-        let run = run_attention_ranks(&self.machine, &problem, config, vec![own]);
-        run.map_err(|error| self.rendezvous.fail(error))?.gather(&self.rendezvous, plan)
+        let prepared = PreparedAttention::new(&self.machine, &problem, config, vec![own]);
+        let prepared = prepared.map_err(|error| self.rendezvous.fail(error))?;
+        Ok(Box::new(RunsOfProcess { process: self, prepared }))
     }
 }

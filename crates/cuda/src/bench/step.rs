@@ -1,26 +1,23 @@
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionOutputs, Backend, ExecError, HostTensor, Machine, Prepared, RanksRun, World,
-    WorldConfig,
+    AttentionInputs, AttentionOutputs, ExecError, Pass, PreparedAttention, PreparedRank, RankProblem,
+    RanksRun, RunConfig, rank_outputs,
 };
 use counterpoint_plan::{AttentionSpec, Plan};
-use counterpoint_schedule::{
-    BufferRole, GradientReduction, KeyBlocks, OverlapPolicy, Program, Timeline, lower_attention_backward,
-    lower_attention_forward,
-};
+use counterpoint_schedule::{BufferRole, GradientReduction, OverlapPolicy};
 
 use crate::backend::PassOrder;
-use crate::{CudaBackend, CudaMachine, CudaTransport, GraphRun};
+use crate::{CudaMachine, GraphRun};
 
 /// A step of distributed attention, a forward and a backward of all ranks of this process, enqueued by one thread without waiting in
 /// between: operation by operation, or as one CUDA graph.
 pub struct StepBench {
     plan: Plan,
-    passes: [Vec<Rank>; 2],
+    prepared: PreparedAttention<CudaMachine>,
 }
 
-type Rank = Prepared<CudaBackend, CudaTransport>;
+type Rank = PreparedRank<CudaMachine>;
 
 /// Limit of every wait.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -41,40 +38,19 @@ impl StepBench {
         policy: OverlapPolicy,
         reduction: GradientReduction,
     ) -> Result<Self, ExecError> {
-        let config = WorldConfig { limit: LIMIT, poison: false, ..WorldConfig::default() };
-        let world = World::new(plan.cp_size(), config);
-        let prepare = |program: &dyn Fn(usize) -> Program| -> Result<Vec<Rank>, ExecError> {
-            let ends = machine.connect(&world)?.into_iter().enumerate();
-            ends.map(|(rank, (backend, transport))| Prepared::new(program(rank), backend, transport))
-                .collect()
+        let config = RunConfig {
+            policy,
+            deterministic: reduction == GradientReduction::Deterministic,
+            limit: LIMIT,
+            poison: false,
+            ..RunConfig::default()
         };
-        let blocks = match reduction {
-            GradientReduction::PerStage => KeyBlocks::Suited,
-            GradientReduction::Deterministic => KeyBlocks::Aligned,
-        };
-        let mut forward = prepare(&|rank| lower_attention_forward(plan, rank, spec, policy, blocks))?;
-        let mut backward = prepare(&|rank| lower_attention_backward(plan, rank, spec, policy, reduction))?;
-        for (rank, (first, second)) in plan.ranks.iter().zip(forward.iter_mut().zip(&mut backward)) {
-            let AttentionInputs { q, k, v, sink, dout } = inputs.of_rank(rank)?;
-            let named = [("q", Some(q)), ("k", Some(k)), ("v", Some(v)), ("sink", sink), ("dout", dout)];
-            for (name, tensor) in named {
-                let Some(tensor) = tensor else { continue };
-                let buffer = first.backend().upload(name, tensor)?;
-                for pass in [&mut *first, &mut *second] {
-                    if names(pass, BufferRole::Input).iter().any(|wanted| wanted == name) {
-                        pass.bind(name, buffer.clone())?;
-                    }
-                }
-            }
-            for name in ["out", "lse"] {
-                if let Some(buffer) = first.buffer(name) {
-                    second.bind(name, buffer.clone())?;
-                }
-            }
-        }
-        Prepared::run_ranks(&mut forward)?;
-        Prepared::run_ranks(&mut backward)?;
-        Ok(Self { plan: plan.clone(), passes: [forward, backward] })
+        let problem = RankProblem { plan, spec, pass: Pass::ForwardBackward, host_bytes: 0 };
+        let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
+        let mut prepared = PreparedAttention::new(machine, &problem, &config, inputs)?;
+        prepared.forward(machine)?;
+        prepared.backward(machine)?;
+        Ok(Self { plan: plan.clone(), prepared })
     }
 
     /// What the last step has written, in global token order.
@@ -82,8 +58,7 @@ impl StepBench {
     /// # Errors
     /// When the driver refuses.
     pub fn outputs(&self) -> Result<AttentionOutputs, ExecError> {
-        let [forward, backward] = &self.passes;
-        outputs(&self.plan, forward, backward)
+        whole(&self.plan, self.prepared.outputs()?)
     }
 
     /// Seconds of a step by the host's clock, `iterations` times, each over many steps enqueued one behind the other.
@@ -91,7 +66,7 @@ impl StepBench {
     /// # Errors
     /// When a step fails.
     pub fn enqueued(&mut self, iterations: usize) -> Result<Vec<f64>, ExecError> {
-        let mut passes = self.passes.each_mut().map(|ranks| &mut ranks[..]);
+        let mut passes = self.prepared.passes();
         let order = PassOrder::new(&passes)?;
         timed(iterations, || {
             (0..CALLS).try_for_each(|_| order.enqueue(&mut passes))?;
@@ -105,7 +80,7 @@ impl StepBench {
     /// # Errors
     /// When the step cannot be captured, or a replay fails.
     pub fn replayed(&mut self, iterations: usize) -> Result<Vec<f64>, ExecError> {
-        let mut graph = GraphRun::capture_passes(self.passes.each_mut().map(|ranks| &mut ranks[..]).into())?;
+        let mut graph = GraphRun::capture_passes(self.prepared.passes().into())?;
         timed(iterations, || {
             (0..CALLS).try_for_each(|_| graph.start())?;
             graph.finish()
@@ -118,14 +93,15 @@ impl StepBench {
     /// As [`StepBench::replayed`].
     pub fn unlike_replays(&mut self, replays: usize) -> Result<usize, ExecError> {
         let direct = self.outputs()?;
-        let mut graph = GraphRun::capture_passes(self.passes.each_mut().map(|ranks| &mut ranks[..]).into())?;
+        let mut graph = GraphRun::capture_passes(self.prepared.passes().into())?;
         let mut unlike = 0;
         for _ in 0..replays {
             graph.passes().iter().flat_map(|ranks| ranks.iter()).try_for_each(poison)?;
             graph.start()?;
             graph.finish()?;
             let passes = graph.passes();
-            unlike += usize::from(outputs(&self.plan, passes[0], passes[1])? != direct);
+            let outputs = rank_outputs(0..passes[0].len(), [&*passes[0], &*passes[1]])?;
+            unlike += usize::from(whole(&self.plan, outputs)? != direct);
         }
         Ok(unlike)
     }
@@ -159,32 +135,6 @@ fn poison(rank: &Rank) -> Result<(), ExecError> {
     setup.synchronize().map_err(|error| rank.backend().error(&"poisoning", error))
 }
 
-fn outputs(plan: &Plan, forward: &[Rank], backward: &[Rank]) -> Result<AttentionOutputs, ExecError> {
-    let download = |rank: &Rank, name: &str| -> Result<Option<HostTensor>, ExecError> {
-        rank.buffer(name).map(|buffer| rank.backend().download(buffer)).transpose()
-    };
-    let present = |rank: &Rank, name: &str| {
-        let missing = || ExecError::Tensor { name: name.to_owned(), reason: "was not computed".to_owned() };
-        download(rank, name)?.ok_or_else(missing)
-    };
-    let of_rank = |(at, (first, second)): (usize, (&Rank, &Rank))| -> Result<_, ExecError> {
-        let outputs = AttentionOutputs {
-            out: present(first, "out")?,
-            lse: present(first, "lse")?,
-            dq: download(second, "dq")?,
-            dk: download(second, "dk")?,
-            dv: download(second, "dv")?,
-            dsink: download(second, "dsink")?,
-        };
-        Ok((at, outputs))
-    };
-    let all = forward.iter().zip(backward).enumerate().map(of_rank).collect::<Result<_, _>>()?;
-    let run = RanksRun {
-        outputs: all,
-        forward: Timeline::default(),
-        backward: None,
-        forward_seconds: Vec::new(),
-        backward_seconds: Vec::new(),
-    };
-    Ok(run.into_whole(plan)?.outputs)
+fn whole(plan: &Plan, outputs: Vec<(usize, AttentionOutputs)>) -> Result<AttentionOutputs, ExecError> {
+    Ok(RanksRun::of_outputs(outputs).into_whole(plan)?.outputs)
 }

@@ -1,3 +1,4 @@
+mod prepared;
 mod ranks;
 mod whole;
 
@@ -6,6 +7,7 @@ use std::time::Duration;
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 
+pub use self::prepared::{PreparedAttention, PreparedRank, rank_outputs};
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes};
@@ -178,7 +180,8 @@ impl AttentionInputs {
         })
     }
 
-    fn bytes(&self) -> u64 {
+    /// Of all tensors.
+    pub fn bytes(&self) -> u64 {
         let tensors = [Some(&self.q), Some(&self.k), Some(&self.v), self.sink.as_ref(), self.dout.as_ref()];
         tensors.into_iter().flatten().map(|tensor| (tensor.len() * tensor.dtype().size()) as u64).sum()
     }

@@ -1,11 +1,13 @@
-use counterpoint_exec::{AttentionRun, CheckReport, Pass, RunConfig, RunTimes, Sample, check_sample};
+use counterpoint_exec::{
+    AttentionRun, CheckReport, Pass, RanksRun, RunConfig, RunTimes, Sample, check_sample,
+};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{RankPlan, Topology};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
     format_seconds,
 };
-use counterpoint_schedule::Timeline;
+use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde_json::json;
 
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
@@ -14,9 +16,13 @@ use crate::command::bench_attention::{BACKWARD, FORWARD, shape_text, verified};
 use crate::command::bench_mask;
 use crate::command::launched::ended;
 use crate::command::prediction::Prediction;
+use crate::command::rank_machine::AttentionRuns;
 use crate::command::solution::Solution;
 use crate::console;
 use crate::error::CliError;
+
+/// Of the time with nothing side by side: where less can be hidden, a share of it says nothing.
+const LEAST_HIDEABLE: f64 = 0.01;
 
 /// The last run of a row.
 pub(super) struct Traced {
@@ -36,44 +42,103 @@ pub(super) fn trace(rows: &[Traced]) -> String {
     chrome_trace(&sections)
 }
 
-impl Bench<'_> {
-    /// Plans, predicts, runs and checks; `None` in a process that has no results.
-    pub(super) fn case(
+/// One mask on so many ranks under one policy, ready to run in turn with others.
+pub(super) struct Way<'a> {
+    topology: Topology,
+    exchange: Exchange,
+    policy: OverlapPolicy,
+    solution: Solution,
+    predicted: Prediction,
+    /// `None` in a process that has no part in it.
+    runs: Option<Box<dyn AttentionRuns + 'a>>,
+    times: RanksRun,
+    crossing: Option<Crossing>,
+}
+
+impl<'a> Bench<'a> {
+    /// Plans, predicts and prepares.
+    pub(super) fn way(
         &self,
         mask: &Mask,
         topology: Topology,
         exchange: Exchange,
-    ) -> Result<Option<Case>, CliError> {
+        policy: OverlapPolicy,
+    ) -> Result<Way<'a>, CliError> {
         let (solution, config) = self.solve(mask, topology, exchange)?;
         let backward = self.inputs.dout.as_ref().map(|_| self.reduction());
-        let policy = self.policy;
         let predicted = Prediction::of(&solution.plan, &self.spec, policy, backward, &config)?;
         let run_config = RunConfig {
             policy,
             deterministic: self.arguments.deterministic,
             poison: false,
-            warmups: WARM_UPS,
-            samples: self.arguments.iterations as usize,
-            times: RunTimes::Whole,
             ..RunConfig::default()
         };
-        let before = self.ranks.sent_between_nodes();
-        let run = self.ranks.run(&solution.plan, &self.spec, &self.inputs, &run_config).map_err(ended)?;
-        let crossing = match topology.nodes() {
-            1 => None,
-            _ => {
-                let planned =
-                    predicted.forward_crossing_bytes + predicted.backward_crossing_bytes.unwrap_or(0);
-                let runs = (run_config.warmups + run_config.samples) as u64;
-                Some(Crossing { planned, counted: self.ranks.crossed_since(before, runs)? })
+        let ranks = self.ranks;
+        let runs = ranks.prepare(&solution.plan, &self.spec, &self.inputs, &run_config).map_err(ended)?;
+        let crossing = (topology.nodes() > 1).then(|| {
+            let planned = predicted.forward_crossing_bytes + predicted.backward_crossing_bytes.unwrap_or(0);
+            Crossing { planned, counted: Some(0) }
+        });
+        let times = RanksRun::of_outputs(Vec::new());
+        Ok(Way { topology, exchange, policy, solution, predicted, runs, times, crossing })
+    }
+
+    /// Runs a pass in all ways, once each in turn, again and again: a GPU at its power limit is a tenth slower at one time than at another,
+    /// so what is compared must run side by side, and each now behind one and now behind another.
+    pub(super) fn run(&self, pass: Pass, ways: &mut [Way<'_>]) -> Result<(), CliError> {
+        let count = ways.len();
+        for round in 0..WARM_UPS + self.arguments.iterations as usize {
+            for turn in 0..count {
+                let turn = if round % 2 == 0 { turn } else { count - 1 - turn };
+                self.run_once(pass, round, &mut ways[(round + turn) % count])?;
             }
-        };
-        let Some(run) = run else { return Ok(None) };
-        let pass = if backward.is_some() { Pass::ForwardBackward } else { Pass::Forward };
+        }
+        Ok(())
+    }
+
+    fn run_once(&self, pass: Pass, round: usize, way: &mut Way<'_>) -> Result<(), CliError> {
+        let Way { runs: Some(runs), times, crossing, .. } = way else { return Ok(()) };
+        // Time stamps of operations hold up others.
+        let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
+        runs.take_times(taken);
+        let before = self.ranks.sent_between_nodes();
+        let timeline = runs.run(pass).map_err(ended)?;
+        if let Some(crossing) = crossing.as_mut().filter(|_| round == 0) {
+            let sent = self.ranks.crossed_since(before)?;
+            crossing.counted = crossing.counted.zip(sent).map(|(counted, sent)| counted + sent);
+        }
+        let RanksRun { forward, backward, forward_seconds, backward_seconds, .. } = times;
+        let seconds = if pass == Pass::Forward { forward_seconds } else { backward_seconds };
+        match (taken, pass) {
+            (RunTimes::Whole, _) => seconds.push(timeline.duration()),
+            (RunTimes::Operations, Pass::Forward) => *forward = timeline,
+            (RunTimes::Operations, Pass::ForwardBackward) => *backward = Some(timeline),
+        }
+        Ok(())
+    }
+
+    /// What came of it, checked; `None` in a process that has no results.
+    pub(super) fn finish(&self, mask: &Mask, way: Way<'_>) -> Result<Option<Case>, CliError> {
+        let Way { topology, exchange, policy, solution, predicted, runs, times, crossing } = way;
+        let Some(runs) = runs else { return Ok(None) };
+        let Some(run) = runs.finish(&solution.plan, times).map_err(ended)? else { return Ok(None) };
+        let pass = if self.inputs.dout.is_some() { Pass::ForwardBackward } else { Pass::Forward };
         let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
         let check = check_sample(mask, &self.spec, &self.inputs, &run.outputs, &sample);
         let (area, cp_size) = (mask.area(), topology.world_size);
-        Ok(Some(Case { area, cp_size, exchange, crossing, solution, predicted, run, check }))
+        let sequential = None;
+        Ok(Some(Case {
+            area,
+            cp_size,
+            exchange,
+            policy,
+            sequential,
+            crossing,
+            solution,
+            predicted,
+            run,
+            check,
+        }))
     }
 }
 
@@ -90,6 +155,9 @@ pub(super) struct Case {
     area: u64,
     cp_size: usize,
     exchange: Exchange,
+    policy: OverlapPolicy,
+    /// The same with nothing side by side, which ran in turn with it.
+    pub(super) sequential: Option<Box<Case>>,
     /// Between several nodes.
     crossing: Option<Crossing>,
     solution: Solution,
@@ -125,9 +193,10 @@ impl Case {
         let rank = &plan.ranks[0];
         let stages = if pass == Pass::Forward { &rank.forward } else { &rank.backward };
         let overlap = measured.overlap();
+        let hiding = self.hiding(pass);
         let predicted = predicted.map(Timeline::duration);
         let row = BenchRow {
-            name: format!("{name}{}", if baseline.is_some() { bench.way(self.exchange) } else { "" }),
+            name: format!("{name}{}", if baseline.is_some() { bench.way_text(self.exchange) } else { "" }),
             shape: shape_text(&bench.inputs.q, &bench.inputs.k),
             dtype: dtype_name(bench.spec.dtype).to_owned(),
             mask: Some(bench_mask::name(mask)),
@@ -146,7 +215,7 @@ impl Case {
             "heads_q": bench.spec.heads_q,
             "heads_kv": bench.spec.heads_kv,
             "head_dim": bench.spec.head_dim,
-            "overlap": bench.policy.to_string(),
+            "overlap": self.policy.to_string(),
             "deterministic": bench.arguments.deterministic,
             "chunk_size": plan.k_dispatch.chunk_size(),
             // Stage 0 is the local work.
@@ -156,12 +225,14 @@ impl Case {
             "planned_crossing_bytes": self.crossing.as_ref().map(|crossing| crossing.planned),
             "counted_crossing_bytes": self.crossing.as_ref().and_then(|crossing| crossing.counted),
             "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
+            "sequential_seconds": hiding.map(|hiding| hiding.sequential),
+            "hideable_seconds": hiding.map(|hiding| hiding.hideable),
+            "overlap_efficiency": hiding.map(|hiding| hiding.efficiency),
             // Of a run with time stamps, which a single hardware queue is held up by.
             "communication_seconds": overlap.communication_seconds,
             "exposed_seconds": overlap.exposed_seconds,
             // Of these, behind a rank's computation while that of the slowest lasts.
             "imbalance_seconds": overlap.imbalance_seconds,
-            "overlap_efficiency": overlap.efficiency,
             // Of the runs without, what they took that the ranks' computations do not.
             "beyond_compute_seconds": statistics.median - overlap.compute_seconds,
             "predicted_seconds": predicted,
@@ -176,7 +247,7 @@ impl Case {
         let (seconds, measured, predicted) = self.pass(pass)?;
         let median = Statistics::of(seconds)?.median;
         let key = if pass == Pass::Forward { "forward" } else { "backward" };
-        let way = bench.way(self.exchange);
+        let way = bench.way_text(self.exchange);
         let name = format!("{} {key}{way}, {} tokens a rank", bench_mask::name(mask), bench.tokens);
         let rank = &self.solution.plan.ranks[0];
         let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
@@ -186,19 +257,17 @@ impl Case {
             format!(", predicted {} (measured {ratio})", format_seconds(predicted))
         });
         let overlap = measured.overlap();
-        let hidden = overlap.efficiency.map_or_else(String::new, |share| {
-            let imbalance = match overlap.imbalance_seconds {
-                0.0 => String::new(),
-                seconds => format!(", {} of it waiting for the slowest rank", format_seconds(seconds)),
-            };
-            format!(", {:.0} % hidden{imbalance}", 100.0 * share)
+        let hidden = self.hiding(pass).map_or_else(String::new, |hiding| {
+            let (one_by_one, hideable) = (format_seconds(hiding.sequential), format_seconds(hiding.hideable));
+            let share = 100.0 * hiding.efficiency;
+            format!("; {one_by_one} one after the other, of {hideable} of communication {share:.0} % hidden")
         });
+        let imbalance = match overlap.imbalance_seconds {
+            0.0 => String::new(),
+            seconds => format!(", {} waiting for the slowest rank", format_seconds(seconds)),
+        };
         let stages = console::count(stages, "remote stage");
-        let communication = format_seconds(overlap.communication_seconds);
-        let finding = format!(
-            "{name}: {}{told}; {stages}, communication {communication}{hidden}",
-            format_seconds(median)
-        );
+        let finding = format!("{name}: {}{told}; {stages}{hidden}{imbalance}", format_seconds(median));
         Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
     }
 
@@ -210,7 +279,7 @@ impl Case {
             Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
             None => ", not counted by this transport".to_owned(),
         };
-        let (mask, way) = (bench_mask::name(mask), bench.way(self.exchange));
+        let (mask, way) = (bench_mask::name(mask), bench.way_text(self.exchange));
         Some(format!("{mask}{way}: {} between nodes{counted}", format_bytes(*planned)))
     }
 
@@ -219,6 +288,20 @@ impl Case {
         let Crossing { planned, counted } = *self.crossing.as_ref()?;
         let counted = counted.filter(|counted| *counted != planned)?;
         Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", bench_mask::name(mask)))
+    }
+
+    /// Of a pass, beside the same with nothing side by side.
+    fn hiding(&self, pass: Pass) -> Option<Hiding> {
+        let (sequential, measured, _) = self.sequential.as_ref()?.pass(pass)?;
+        let (seconds, ..) = self.pass(pass)?;
+        let overlap = measured.overlap();
+        // Whoever is done first waits for the slowest rank whatever is hidden.
+        let communication = overlap.communication_seconds - overlap.imbalance_seconds;
+        let hideable = communication.min(overlap.compute_seconds);
+        let saved: Vec<f64> = sequential.iter().zip(seconds).map(|(plain, own)| plain - own).collect();
+        let sequential = Statistics::of(sequential)?.median;
+        let efficiency = Statistics::of(&saved)?.median / hideable;
+        (hideable > LEAST_HIDEABLE * sequential).then_some(Hiding { sequential, hideable, efficiency })
     }
 
     /// Seconds, the timeline of the last run and the predicted one.
@@ -230,4 +313,15 @@ impl Case {
             }
         })
     }
+}
+
+/// What can be hidden.
+#[derive(Clone, Copy)]
+struct Hiding {
+    /// Of the pass with nothing side by side.
+    sequential: f64,
+    /// Communication in it, as far as there is computation; of a rank, on average.
+    hideable: f64,
+    /// The part of that which is hidden: by how much runs are shorter than those beside them, the median.
+    efficiency: f64,
 }

@@ -8,9 +8,9 @@ mod step;
 use counterpoint_exec::{AttentionInputs, Facet, Pass, RunConfig, random_inputs};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topology};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, StartOrder};
 
-use self::case::{Traced, trace};
+use self::case::{Case, Traced, trace};
 use self::sizes::Sizes;
 use super::bench_attention::Section;
 use super::bench_mask;
@@ -159,13 +159,31 @@ impl<'a> Bench<'a> {
         let progress = Progress::new();
         for &name in masks {
             let mask = bench_mask::load(name, self.inputs.q.rows())?;
-            progress.step(format!("{}, one rank", bench_mask::name(name)));
-            let alone = self.case(&mask, Topology::flat(1), Exchange::Flat)?;
-            let mut cases = Vec::new();
+            progress.step(bench_mask::name(name).to_owned());
+            let one = Topology::flat(1);
+            let mut ways = vec![self.way(&mask, one, Exchange::Flat, self.policy)?];
+            let sequential = OverlapPolicy::new(StartOrder::Sequential);
+            let also = (self.policy.start != StartOrder::Sequential).then_some(sequential);
             for &exchange in self.exchanges() {
-                let ranks = console::count(self.topology.world_size, "rank");
-                progress.step(format!("{}, {ranks}{}", bench_mask::name(name), self.way(exchange)));
-                cases.extend(self.case(&mask, self.topology, exchange)?);
+                for policy in [Some(self.policy), also].into_iter().flatten() {
+                    ways.push(self.way(&mask, self.topology, exchange, policy)?);
+                }
+            }
+            self.run(Pass::Forward, &mut ways)?;
+            if !self.arguments.forward_only {
+                self.run(Pass::ForwardBackward, &mut ways)?;
+            }
+            let finished: Vec<_> =
+                ways.into_iter().map(|way| self.finish(&mask, way)).collect::<Result<_, _>>()?;
+            let mut finished = finished.into_iter();
+            let alone = finished.next().flatten();
+            let mut cases: Vec<Case> = Vec::new();
+            while let Some(case) = finished.next() {
+                let sequential = also.and_then(|_| finished.next().flatten());
+                if let Some(mut case) = case {
+                    case.sequential = sequential.map(Box::new);
+                    cases.push(case);
+                }
             }
             let Some(alone) = alone else { continue };
             for pass in [Pass::Forward, Pass::ForwardBackward] {
@@ -193,7 +211,7 @@ impl<'a> Bench<'a> {
     }
 
     /// What tells rows of one way from those of another.
-    fn way(&self, exchange: Exchange) -> &'static str {
+    fn way_text(&self, exchange: Exchange) -> &'static str {
         match exchange {
             _ if self.topology.nodes() == 1 => "",
             Exchange::TwoLevel => ", two-level",

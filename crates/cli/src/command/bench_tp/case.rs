@@ -151,7 +151,7 @@ impl Case<'_> {
     }
 
     /// Times a pass in all ways, a run of each in turn: a GPU at its power limit is a tenth slower at one time than at another, so what
-    /// is compared must run side by side.
+    /// is compared must run side by side, and each now behind one and now behind another.
     fn measure<M: Machine>(
         &self,
         machine: &M,
@@ -169,7 +169,10 @@ impl Case<'_> {
             way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for Way { layer, passes, .. } in &mut *ways {
+            for turn in 0..ways.len() {
+                let turn = if run % 2 == 0 { turn } else { ways.len() - 1 - turn };
+                let at = (run + turn) % ways.len();
+                let Way { layer, passes, .. } = &mut ways[at];
                 let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
                 for (times, timelines) in [(RunTimes::Operations, detailed), (RunTimes::Whole, whole)] {
                     layer.take_times(times);

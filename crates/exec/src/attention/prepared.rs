@@ -1,0 +1,281 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use counterpoint_schedule::{
+    BufferRole, BufferSpec, GradientReduction, KeyBlocks, Program, Timeline, lower_attention_backward,
+    lower_attention_forward,
+};
+
+use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
+use crate::{
+    Backend, ExecError, HostTensor, Machine, Pass, Prepared, RunTimes, Transport, World, WorldConfig,
+};
+
+/// A rank of a machine, with one pass made ready.
+pub type PreparedRank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
+
+/// Attention of this process's ranks, made ready to run again and again: tensors are on their devices, buffers allocated, operations
+/// resolved. A training step keeps one for each of its layers' shapes and masks.
+pub struct PreparedAttention<M: Machine> {
+    here: Range<usize>,
+    forward: Vec<PreparedRank<M>>,
+    /// Empty without one.
+    backward: Vec<PreparedRank<M>>,
+}
+
+impl<M: Machine> PreparedAttention<M> {
+    /// Puts these ranks' rows of the inputs, in the order of ranks, where they are needed. Every process of a machine of several calls
+    /// it, with an equal problem. Of `config` everything counts but how often and with which times to run.
+    ///
+    /// # Errors
+    /// As [`run_attention_ranks`](super::run_attention_ranks).
+    pub fn new(
+        machine: &M,
+        problem: &RankProblem<'_>,
+        config: &RunConfig,
+        inputs: Vec<AttentionInputs>,
+    ) -> Result<Self, ExecError> {
+        let setup = Setup::new(machine, problem, config, &inputs)?;
+        let own = |program: &Program| program.bytes(|role| role != BufferRole::Input);
+        let backward = setup.backward.iter().map(own).fold(0, u64::saturating_add);
+        machine.check_memory(bytes(&setup.forward).saturating_add(backward), problem.host_bytes)?;
+        let (forward, local) = setup.prepare_forward(inputs)?;
+        let backward = match problem.pass {
+            Pass::Forward => Vec::new(),
+            Pass::ForwardBackward => setup.prepare_backward(&local, ForwardResults::of(&forward)?)?,
+        };
+        Ok(Self { here: setup.here, forward, backward })
+    }
+
+    /// Runs the forward of these ranks once; what they took.
+    ///
+    /// # Errors
+    /// The first error of any rank.
+    pub fn forward(&mut self, machine: &M) -> Result<Timeline, ExecError> {
+        run_once(machine, "forward", &mut self.forward)
+    }
+
+    /// Likewise the backward, of the last forward.
+    ///
+    /// # Errors
+    /// As [`PreparedAttention::forward`]; [`ExecError::Tensor`] where the problem was a forward alone.
+    pub fn backward(&mut self, machine: &M) -> Result<Timeline, ExecError> {
+        if self.backward.is_empty() {
+            let reason = "was not prepared: the problem is a forward alone".to_owned();
+            return Err(ExecError::Tensor { name: "dout".to_owned(), reason });
+        }
+        run_once(machine, "backward", &mut self.backward)
+    }
+
+    /// Which times runs take from the next one on.
+    pub fn take_times(&self, times: RunTimes) {
+        self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
+    }
+
+    /// The ranks' forwards and backwards, for those who enqueue them another way.
+    pub fn passes(&mut self) -> [&mut [PreparedRank<M>]; 2] {
+        [&mut self.forward, &mut self.backward]
+    }
+
+    /// What the last runs have written, in the order of ranks, each with its rank.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub fn outputs(&self) -> Result<Vec<(usize, AttentionOutputs)>, ExecError> {
+        rank_outputs(self.here.clone(), [&self.forward, &self.backward])
+    }
+}
+
+/// What the last runs of these ranks' forwards and backwards, if there are any, have written, each with its rank.
+///
+/// # Errors
+/// When the device has failed.
+pub fn rank_outputs<B: Backend, T: Transport<B>>(
+    here: Range<usize>,
+    [forward, backward]: [&[Prepared<B, T>]; 2],
+) -> Result<Vec<(usize, AttentionOutputs)>, ExecError> {
+    let mut outputs = forward_outputs(here, forward)?;
+    add_gradients(backward, &mut outputs)?;
+    Ok(outputs)
+}
+
+/// What both passes of a problem need.
+pub(super) struct Setup<'a, M: Machine> {
+    machine: &'a M,
+    world: Arc<World>,
+    pub(super) here: Range<usize>,
+    pub(super) forward: Vec<Program>,
+    pub(super) backward: Vec<Program>,
+}
+
+impl<'a, M: Machine> Setup<'a, M> {
+    pub(super) fn new(
+        machine: &'a M,
+        problem: &RankProblem<'_>,
+        config: &RunConfig,
+        inputs: &[AttentionInputs],
+    ) -> Result<Self, ExecError> {
+        let RankProblem { plan, spec, pass, .. } = *problem;
+        let here = machine.ranks_here(plan.ranks.len());
+        if inputs.len() != here.len() {
+            let reason = format!("are given for {} ranks, of which {} are here", inputs.len(), here.len());
+            return Err(ExecError::Tensor { name: "rows".to_owned(), reason });
+        }
+        for (rank, inputs) in plan.ranks[here.clone()].iter().zip(inputs) {
+            inputs.check((rank.q_rows, rank.k_rows), spec)?;
+        }
+        let (blocks, reduction) = match config.deterministic {
+            true => (KeyBlocks::Aligned, GradientReduction::Deterministic),
+            false => (KeyBlocks::Suited, GradientReduction::PerStage),
+        };
+        let forward =
+            here.clone().map(|rank| lower_attention_forward(plan, rank, spec, config.policy, blocks));
+        let backward = here
+            .clone()
+            .filter(|_| pass == Pass::ForwardBackward)
+            .map(|rank| lower_attention_backward(plan, rank, spec, config.policy, reduction));
+        let world_config =
+            WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
+        Ok(Self {
+            machine,
+            world: World::new(plan.ranks.len(), world_config),
+            forward: forward.collect(),
+            backward: backward.collect(),
+            here,
+        })
+    }
+
+    fn prepare(&self, programs: &[Program]) -> Result<Vec<PreparedRank<M>>, ExecError> {
+        let ranks = programs.iter().cloned().zip(self.machine.connect(&self.world)?);
+        ranks
+            .map(|(program, (backend, transport))| PreparedRank::<M>::new(program, backend, transport))
+            .collect()
+    }
+
+    /// The ranks' forwards, and the inputs where they are.
+    pub(super) fn prepare_forward(&self, inputs: Vec<AttentionInputs>) -> Result<WithInputs<M>, ExecError> {
+        let mut forward = self.prepare(&self.forward)?;
+        let mut local = Vec::with_capacity(forward.len());
+        for (prepared, inputs) in forward.iter_mut().zip(inputs) {
+            let inputs = LocalInputs::<M>::upload(inputs, prepared.backend())?;
+            inputs.bind(prepared)?;
+            local.push(inputs);
+        }
+        Ok((forward, local))
+    }
+
+    /// The ranks' backwards, of what their forwards left.
+    pub(super) fn prepare_backward(
+        &self,
+        local: &[LocalInputs<M>],
+        ForwardResults { out, lse }: ForwardResults<M>,
+    ) -> Result<Vec<PreparedRank<M>>, ExecError> {
+        let mut backward = self.prepare(&self.backward)?;
+        for ((prepared, local), (out, lse)) in backward.iter_mut().zip(local).zip(out.into_iter().zip(lse)) {
+            local.bind(prepared)?;
+            prepared.bind("out", out)?;
+            prepared.bind("lse", lse)?;
+        }
+        Ok(backward)
+    }
+}
+
+/// Ranks, and the inputs of each.
+type WithInputs<M> = (Vec<PreparedRank<M>>, Vec<LocalInputs<M>>);
+
+/// Bytes of all buffers of all ranks.
+pub(super) fn bytes(programs: &[Program]) -> u64 {
+    programs.iter().map(|program| program.bytes(|_| true)).fold(0, u64::saturating_add)
+}
+
+type Buffer<M> = <<M as Machine>::Backend as Backend>::Buffer;
+
+/// One run, of all ranks of a process.
+pub(super) fn run_once<M: Machine>(
+    machine: &M,
+    pass: &str,
+    ranks: &mut [PreparedRank<M>],
+) -> Result<Timeline, ExecError> {
+    // Processes have clocks of their own: all begin when the last one is ready.
+    machine.meet(pass)?;
+    Prepared::run_ranks(ranks)
+}
+
+/// What backwards read of forwards, in the order of ranks.
+pub(super) struct ForwardResults<M: Machine> {
+    out: Vec<Buffer<M>>,
+    lse: Vec<Buffer<M>>,
+}
+
+impl<M: Machine> ForwardResults<M> {
+    pub(super) fn of(forward: &[PreparedRank<M>]) -> Result<Self, ExecError> {
+        Ok(Self { out: output(forward, "out")?, lse: output(forward, "lse")? })
+    }
+}
+
+pub(super) fn forward_outputs<B: Backend, T: Transport<B>>(
+    here: Range<usize>,
+    forward: &[Prepared<B, T>],
+) -> Result<Vec<(usize, AttentionOutputs)>, ExecError> {
+    let results = download(forward, "out")?.into_iter().zip(download(forward, "lse")?);
+    let results =
+        results.map(|(out, lse)| AttentionOutputs { out, lse, dq: None, dk: None, dv: None, dsink: None });
+    Ok(here.zip(results).collect())
+}
+
+pub(super) fn add_gradients<B: Backend, T: Transport<B>>(
+    backward: &[Prepared<B, T>],
+    outputs: &mut [(usize, AttentionOutputs)],
+) -> Result<(), ExecError> {
+    for (prepared, (_, outputs)) in backward.iter().zip(outputs) {
+        let gradient = |name: &str| download(std::slice::from_ref(prepared), name).map(|mut one| one.pop());
+        (outputs.dq, outputs.dk, outputs.dv) = (gradient("dq")?, gradient("dk")?, gradient("dv")?);
+        if prepared.buffer("dsink").is_some() {
+            outputs.dsink = gradient("dsink")?;
+        }
+    }
+    Ok(())
+}
+
+/// A rank's rows of the inputs, shared by forward and backward.
+pub(super) struct LocalInputs<M: Machine> {
+    tensors: Vec<(&'static str, Buffer<M>)>,
+}
+
+impl<M: Machine> LocalInputs<M> {
+    fn upload(inputs: AttentionInputs, backend: &M::Backend) -> Result<Self, ExecError> {
+        let AttentionInputs { q, k, v, sink, dout } = inputs;
+        let all = [("q", Some(q)), ("k", Some(k)), ("v", Some(v)), ("sink", sink), ("dout", dout)];
+        let present = all.into_iter().filter_map(|(name, tensor)| Some((name, tensor?)));
+        let upload = |(name, tensor)| Ok::<_, ExecError>((name, backend.upload(name, tensor)?));
+        Ok(Self { tensors: present.map(upload).collect::<Result<_, _>>()? })
+    }
+
+    /// Binds those that the Program asks for.
+    fn bind(&self, prepared: &mut PreparedRank<M>) -> Result<(), ExecError> {
+        for (name, buffer) in &self.tensors {
+            let wanted = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == *name;
+            if prepared.program().buffers.iter().any(wanted) {
+                prepared.bind(name, buffer.clone())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn output<B: Backend, T: Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    name: &str,
+) -> Result<Vec<B::Buffer>, ExecError> {
+    let missing =
+        || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
+    ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
+}
+
+fn download<B: Backend, T: Transport<B>>(
+    ranks: &[Prepared<B, T>],
+    name: &str,
+) -> Result<Vec<HostTensor>, ExecError> {
+    let buffers = output(ranks, name)?;
+    ranks.iter().zip(&buffers).map(|(rank, buffer)| rank.backend().download(buffer)).collect()
+}
