@@ -12,7 +12,7 @@ use crate::Machine;
 pub enum LayerOverlap {
     /// Each pass in the way that is predicted to end soonest by these costs, of those that the machine has.
     Predicted(CostModel),
-    /// Both by this policy, in these groups; automatic ones by these costs.
+    /// Both by this policy, in these groups; automatic ones by these costs, and all in one where groups have nothing to hide.
     Policy(OverlapPolicy, WaveGroups, CostModel),
 }
 
@@ -55,7 +55,11 @@ impl LayerOverlap {
     ) -> Result<PlannedPasses, PlanError> {
         let cost = match self {
             Self::Policy(policy, groups, cost) => {
-                let plan = LinearPlan::new(spec, tp_size, groups.clone(), cost)?;
+                let groups = match groups {
+                    WaveGroups::Auto if !overlaps_by_groups(policy) => WaveGroups::Fixed(1),
+                    groups => groups.clone(),
+                };
+                let plan = LinearPlan::new(spec, tp_size, groups, cost)?;
                 let pass = PlannedPass { plan, policy: *policy };
                 return Ok(PlannedPasses { forward: pass.clone(), backward: pass });
             }
@@ -82,6 +86,11 @@ impl LayerOverlap {
     }
 }
 
+/// Whether what one group sends travels under another's product: a kernel that sends its tiles as they are done has no use for groups.
+fn overlaps_by_groups(policy: &OverlapPolicy) -> bool {
+    policy.mover != Mover::Fused && policy.start != StartOrder::Sequential
+}
+
 fn policy_of(way: PassOverlap) -> OverlapPolicy {
     let concurrent = OverlapPolicy::default();
     match way {
@@ -90,6 +99,44 @@ fn policy_of(way: PassOverlap) -> OverlapPolicy {
         PassOverlap::Beside => {
             let workers = WorkerShare::Margin(SUMMING_WORKERS);
             OverlapPolicy { mover: Mover::CopyEngine, workers, ..concurrent }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_plan::{Activations, DType, LinearKind};
+
+    use super::*;
+    use crate::CpuMachine;
+
+    #[test]
+    fn groups_are_for_policies_that_overlap_by_them() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        let (kind, activations) = (LinearKind::Column, Activations::Replicated);
+        let (tokens, in_features, out_features) = (8192, 8192, 14336);
+        let spec = LinearSpec {
+            kind,
+            activations,
+            tokens,
+            in_features,
+            out_features,
+            has_bias: false,
+            dtype: DType::Bf16,
+        };
+        let mut cost = CostModel::H200;
+        cost.link.bytes_per_second /= 4.0;
+        let groups = |policy, groups| {
+            let overlap = LayerOverlap::Policy(policy, groups, cost);
+            let passes = overlap.passes(&machine, spec, 2, LayerGradient::Written).unwrap();
+            passes.backward.plan.groups()
+        };
+        let fused = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+        let sequential = OverlapPolicy::new(StartOrder::Sequential);
+        assert!(groups(OverlapPolicy::default(), WaveGroups::Auto) > 1);
+        for policy in [fused, sequential] {
+            assert_eq!(groups(policy, WaveGroups::Auto), 1);
+            assert_eq!(groups(policy, WaveGroups::Fixed(3)), 3);
         }
     }
 }
