@@ -8,7 +8,10 @@
 use std::error::Error;
 use std::time::Duration;
 
-use counterpoint::exec::{AttentionInputs, HostTensor, RunConfig, SlowLink, check_attention, run_attention};
+use counterpoint::exec::{
+    AttentionInputs, CpuMachine, HostTensor, Pass, PreparedAttention, RankProblem, RanksRun, RunConfig,
+    SlowLink, check_attention, run_attention,
+};
 use counterpoint::mask::{Documents, Mask};
 use counterpoint::plan::{AttentionSpec, DType, Plan, PlanConfig, StageCount};
 use counterpoint::schedule::{OverlapPolicy, StartOrder};
@@ -48,6 +51,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     let one = run_attention(&plan, &spec, &inputs, &exact)?;
     let other = run_attention(&plan, &spec, &inputs, &RunConfig { policy: sequential, ..exact.clone() })?;
     assert_eq!(one.outputs, other.outputs);
+
+    // A training step runs the same attention on other tensors, again and again: everything but them is made ready once.
+    let machine = CpuMachine::new(0, None)?;
+    let problem =
+        RankProblem { plan: &plan, spec: &spec, pass: Pass::ForwardBackward, host_bytes: inputs.bytes() };
+    let mut attention = PreparedAttention::new(&machine, &problem, &exact, inputs.of_ranks(&plan)?)?;
+    let other = AttentionInputs { v: waves(rows, spec.heads_kv, spec.head_dim_v, 2.43), ..inputs.clone() };
+    for inputs in [&inputs, &other] {
+        let v = inputs.of_ranks(&plan)?.into_iter().map(|rank| rank.v).collect();
+        let v = attention.upload("v", v)?;
+        attention.bind("v", &v)?;
+        attention.forward(&machine)?;
+        attention.backward(&machine)?;
+        let whole = RanksRun::of_outputs(attention.outputs()?).into_whole(&plan)?;
+        assert_eq!(whole.outputs, run_attention(&plan, &spec, inputs, &exact)?.outputs);
+    }
 
     // A link as slow as this makes communication worth hiding. What a timeline measured, a simulator predicts in the same
     // type; see `counterpoint attention --report` for its picture.

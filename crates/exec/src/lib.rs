@@ -48,8 +48,9 @@ mod transport;
 mod world;
 
 pub use attention::{
-    AttentionInputs, AttentionOutputs, AttentionRun, PreparedAttention, PreparedRank, RankProblem, RanksRun,
-    RunConfig, SlowLink, SlowNetwork, rank_outputs, run_attention, run_attention_on, run_attention_ranks,
+    AttentionInputs, AttentionOutputs, AttentionRun, PreparedAttention, PreparedRank, RankBuffer,
+    RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork, rank_outputs, run_attention, run_attention_on,
+    run_attention_ranks,
 };
 pub use backend::{Backend, RunTimes};
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};

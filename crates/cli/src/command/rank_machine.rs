@@ -235,8 +235,7 @@ impl<'a, M: Machine + 'a, H: Deref<Target = M> + 'a> RunsHere<M, H> {
         config: &RunConfig,
     ) -> Result<Box<dyn AttentionRuns + 'a>, ExecError> {
         let problem = RankProblem { plan, spec, pass: pass_of(inputs), host_bytes: inputs.bytes() };
-        let of_ranks = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
-        let prepared = PreparedAttention::new(&*machine, &problem, config, of_ranks)?;
+        let prepared = PreparedAttention::new(&*machine, &problem, config, inputs.of_ranks(plan)?)?;
         Ok(Box::new(Self { machine, prepared }))
     }
 }

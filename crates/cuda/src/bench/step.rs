@@ -46,8 +46,7 @@ impl StepBench {
             ..RunConfig::default()
         };
         let problem = RankProblem { plan, spec, pass: Pass::ForwardBackward, host_bytes: 0 };
-        let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
-        let mut prepared = PreparedAttention::new(machine, &problem, &config, inputs)?;
+        let mut prepared = PreparedAttention::new(machine, &problem, &config, inputs.of_ranks(plan)?)?;
         prepared.forward(machine)?;
         prepared.backward(machine)?;
         Ok(Self { plan: plan.clone(), prepared })

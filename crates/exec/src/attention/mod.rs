@@ -7,7 +7,7 @@ use std::time::Duration;
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 
-pub use self::prepared::{PreparedAttention, PreparedRank, rank_outputs};
+pub use self::prepared::{PreparedAttention, PreparedRank, RankBuffer, rank_outputs};
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
 use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes};
@@ -159,12 +159,19 @@ pub fn run_attention_on<M: Machine>(
         None => Pass::Forward,
     };
     let problem = RankProblem { plan, spec, pass, host_bytes: inputs.bytes() };
-    let inputs = plan.ranks.iter().map(|rank| inputs.of_rank(rank)).collect::<Result<_, _>>()?;
-    let run = run_attention_ranks(machine, &problem, config, inputs)?;
+    let run = run_attention_ranks(machine, &problem, config, inputs.of_ranks(plan)?)?;
     run.into_whole(plan)
 }
 
 impl AttentionInputs {
+    /// The rows that each rank of the plan has of every tensor.
+    ///
+    /// # Errors
+    /// As [`AttentionInputs::of_rank`].
+    pub fn of_ranks(&self, plan: &Plan) -> Result<Vec<Self>, ExecError> {
+        plan.ranks.iter().map(|rank| self.of_rank(rank)).collect()
+    }
+
     /// The rows that a rank has of every tensor.
     ///
     /// # Errors

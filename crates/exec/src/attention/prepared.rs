@@ -67,6 +67,64 @@ impl<M: Machine> PreparedAttention<M> {
         run_once(machine, "backward", &mut self.backward)
     }
 
+    /// Puts a tensor on the ranks' devices: of each rank here, in their order, its rows.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for another number of tensors than of ranks; [`ExecError::OutOfMemory`].
+    pub fn upload(&self, name: &str, rows: Vec<HostTensor>) -> Result<Vec<RankBuffer<M>>, ExecError> {
+        self.check_count(name, rows.len())?;
+        let ranks = self.forward.iter().zip(rows);
+        ranks.map(|(rank, rows)| rank.backend().upload(name, rows)).collect()
+    }
+
+    /// Has the next runs read `q`, `k`, `v`, `sink` or `dout` from these buffers, one for each rank here, which must stay as they are
+    /// while a run reads them.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when there is no such input, or a buffer has not its shape and type.
+    pub fn bind(&mut self, name: &str, buffers: &[RankBuffer<M>]) -> Result<(), ExecError> {
+        self.check_count(name, buffers.len())?;
+        // What backwards take of forwards is no input of the whole.
+        let is_between = ["out", "lse"].contains(&name);
+        let mut taken = false;
+        for pass in [&mut self.forward, &mut self.backward] {
+            for (rank, buffer) in pass.iter_mut().zip(buffers) {
+                if !is_between && takes(rank.program(), name) {
+                    rank.bind(name, buffer.clone())?;
+                    taken = true;
+                }
+            }
+        }
+        if taken {
+            return Ok(());
+        }
+        Err(ExecError::Tensor { name: name.to_owned(), reason: "is no input of this attention".to_owned() })
+    }
+
+    /// The buffers of a result, `out`, `lse`, `dq`, `dk`, `dv` or `dsink`, one for each rank here: what the last run left, until the next.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when there is no such result.
+    pub fn result(&self, name: &str) -> Result<Vec<RankBuffer<M>>, ExecError> {
+        let of = |pass: &[PreparedRank<M>]| output(pass, name);
+        match name {
+            "out" | "lse" => of(&self.forward),
+            _ if self.backward.is_empty() => {
+                let reason = "was not prepared: the problem is a forward alone".to_owned();
+                Err(ExecError::Tensor { name: name.to_owned(), reason })
+            }
+            _ => of(&self.backward),
+        }
+    }
+
+    fn check_count(&self, name: &str, given: usize) -> Result<(), ExecError> {
+        if given == self.here.len() {
+            return Ok(());
+        }
+        let reason = format!("is given for {given} ranks, of which {} are here", self.here.len());
+        Err(ExecError::Tensor { name: name.to_owned(), reason })
+    }
+
     /// Which times runs take from the next one on.
     pub fn take_times(&self, times: RunTimes) {
         self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
@@ -183,12 +241,19 @@ impl<'a, M: Machine> Setup<'a, M> {
 /// Ranks, and the inputs of each.
 type WithInputs<M> = (Vec<PreparedRank<M>>, Vec<LocalInputs<M>>);
 
+/// Whether a tensor of this name is an input of the Program.
+fn takes(program: &Program, name: &str) -> bool {
+    let named = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == name;
+    program.buffers.iter().any(named)
+}
+
 /// Bytes of all buffers of all ranks.
 pub(super) fn bytes(programs: &[Program]) -> u64 {
     programs.iter().map(|program| program.bytes(|_| true)).fold(0, u64::saturating_add)
 }
 
-type Buffer<M> = <<M as Machine>::Backend as Backend>::Buffer;
+/// A tensor of one rank of a machine, on its device.
+pub type RankBuffer<M> = <<M as Machine>::Backend as Backend>::Buffer;
 
 /// One run, of all ranks of a process.
 pub(super) fn run_once<M: Machine>(
@@ -203,8 +268,8 @@ pub(super) fn run_once<M: Machine>(
 
 /// What backwards read of forwards, in the order of ranks.
 pub(super) struct ForwardResults<M: Machine> {
-    out: Vec<Buffer<M>>,
-    lse: Vec<Buffer<M>>,
+    out: Vec<RankBuffer<M>>,
+    lse: Vec<RankBuffer<M>>,
 }
 
 impl<M: Machine> ForwardResults<M> {
@@ -239,7 +304,7 @@ pub(super) fn add_gradients<B: Backend, T: Transport<B>>(
 
 /// A rank's rows of the inputs, shared by forward and backward.
 pub(super) struct LocalInputs<M: Machine> {
-    tensors: Vec<(&'static str, Buffer<M>)>,
+    tensors: Vec<(&'static str, RankBuffer<M>)>,
 }
 
 impl<M: Machine> LocalInputs<M> {
@@ -254,8 +319,7 @@ impl<M: Machine> LocalInputs<M> {
     /// Binds those that the Program asks for.
     fn bind(&self, prepared: &mut PreparedRank<M>) -> Result<(), ExecError> {
         for (name, buffer) in &self.tensors {
-            let wanted = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == *name;
-            if prepared.program().buffers.iter().any(wanted) {
+            if takes(prepared.program(), name) {
                 prepared.bind(name, buffer.clone())?;
             }
         }

@@ -3,9 +3,10 @@
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuTransport, ExecError,
-    FaultInjection, FaultKind, FaultPoint, HostTensor, Prepared, RunConfig, SlowLink, SlowNetwork, World,
-    WorldConfig, available_memory, check_attention, dispatch, run_attention, undispatch,
+    AttentionInputs, AttentionRun, Communicator, CpuBackend, CpuBuffer, CpuMachine, CpuTransport, ExecError,
+    FaultInjection, FaultKind, FaultPoint, HostTensor, Pass, Prepared, PreparedAttention, RankProblem,
+    RanksRun, RunConfig, SlowLink, SlowNetwork, World, WorldConfig, available_memory, check_attention,
+    dispatch, run_attention, undispatch,
 };
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
 use counterpoint_plan::{AttentionSpec, DType, DispatchAlgorithm, Plan, PlanConfig, StageCount, Topology};
@@ -473,4 +474,51 @@ fn undispatch_refuses_what_does_not_fit() {
     }
     let error = dispatch(&first, &[Range::new(0, 11)]).unwrap_err().to_string();
     assert!(error.contains("rows 0..11"), "{error}");
+}
+
+/// A step after a step on other tensors, with what one call from tensors to tensors gives; and what does not fit.
+#[test]
+fn attention_is_prepared_once_and_run_on_other_tensors() {
+    let mask = causal(37);
+    let spec = spec(4, 2, 8, 8, DType::F32);
+    let plan =
+        Plan::new(&mask, &spec, &config(3, 4, StageCount::Fixed(2), DispatchAlgorithm::Zigzag)).unwrap();
+    let mut rng = ChaCha8Rng::seed_from_u64(20);
+    let given = [inputs(&mask, &spec, &mut rng), inputs(&mask, &spec, &mut rng)];
+    let run = RunConfig { deterministic: true, ..RunConfig::default() };
+    let machine = CpuMachine::new(0, None).unwrap();
+    let problem = |pass| RankProblem { plan: &plan, spec: &spec, pass, host_bytes: given[0].bytes() };
+    let of_ranks = given[0].of_ranks(&plan).unwrap();
+    let both = problem(Pass::ForwardBackward);
+    let mut attention = PreparedAttention::new(&machine, &both, &run, of_ranks.clone()).unwrap();
+    for inputs in given.iter().rev() {
+        type Rows = fn(&AttentionInputs) -> HostTensor;
+        let tensors: [(&str, Rows); 4] = [
+            ("q", |rank| rank.q.clone()),
+            ("k", |rank| rank.k.clone()),
+            ("v", |rank| rank.v.clone()),
+            ("dout", |rank| rank.dout.clone().unwrap()),
+        ];
+        let ranks = inputs.of_ranks(&plan).unwrap();
+        for (name, of) in tensors {
+            let buffers = attention.upload(name, ranks.iter().map(of).collect()).unwrap();
+            attention.bind(name, &buffers).unwrap();
+        }
+        attention.forward(&machine).unwrap();
+        attention.backward(&machine).unwrap();
+        let whole = RanksRun::of_outputs(attention.outputs().unwrap()).into_whole(&plan).unwrap();
+        assert_eq!(whole.outputs, run_attention(&plan, &spec, inputs, &run).unwrap().outputs);
+    }
+
+    let buffers = attention.result("dq").unwrap();
+    assert_eq!(buffers.len(), 3);
+    let refused = |error: ExecError, words: &str| assert!(error.to_string().contains(words), "{error}");
+    refused(attention.bind("q", &buffers[1..]).unwrap_err(), "2 ranks, of which 3");
+    refused(attention.bind("weight", &buffers).unwrap_err(), "no input");
+    refused(attention.bind("out", &buffers).unwrap_err(), "no input");
+    refused(attention.bind("lse", &buffers).unwrap_err(), "no input");
+    refused(attention.bind("k", &buffers).unwrap_err(), "k");
+    let mut forward = PreparedAttention::new(&machine, &problem(Pass::Forward), &run, of_ranks).unwrap();
+    refused(forward.backward(&machine).unwrap_err(), "forward alone");
+    refused(forward.result("dk").map(|_| ()).unwrap_err(), "forward alone");
 }
