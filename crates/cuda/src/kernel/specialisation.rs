@@ -47,6 +47,7 @@ pub fn specialisations() -> Vec<Specialisation> {
             row_merge::specialisations(arch),
             row_reduce::specialisations(arch),
             signal_wait::specialisations(arch),
+            start_hold::specialisations(arch),
         ]
     });
     let products = [
@@ -63,7 +64,6 @@ pub fn specialisations() -> Vec<Specialisation> {
         staged_reduce::specialisations(),
         link_litmus::specialisations(),
         signal_litmus::specialisations(),
-        start_hold::specialisations(),
         start_litmus::specialisations(),
     ];
     helpers.flatten().chain(products.into_iter().chain(links).flatten()).collect()

@@ -31,7 +31,6 @@ fn source(arch: Arch) -> KernelSource {
 }
 
 /// The only one.
-pub(super) fn specialisations() -> Vec<Specialisation> {
-    let source = source(Arch::SM_90A);
-    vec![Specialisation { source, matrix_unit: MatrixUnit::None, register_limit: 255 }]
+pub(super) fn specialisations(arch: Arch) -> Vec<Specialisation> {
+    vec![Specialisation { source: source(arch), matrix_unit: MatrixUnit::None, register_limit: 255 }]
 }
