@@ -77,7 +77,7 @@ impl TileSchedule {
         tiles.sort_by_key(|tile| (Reverse(tile.blocks), tile.number));
         let order = if has_waiting && tiles.len() * takers.heads <= MOST_ITEMS {
             let takers = TileTakers { halves: takers.halves && takers.walks.is_multiple_of(2), ..takers };
-            Arranger::new(self, stretches, takers).arrange(&tiles, most)
+            Arranger::new(self, &tiles, &stretches, takers).arrange(most)
         } else {
             let queue = Queue { stretches, config: self.config, takers };
             let most = most - usize::from(has_waiting);
@@ -98,17 +98,17 @@ impl TileSchedule {
 
 impl TileTakers {
     /// The same classes, but those of which the takers begin with are without tiles that wait, which come after them.
-    pub(super) fn delay(
+    pub(super) fn delay<T: Copy>(
         self,
-        tiles: &[Tile],
+        tiles: &[T],
         ends: &[usize],
-        waits: impl Fn(&Tile) -> bool,
-    ) -> (Vec<Tile>, Vec<usize>) {
+        waits: impl Fn(&T) -> bool,
+    ) -> (Vec<T>, Vec<usize>) {
         let (mut ordered, mut new_ends) =
             (Vec::with_capacity(tiles.len()), Vec::with_capacity(ends.len() + 1));
-        let mut delayed: Vec<Tile> = Vec::new();
+        let mut delayed: Vec<T> = Vec::new();
         let mut begin = 0;
-        let mut close = |ordered: &Vec<Tile>| {
+        let mut close = |ordered: &Vec<T>| {
             if new_ends.last().copied().unwrap_or(0) < ordered.len() {
                 new_ends.push(ordered.len());
             }
@@ -117,7 +117,7 @@ impl TileTakers {
             let class = &tiles[begin..end];
             begin = end;
             if ordered.len() * self.heads < self.workers {
-                let (waiting, ready): (Vec<Tile>, Vec<Tile>) = class.iter().copied().partition(&waits);
+                let (waiting, ready): (Vec<T>, Vec<T>) = class.iter().copied().partition(&waits);
                 delayed.extend(waiting);
                 ordered.extend(ready);
             } else {
@@ -212,9 +212,9 @@ impl Queue {
 }
 
 /// Where groups of one place end, at most `most`, the last one of which takes the rest of those that have one.
-pub(super) fn ends_of<P: PartialEq>(
-    tiles: &[Tile],
-    place: impl Fn(&Tile) -> Option<P>,
+pub(super) fn ends_of<T, P: PartialEq>(
+    tiles: &[T],
+    place: impl Fn(&T) -> Option<P>,
     most: usize,
 ) -> Vec<usize> {
     let grouped = tiles.partition_point(|tile| place(tile).is_some());
