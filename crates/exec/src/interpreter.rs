@@ -244,6 +244,29 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         Ok(())
     }
 
+    /// Whether its caller gives it a tensor of this name.
+    pub fn takes(&self, name: &str) -> bool {
+        self.program.buffers.iter().any(|spec| given(spec.role) && spec.name == name)
+    }
+
+    /// [`Prepared::bind`] for all ranks of a process, in their order.
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn bind_ranks(ranks: &mut [Self], name: &str, buffers: &[B::Buffer]) -> Result<(), ExecError> {
+        ranks.iter_mut().zip(buffers).try_for_each(|(rank, buffer)| rank.bind(name, buffer.clone()))
+    }
+
+    /// [`Prepared::buffer`] of all ranks of a process, in their order.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] when there is none.
+    pub fn buffers_of(ranks: &[Self], name: &str) -> Result<Vec<B::Buffer>, ExecError> {
+        let missing =
+            || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
+        ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
+    }
+
     /// An output's buffer (or a bound input's).
     pub fn buffer(&self, name: &str) -> Option<&B::Buffer> {
         let index = self.program.buffers.iter().position(|spec| spec.name == name)?;

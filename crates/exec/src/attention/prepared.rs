@@ -2,7 +2,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, GradientReduction, KeyBlocks, Program, Timeline, lower_attention_backward,
+    BufferRole, GradientReduction, KeyBlocks, Program, Timeline, lower_attention_backward,
     lower_attention_forward,
 };
 
@@ -89,7 +89,7 @@ impl<M: Machine> PreparedAttention<M> {
         let mut taken = false;
         for pass in [&mut self.forward, &mut self.backward] {
             for (rank, buffer) in pass.iter_mut().zip(buffers) {
-                if !is_between && takes(rank.program(), name) {
+                if !is_between && rank.takes(name) {
                     rank.bind(name, buffer.clone())?;
                     taken = true;
                 }
@@ -106,14 +106,13 @@ impl<M: Machine> PreparedAttention<M> {
     /// # Errors
     /// [`ExecError::Tensor`] when there is no such result.
     pub fn result(&self, name: &str) -> Result<Vec<RankBuffer<M>>, ExecError> {
-        let of = |pass: &[PreparedRank<M>]| output(pass, name);
         match name {
-            "out" | "lse" => of(&self.forward),
+            "out" | "lse" => Prepared::buffers_of(&self.forward, name),
             _ if self.backward.is_empty() => {
                 let reason = "was not prepared: the problem is a forward alone".to_owned();
                 Err(ExecError::Tensor { name: name.to_owned(), reason })
             }
-            _ => of(&self.backward),
+            _ => Prepared::buffers_of(&self.backward, name),
         }
     }
 
@@ -241,12 +240,6 @@ impl<'a, M: Machine> Setup<'a, M> {
 /// Ranks, and the inputs of each.
 type WithInputs<M> = (Vec<PreparedRank<M>>, Vec<LocalInputs<M>>);
 
-/// Whether a tensor of this name is an input of the Program.
-fn takes(program: &Program, name: &str) -> bool {
-    let named = |spec: &BufferSpec| spec.role == BufferRole::Input && spec.name == name;
-    program.buffers.iter().any(named)
-}
-
 /// Bytes of all buffers of all ranks.
 pub(super) fn bytes(programs: &[Program]) -> u64 {
     programs.iter().map(|program| program.bytes(|_| true)).fold(0, u64::saturating_add)
@@ -274,7 +267,7 @@ pub(super) struct ForwardResults<M: Machine> {
 
 impl<M: Machine> ForwardResults<M> {
     pub(super) fn of(forward: &[PreparedRank<M>]) -> Result<Self, ExecError> {
-        Ok(Self { out: output(forward, "out")?, lse: output(forward, "lse")? })
+        Ok(Self { out: Prepared::buffers_of(forward, "out")?, lse: Prepared::buffers_of(forward, "lse")? })
     }
 }
 
@@ -319,7 +312,7 @@ impl<M: Machine> LocalInputs<M> {
     /// Binds those that the Program asks for.
     fn bind(&self, prepared: &mut PreparedRank<M>) -> Result<(), ExecError> {
         for (name, buffer) in &self.tensors {
-            if takes(prepared.program(), name) {
+            if prepared.takes(name) {
                 prepared.bind(name, buffer.clone())?;
             }
         }
@@ -327,19 +320,10 @@ impl<M: Machine> LocalInputs<M> {
     }
 }
 
-fn output<B: Backend, T: Transport<B>>(
-    ranks: &[Prepared<B, T>],
-    name: &str,
-) -> Result<Vec<B::Buffer>, ExecError> {
-    let missing =
-        || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
-    ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
-}
-
 fn download<B: Backend, T: Transport<B>>(
     ranks: &[Prepared<B, T>],
     name: &str,
 ) -> Result<Vec<HostTensor>, ExecError> {
-    let buffers = output(ranks, name)?;
+    let buffers = Prepared::buffers_of(ranks, name)?;
     ranks.iter().zip(&buffers).map(|(rank, buffer)| rank.backend().download(buffer)).collect()
 }

@@ -3,7 +3,7 @@ use std::collections::VecDeque;
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, Timeline, lower_linear_weight_gradient};
 
-use super::layer::{Maker, Rank, RankBuffers, bind, wants};
+use super::layer::{Maker, Rank, RankBuffers};
 use crate::{Backend, ExecError, Machine, Prepared};
 
 /// Gradients of a layer's weight that wait to be computed.
@@ -68,7 +68,7 @@ impl<M: Machine> Deferred<M> {
             Some(kept) => kept,
             None => self.allocate(backward)?,
         };
-        self.current.iter().try_for_each(|(name, buffers)| bind(backward, name, buffers))
+        self.current.iter().try_for_each(|(name, buffers)| Prepared::bind_ranks(backward, name, buffers))
     }
 
     /// What a backward leaves for the gradient: its outputs of which that makes inputs.
@@ -78,7 +78,7 @@ impl<M: Machine> Deferred<M> {
             .program()
             .buffers
             .iter()
-            .filter(|spec| spec.role == BufferRole::Output && wants(gradient.program(), &spec.name));
+            .filter(|spec| spec.role == BufferRole::Output && gradient.takes(&spec.name));
         let of_ranks = |name: &str| {
             let of_rank = |rank: &Rank<M>| {
                 let spec = rank.program().buffers.iter().find(|spec| spec.name == name);
@@ -107,8 +107,8 @@ impl<M: Machine> Deferred<M> {
         let Some(Kept { x, dy, kept }) = self.waiting.pop_front() else { return Ok(None) };
         let given = [("x", &x), ("dy", &dy)].into_iter();
         for (name, buffers) in given.chain(kept.iter().map(|(name, buffers)| (name.as_str(), buffers))) {
-            if self.ranks.iter().all(|rank| wants(rank.program(), name)) {
-                bind(&mut self.ranks, name, buffers)?;
+            if self.ranks.iter().all(|rank| rank.takes(name)) {
+                Prepared::bind_ranks(&mut self.ranks, name, buffers)?;
             }
         }
         let timeline = Prepared::run_ranks(&mut self.ranks)?;

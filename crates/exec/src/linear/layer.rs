@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
-    BufferRole, BufferSpec, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
+    BufferSpec, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
 };
 
 use super::deferred::Deferred;
@@ -260,11 +260,11 @@ impl<M: Machine> LinearLayer<M> {
     ) -> Result<(), ExecError> {
         check_present("bias", bias.is_some(), self.plan.spec.has_bias)?;
         self.check_count("weight", weight)?;
-        bind(&mut self.forward, "weight", weight)?;
-        bind(&mut self.backward, "weight", weight)?;
+        Prepared::bind_ranks(&mut self.forward, "weight", weight)?;
+        Prepared::bind_ranks(&mut self.backward, "weight", weight)?;
         let Some(bias) = bias else { return Ok(()) };
         self.check_count("bias", bias)?;
-        bind(&mut self.forward, "bias", bias)
+        Prepared::bind_ranks(&mut self.forward, "bias", bias)
     }
 
     /// Has gradients be added to these tensors from the next backward on.
@@ -283,8 +283,8 @@ impl<M: Machine> LinearLayer<M> {
             Some(deferred) => deferred.ranks(),
             None => &mut self.backward,
         };
-        bind(ranks, "main_grad", weight)?;
-        bias.map_or(Ok(()), |bias| bind(ranks, "main_grad_bias", bias))
+        Prepared::bind_ranks(ranks, "main_grad", weight)?;
+        bias.map_or(Ok(()), |bias| Prepared::bind_ranks(ranks, "main_grad_bias", bias))
     }
 
     /// `y` of `x`.
@@ -293,9 +293,9 @@ impl<M: Machine> LinearLayer<M> {
     /// [`ExecError::Tensor`] when a shape or type differs or there is no weight yet; whatever ends a run early.
     pub fn forward(&mut self, x: &RankBuffers<M>) -> Result<LayerPass<M>, ExecError> {
         self.check_count("x", x)?;
-        bind(&mut self.forward, "x", x)?;
+        Prepared::bind_ranks(&mut self.forward, "x", x)?;
         let timeline = Prepared::run_ranks(&mut self.forward)?;
-        Ok(LayerPass { result: outputs(&self.forward, "y")?, timeline })
+        Ok(LayerPass { result: Prepared::buffers_of(&self.forward, "y")?, timeline })
     }
 
     /// `dx` of `dy`, and what becomes of the gradient of the weight: `x` is that of the forward, which a frozen weight has no use
@@ -311,8 +311,8 @@ impl<M: Machine> LinearLayer<M> {
             return Err(ExecError::Tensor { name: "dy".to_owned(), reason });
         }
         for (name, buffers) in [("x", x), ("dy", dy)] {
-            if self.backward.iter().all(|rank| wants(rank.program(), name)) {
-                bind(&mut self.backward, name, buffers)?;
+            if self.backward.iter().all(|rank| rank.takes(name)) {
+                Prepared::bind_ranks(&mut self.backward, name, buffers)?;
             }
         }
         if let Some(deferred) = &mut self.deferred {
@@ -322,7 +322,7 @@ impl<M: Machine> LinearLayer<M> {
         if let Some(deferred) = &mut self.deferred {
             deferred.push(x, dy);
         }
-        Ok(LayerPass { result: outputs(&self.backward, "dx")?, timeline })
+        Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
     }
 
     /// Which times passes take from the next one on, in their timelines.
@@ -347,7 +347,7 @@ impl<M: Machine> LinearLayer<M> {
     /// none.
     pub fn weight_gradient(&self) -> Option<(RankBuffers<M>, Option<RankBuffers<M>>)> {
         let ranks = self.deferred.as_ref().map_or(&self.backward[..], Deferred::written);
-        Some((outputs(ranks, "dweight").ok()?, outputs(ranks, "dbias").ok()))
+        Some((Prepared::buffers_of(ranks, "dweight").ok()?, Prepared::buffers_of(ranks, "dbias").ok()))
     }
 
     fn check_count(&self, name: &str, buffers: &RankBuffers<M>) -> Result<(), ExecError> {
@@ -390,28 +390,6 @@ impl<'a, M: Machine> Maker<'a, M> {
             })
             .collect()
     }
-}
-
-pub(super) fn bind<B: Backend, T: crate::Transport<B>>(
-    ranks: &mut [Prepared<B, T>],
-    name: &str,
-    buffers: &[B::Buffer],
-) -> Result<(), ExecError> {
-    ranks.iter_mut().zip(buffers).try_for_each(|(rank, buffer)| rank.bind(name, buffer.clone()))
-}
-
-fn outputs<B: Backend, T: crate::Transport<B>>(
-    ranks: &[Prepared<B, T>],
-    name: &str,
-) -> Result<Vec<B::Buffer>, ExecError> {
-    let missing =
-        || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
-    ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
-}
-
-pub(super) fn wants(program: &Program, name: &str) -> bool {
-    let given = |spec: &BufferSpec| matches!(spec.role, BufferRole::Input | BufferRole::Updated);
-    program.buffers.iter().any(|spec| given(spec) && spec.name == name)
 }
 
 pub(super) fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {
