@@ -1,5 +1,6 @@
 """A process for each GPU, and what all of them do together."""
 
+import datetime
 import math
 import os
 import socket
@@ -9,6 +10,10 @@ import warnings
 
 from common.command_line import note
 from common.pytorch import dist, torch
+
+
+# Of every wait for the other ranks: with PyTorch's ten minutes whoever waits for one that has failed seems to hang.
+LIMIT = datetime.timedelta(minutes=2)
 
 
 def run(work, options):
@@ -56,7 +61,7 @@ def join(rank, ranks):
     """Connects this rank to the others, and gives its GPU."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=device, timeout=LIMIT)
     return device
 
 
