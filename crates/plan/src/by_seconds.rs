@@ -4,7 +4,7 @@
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::direction::{Direction, makespan};
-use crate::dispatch::{Prices, Search, settle, settles};
+use crate::dispatch::{Prices, Reach, Search, settle, settles};
 use crate::division::Owners;
 use crate::exchange::exchange;
 use crate::outline::RankOutline;
@@ -49,7 +49,8 @@ pub(crate) fn by_seconds(
         return dispatch;
     }
     let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec) else { return dispatch };
-    let mut dispatch = by_chunks(work, &prices, dispatch);
+    let reach = Reach::new(work);
+    let mut dispatch = by_chunks(work, &reach, &prices, dispatch);
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
@@ -65,7 +66,7 @@ pub(crate) fn by_seconds(
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &prices, Search::Downhill, dispatch.clone());
+        let next = settle(work, &reach, &prices, Search::Downhill, dispatch.clone());
         if next == dispatch {
             break;
         }
@@ -79,9 +80,9 @@ pub(crate) fn by_seconds(
 }
 
 /// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
-fn by_chunks(work: &ChunkWork, prices: &Prices, dispatch: Dispatch) -> Dispatch {
+fn by_chunks(work: &ChunkWork, reach: &Reach, prices: &Prices, dispatch: Dispatch) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
-    settle(work, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
+    settle(work, reach, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
 }
 
 /// What makes a forward of all chunks as long as their backward.
@@ -196,7 +197,7 @@ mod tests {
                 let ranks = rank_seconds(&mask, dispatch, &SPEC, &config).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
-            let (before, after) = (seconds(&by_chunks(&work, &prices, first.clone())), seconds(&level));
+            let (before, after) = (seconds(&by_chunks(&work, &Reach::new(&work), &prices, first.clone())), seconds(&level));
             assert!(after <= before, "{before} {after}");
             most = most.max((before - after) as f64 / before as f64);
             assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);

@@ -29,6 +29,7 @@
 //! 4M tokens causal, chunk 2048: 9 ms for 1,024 ranks, where traffic cannot be avoided and balance is kept at 1.000.
 
 mod coverage;
+mod links;
 mod pairing;
 mod segments;
 mod settle;
@@ -41,6 +42,7 @@ use super::sequential::sequential;
 use super::{ChunkWork, Home};
 use pairing::pair_heavy_with_light;
 use segments::Segments;
+pub(crate) use links::Reach;
 pub(crate) use settle::{Prices, Search, settle, settles};
 use stretch::{join_small, stretches};
 use trade::trade;

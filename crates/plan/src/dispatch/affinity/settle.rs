@@ -1,10 +1,10 @@
-use super::segments::{Segments, bits_in, words_of};
+use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
-use crate::dispatch::{ChunkWork, Dispatch, Home};
+use crate::dispatch::{ChunkWork, Dispatch};
 
 /// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
 const MOST_CHUNKS: usize = 1024;
-const MOST_RANKS: usize = 16;
+pub(super) const MOST_RANKS: usize = 16;
 /// Swaps that are proposed, in a wide search and in one downhill. A budget and no clock: the result is the same on every machine.
 const PROPOSALS: usize = 8_000;
 const PROPOSALS_DOWNHILL: usize = 2_000;
@@ -46,146 +46,184 @@ pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
 
 /// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
 /// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
-pub(crate) fn settle(work: &ChunkWork, prices: &Prices, search: Search, dispatch: Dispatch) -> Dispatch {
-    let segments = Segments::new(work, Home::WithQueries);
-    let mut state = State::new(&segments, prices, &dispatch);
+/// `reach` is that of `work`.
+pub(crate) fn settle(
+    work: &ChunkWork,
+    reach: &Reach,
+    prices: &Prices,
+    search: Search,
+    dispatch: Dispatch,
+) -> Dispatch {
+    let mut state = State::new(reach, prices, &dispatch);
     let mut seconds = state.seconds();
     let (limit, first_threshold, proposals) = match search {
         Search::Wide => (seconds - seconds / LEAST_GAIN, seconds / FIRST_THRESHOLD, PROPOSALS),
         Search::Downhill => (seconds, 0, PROPOSALS_DOWNHILL),
     };
-    let mut best = (seconds, state.rank_chunks.clone());
+    let (mut least, mut best) = (seconds, state.seats.clone());
     let mut draw = Draw::default();
     for step in 0..proposals {
         let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
         let Some(swap) = state.propose(&mut draw) else { continue };
-        state.swap(swap);
-        let after = state.seconds();
-        if after > seconds + threshold {
-            state.swap(swap);
-            continue;
-        }
-        seconds = after;
-        if seconds < best.0 {
-            best = (seconds, state.rank_chunks.clone());
+        let Some(after) = state.after(swap, seconds + threshold) else { continue };
+        seconds = after.seconds;
+        state.swap(swap, after);
+        if seconds < least {
+            least = seconds;
+            best.copy_from_slice(&state.seats);
         }
     }
-    match best.0 < limit {
-        true => Dispatch::new(work.seqlen_q(), work.chunk_size(), best.1),
+    match least < limit {
+        true => {
+            let rank_chunks = state.starts.windows(2).map(|ends| best[ends[0]..ends[1]].to_vec()).collect();
+            Dispatch::new(work.seqlen_q(), work.chunk_size(), rank_chunks)
+        }
         false => dispatch,
     }
 }
 
-/// Two seats: rank and place in its list.
-type Swap = [(usize, usize); 2];
+/// Two chunks of different ranks.
+type Swap = [u32; 2];
+
+/// What ranks compute, by direction.
+#[derive(Clone, Copy)]
+struct Loads {
+    of: [[i64; MOST_RANKS]; 2],
+    /// By how much all ranks together are off the mean.
+    uneven: i64,
+}
+
+/// What follows from a swap.
+struct After {
+    seconds: i64,
+    loads: Loads,
+    pieces: i64,
+    moved: Moved,
+}
 
 /// Who has which chunks, and what follows from it.
 struct State<'a> {
-    segments: &'a Segments,
     prices: &'a Prices,
-    rank_chunks: Vec<Vec<u32>>,
+    ranks: usize,
+    /// The chunks of rank `r`: `seats[starts[r]..starts[r + 1]]`.
+    seats: Vec<u32>,
+    starts: Vec<usize>,
     /// By chunk.
+    seat_of: Vec<usize>,
     rank_of: Vec<usize>,
-    loads: Vec<[i64; 2]>,
-    /// Segments that each rank reads and owns, `[rank * words + word]`.
-    read: Vec<u64>,
-    own: Vec<u64>,
+    /// By direction, of a rank; swaps leave it as it is.
+    mean: [i64; 2],
+    /// What one more piece costs, times [`PIECE`] and ranks.
+    piece: i64,
+    loads: Loads,
+    /// Neighbouring chunks of different ranks.
+    pieces: i64,
+    links: Links<'a>,
 }
 
 impl<'a> State<'a> {
-    fn new(segments: &'a Segments, prices: &'a Prices, dispatch: &Dispatch) -> Self {
-        let ranks = dispatch.cp_size();
-        let rank_chunks: Vec<Vec<u32>> = (0..ranks).map(|rank| dispatch.chunks(rank).to_vec()).collect();
-        let mut rank_of = vec![0; prices.chunks.len()];
-        for (rank, chunks) in rank_chunks.iter().enumerate() {
-            chunks.iter().for_each(|&chunk| rank_of[chunk as usize] = rank);
-        }
-        let sets = || vec![0; ranks * segments.words()];
-        let (read, own) = (sets(), sets());
-        let mut state =
-            Self { segments, prices, rank_chunks, rank_of, loads: vec![[0; 2]; ranks], read, own };
-        (0..ranks).for_each(|rank| state.refresh(rank));
-        state
-    }
-
-    fn refresh(&mut self, rank: usize) {
-        let words = self.segments.words();
-        let set = rank * words..(rank + 1) * words;
-        let (read, own) = (&mut self.read[set.clone()], &mut self.own[set]);
-        read.fill(0);
-        own.fill(0);
-        for &chunk in &self.rank_chunks[rank] {
-            for &range in self.segments.needs(chunk) {
-                words_of(range).for_each(|word| read[word] |= bits_in(range, word));
+    fn new(reach: &'a Reach, prices: &'a Prices, dispatch: &Dispatch) -> Self {
+        let (ranks, chunks) = (dispatch.cp_size(), prices.chunks.len());
+        let (mut seats, mut starts) = (Vec::with_capacity(chunks), vec![0]);
+        let (mut seat_of, mut rank_of) = (vec![0; chunks], vec![0; chunks]);
+        let mut of = [[0; MOST_RANKS]; 2];
+        for rank in 0..ranks {
+            (0..2).for_each(|at| of[at][rank] = prices.beyond[rank][at]);
+            for &chunk in dispatch.chunks(rank) {
+                seat_of[chunk as usize] = seats.len();
+                rank_of[chunk as usize] = rank;
+                seats.push(chunk);
+                (0..2).for_each(|at| of[at][rank] += prices.chunks[chunk as usize][at]);
             }
-            let rows = self.segments.own(chunk);
-            words_of(rows).for_each(|word| own[word] |= bits_in(rows, word));
+            starts.push(seats.len());
         }
-        let chunks = self.rank_chunks[rank].iter().map(|&chunk| self.prices.chunks[chunk as usize]);
-        self.loads[rank] =
-            chunks.fold(self.prices.beyond[rank], |sum, chunk| [0, 1].map(|at| sum[at] + chunk[at]));
+        let all = of.map(|loads| loads.iter().sum::<i64>());
+        let mean = all.map(|all| all / ranks as i64);
+        let uneven = |at: usize| of[at][..ranks].iter().map(|load| (load - mean[at]).abs()).sum::<i64>();
+        let loads = Loads { of, uneven: uneven(0) + uneven(1) };
+        let piece = (all[0] + all[1]) / chunks as i64;
+        let pieces = rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
+        let links = Links::new(reach, (0..ranks).map(|rank| dispatch.chunks(rank)));
+        Self { prices, ranks, seats, starts, seat_of, rank_of, mean, piece, loads, pieces, links }
     }
 
     /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
     fn propose(&self, draw: &mut Draw) -> Option<Swap> {
         let a = draw.below(self.rank_of.len());
         let to = match draw.below(4) {
-            0 => draw.below(self.rank_chunks.len()),
+            0 => draw.below(self.ranks),
             way if way % 2 == 0 => self.rank_of[(a + 1).min(self.rank_of.len() - 1)],
             _ => self.rank_of[a.saturating_sub(1)],
         };
-        let from = self.rank_of[a];
-        if from == to || self.rank_chunks[to].is_empty() {
+        let seats = &self.seats[self.starts[to]..self.starts[to + 1]];
+        if self.rank_of[a] == to || seats.is_empty() {
             return None;
         }
-        let place = self.rank_chunks[from].iter().position(|&chunk| chunk as usize == a)?;
-        Some([(from, place), (to, draw.below(self.rank_chunks[to].len()))])
+        Some([a as u32, seats[draw.below(seats.len())]])
     }
 
-    fn swap(&mut self, [a, b]: Swap) {
-        let (chunk_a, chunk_b) = (self.rank_chunks[a.0][a.1], self.rank_chunks[b.0][b.1]);
-        self.rank_chunks[a.0][a.1] = chunk_b;
-        self.rank_chunks[b.0][b.1] = chunk_a;
-        self.rank_of[chunk_a as usize] = b.0;
-        self.rank_of[chunk_b as usize] = a.0;
-        self.refresh(a.0);
-        self.refresh(b.0);
+    /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links.
+    fn after(&self, swap: Swap, limit: i64) -> Option<After> {
+        let [a, b] = swap.map(|chunk| self.rank_of[chunk as usize]);
+        let prices = swap.map(|chunk| self.prices.chunks[chunk as usize]);
+        let mut loads = self.loads;
+        for at in 0..2 {
+            let change = prices[1][at] - prices[0][at];
+            for (rank, change) in [(a, change), (b, -change)] {
+                let load = &mut loads.of[at][rank];
+                loads.uneven -= (*load - self.mean[at]).abs();
+                *load += change;
+                loads.uneven += (*load - self.mean[at]).abs();
+            }
+        }
+        let pieces = self.pieces + self.more_pieces(swap);
+        if self.seconds_of(&loads, pieces, 0, 0) > limit {
+            return None;
+        }
+        let moved = self.links.after([(a, swap[0]), (b, swap[1])]);
+        let seconds = self.seconds_with(&loads, pieces, &moved);
+        (seconds <= limit).then_some(After { seconds, loads, pieces, moved })
+    }
+
+    /// How many more neighbours are of different ranks after a swap.
+    fn more_pieces(&self, swap: Swap) -> i64 {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        let more = |chunk: usize, other: usize| {
+            let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
+            let beside = [chunk.wrapping_sub(1), chunk + 1].into_iter();
+            // Two that are swapped stay of different ranks.
+            let ranks = beside.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
+            ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
+        };
+        more(a, b) + more(b, a)
+    }
+
+    fn swap(&mut self, swap: Swap, After { loads, pieces, moved, .. }: After) {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        self.links.swap([(self.rank_of[a], swap[0]), (self.rank_of[b], swap[1])], moved);
+        self.seats.swap(self.seat_of[a], self.seat_of[b]);
+        self.seat_of.swap(a, b);
+        self.rank_of.swap(a, b);
+        (self.loads, self.pieces) = (loads, pieces);
     }
 
     /// Picoseconds of the slowest rank, and a part of everybody's.
     fn seconds(&self) -> i64 {
-        let (ranks, words) = (self.loads.len(), self.segments.words());
-        let (mut received, mut sent) = (vec![0; ranks], vec![0; ranks]);
-        for to in 0..ranks {
-            for word in 0..words {
-                let missing = self.read[to * words + word] & !self.own[to * words + word];
-                if missing == 0 {
-                    continue;
-                }
-                for from in (0..ranks).filter(|&from| from != to) {
-                    let shared = missing & self.own[from * words + word];
-                    if shared != 0 {
-                        let rows = self.segments.rows(word, shared);
-                        sent[from] += rows;
-                        received[to] += rows;
-                    }
-                }
-            }
-        }
-        let busier = |rank: usize| i64::max(sent[rank], received[rank]) * self.prices.row;
-        let most_moved = (0..ranks).map(busier).max().unwrap_or(0);
-        let (mut most_computed, mut all, mut uneven) = (0, 0, 0);
-        for direction in 0..2 {
-            let loads = self.loads.iter().map(|load| load[direction]);
-            let sum: i64 = loads.clone().sum();
-            all += sum;
-            most_computed += loads.clone().max().unwrap_or(0);
-            uneven += loads.map(|load| (load - sum / ranks as i64).abs()).sum::<i64>();
-        }
-        let pieces = self.rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
-        let cut = pieces * (all / self.rank_of.len() as i64) / (PIECE * ranks as i64);
-        let moved: i64 = (0..ranks).map(busier).sum();
-        most_computed + most_moved + cut + (uneven + moved) / (OTHERS * ranks as i64)
+        self.seconds_with(&self.loads, self.pieces, self.links.moved())
+    }
+
+    fn seconds_with(&self, loads: &Loads, pieces: i64, Moved { sent, received }: &Moved) -> i64 {
+        let busier = sent.iter().zip(received).map(|(&sent, &received)| sent.max(received) * self.prices.row);
+        let (most, all) = busier.fold((0, 0), |(most, all), moved| (moved.max(most), all + moved));
+        self.seconds_of(loads, pieces, most, all)
+    }
+
+    /// With what the busiest rank's links carry, and all ranks' together: no less with more of either.
+    fn seconds_of(&self, loads: &Loads, pieces: i64, most_moved: i64, moved: i64) -> i64 {
+        let ranks = self.ranks as i64;
+        let most = |loads: &[i64; MOST_RANKS]| loads[..self.ranks].iter().copied().max().unwrap_or(0);
+        let cut = pieces * self.piece / (PIECE * ranks);
+        most(&loads.of[0]) + most(&loads.of[1]) + most_moved + cut + (loads.uneven + moved) / (OTHERS * ranks)
     }
 }
 
@@ -198,8 +236,7 @@ mod tests {
     use crate::dispatch::{DispatchAlgorithm, chunk_work, dispatch};
 
     fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
-        let segments = Segments::new(work, Home::WithQueries);
-        State::new(&segments, prices, dispatch).seconds()
+        plain(work, prices, &(0..dispatch.cp_size()).map(|rank| dispatch.chunks(rank)).collect::<Vec<_>>())
     }
 
     proptest! {
