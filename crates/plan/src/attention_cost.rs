@@ -247,10 +247,14 @@ impl TileCost {
         columns: impl Fn(&Walk) -> f64,
     ) -> Option<f64> {
         let group = work.heads_q / work.heads_kv.max(1);
-        let packs = [1, if group.is_multiple_of(self.pack) { self.pack } else { 1 }];
-        let blocks = [self.staged_block, if work.staged { self.staged_block } else { self.block }];
+        let packs = [Some(1), (self.pack > 1 && group.is_multiple_of(self.pack)).then_some(self.pack)];
+        let other = (!work.staged && self.block != self.staged_block).then_some(self.block);
+        let blocks = [Some(self.staged_block), other];
         let mut least: Option<f64> = None;
-        for (pack, block) in packs.into_iter().flat_map(|pack| blocks.map(|block| (pack, block))) {
+        let shapes = packs.into_iter().flatten();
+        for (pack, block) in
+            shapes.flat_map(|pack| blocks.into_iter().flatten().map(move |block| (pack, block)))
+        {
             let config = TileScheduleConfig::new(direction, self.tile_rows / pack, block);
             let schedule = TileSchedule::new(work.bands, work.q_rows, work.k_rows, &config).ok()?;
             let columns = columns(&self.walk(&schedule, work, direction, pack));

@@ -197,7 +197,8 @@ mod tests {
                 let ranks = rank_seconds(&mask, dispatch, &SPEC, &config).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
-            let (before, after) = (seconds(&by_chunks(&work, &Reach::new(&work), &prices, first.clone())), seconds(&level));
+            let (before, after) =
+                (seconds(&by_chunks(&work, &Reach::new(&work), &prices, first.clone())), seconds(&level));
             assert!(after <= before, "{before} {after}");
             most = most.max((before - after) as f64 / before as f64);
             assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);
