@@ -60,7 +60,16 @@ impl TileCounting {
         let mut counts = TileCounts::default();
         let mut walk = Walk::new(self.direction, block, config.blocks, None, 0);
         let mut sweep = Sweep::new(&self.bands);
-        for stretch in fit::fit(&self.bands, self.own_rows, &config) {
+        let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
+        // Full tiles go on into what follows.
+        stretches.dedup_by(|next, stretch| {
+            let is_full = stretch.len().is_multiple_of(tile_rows);
+            if is_full {
+                stretch.end = next.end;
+            }
+            is_full
+        });
+        for stretch in stretches {
             let mut start = stretch.start;
             while start < stretch.end {
                 let rows = Range::new(start, (start + tile_rows).min(stretch.end));

@@ -42,15 +42,23 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
         while cuts[cut] <= row {
             cut += 1;
         }
-        if stops[stop] >= row + tile_rows
-            && let Some(blocks) = Blocks::of(touching, config)
-        {
+        if stops[stop] >= row + tile_rows {
             let tiles = (stops[stop] - row) / tile_rows;
-            let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
-            let row = row + tiles * tile_rows;
-            let at_cut = cuts.binary_search(&row).is_ok();
-            add(&mut paths, Path { row, cost: path.cost + cost, before, at_cut });
-            continue;
+            let end = row + tiles * tile_rows;
+            let at_cut = cuts.binary_search(&end).is_ok();
+            if let Some(blocks) = Blocks::of(touching, config) {
+                let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
+                add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
+                continue;
+            }
+            if paths.is_empty() {
+                // All further paths have these tiles in common, so what they cost is no difference between them.
+                let steps =
+                    (1..tiles).map(|tile| Visited { row: row + tile * tile_rows, before: before + tile - 1 });
+                visited.extend(steps);
+                paths.push(Path { row: end, cost: path.cost, before: visited.len() - 1, at_cut });
+                continue;
+            }
         }
         let ends = cuts[cut..].iter().copied().take_while(|&end| end < limit);
         for end in ends.chain([limit]) {
