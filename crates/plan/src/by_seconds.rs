@@ -54,8 +54,10 @@ pub(crate) fn by_seconds(
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
-    let weighed = |dispatch: &Dispatch| -> Vec<[i64; 2]> {
-        rank_seconds(mask, dispatch, spec, config).into_iter().map(|rank| weight.weigh(rank)).collect()
+    let mut known = KnownTimes::default();
+    let mut weighed = |dispatch: &Dispatch| -> Vec<[i64; 2]> {
+        let seconds = rank_seconds(mask, dispatch, spec, config, &mut known);
+        seconds.into_iter().map(|rank| weight.weigh(rank)).collect()
     };
     let mut seconds = weighed(&dispatch);
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
@@ -114,18 +116,43 @@ fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> 
         let work = AttentionWork::whole(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
         Some(COST.share_seconds(&work)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
-    let chunks = rank_work(mask, &runs, chunks).iter().enumerate().map(price).collect::<Option<_>>()?;
+    let bands = rank_work(mask, &runs, chunks);
+    let mut chunks: Vec<[i64; 2]> = Vec::with_capacity(chunks);
+    for (chunk, own) in bands.iter().enumerate() {
+        // Chunks of one document that see all of it are the same work.
+        let is_same = |&last: &usize| bands[last] == *own && work.rows(last).len() == work.rows(chunk).len();
+        let last = chunk.checked_sub(1).filter(is_same);
+        chunks.push(last.map(|last| chunks[last]).map_or_else(|| price((chunk, own)), Some)?);
+    }
     let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
     let row = (row_bytes as f64 / COST.link.bytes_per_second * PICOSECONDS) as i64;
     Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row })
 }
 
-/// What a forward and a backward that do all work at once take each rank, in picoseconds.
+/// What kernels take for work that was met before: swaps leave many ranks as they are.
+#[derive(Default)]
+struct KnownTimes(Vec<(Vec<Band>, [usize; 2], [f64; 2])>);
+
+impl KnownTimes {
+    /// Seconds of a forward and a backward of `bands` over so many query and key rows.
+    fn seconds(&mut self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
+        if let Some((.., seconds)) = self.0.iter().find(|known| known.1 == rows && known.0 == bands) {
+            return *seconds;
+        }
+        let work = AttentionWork::whole(bands, rows, spec);
+        let seconds = [COST.forward_seconds(&work), COST.backward_seconds(&work)];
+        self.0.push((bands.to_vec(), rows, seconds));
+        seconds
+    }
+}
+
+/// What a forward and a backward that do all work at once take each rank, in picoseconds. `known` are times for the same `spec`.
 fn rank_seconds(
     mask: &Mask,
     dispatch: &Dispatch,
     spec: &AttentionSpec,
     config: &PlanConfig,
+    known: &mut KnownTimes,
 ) -> Vec<[i64; 2]> {
     let owners = Owners::new(dispatch.clone(), dispatch.clone());
     let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config);
@@ -134,7 +161,7 @@ fn rank_seconds(
     let seconds = |(rank, outline): (usize, &RankOutline)| {
         let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
         let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
-        let work = AttentionWork::whole(bands, [outline.q_rows, own_rows + received], spec);
+        let [forward, backward] = known.seconds(bands, [outline.q_rows, own_rows + received], spec);
         let (links, ready) =
             (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
@@ -142,10 +169,7 @@ fn rank_seconds(
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
             (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
         };
-        [
-            takes(Direction::Forward, COST.forward_seconds(&work)),
-            takes(Direction::Backward, COST.backward_seconds(&work)),
-        ]
+        [takes(Direction::Forward, forward), takes(Direction::Backward, backward)]
     };
     ranks.iter().enumerate().map(seconds).collect()
 }
@@ -194,7 +218,8 @@ mod tests {
             let prices = prices(&mask, &work, 4, &SPEC).unwrap();
             let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
             let seconds = |dispatch: &Dispatch| {
-                let ranks = rank_seconds(&mask, dispatch, &SPEC, &config).into_iter();
+                let ranks =
+                    rank_seconds(&mask, dispatch, &SPEC, &config, &mut KnownTimes::default()).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
             let (before, after) =
