@@ -57,7 +57,8 @@ impl TileCounting {
         let config = TileScheduleConfig::new(self.direction, tile_rows, block);
         debug_assert!(config.tiles == TilePlacement::Tight && config.order == TileOrder::Work);
         config.validate()?;
-        let mut counts = TileCounts::default();
+        let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
+        let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
         let mut walk = Walk::new(self.direction, block, config.blocks, None, 0);
         let mut sweep = Sweep::new(&self.bands);
         let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
