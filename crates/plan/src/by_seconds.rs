@@ -1,6 +1,8 @@
 //! Dispatches by what kernels that walk tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
 //! about bits, which must not follow what was measured.
 
+use std::ops::ControlFlow;
+
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::direction::{Direction, makespan};
@@ -55,13 +57,21 @@ pub(crate) fn by_seconds(
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
     let mut known = KnownTimes::default();
-    let mut weighed = |dispatch: &Dispatch| -> Vec<[i64; 2]> {
-        let seconds = rank_seconds(mask, dispatch, spec, config, &mut known);
-        seconds.into_iter().map(|rank| weight.weigh(rank)).collect()
+    // Of all ranks; or of as many as take `until`.
+    let mut weighed = |dispatch: &Dispatch, until: i64| -> Vec<[i64; 2]> {
+        let mut seconds = Vec::with_capacity(dispatch.cp_size());
+        rank_seconds(mask, dispatch, spec, config, &mut known, |rank| {
+            seconds.push(weight.weigh(rank));
+            match slowest(&seconds) < until {
+                true => ControlFlow::Continue(()),
+                false => ControlFlow::Break(()),
+            }
+        });
+        seconds
     };
-    let mut seconds = weighed(&dispatch);
+    let mut seconds = weighed(&dispatch, i64::MAX);
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS {
         prices.beyond = (0..dispatch.cp_size())
             .map(|rank| {
                 let chunks = dispatch.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]);
@@ -73,8 +83,10 @@ pub(crate) fn by_seconds(
             break;
         }
         dispatch = next;
-        seconds = weighed(&dispatch);
-        if slowest(&seconds) < least - least / LEAST_GAIN {
+        let limit = least - least / LEAST_GAIN;
+        // No swaps follow the last round, so of that only what gains is looked at to its end.
+        seconds = weighed(&dispatch, if round < ROUNDS { i64::MAX } else { limit });
+        if slowest(&seconds) < limit {
             (best, least) = (dispatch.clone(), slowest(&seconds));
         }
     }
@@ -146,19 +158,21 @@ impl KnownTimes {
     }
 }
 
-/// What a forward and a backward that do all work at once take each rank, in picoseconds. `known` are times for the same `spec`.
+/// Hands `visit` what a forward and a backward that do all work at once take rank after rank, in picoseconds, until it breaks off.
+/// `known` are times for the same `spec`.
 fn rank_seconds(
     mask: &Mask,
     dispatch: &Dispatch,
     spec: &AttentionSpec,
     config: &PlanConfig,
     known: &mut KnownTimes,
-) -> Vec<[i64; 2]> {
+    mut visit: impl FnMut([i64; 2]) -> ControlFlow<()>,
+) {
     let owners = Owners::new(dispatch.clone(), dispatch.clone());
     let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config);
     let cuts = StageCuts::gathered(&ranks);
     let parts = exchange(&owners.k_runs, &cuts.placed_rows(1));
-    let seconds = |(rank, outline): (usize, &RankOutline)| {
+    for (rank, outline) in ranks.iter().enumerate() {
         let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
         let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
         let [forward, backward] = known.seconds(bands, [outline.q_rows, own_rows + received], spec);
@@ -169,9 +183,11 @@ fn rank_seconds(
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
             (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
         };
-        [takes(Direction::Forward, forward), takes(Direction::Backward, backward)]
-    };
-    ranks.iter().enumerate().map(seconds).collect()
+        let seconds = [takes(Direction::Forward, forward), takes(Direction::Backward, backward)];
+        if visit(seconds).is_break() {
+            return;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -194,6 +210,20 @@ mod tests {
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
     };
+
+    fn all_ranks(
+        mask: &Mask,
+        dispatch: &Dispatch,
+        config: &PlanConfig,
+        known: &mut KnownTimes,
+    ) -> Vec<[i64; 2]> {
+        let mut seconds = Vec::new();
+        rank_seconds(mask, dispatch, &SPEC, config, known, |rank| {
+            seconds.push(rank);
+            ControlFlow::Continue(())
+        });
+        seconds
+    }
 
     /// Prices of chunks leave the slowest of these ranks several hundredths behind the others.
     #[test]
@@ -218,8 +248,7 @@ mod tests {
             let prices = prices(&mask, &work, 4, &SPEC).unwrap();
             let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
             let seconds = |dispatch: &Dispatch| {
-                let ranks =
-                    rank_seconds(&mask, dispatch, &SPEC, &config, &mut KnownTimes::default()).into_iter();
+                let ranks = all_ranks(&mask, dispatch, &config, &mut KnownTimes::default()).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
             let (before, after) =
