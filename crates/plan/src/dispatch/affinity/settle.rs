@@ -229,17 +229,110 @@ impl<'a> State<'a> {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_mask::{Documents, Mask};
+    use counterpoint_mask::{Documents, Mask, Range, Window};
     use proptest::prelude::*;
 
     use super::*;
     use crate::dispatch::{DispatchAlgorithm, chunk_work, dispatch};
+    use crate::work::without;
 
     fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
-        plain(work, prices, &(0..dispatch.cp_size()).map(|rank| dispatch.chunks(rank)).collect::<Vec<_>>())
+        plain(work, prices, &lists(dispatch))
+    }
+
+    fn lists(dispatch: &Dispatch) -> Vec<Vec<u32>> {
+        (0..dispatch.cp_size()).map(|rank| dispatch.chunks(rank).to_vec()).collect()
+    }
+
+    /// What [`State::seconds`] is, from rows and without anything that is kept.
+    fn plain(work: &ChunkWork, prices: &Prices, rank_chunks: &[Vec<u32>]) -> i64 {
+        let ranks = rank_chunks.len();
+        let rows = |rank: usize| rank_chunks[rank].iter().map(|&chunk| work.rows(chunk as usize));
+        let (mut sent, mut received) = (vec![0; ranks], vec![0; ranks]);
+        for to in 0..ranks {
+            let needs = rank_chunks[to].iter().flat_map(|&chunk| work.needs(chunk as usize).to_vec());
+            let missing = without(&Range::merged(needs.collect()), &Range::merged(rows(to).collect()));
+            for from in (0..ranks).filter(|&from| from != to) {
+                let shared =
+                    rows(from).flat_map(|own| missing.iter().map(move |rows| rows.intersect(&own).len()));
+                let shared = shared.sum::<usize>() as i64;
+                sent[from] += shared;
+                received[to] += shared;
+            }
+        }
+        let busier: Vec<i64> =
+            (0..ranks).map(|rank| i64::max(sent[rank], received[rank]) * prices.row).collect();
+        let (mut most, mut all, mut uneven) = (*busier.iter().max().unwrap(), 0, 0);
+        for at in 0..2 {
+            let load = |rank: usize| {
+                let chunks = rank_chunks[rank].iter().map(|&chunk| prices.chunks[chunk as usize][at]);
+                prices.beyond[rank][at] + chunks.sum::<i64>()
+            };
+            let sum: i64 = (0..ranks).map(load).sum();
+            most += (0..ranks).map(load).max().unwrap();
+            all += sum;
+            uneven += (0..ranks).map(|rank| (load(rank) - sum / ranks as i64).abs()).sum::<i64>();
+        }
+        let rank_of = |chunk: u32| rank_chunks.iter().position(|chunks| chunks.contains(&chunk));
+        let chunks = work.num_chunks() as i64;
+        let pieces = (1..chunks as u32).filter(|&chunk| rank_of(chunk) != rank_of(chunk - 1)).count() as i64;
+        let cut = pieces * (all / chunks) / (PIECE * ranks as i64);
+        most + cut + (uneven + busier.iter().sum::<i64>()) / (OTHERS * ranks as i64)
     }
 
     proptest! {
+        /// What a swap is weighed at is what all ranks are found to take after it, whatever was kept of swaps before; and a limit
+        /// turns away exactly what is beyond it.
+        #[test]
+        fn a_swap_is_weighed_as_from_scratch(
+            lengths in prop::collection::vec(1..700_usize, 1..12),
+            kind in 0..4_usize,
+            ranks in 2..=MOST_RANKS,
+            drawn in prop::collection::vec([1_000_000..9_000_000_i64, 0..9_000_000], 64),
+            row in 0..60_000_i64,
+            swaps in prop::collection::vec((any::<usize>(), any::<usize>(), any::<bool>()), 1..40),
+        ) {
+            let documents = Documents::from_lengths(lengths).unwrap();
+            let window = Window { left: Some(100), right: Some(30), global: 20 };
+            let mask = match kind {
+                0 => Mask::full(documents),
+                1 => Mask::sliding_window(documents, window),
+                2 => Mask::block_causal(documents, 90),
+                _ => Mask::causal(documents),
+            };
+            let work = chunk_work(&mask.unwrap(), 64);
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            prop_assume!(settles(&work, &first));
+            let chunks = (0..work.num_chunks()).map(|chunk| drawn[chunk % 64]).collect();
+            let prices = Prices { chunks, beyond: drawn[..ranks].to_vec(), row };
+            let reach = Reach::new(&work);
+            let mut state = State::new(&reach, &prices, &first);
+            let mut owned = lists(&first);
+            prop_assert_eq!(state.seconds(), plain(&work, &prices, &owned));
+            for (a, b, stays) in swaps {
+                let swap = [a, b].map(|chunk| (chunk % work.num_chunks()) as u32);
+                let seat = |owned: &[Vec<u32>], chunk: u32| {
+                    let place = |rank: usize| Some((rank, owned[rank].iter().position(|&own| own == chunk)?));
+                    (0..ranks).find_map(place).unwrap()
+                };
+                let [(rank_a, at_a), (rank_b, at_b)] = swap.map(|chunk| seat(&owned, chunk));
+                if rank_a == rank_b {
+                    continue;
+                }
+                let mut after = owned.clone();
+                (after[rank_a][at_a], after[rank_b][at_b]) = (swap[1], swap[0]);
+                let wanted = plain(&work, &prices, &after);
+                prop_assert!(state.after(swap, wanted - 1).is_none());
+                let found = state.after(swap, wanted).unwrap();
+                prop_assert_eq!(found.seconds, wanted);
+                if stays {
+                    state.swap(swap, found);
+                    owned = after;
+                    prop_assert_eq!(state.seconds(), wanted);
+                }
+            }
+        }
+
         /// Every chunk keeps exactly one rank, ranks keep their counts, nothing gets slower, and twice is the same.
         #[test]
         fn swaps_gain_or_are_left(
@@ -254,7 +347,8 @@ mod tests {
             prop_assume!(settles(&work, &first));
             let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
             let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
-            let settled = settle(&work, &prices, Search::Wide, first.clone());
+            let reach = Reach::new(&work);
+            let settled = settle(&work, &reach, &prices, Search::Wide, first.clone());
             let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
@@ -263,8 +357,8 @@ mod tests {
             }
             let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
             prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &prices, Search::Wide, first.clone()), settled.clone());
-            let level = settle(&work, &prices, Search::Downhill, settled.clone());
+            prop_assert_eq!(settle(&work, &reach, &prices, Search::Wide, first.clone()), settled.clone());
+            let level = settle(&work, &reach, &prices, Search::Downhill, settled.clone());
             prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
@@ -278,7 +372,9 @@ mod tests {
         let chunks = (0..16).map(|chunk| [price(chunk), 2 * price(chunk)]).collect();
         let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
         let halves = vec![(0..8).collect(), (8..16).collect()];
-        let settled = settle(&work, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
+        let reach = Reach::new(&work);
+        let settled =
+            settle(&work, &reach, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
         let load =
             |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
         assert_eq!([load(0), load(1)], [40_000, 40_000]);
