@@ -2,9 +2,7 @@ use counterpoint_mask::{Band, Range};
 
 use super::sweep::Sweep;
 use super::walk::Walk;
-use super::{
-    TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileScheduleError, check_rows, fit, turned,
-};
+use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
 pub(crate) struct TileCounting {
@@ -55,7 +53,6 @@ impl TileCounting {
     /// With tiles of `tile_rows` rows that walk blocks of `block` columns.
     pub(crate) fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
         let config = TileScheduleConfig::new(self.direction, tile_rows, block);
-        debug_assert!(config.tiles == TilePlacement::Tight && config.order == TileOrder::Work);
         config.validate()?;
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
         let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
@@ -75,7 +72,8 @@ impl TileCounting {
             while start < stretch.end {
                 let rows = Range::new(start, (start + tile_rows).min(stretch.end));
                 let touching = sweep.touching(&rows);
-                (walk.runs.clear(), walk.bounds.clear());
+                walk.runs.clear();
+                walk.bounds.clear();
                 let blocks = walk.tile(&rows, touching);
                 let bounded = walk.runs.iter().filter(|run| run.bound_begin < run.bound_end);
                 let bounded: u64 =

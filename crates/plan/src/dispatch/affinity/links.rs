@@ -2,7 +2,7 @@ use super::segments::{Segments, WORD, bits_in, words_of};
 use super::settle::MOST_RANKS;
 use crate::dispatch::{ChunkWork, Home};
 
-/// What chunks read and own, as sets that two chunks are compared by word for word.
+/// What chunks read and own, as sets of segments: two chunks are compared word by word.
 pub(crate) struct Reach {
     segments: Segments,
     /// The words from the first to the last in which chunk `i` reads anything: `needs[offsets[i]..offsets[i + 1]]`, from word
@@ -101,7 +101,7 @@ struct Change {
 }
 
 impl<'a> Links<'a> {
-    /// Of ranks with so many chunks, in the order of `seats`.
+    /// Of ranks that have these chunks.
     pub(super) fn new<'b>(reach: &'a Reach, rank_chunks: impl ExactSizeIterator<Item = &'b [u32]>) -> Self {
         let stride = reach.segments.words();
         let (ranks, segments) = (rank_chunks.len(), stride * WORD);
