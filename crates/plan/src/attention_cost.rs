@@ -1,9 +1,8 @@
 use counterpoint_mask::Band;
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    AttentionSpec, CostModel, PlanError, TileDirection, TileSchedule, TileScheduleConfig, TileStatistics,
-};
+use crate::tile_schedule::{TileCounting, TileCounts};
+use crate::{AttentionSpec, CostModel, PlanError, TileDirection};
 
 /// One attention operation, as far as its time goes.
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +60,7 @@ impl<'a> AttentionWork<'a> {
     }
 }
 
-/// Attention kernels that walk a [`TileSchedule`]: what a run of theirs costs besides unmasked pairs.
+/// Attention kernels that walk a [`TileSchedule`](crate::TileSchedule): what a run of theirs costs besides unmasked pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TileCosts {
     /// CTAs that run at a time.
@@ -103,7 +102,7 @@ pub struct TileCost {
 }
 
 /// Tiles up to so many blocks, most of them alike, are walked in step, so that neighbours read the same rows anyway.
-const IN_STEP: u32 = 32;
+const IN_STEP: usize = 32;
 
 impl TileCosts {
     /// The Hopper kernels on an H200, fitted to kept runs of seven masks of 8k to 32k rows at 16:16 and 64:8 heads
@@ -247,13 +246,17 @@ impl TileCost {
         columns: impl Fn(&Walk) -> f64,
     ) -> Option<f64> {
         let group = work.heads_q / work.heads_kv.max(1);
-        let packs = [1, if group.is_multiple_of(self.pack) { self.pack } else { 1 }];
-        let blocks = [self.staged_block, if work.staged { self.staged_block } else { self.block }];
+        let packs = [Some(1), (self.pack > 1 && group.is_multiple_of(self.pack)).then_some(self.pack)];
+        let other = (!work.staged && self.block != self.staged_block).then_some(self.block);
+        let blocks = [Some(self.staged_block), other];
+        let counting = TileCounting::new(work.bands, work.q_rows, work.k_rows, direction).ok()?;
         let mut least: Option<f64> = None;
-        for (pack, block) in packs.into_iter().flat_map(|pack| blocks.map(|block| (pack, block))) {
-            let config = TileScheduleConfig::new(direction, self.tile_rows / pack, block);
-            let schedule = TileSchedule::new(work.bands, work.q_rows, work.k_rows, &config).ok()?;
-            let columns = columns(&self.walk(&schedule, work, direction, pack));
+        let shapes = packs.into_iter().flatten();
+        for (pack, block) in
+            shapes.flat_map(|pack| blocks.into_iter().flatten().map(move |block| (pack, block)))
+        {
+            let counts = counting.counts(self.tile_rows / pack, block).ok()?;
+            let columns = columns(&self.walk(&counts, block, work, direction, pack));
             least = Some(least.map_or(columns, |least| least.min(columns)));
         }
         least
@@ -261,12 +264,13 @@ impl TileCost {
 
     fn walk(
         &self,
-        schedule: &TileSchedule,
+        counts: &TileCounts,
+        block: usize,
         work: &AttentionWork<'_>,
         direction: TileDirection,
         pack: usize,
     ) -> Walk {
-        let TileStatistics { tiles, longest_tile, blocks, bounded_blocks, .. } = schedule.statistics();
+        let TileCounts { tiles, longest_tile, blocks, bounded_blocks, .. } = *counts;
         let heads = (work.heads_q / pack) as f64;
         // Key tiles of the backward are walked by all query heads of their key head, one after the other.
         let (tile_heads, walks) = match direction {
@@ -274,11 +278,11 @@ impl TileCost {
             TileDirection::Backward => (work.heads_kv as f64, heads / work.heads_kv.max(1) as f64),
         };
         let staggered = if work.heads_q > work.heads_kv && self.staggered_columns > 0.0 {
-            staggered_blocks(schedule) as f64 * self.staggered_columns
+            staggered_blocks(counts) as f64 * self.staggered_columns
         } else {
             0.0
         };
-        let block = schedule.config().block as f64 + self.block_columns;
+        let block = block as f64 + self.block_columns;
         let walked = blocks as f64 * block + bounded_blocks as f64 * self.bounded_columns + staggered;
         let tiles = tiles as f64 * tile_heads;
         Walk {
@@ -312,20 +316,15 @@ impl Walk {
 }
 
 /// Blocks of tiles that begin elsewhere than the tile before them in the order of rows.
-fn staggered_blocks(schedule: &TileSchedule) -> u64 {
-    let tiles = schedule.tiles();
-    let most = tiles.iter().map(|tile| tile.blocks).max().unwrap_or(0);
-    let alike = tiles.iter().filter(|tile| u64::from(tile.blocks) * 10 >= u64::from(most) * 7).count();
-    if most <= IN_STEP && 2 * alike > tiles.len() {
+fn staggered_blocks(counts: &TileCounts) -> u64 {
+    let most = counts.longest_tile;
+    let alike = counts.alike.iter().filter(|tiles| tiles.blocks * 10 >= most * 7);
+    if most <= IN_STEP && 2 * alike.map(|tiles| tiles.count).sum::<usize>() > counts.tiles {
         return 0;
     }
-    let mut begins: Vec<(u32, i32, u32)> = tiles
-        .iter()
-        .filter_map(|tile| schedule.runs_of(tile).first().map(|run| (tile.number, run.start, tile.blocks)))
-        .collect();
-    begins.sort_unstable();
-    let staggered = begins.windows(2).filter(|pair| pair[0].1 != pair[1].1);
-    staggered.map(|pair| u64::from(pair[1].2)).sum()
+    let begins = counts.alike.iter().filter_map(|tiles| Some((tiles.begin?, tiles.blocks)));
+    let staggered = begins.clone().zip(begins.skip(1)).filter(|(before, tiles)| before.0 != tiles.0);
+    staggered.map(|(_, tiles)| tiles.1 as u64).sum()
 }
 
 impl CostModel {

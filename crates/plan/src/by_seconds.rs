@@ -1,10 +1,12 @@
 //! Dispatches by what kernels that walk tiles take, in figures of one GPU and not of the machine's profile: who computes what decides
 //! about bits, which must not follow what was measured.
 
+use std::ops::ControlFlow;
+
 use counterpoint_mask::{Band, Mask, Range};
 
 use crate::direction::{Direction, makespan};
-use crate::dispatch::{Prices, Search, settle, settles};
+use crate::dispatch::{Prices, Reach, Search, settle, settles};
 use crate::division::Owners;
 use crate::exchange::exchange;
 use crate::outline::RankOutline;
@@ -49,29 +51,42 @@ pub(crate) fn by_seconds(
         return dispatch;
     }
     let Some(mut prices) = prices(mask, work, dispatch.cp_size(), spec) else { return dispatch };
-    let mut dispatch = by_chunks(work, &prices, dispatch);
+    let reach = Reach::new(work);
+    let mut dispatch = by_chunks(work, &reach, &prices, dispatch);
     // A direction counts by the part that its slowest rank is behind: a forward is a third as long as a backward.
     let weight = Weight::of(&prices);
     prices.chunks.iter_mut().for_each(|price| *price = weight.weigh(*price));
-    let weighed = |dispatch: &Dispatch| -> Vec<[i64; 2]> {
-        rank_seconds(mask, dispatch, spec, config).into_iter().map(|rank| weight.weigh(rank)).collect()
+    let mut known = KnownTimes::default();
+    // Of all ranks; or of as many as take `until`.
+    let mut weighed = |dispatch: &Dispatch, until: i64| -> Vec<[i64; 2]> {
+        let mut seconds = Vec::with_capacity(dispatch.cp_size());
+        rank_seconds(mask, dispatch, spec, config, &mut known, |rank| {
+            seconds.push(weight.weigh(rank));
+            match slowest(&seconds) < until {
+                true => ControlFlow::Continue(()),
+                false => ControlFlow::Break(()),
+            }
+        });
+        seconds
     };
-    let mut seconds = weighed(&dispatch);
+    let mut seconds = weighed(&dispatch, i64::MAX);
     let (mut best, mut least) = (dispatch.clone(), slowest(&seconds));
-    for _ in 0..ROUNDS {
+    for round in 1..=ROUNDS {
         prices.beyond = (0..dispatch.cp_size())
             .map(|rank| {
                 let chunks = dispatch.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize]);
                 chunks.fold(seconds[rank], |rest, chunk| [0, 1].map(|at| rest[at] - chunk[at]))
             })
             .collect();
-        let next = settle(work, &prices, Search::Downhill, dispatch.clone());
+        let next = settle(work, &reach, &prices, Search::Downhill, dispatch.clone());
         if next == dispatch {
             break;
         }
         dispatch = next;
-        seconds = weighed(&dispatch);
-        if slowest(&seconds) < least - least / LEAST_GAIN {
+        let limit = least - least / LEAST_GAIN;
+        // No swaps follow the last round, so of that only what gains is looked at to its end.
+        seconds = weighed(&dispatch, if round < ROUNDS { i64::MAX } else { limit });
+        if slowest(&seconds) < limit {
             (best, least) = (dispatch.clone(), slowest(&seconds));
         }
     }
@@ -79,9 +94,9 @@ pub(crate) fn by_seconds(
 }
 
 /// The first search. Chunks that are dear in one direction mostly are in the other: what tells them apart is left to schedules.
-fn by_chunks(work: &ChunkWork, prices: &Prices, dispatch: Dispatch) -> Dispatch {
+fn by_chunks(work: &ChunkWork, reach: &Reach, prices: &Prices, dispatch: Dispatch) -> Dispatch {
     let both = prices.chunks.iter().map(|price| [0, price[0] + price[1]]).collect();
-    settle(work, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
+    settle(work, reach, &Prices { chunks: both, ..prices.clone() }, Search::Wide, dispatch)
 }
 
 /// What makes a forward of all chunks as long as their backward.
@@ -113,27 +128,54 @@ fn prices(mask: &Mask, work: &ChunkWork, ranks: usize, spec: &AttentionSpec) -> 
         let work = AttentionWork::whole(bands, [work.rows(chunk).len(), work.seqlen_k()], spec);
         Some(COST.share_seconds(&work)?.map(|seconds| (seconds * PICOSECONDS) as i64))
     };
-    let chunks = rank_work(mask, &runs, chunks).iter().enumerate().map(price).collect::<Option<_>>()?;
+    let bands = rank_work(mask, &runs, chunks);
+    let mut chunks: Vec<[i64; 2]> = Vec::with_capacity(chunks);
+    for (chunk, own) in bands.iter().enumerate() {
+        // Chunks of one document that see all of it are the same work.
+        let is_same = |&last: &usize| bands[last] == *own && work.rows(last).len() == work.rows(chunk).len();
+        let last = chunk.checked_sub(1).filter(is_same);
+        chunks.push(last.map(|last| chunks[last]).map_or_else(|| price((chunk, own)), Some)?);
+    }
     let row_bytes = 2 * spec.kv_row_bytes() + spec.kv_gradient_row_bytes();
     let row = (row_bytes as f64 / COST.link.bytes_per_second * PICOSECONDS) as i64;
     Some(Prices { chunks, beyond: vec![[0; 2]; ranks], row })
 }
 
-/// What a forward and a backward that do all work at once take each rank, in picoseconds.
+/// What kernels take for work that was met before: swaps leave many ranks as they are.
+#[derive(Default)]
+struct KnownTimes(Vec<(Vec<Band>, [usize; 2], [f64; 2])>);
+
+impl KnownTimes {
+    /// Seconds of a forward and a backward of `bands` over so many query and key rows.
+    fn seconds(&mut self, bands: &[Band], rows: [usize; 2], spec: &AttentionSpec) -> [f64; 2] {
+        if let Some((.., seconds)) = self.0.iter().find(|known| known.1 == rows && known.0 == bands) {
+            return *seconds;
+        }
+        let work = AttentionWork::whole(bands, rows, spec);
+        let seconds = [COST.forward_seconds(&work), COST.backward_seconds(&work)];
+        self.0.push((bands.to_vec(), rows, seconds));
+        seconds
+    }
+}
+
+/// Hands `visit` what a forward and a backward that do all work at once take rank after rank, in picoseconds, until it breaks off.
+/// `known` are times for the same `spec`.
 fn rank_seconds(
     mask: &Mask,
     dispatch: &Dispatch,
     spec: &AttentionSpec,
     config: &PlanConfig,
-) -> Vec<[i64; 2]> {
+    known: &mut KnownTimes,
+    mut visit: impl FnMut([i64; 2]) -> ControlFlow<()>,
+) {
     let owners = Owners::new(dispatch.clone(), dispatch.clone());
     let ranks = RankOutline::of(&owners, owners.work(mask), Vec::new(), spec, config);
     let cuts = StageCuts::gathered(&ranks);
     let parts = exchange(&owners.k_runs, &cuts.placed_rows(1));
-    let seconds = |(rank, outline): (usize, &RankOutline)| {
+    for (rank, outline) in ranks.iter().enumerate() {
         let (bands, own_rows) = (&cuts.bands(rank, outline)[1], outline.own_rows());
         let received = cuts.rows(rank, 1).iter().map(Range::len).sum::<usize>();
-        let work = AttentionWork::whole(bands, [outline.q_rows, own_rows + received], spec);
+        let [forward, backward] = known.seconds(bands, [outline.q_rows, own_rows + received], spec);
         let (links, ready) =
             (busier_rows(&parts[rank], rank, &config.topology), ReadyWork::of(bands, own_rows));
         let takes = |direction: Direction, computing: f64| {
@@ -141,12 +183,11 @@ fn rank_seconds(
             let stage = StagePrediction { compute_seconds, ..direction.transfers(links, spec, &COST) };
             (makespan([stage.as_rows_arrive(&ready, received, spec, &COST)]) * PICOSECONDS) as i64
         };
-        [
-            takes(Direction::Forward, COST.forward_seconds(&work)),
-            takes(Direction::Backward, COST.backward_seconds(&work)),
-        ]
-    };
-    ranks.iter().enumerate().map(seconds).collect()
+        let seconds = [takes(Direction::Forward, forward), takes(Direction::Backward, backward)];
+        if visit(seconds).is_break() {
+            return;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -169,6 +210,20 @@ mod tests {
         seqlen_sink: 0,
         gradient_shares: GradientShares::Accumulators,
     };
+
+    fn all_ranks(
+        mask: &Mask,
+        dispatch: &Dispatch,
+        config: &PlanConfig,
+        known: &mut KnownTimes,
+    ) -> Vec<[i64; 2]> {
+        let mut seconds = Vec::new();
+        rank_seconds(mask, dispatch, &SPEC, config, known, |rank| {
+            seconds.push(rank);
+            ControlFlow::Continue(())
+        });
+        seconds
+    }
 
     /// Prices of chunks leave the slowest of these ranks several hundredths behind the others.
     #[test]
@@ -193,10 +248,11 @@ mod tests {
             let prices = prices(&mask, &work, 4, &SPEC).unwrap();
             let level = by_seconds(&mask, &work, first.clone(), &SPEC, &config);
             let seconds = |dispatch: &Dispatch| {
-                let ranks = rank_seconds(&mask, dispatch, &SPEC, &config).into_iter();
+                let ranks = all_ranks(&mask, dispatch, &config, &mut KnownTimes::default()).into_iter();
                 slowest(&ranks.map(|rank| Weight::of(&prices).weigh(rank)).collect::<Vec<_>>())
             };
-            let (before, after) = (seconds(&by_chunks(&work, &prices, first.clone())), seconds(&level));
+            let (before, after) =
+                (seconds(&by_chunks(&work, &Reach::new(&work), &prices, first.clone())), seconds(&level));
             assert!(after <= before, "{before} {after}");
             most = most.max((before - after) as f64 / before as f64);
             assert_eq!(by_seconds(&mask, &work, first.clone(), &SPEC, &config), level);

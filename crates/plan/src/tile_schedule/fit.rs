@@ -5,6 +5,7 @@ use counterpoint_mask::{Band, Range};
 use super::sweep::{Sweep, piece};
 use super::walk::first_block;
 use super::{TILE_COST, TilePlacement, TileScheduleConfig};
+use crate::work::is_rectangle;
 
 /// Stretches of fewer rows than this part of a tile have no cuts of their own: what could be saved at each is little, and
 /// looking at all of them takes time in the square of their number.
@@ -23,7 +24,9 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
     let (stops, cuts) = stops(bands, rows, tile_rows);
     let (mut stop, mut cut) = (0, 0);
     let mut sweep = Sweep::new(bands);
-    let mut columns = Vec::new();
+    let mut columns: Vec<Range> = Vec::new();
+    // Before which stop the last tile was that rectangles alone touch, and what it costs.
+    let mut rectangles = (usize::MAX, 0);
     let mut visited: Vec<Visited> = Vec::new();
     // By descending row.
     let mut paths = vec![Path { row: 0, cost: 0, before: 0, at_cut: true }];
@@ -42,15 +45,35 @@ pub(super) fn fit(bands: &[Band], rows: usize, config: &TileScheduleConfig) -> V
         while cuts[cut] <= row {
             cut += 1;
         }
-        if stops[stop] >= row + tile_rows
-            && let Some(blocks) = Blocks::of(touching, config)
-        {
+        if stops[stop] >= row + tile_rows {
             let tiles = (stops[stop] - row) / tile_rows;
-            let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
-            let row = row + tiles * tile_rows;
-            let at_cut = cuts.binary_search(&row).is_ok();
-            add(&mut paths, Path { row, cost: path.cost + cost, before, at_cut });
-            continue;
+            let end = row + tiles * tile_rows;
+            let at_cut = cuts.binary_search(&end).is_ok();
+            if let Some(blocks) = Blocks::of(touching, config) {
+                let cost = block * blocks.of_tiles(row, tile_rows, tiles) + TILE_COST * tiles as u64;
+                add(&mut paths, Path { row: end, cost: path.cost + cost, before, at_cut });
+                continue;
+            }
+            if paths.is_empty() {
+                // All further paths have these tiles in common, so what they cost is no difference between them.
+                let steps =
+                    (1..tiles).map(|tile| Visited { row: row + tile * tile_rows, before: before + tile - 1 });
+                visited.extend(steps);
+                paths.push(Path { row: end, cost: path.cost, before: visited.len() - 1, at_cut });
+                continue;
+            }
+            if touching.iter().all(is_rectangle) {
+                // All tiles up to the stop see the same columns.
+                if rectangles.0 != stop {
+                    columns.clear();
+                    columns.extend(touching.iter().map(|band| band.k_range));
+                    columns.sort_unstable();
+                    rectangles = (stop, block * blocks(&columns, config) + TILE_COST);
+                }
+                let cost = path.cost + rectangles.1;
+                add(&mut paths, Path { row: limit, cost, before, at_cut: at_cut && end == limit });
+                continue;
+            }
         }
         let ends = cuts[cut..].iter().copied().take_while(|&end| end < limit);
         for end in ends.chain([limit]) {

@@ -4,6 +4,7 @@ mod arrange;
 mod chains;
 mod classes;
 mod config;
+mod counts;
 mod coverage;
 mod error;
 mod fit;
@@ -19,6 +20,7 @@ mod walked;
 
 pub use classes::{TileClasses, TileTakers};
 pub use config::{TileDirection, TileOrder, TilePlacement, TileScheduleConfig, TileSplit};
+pub(crate) use counts::{TileCounting, TileCounts};
 pub use error::TileScheduleError;
 pub use head_groups::HeadGroups;
 pub use layout::{NO_LIMIT, Tile, TileBound, TileMerge, TileRun};
@@ -99,9 +101,7 @@ impl TileSchedule {
         config.validate()?;
         check_rows(bands, q_rows, k_rows)?;
         let direction = config.direction;
-        let mut turned = Band::merged(bands.to_vec());
-        turned.iter_mut().for_each(|band| *band = direction.turn(band));
-        turned.sort_unstable();
+        let turned = turned(bands, direction);
         let own_rows = match direction {
             TileDirection::Forward => q_rows,
             TileDirection::Backward => k_rows,
@@ -267,6 +267,14 @@ impl TileBound {
         *end = (*end).min(run.end);
         (*start < *end).then_some(bound)
     }
+}
+
+/// `bands` by owned rows, as few as are found.
+fn turned(bands: &[Band], direction: TileDirection) -> Vec<Band> {
+    let mut turned = Band::merged(bands.to_vec());
+    turned.iter_mut().for_each(|band| *band = direction.turn(band));
+    turned.sort_unstable();
+    turned
 }
 
 /// The stretches, one of which ends at `row`.

@@ -1,5 +1,7 @@
 use counterpoint_mask::{Band, Range};
 
+use crate::work::is_rectangle;
+
 /// Bands by rows, met while going down the rows: each tile looks only at the bands that touch it.
 #[derive(Debug)]
 pub(super) struct Sweep<'a> {
@@ -31,12 +33,24 @@ impl<'a> Sweep<'a> {
         }
         &self.active
     }
+
+    /// Up to where rows after `rows`, the last that were asked for, see the same columns as every one of `rows`; their end where not all
+    /// of them do.
+    pub(super) fn alike_to(&self, rows: &Range) -> usize {
+        let next = self.bands.get(self.next).map_or(usize::MAX, |band| band.q_range.start);
+        let alike = self.active.iter().try_fold(next, |end, band| {
+            let is_whole =
+                is_rectangle(band) && band.q_range.start <= rows.start && band.q_range.end >= rows.end;
+            is_whole.then(|| end.min(band.q_range.end))
+        });
+        alike.unwrap_or(rows.end).max(rows.end)
+    }
 }
 
 /// The part of a trimmed `band` in `rows`, which it touches, trimmed.
 pub(super) fn piece(band: &Band, rows: &Range) -> Option<Band> {
     let part = Band { q_range: band.q_range.intersect(rows), ..*band };
-    match band.diag_min == Band::NO_MIN && band.diag_max == Band::NO_MAX {
+    match is_rectangle(band) {
         // A part of a rectangle is trimmed.
         true => Some(part),
         false => part.trim(),

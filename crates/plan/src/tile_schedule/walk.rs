@@ -72,28 +72,51 @@ impl Walk {
         if let [band] = bands {
             return piece(band, rows).map_or(0, |piece| self.one_piece(rows, &piece));
         }
-        self.pieces.clear();
-        self.pieces.extend(bands.iter().filter_map(|band| piece(band, rows)));
-        if self.pieces.len() > 1 {
-            self.pieces.sort_unstable_by_key(|piece| (piece.k_range.start, piece.q_range.start));
+        let mut pieces = std::mem::take(&mut self.pieces);
+        pieces.clear();
+        pieces.extend(bands.iter().filter_map(|band| piece(band, rows)));
+        let by_columns = |piece: &Band| (piece.k_range.start, piece.q_range.start);
+        if pieces.len() > 1 {
+            pieces.sort_unstable_by_key(by_columns);
+            let before = pieces.len();
             // Parts of two bands can be one band though the whole ones are not.
-            self.pieces.dedup_by(|next, last| match last.union(next) {
-                Some(union) => {
-                    *last = union;
-                    true
+            pieces.dedup_by(|next, last| {
+                if next.k_range.start > last.k_range.end {
+                    return false;
                 }
-                None => false,
+                match last.union(next) {
+                    Some(union) => {
+                        *last = union;
+                        true
+                    }
+                    None => false,
+                }
             });
-            self.pieces.sort_unstable_by_key(|piece| (piece.k_range.start, piece.q_range.start));
+            if pieces.len() < before {
+                pieces.sort_unstable_by_key(by_columns);
+            }
         }
-        if let [piece] = self.pieces[..] {
-            return self.one_piece(rows, &piece);
+        // Blocks that hold one of two pieces hold nothing of the other where a block fits in between.
+        let (mut blocks, mut first) = (0, 0);
+        while first < pieces.len() {
+            let (mut end, mut next) = (pieces[first].k_range.end, first + 1);
+            while let Some(piece) = pieces.get(next)
+                && piece.k_range.start < end + self.block
+            {
+                end = end.max(piece.k_range.end);
+                next += 1;
+            }
+            blocks += match &pieces[first..next] {
+                [piece] => self.one_piece(rows, piece),
+                pieces => self.blocks(rows, pieces),
+            };
+            first = next;
         }
-        self.coverage.measure(rows, &self.pieces);
-        self.blocks()
+        self.pieces = pieces;
+        blocks
     }
 
-    /// What `blocks` does, for the usual tile, which touches but one piece: bounded blocks, blocks that every row sees whole,
+    /// What `blocks` does, for a piece with nobody near: bounded blocks, blocks that every row sees whole,
     /// bounded blocks.
     fn one_piece(&mut self, rows: &Range, piece: &Band) -> usize {
         let block = self.block;
@@ -130,8 +153,9 @@ impl Walk {
         }
     }
 
-    fn blocks(&mut self) -> usize {
+    fn blocks(&mut self, rows: &Range, pieces: &[Band]) -> usize {
         let block = self.block;
+        self.coverage.measure(rows, pieces);
         let (mut seen, mut full, mut next_piece) = (0, 0, 0);
         // The first column that no block holds yet.
         let mut column = 0;
@@ -153,17 +177,16 @@ impl Walk {
                 && range.start <= start
             {
                 let count = (range.end - start) / block;
-                self.close(open.take());
+                self.close(pieces, open.take());
                 self.run(&Range::new(start, start + count * block));
                 blocks += count;
                 column = start + count * block;
                 continue;
             }
-            while self.pieces.get(next_piece).is_some_and(|piece| piece.k_range.start < start + block) {
+            while pieces.get(next_piece).is_some_and(|piece| piece.k_range.start < start + block) {
                 self.live.push(next_piece);
                 next_piece += 1;
             }
-            let pieces = &self.pieces;
             self.live.retain(|&index| pieces[index].k_range.end > start);
             // The blocks after this one are like it until a piece ends or begins, or every row sees a whole block.
             let ends = self.live.iter().map(|&index| pieces[index].k_range.end);
@@ -181,22 +204,22 @@ impl Walk {
                 // A piece is one stretch of columns, so blocks that touch the same ones follow each other.
                 Some(open) if self.listed == self.live => open.end = rows.end,
                 _ => {
-                    self.close(open.replace(rows));
+                    self.close(pieces, open.replace(rows));
                     self.listed.clone_from(&self.live);
                 }
             }
             blocks += count;
             column = end;
         }
-        self.close(open);
+        self.close(pieces, open);
         blocks
     }
 
     /// Appends the open run with its bounds.
-    fn close(&mut self, open: Option<Range>) {
+    fn close(&mut self, pieces: &[Band], open: Option<Range>) {
         let Some(columns) = open else { return };
         for &index in &self.listed {
-            let piece = &self.pieces[index];
+            let piece = &pieces[index];
             self.bounds.push(bound(&self.direction.turn(&piece.clip(&piece.q_range, &columns))));
         }
         let begin = self.bounds.len() - self.listed.len();

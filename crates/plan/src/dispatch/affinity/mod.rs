@@ -29,6 +29,7 @@
 //! 4M tokens causal, chunk 2048: 9 ms for 1,024 ranks, where traffic cannot be avoided and balance is kept at 1.000.
 
 mod coverage;
+mod links;
 mod pairing;
 mod segments;
 mod settle;
@@ -39,6 +40,7 @@ use super::min_heap::min_heap;
 use super::received_rows::received_by;
 use super::sequential::sequential;
 use super::{ChunkWork, Home};
+pub(crate) use links::Reach;
 use pairing::pair_heavy_with_light;
 use segments::Segments;
 pub(crate) use settle::{Prices, Search, settle, settles};

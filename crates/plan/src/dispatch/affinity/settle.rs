@@ -1,10 +1,10 @@
-use super::segments::{Segments, bits_in, words_of};
+use super::links::{Links, Moved, Reach};
 use super::trade::Draw;
-use crate::dispatch::{ChunkWork, Dispatch, Home};
+use crate::dispatch::{ChunkWork, Dispatch};
 
 /// Chunks and ranks up to which dispatches are settled: a proposal looks at the links between all ranks.
 const MOST_CHUNKS: usize = 1024;
-const MOST_RANKS: usize = 16;
+pub(super) const MOST_RANKS: usize = 16;
 /// Swaps that are proposed, in a wide search and in one downhill. A budget and no clock: the result is the same on every machine.
 const PROPOSALS: usize = 8_000;
 const PROPOSALS_DOWNHILL: usize = 2_000;
@@ -46,163 +46,293 @@ pub(crate) fn settles(work: &ChunkWork, dispatch: &Dispatch) -> bool {
 
 /// Swaps chunks of `dispatch` so that its slowest rank ends sooner: what a rank computes, and after it what its links carry. By
 /// threshold accepting (Dueck and Scheuer, Journal of Computational Physics 90, 1990): integers alone, and the best that was met.
-pub(crate) fn settle(work: &ChunkWork, prices: &Prices, search: Search, dispatch: Dispatch) -> Dispatch {
-    let segments = Segments::new(work, Home::WithQueries);
-    let mut state = State::new(&segments, prices, &dispatch);
+/// `reach` is that of `work`.
+pub(crate) fn settle(
+    work: &ChunkWork,
+    reach: &Reach,
+    prices: &Prices,
+    search: Search,
+    dispatch: Dispatch,
+) -> Dispatch {
+    let mut state = State::new(reach, prices, &dispatch);
     let mut seconds = state.seconds();
     let (limit, first_threshold, proposals) = match search {
         Search::Wide => (seconds - seconds / LEAST_GAIN, seconds / FIRST_THRESHOLD, PROPOSALS),
         Search::Downhill => (seconds, 0, PROPOSALS_DOWNHILL),
     };
-    let mut best = (seconds, state.rank_chunks.clone());
+    let (mut least, mut best) = (seconds, state.seats.clone());
     let mut draw = Draw::default();
     for step in 0..proposals {
         let threshold = first_threshold * (proposals - step) as i64 / proposals as i64;
         let Some(swap) = state.propose(&mut draw) else { continue };
-        state.swap(swap);
-        let after = state.seconds();
-        if after > seconds + threshold {
-            state.swap(swap);
-            continue;
-        }
-        seconds = after;
-        if seconds < best.0 {
-            best = (seconds, state.rank_chunks.clone());
+        let Some(after) = state.after(swap, seconds + threshold) else { continue };
+        seconds = after.seconds;
+        state.swap(swap, after);
+        if seconds < least {
+            least = seconds;
+            best.copy_from_slice(&state.seats);
         }
     }
-    match best.0 < limit {
-        true => Dispatch::new(work.seqlen_q(), work.chunk_size(), best.1),
+    match least < limit {
+        true => {
+            let rank_chunks = state.starts.windows(2).map(|ends| best[ends[0]..ends[1]].to_vec()).collect();
+            Dispatch::new(work.seqlen_q(), work.chunk_size(), rank_chunks)
+        }
         false => dispatch,
     }
 }
 
-/// Two seats: rank and place in its list.
-type Swap = [(usize, usize); 2];
+/// Two chunks of different ranks.
+type Swap = [u32; 2];
+
+/// What ranks compute, by direction.
+#[derive(Clone, Copy)]
+struct Loads {
+    of: [[i64; MOST_RANKS]; 2],
+    /// By how much all ranks together are off the mean.
+    uneven: i64,
+}
+
+/// What follows from a swap.
+struct After {
+    seconds: i64,
+    loads: Loads,
+    pieces: i64,
+    moved: Moved,
+}
 
 /// Who has which chunks, and what follows from it.
 struct State<'a> {
-    segments: &'a Segments,
     prices: &'a Prices,
-    rank_chunks: Vec<Vec<u32>>,
+    ranks: usize,
+    /// The chunks of rank `r`: `seats[starts[r]..starts[r + 1]]`.
+    seats: Vec<u32>,
+    starts: Vec<usize>,
     /// By chunk.
+    seat_of: Vec<usize>,
     rank_of: Vec<usize>,
-    loads: Vec<[i64; 2]>,
-    /// Segments that each rank reads and owns, `[rank * words + word]`.
-    read: Vec<u64>,
-    own: Vec<u64>,
+    /// By direction, of a rank; swaps leave it as it is.
+    mean: [i64; 2],
+    /// What one more piece costs, times [`PIECE`] and ranks.
+    piece: i64,
+    loads: Loads,
+    /// Neighbouring chunks of different ranks.
+    pieces: i64,
+    links: Links<'a>,
 }
 
 impl<'a> State<'a> {
-    fn new(segments: &'a Segments, prices: &'a Prices, dispatch: &Dispatch) -> Self {
-        let ranks = dispatch.cp_size();
-        let rank_chunks: Vec<Vec<u32>> = (0..ranks).map(|rank| dispatch.chunks(rank).to_vec()).collect();
-        let mut rank_of = vec![0; prices.chunks.len()];
-        for (rank, chunks) in rank_chunks.iter().enumerate() {
-            chunks.iter().for_each(|&chunk| rank_of[chunk as usize] = rank);
-        }
-        let sets = || vec![0; ranks * segments.words()];
-        let (read, own) = (sets(), sets());
-        let mut state =
-            Self { segments, prices, rank_chunks, rank_of, loads: vec![[0; 2]; ranks], read, own };
-        (0..ranks).for_each(|rank| state.refresh(rank));
-        state
-    }
-
-    fn refresh(&mut self, rank: usize) {
-        let words = self.segments.words();
-        let set = rank * words..(rank + 1) * words;
-        let (read, own) = (&mut self.read[set.clone()], &mut self.own[set]);
-        read.fill(0);
-        own.fill(0);
-        for &chunk in &self.rank_chunks[rank] {
-            for &range in self.segments.needs(chunk) {
-                words_of(range).for_each(|word| read[word] |= bits_in(range, word));
+    fn new(reach: &'a Reach, prices: &'a Prices, dispatch: &Dispatch) -> Self {
+        let (ranks, chunks) = (dispatch.cp_size(), prices.chunks.len());
+        let (mut seats, mut starts) = (Vec::with_capacity(chunks), vec![0]);
+        let (mut seat_of, mut rank_of) = (vec![0; chunks], vec![0; chunks]);
+        let mut of = [[0; MOST_RANKS]; 2];
+        for rank in 0..ranks {
+            (0..2).for_each(|at| of[at][rank] = prices.beyond[rank][at]);
+            for &chunk in dispatch.chunks(rank) {
+                seat_of[chunk as usize] = seats.len();
+                rank_of[chunk as usize] = rank;
+                seats.push(chunk);
+                (0..2).for_each(|at| of[at][rank] += prices.chunks[chunk as usize][at]);
             }
-            let rows = self.segments.own(chunk);
-            words_of(rows).for_each(|word| own[word] |= bits_in(rows, word));
+            starts.push(seats.len());
         }
-        let chunks = self.rank_chunks[rank].iter().map(|&chunk| self.prices.chunks[chunk as usize]);
-        self.loads[rank] =
-            chunks.fold(self.prices.beyond[rank], |sum, chunk| [0, 1].map(|at| sum[at] + chunk[at]));
+        let all = of.map(|loads| loads.iter().sum::<i64>());
+        let mean = all.map(|all| all / ranks as i64);
+        let uneven = |at: usize| of[at][..ranks].iter().map(|load| (load - mean[at]).abs()).sum::<i64>();
+        let loads = Loads { of, uneven: uneven(0) + uneven(1) };
+        let piece = (all[0] + all[1]) / chunks as i64;
+        let pieces = rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
+        let links = Links::new(reach, (0..ranks).map(|rank| dispatch.chunks(rank)));
+        Self { prices, ranks, seats, starts, seat_of, rank_of, mean, piece, loads, pieces, links }
     }
 
     /// Two chunks of different ranks. A rank that owns a neighbour likely reads most of what a chunk reads.
     fn propose(&self, draw: &mut Draw) -> Option<Swap> {
         let a = draw.below(self.rank_of.len());
         let to = match draw.below(4) {
-            0 => draw.below(self.rank_chunks.len()),
+            0 => draw.below(self.ranks),
             way if way % 2 == 0 => self.rank_of[(a + 1).min(self.rank_of.len() - 1)],
             _ => self.rank_of[a.saturating_sub(1)],
         };
-        let from = self.rank_of[a];
-        if from == to || self.rank_chunks[to].is_empty() {
+        let seats = &self.seats[self.starts[to]..self.starts[to + 1]];
+        if self.rank_of[a] == to || seats.is_empty() {
             return None;
         }
-        let place = self.rank_chunks[from].iter().position(|&chunk| chunk as usize == a)?;
-        Some([(from, place), (to, draw.below(self.rank_chunks[to].len()))])
+        Some([a as u32, seats[draw.below(seats.len())]])
     }
 
-    fn swap(&mut self, [a, b]: Swap) {
-        let (chunk_a, chunk_b) = (self.rank_chunks[a.0][a.1], self.rank_chunks[b.0][b.1]);
-        self.rank_chunks[a.0][a.1] = chunk_b;
-        self.rank_chunks[b.0][b.1] = chunk_a;
-        self.rank_of[chunk_a as usize] = b.0;
-        self.rank_of[chunk_b as usize] = a.0;
-        self.refresh(a.0);
-        self.refresh(b.0);
+    /// What follows from a swap; `None` where it leads beyond `limit`, which is often plain before looking at links.
+    fn after(&self, swap: Swap, limit: i64) -> Option<After> {
+        let [a, b] = swap.map(|chunk| self.rank_of[chunk as usize]);
+        let prices = swap.map(|chunk| self.prices.chunks[chunk as usize]);
+        let mut loads = self.loads;
+        for at in 0..2 {
+            let change = prices[1][at] - prices[0][at];
+            for (rank, change) in [(a, change), (b, -change)] {
+                let load = &mut loads.of[at][rank];
+                loads.uneven -= (*load - self.mean[at]).abs();
+                *load += change;
+                loads.uneven += (*load - self.mean[at]).abs();
+            }
+        }
+        let pieces = self.pieces + self.more_pieces(swap);
+        if self.seconds_of(&loads, pieces, 0, 0) > limit {
+            return None;
+        }
+        let moved = self.links.after([(a, swap[0]), (b, swap[1])]);
+        let seconds = self.seconds_with(&loads, pieces, &moved);
+        (seconds <= limit).then_some(After { seconds, loads, pieces, moved })
+    }
+
+    /// How many more neighbours are of different ranks after a swap.
+    fn more_pieces(&self, swap: Swap) -> i64 {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        let more = |chunk: usize, other: usize| {
+            let (from, to) = (self.rank_of[chunk], self.rank_of[other]);
+            let beside = [chunk.wrapping_sub(1), chunk + 1].into_iter();
+            // Two that are swapped stay of different ranks.
+            let ranks = beside.filter(|&chunk| chunk != other).filter_map(|chunk| self.rank_of.get(chunk));
+            ranks.map(|&rank| i64::from(rank != to) - i64::from(rank != from)).sum::<i64>()
+        };
+        more(a, b) + more(b, a)
+    }
+
+    fn swap(&mut self, swap: Swap, After { loads, pieces, moved, .. }: After) {
+        let [a, b] = swap.map(|chunk| chunk as usize);
+        self.links.swap([(self.rank_of[a], swap[0]), (self.rank_of[b], swap[1])], moved);
+        self.seats.swap(self.seat_of[a], self.seat_of[b]);
+        self.seat_of.swap(a, b);
+        self.rank_of.swap(a, b);
+        (self.loads, self.pieces) = (loads, pieces);
     }
 
     /// Picoseconds of the slowest rank, and a part of everybody's.
     fn seconds(&self) -> i64 {
-        let (ranks, words) = (self.loads.len(), self.segments.words());
-        let (mut received, mut sent) = (vec![0; ranks], vec![0; ranks]);
-        for to in 0..ranks {
-            for word in 0..words {
-                let missing = self.read[to * words + word] & !self.own[to * words + word];
-                if missing == 0 {
-                    continue;
-                }
-                for from in (0..ranks).filter(|&from| from != to) {
-                    let shared = missing & self.own[from * words + word];
-                    if shared != 0 {
-                        let rows = self.segments.rows(word, shared);
-                        sent[from] += rows;
-                        received[to] += rows;
-                    }
-                }
-            }
-        }
-        let busier = |rank: usize| i64::max(sent[rank], received[rank]) * self.prices.row;
-        let most_moved = (0..ranks).map(busier).max().unwrap_or(0);
-        let (mut most_computed, mut all, mut uneven) = (0, 0, 0);
-        for direction in 0..2 {
-            let loads = self.loads.iter().map(|load| load[direction]);
-            let sum: i64 = loads.clone().sum();
-            all += sum;
-            most_computed += loads.clone().max().unwrap_or(0);
-            uneven += loads.map(|load| (load - sum / ranks as i64).abs()).sum::<i64>();
-        }
-        let pieces = self.rank_of.windows(2).filter(|pair| pair[0] != pair[1]).count() as i64;
-        let cut = pieces * (all / self.rank_of.len() as i64) / (PIECE * ranks as i64);
-        let moved: i64 = (0..ranks).map(busier).sum();
-        most_computed + most_moved + cut + (uneven + moved) / (OTHERS * ranks as i64)
+        self.seconds_with(&self.loads, self.pieces, self.links.moved())
+    }
+
+    fn seconds_with(&self, loads: &Loads, pieces: i64, Moved { sent, received }: &Moved) -> i64 {
+        let busier = sent.iter().zip(received).map(|(&sent, &received)| sent.max(received) * self.prices.row);
+        let (most, all) = busier.fold((0, 0), |(most, all), moved| (moved.max(most), all + moved));
+        self.seconds_of(loads, pieces, most, all)
+    }
+
+    /// With what the busiest rank's links carry, and all ranks' together: no less with more of either.
+    fn seconds_of(&self, loads: &Loads, pieces: i64, most_moved: i64, moved: i64) -> i64 {
+        let ranks = self.ranks as i64;
+        let most = |loads: &[i64; MOST_RANKS]| loads[..self.ranks].iter().copied().max().unwrap_or(0);
+        let cut = pieces * self.piece / (PIECE * ranks);
+        most(&loads.of[0]) + most(&loads.of[1]) + most_moved + cut + (loads.uneven + moved) / (OTHERS * ranks)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_mask::{Documents, Mask};
+    use counterpoint_mask::{Documents, Mask, Range, Window};
     use proptest::prelude::*;
 
     use super::*;
     use crate::dispatch::{DispatchAlgorithm, chunk_work, dispatch};
+    use crate::work::without;
 
     fn slowest(work: &ChunkWork, prices: &Prices, dispatch: &Dispatch) -> i64 {
-        let segments = Segments::new(work, Home::WithQueries);
-        State::new(&segments, prices, dispatch).seconds()
+        plain(work, prices, &lists(dispatch))
+    }
+
+    fn lists(dispatch: &Dispatch) -> Vec<Vec<u32>> {
+        (0..dispatch.cp_size()).map(|rank| dispatch.chunks(rank).to_vec()).collect()
+    }
+
+    /// What [`State::seconds`] is, from rows and without anything that is kept.
+    fn plain(work: &ChunkWork, prices: &Prices, rank_chunks: &[Vec<u32>]) -> i64 {
+        let ranks = rank_chunks.len();
+        let rows = |rank: usize| rank_chunks[rank].iter().map(|&chunk| work.rows(chunk as usize));
+        let (mut sent, mut received) = (vec![0; ranks], vec![0; ranks]);
+        for to in 0..ranks {
+            let needs = rank_chunks[to].iter().flat_map(|&chunk| work.needs(chunk as usize).to_vec());
+            let missing = without(&Range::merged(needs.collect()), &Range::merged(rows(to).collect()));
+            for from in (0..ranks).filter(|&from| from != to) {
+                let shared =
+                    rows(from).flat_map(|own| missing.iter().map(move |rows| rows.intersect(&own).len()));
+                let shared = shared.sum::<usize>() as i64;
+                sent[from] += shared;
+                received[to] += shared;
+            }
+        }
+        let busier: Vec<i64> =
+            (0..ranks).map(|rank| i64::max(sent[rank], received[rank]) * prices.row).collect();
+        let (mut most, mut all, mut uneven) = (*busier.iter().max().unwrap(), 0, 0);
+        for at in 0..2 {
+            let load = |rank: usize| {
+                let chunks = rank_chunks[rank].iter().map(|&chunk| prices.chunks[chunk as usize][at]);
+                prices.beyond[rank][at] + chunks.sum::<i64>()
+            };
+            let sum: i64 = (0..ranks).map(load).sum();
+            most += (0..ranks).map(load).max().unwrap();
+            all += sum;
+            uneven += (0..ranks).map(|rank| (load(rank) - sum / ranks as i64).abs()).sum::<i64>();
+        }
+        let rank_of = |chunk: u32| rank_chunks.iter().position(|chunks| chunks.contains(&chunk));
+        let chunks = work.num_chunks() as i64;
+        let pieces = (1..chunks as u32).filter(|&chunk| rank_of(chunk) != rank_of(chunk - 1)).count() as i64;
+        let cut = pieces * (all / chunks) / (PIECE * ranks as i64);
+        most + cut + (uneven + busier.iter().sum::<i64>()) / (OTHERS * ranks as i64)
     }
 
     proptest! {
+        /// What a swap is weighed at is what all ranks are found to take after it, whatever was kept of swaps before; and a limit
+        /// turns away exactly what is beyond it.
+        #[test]
+        fn a_swap_is_weighed_as_from_scratch(
+            lengths in prop::collection::vec(1..700_usize, 1..12),
+            kind in 0..4_usize,
+            ranks in 2..=MOST_RANKS,
+            drawn in prop::collection::vec([1_000_000..9_000_000_i64, 0..9_000_000], 64),
+            row in 0..60_000_i64,
+            swaps in prop::collection::vec((any::<usize>(), any::<usize>(), any::<bool>()), 1..40),
+        ) {
+            let documents = Documents::from_lengths(lengths).unwrap();
+            let window = Window { left: Some(100), right: Some(30), global: 20 };
+            let mask = match kind {
+                0 => Mask::full(documents),
+                1 => Mask::sliding_window(documents, window),
+                2 => Mask::block_causal(documents, 90),
+                _ => Mask::causal(documents),
+            };
+            let work = chunk_work(&mask.unwrap(), 64);
+            let first = dispatch(&work, ranks, DispatchAlgorithm::Affinity);
+            prop_assume!(settles(&work, &first));
+            let chunks = (0..work.num_chunks()).map(|chunk| drawn[chunk % 64]).collect();
+            let prices = Prices { chunks, beyond: drawn[..ranks].to_vec(), row };
+            let reach = Reach::new(&work);
+            let mut state = State::new(&reach, &prices, &first);
+            let mut owned = lists(&first);
+            prop_assert_eq!(state.seconds(), plain(&work, &prices, &owned));
+            for (a, b, stays) in swaps {
+                let swap = [a, b].map(|chunk| (chunk % work.num_chunks()) as u32);
+                let seat = |owned: &[Vec<u32>], chunk: u32| {
+                    let place = |rank: usize| Some((rank, owned[rank].iter().position(|&own| own == chunk)?));
+                    (0..ranks).find_map(place).unwrap()
+                };
+                let [(rank_a, at_a), (rank_b, at_b)] = swap.map(|chunk| seat(&owned, chunk));
+                if rank_a == rank_b {
+                    continue;
+                }
+                let mut after = owned.clone();
+                (after[rank_a][at_a], after[rank_b][at_b]) = (swap[1], swap[0]);
+                let wanted = plain(&work, &prices, &after);
+                prop_assert!(state.after(swap, wanted - 1).is_none());
+                let found = state.after(swap, wanted).unwrap();
+                prop_assert_eq!(found.seconds, wanted);
+                if stays {
+                    state.swap(swap, found);
+                    owned = after;
+                    prop_assert_eq!(state.seconds(), wanted);
+                }
+            }
+        }
+
         /// Every chunk keeps exactly one rank, ranks keep their counts, nothing gets slower, and twice is the same.
         #[test]
         fn swaps_gain_or_are_left(
@@ -217,7 +347,8 @@ mod tests {
             prop_assume!(settles(&work, &first));
             let chunks = (0..work.num_chunks()).map(|chunk| [prices[chunk % 64] / 4, prices[chunk % 64]]).collect();
             let prices = Prices { chunks, beyond: vec![[0; 2]; ranks], row };
-            let settled = settle(&work, &prices, Search::Wide, first.clone());
+            let reach = Reach::new(&work);
+            let settled = settle(&work, &reach, &prices, Search::Wide, first.clone());
             let mut owned: Vec<u32> = (0..ranks).flat_map(|rank| settled.chunks(rank).to_vec()).collect();
             owned.sort_unstable();
             prop_assert_eq!(owned, (0..work.num_chunks() as u32).collect::<Vec<_>>());
@@ -226,8 +357,8 @@ mod tests {
             }
             let (before, after) = (slowest(&work, &prices, &first), slowest(&work, &prices, &settled));
             prop_assert!(settled == first || after < before - before / LEAST_GAIN, "{before} {after}");
-            prop_assert_eq!(settle(&work, &prices, Search::Wide, first.clone()), settled.clone());
-            let level = settle(&work, &prices, Search::Downhill, settled.clone());
+            prop_assert_eq!(settle(&work, &reach, &prices, Search::Wide, first.clone()), settled.clone());
+            let level = settle(&work, &reach, &prices, Search::Downhill, settled.clone());
             prop_assert!(slowest(&work, &prices, &level) <= after);
         }
     }
@@ -241,7 +372,9 @@ mod tests {
         let chunks = (0..16).map(|chunk| [price(chunk), 2 * price(chunk)]).collect();
         let prices = Prices { chunks, beyond: vec![[0; 2]; 2], row: 1 };
         let halves = vec![(0..8).collect(), (8..16).collect()];
-        let settled = settle(&work, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
+        let reach = Reach::new(&work);
+        let settled =
+            settle(&work, &reach, &prices, Search::Wide, Dispatch::new(work.seqlen_q(), 64, halves));
         let load =
             |rank| settled.chunks(rank).iter().map(|&chunk| prices.chunks[chunk as usize][0]).sum::<i64>();
         assert_eq!([load(0), load(1)], [40_000, 40_000]);

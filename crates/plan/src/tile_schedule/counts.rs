@@ -1,0 +1,158 @@
+use counterpoint_mask::{Band, Range};
+
+use super::sweep::Sweep;
+use super::walk::Walk;
+use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned};
+
+/// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
+pub(crate) struct TileCounting {
+    direction: TileDirection,
+    /// Owned rows, walked columns.
+    bands: Vec<Band>,
+    own_rows: usize,
+}
+
+/// Figures of the [`TileSchedule`](super::TileSchedule) of [`TileScheduleConfig::new`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TileCounts {
+    pub(crate) tiles: usize,
+    /// Blocks of the tile that has most.
+    pub(crate) longest_tile: usize,
+    pub(crate) blocks: u64,
+    /// Those of them that bounds are tested for.
+    pub(crate) bounded_blocks: u64,
+    /// By rows, tiles that are alike and follow each other.
+    pub(crate) alike: Vec<AlikeTiles>,
+}
+
+/// Tiles that walk as many blocks from the same column on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AlikeTiles {
+    pub(crate) count: usize,
+    pub(crate) blocks: usize,
+    /// Where the first block begins, if there is one.
+    pub(crate) begin: Option<i32>,
+}
+
+impl TileCounting {
+    /// As of [`TileSchedule::new`](super::TileSchedule::new).
+    pub(crate) fn new(
+        bands: &[Band],
+        q_rows: usize,
+        k_rows: usize,
+        direction: TileDirection,
+    ) -> Result<Self, TileScheduleError> {
+        check_rows(bands, q_rows, k_rows)?;
+        let own_rows = match direction {
+            TileDirection::Forward => q_rows,
+            TileDirection::Backward => k_rows,
+        };
+        Ok(Self { direction, bands: turned(bands, direction), own_rows })
+    }
+
+    /// With tiles of `tile_rows` rows that walk blocks of `block` columns.
+    pub(crate) fn counts(&self, tile_rows: usize, block: usize) -> Result<TileCounts, TileScheduleError> {
+        let config = TileScheduleConfig::new(self.direction, tile_rows, block);
+        config.validate()?;
+        let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
+        let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
+        let mut walk = Walk::new(self.direction, block, config.blocks, None, 0);
+        let mut sweep = Sweep::new(&self.bands);
+        let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
+        // Full tiles go on into what follows.
+        stretches.dedup_by(|next, stretch| {
+            let is_full = stretch.len().is_multiple_of(tile_rows);
+            if is_full {
+                stretch.end = next.end;
+            }
+            is_full
+        });
+        for stretch in stretches {
+            let mut start = stretch.start;
+            while start < stretch.end {
+                let rows = Range::new(start, (start + tile_rows).min(stretch.end));
+                let touching = sweep.touching(&rows);
+                walk.runs.clear();
+                walk.bounds.clear();
+                let blocks = walk.tile(&rows, touching);
+                let bounded = walk.runs.iter().filter(|run| run.bound_begin < run.bound_end);
+                let bounded: u64 =
+                    bounded.map(|run| ((run.end - run.start) as u64).div_ceil(block as u64)).sum();
+                let begin = walk.runs.first().map(|run| run.start);
+                let alike_to = sweep.alike_to(&rows).min(stretch.end);
+                let more = match alike_to == stretch.end {
+                    true => (alike_to - rows.end).div_ceil(tile_rows),
+                    false => (alike_to - rows.end) / tile_rows,
+                };
+                start = (rows.end + more * tile_rows).min(stretch.end);
+                let count = 1 + more;
+                counts.tiles += count;
+                counts.longest_tile = counts.longest_tile.max(blocks);
+                counts.blocks += (count * blocks) as u64;
+                counts.bounded_blocks += count as u64 * bounded;
+                counts.alike.push(AlikeTiles { count, blocks, begin });
+            }
+        }
+        Ok(counts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::TileSchedule;
+
+    proptest! {
+        /// What is counted is what a schedule that is written out has.
+        #[test]
+        fn counts_are_those_of_the_schedule(
+            drawn in prop::collection::vec((1..90_usize, 0..4_usize, 0..400_usize, 1..300_usize, -100..300_i64, 0..400_i64, 0..6_u8), 0..24),
+            tile_rows in prop_oneof![Just(16), Just(128), 1..40_usize],
+            block in prop_oneof![Just(64), Just(176), 1..70_usize],
+        ) {
+            let mut row = 0;
+            let mut bands = Vec::new();
+            for (rows, gap, start, columns, min, width, limits) in drawn {
+                // Several bands beside each other in the same rows, most of them rectangles.
+                row += if gap == 3 { 200 } else { gap };
+                let q_range = Range::new(row, row + rows);
+                let limited = if limits == 0 { (min, min + width) } else { (Band::NO_MIN, Band::NO_MAX) };
+                let [first, second] = [0, 700].map(|column| {
+                    let k_range = Range::new(start + column, start + column + columns);
+                    Band { q_range, k_range, diag_min: limited.0 + column as i64, diag_max: limited.1 }
+                });
+                bands.extend(first.trim());
+                if limits == 1 || limits == 0 {
+                    bands.extend(Band { diag_min: Band::NO_MIN, diag_max: Band::NO_MAX, ..second }.trim());
+                }
+                row += rows;
+            }
+            let (q_rows, k_rows) = (row + 50, 1500);
+            for direction in [TileDirection::Forward, TileDirection::Backward] {
+                let config = TileScheduleConfig::new(direction, tile_rows, block);
+                let schedule = TileSchedule::new(&bands, q_rows, k_rows, &config).unwrap();
+                let counting = TileCounting::new(&bands, q_rows, k_rows, direction).unwrap();
+                let counts = counting.counts(tile_rows, block).unwrap();
+                let figures = schedule.statistics();
+                prop_assert_eq!(counts.tiles, figures.tiles);
+                prop_assert_eq!(counts.longest_tile, figures.longest_tile);
+                prop_assert_eq!(counts.blocks, figures.blocks);
+                prop_assert_eq!(counts.bounded_blocks, figures.bounded_blocks);
+                let mut tiles = schedule.tiles().to_vec();
+                tiles.sort_unstable_by_key(|tile| tile.number);
+                let wanted: Vec<(usize, Option<i32>)> = tiles
+                    .iter()
+                    .map(|tile| (tile.blocks as usize, schedule.runs_of(tile).first().map(|run| run.start)))
+                    .collect();
+                let counted: Vec<(usize, Option<i32>)> = counts
+                    .alike
+                    .iter()
+                    .flat_map(|alike| std::iter::repeat_n((alike.blocks, alike.begin), alike.count))
+                    .collect();
+                prop_assert_eq!(counted, wanted);
+            }
+        }
+    }
+}
