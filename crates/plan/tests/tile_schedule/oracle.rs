@@ -179,8 +179,9 @@ fn check_order_of(schedule: &TileSchedule, tiles: &[Tile]) {
         }
         TileOrder::Chains => {
             let chains = chains(schedule);
+            // Tiles that wait for rows are waited for too.
             let weight = |tile: &Tile| {
-                let waiting = tiles.iter().filter(|other| {
+                let waiting = schedule.tiles().iter().filter(|other| {
                     other.number >= tile.number && chains[&other.number] == chains[&tile.number]
                 });
                 waiting.map(|other| other.blocks).max().unwrap()
