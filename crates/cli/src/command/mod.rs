@@ -23,6 +23,7 @@ mod selftest;
 mod simulate;
 mod solution;
 mod tune;
+mod turns;
 
 use counterpoint_cuda::collective_bench::BenchCollective;
 

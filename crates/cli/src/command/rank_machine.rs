@@ -5,7 +5,7 @@ use std::sync::Arc;
 use counterpoint_cuda::{CudaMachine, CudaProcess, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuMachine, ExecError, Facet, Launch, Machine, Pass, PreparedAttention,
-    RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate, run_attention, run_attention_on,
+    RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate,
 };
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
 use counterpoint_schedule::Timeline;
@@ -144,29 +144,6 @@ impl RankMachine {
         };
         let all: Vec<u64> = gather(&process.rendezvous, "bytes between nodes", &(now - before))?;
         Ok(Some(all.into_iter().sum()))
-    }
-
-    /// Runs it once, with the memory of one pass at a time where ranks are threads; `None` in a process that has no results.
-    pub(crate) fn run(
-        &self,
-        plan: &Plan,
-        spec: &AttentionSpec,
-        inputs: &AttentionInputs,
-        config: &RunConfig,
-    ) -> Result<Option<AttentionRun>, ExecError> {
-        match self {
-            Self::Cpu(_) => run_attention(plan, spec, inputs, config).map(Some),
-            Self::Cuda(machine) => run_attention_on(machine, plan, spec, inputs, config).map(Some),
-            Self::Process(_) => {
-                let Some(mut runs) = self.prepare(plan, spec, inputs, config)? else { return Ok(None) };
-                let mut times = RanksRun::of_outputs(Vec::new());
-                times.forward = runs.run(Pass::Forward)?;
-                if pass_of(inputs) == Pass::ForwardBackward {
-                    times.backward = Some(runs.run(Pass::ForwardBackward)?);
-                }
-                runs.finish(plan, times)
-            }
-        }
     }
 
     /// Attention on it, ready to run again and again; `None` in a process that has no part in it: a plan of one rank is run by the one

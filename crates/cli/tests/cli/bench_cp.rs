@@ -32,6 +32,31 @@ fn rows_come_in_pairs_and_scaling_is_their_ratio() {
             assert!(figure(row, "predicted_seconds") > 0.0, "{row}");
         }
         assert!(figure(together, "communication_seconds") > 0.0, "{together}");
+        // Two policies of the same pass: what is hidden is said of the one that may hide, beside what there is.
+        if !together["overlap_efficiency"].is_null() {
+            let hideable = figure(together, "hideable_seconds");
+            assert!(
+                hideable >= 0.01 * figure(together, "sequential_seconds") && hideable > 0.0,
+                "{together}"
+            );
+            assert!(figure(together, "overlap_efficiency").is_finite(), "{together}");
+        }
+    }
+}
+
+/// Nothing side by side hides nothing, and there is nothing to compare it with.
+#[test]
+fn what_is_hidden_is_not_said_of_the_sequential_policy() {
+    let folder = Folder::new();
+    let command =
+        "bench cp --tokens 256 --iterations 3 --masks causal --json --cp-size 2 --overlap sequential";
+    let rows = folder.run(command).ok().json_lines();
+    assert_eq!(rows.len(), 4);
+    for row in rows {
+        assert_eq!(row["overlap"], "sequential");
+        for key in ["overlap_efficiency", "sequential_seconds", "hideable_seconds"] {
+            assert!(row[key].is_null(), "{key} in {row}");
+        }
     }
 }
 

@@ -4,6 +4,7 @@ mod tensors;
 
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, RunConfig, SlowLink, available_memory, check_attention, reference_bytes,
+    run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
@@ -54,10 +55,17 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     progress.step("planning");
     let solution = solve(arguments, &mask, &spec, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
-    let run = machine
-        .run(&solution.plan, &spec, &inputs, &run_config(arguments, slow_link))
-        .map_err(|source| CliError::Run { source })?;
-    let Some(run) = run else { return Ok(()) };
+    let how = run_config(arguments, slow_link);
+    // With the memory of one pass at a time.
+    let run = match &machine {
+        RankMachine::Cpu(_) => run_attention(&solution.plan, &spec, &inputs, &how),
+        RankMachine::Cuda(gpus) => run_attention_on(gpus, &solution.plan, &spec, &inputs, &how),
+        RankMachine::Process(_) => {
+            let message = "ranks that are processes are started by a launcher, each for itself".to_owned();
+            return Err(CliError::Usage { message });
+        }
+    };
+    let run = run.map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();
     let ended = Ended { crossed: None, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
     ended.conclude(&outputs, progress, || Ok(inputs))

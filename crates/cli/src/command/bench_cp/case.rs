@@ -18,11 +18,9 @@ use crate::command::launched::ended;
 use crate::command::prediction::Prediction;
 use crate::command::rank_machine::AttentionRuns;
 use crate::command::solution::Solution;
+use crate::command::turns::{LEAST_HIDEABLE, turns};
 use crate::console;
 use crate::error::CliError;
-
-/// Of the time with nothing side by side: where less can be hidden, a share of it says nothing.
-const LEAST_HIDEABLE: f64 = 0.01;
 
 /// The last run of a row.
 pub(super) struct Traced {
@@ -83,14 +81,11 @@ impl<'a> Bench<'a> {
         Ok(Way { topology, exchange, policy, solution, predicted, runs, times, crossing })
     }
 
-    /// Runs a pass in all ways, once each in turn, again and again: a GPU at its power limit is a tenth slower at one time than at another,
-    /// so what is compared must run side by side, and each now behind one and now behind another.
+    /// Runs a pass in all ways, once each in turn, again and again.
     pub(super) fn run(&self, pass: Pass, ways: &mut [Way<'_>]) -> Result<(), CliError> {
-        let count = ways.len();
         for round in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in 0..count {
-                let turn = if round % 2 == 0 { turn } else { count - 1 - turn };
-                self.run_once(pass, round, &mut ways[(round + turn) % count])?;
+            for way in turns(round, ways.len()) {
+                self.run_once(pass, round, &mut ways[way])?;
             }
         }
         Ok(())

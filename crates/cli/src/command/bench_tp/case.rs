@@ -14,6 +14,7 @@ use super::measured::{Measured, MeasuredPass, digest};
 use super::parts::Parts;
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice};
+use crate::command::turns::{LEAST_HIDEABLE, turns};
 use crate::error::CliError;
 
 /// Rows and columns of each result that are compared with f64.
@@ -21,8 +22,6 @@ const SAMPLED: usize = 12;
 const WARM_UPS: usize = 3;
 /// What becomes of the gradient of the weight.
 const GRADIENT: LayerGradient = LayerGradient::Accumulated(DType::F32);
-/// Of the ideal time: where less can be hidden, a share of it says nothing.
-const LEAST_HIDEABLE: f64 = 0.01;
 
 /// One layer on one machine.
 pub(super) struct Case<'a> {
@@ -150,8 +149,7 @@ impl Case<'_> {
         Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
     }
 
-    /// Times a pass in all ways, a run of each in turn: a GPU at its power limit is a tenth slower at one time than at another, so what
-    /// is compared must run side by side, and each now behind one and now behind another.
+    /// Times a pass in all ways, a run of each in turn.
     fn measure<M: Machine>(
         &self,
         machine: &M,
@@ -169,10 +167,8 @@ impl Case<'_> {
             way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for turn in 0..ways.len() {
-                let turn = if run % 2 == 0 { turn } else { ways.len() - 1 - turn };
-                let at = (run + turn) % ways.len();
-                let Way { layer, passes, .. } = &mut ways[at];
+            for way in turns(run, ways.len()) {
+                let Way { layer, passes, .. } = &mut ways[way];
                 let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
                 for (times, timelines) in [(RunTimes::Operations, detailed), (RunTimes::Whole, whole)] {
                     layer.take_times(times);
