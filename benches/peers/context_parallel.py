@@ -15,13 +15,16 @@ time counts; CUDA events around a pass, all ranks started together; the median o
 pairs (4 x area x heads x head_dim, 2.5 times that backward), a GPU.
 """
 
+import itertools
 import json
+from contextlib import nullcontext
 
-from common.command_line import described, first_line, heads, names, note, sizes
+from common.command_line import described, heads, names, sizes
 from common.pytorch import dist, torch
 from common.ranks import join, run
-from sharded.problem import Problem, timed
-from sharded.ring import ring_times
+from common.turns import Way, ready, serve
+from sharded.problem import Problem, problem_passes
+from sharded.ring import ring_passes
 from sharded.ways import WAYS
 
 MASKS = ["full", "causal"]
@@ -30,7 +33,7 @@ PEERS = [*WAYS, "ring"]
 
 def takes(peer, mask, heads, ranks):
     """Whether the peer has that mask, and that many heads for so many ranks."""
-    return {
+    return mask in MASKS and {
         "ulysses": heads[0] % ranks == 0 and heads[1] % ranks == 0,
         "all_gather": mask == "full",
         "ring": mask == "causal",
@@ -39,55 +42,58 @@ def takes(peer, mask, heads, ranks):
 
 def rank_main(rank, ranks, arguments):
     device = join(rank, ranks)
-    for tokens in arguments.tokens:
-        for mask in arguments.masks:
-            for peer in arguments.peers:
-                if not takes(peer, mask, arguments.heads, ranks):
-                    continue
-                try:
-                    result = times_and_error(peer, mask, tokens, device, arguments)
-                except Exception as error:  # A peer that cannot is no reason to lose the others.
-                    if rank == 0:
-                        note(f"{peer}, {mask}: {first_line(error)}")
-                    continue
+
+    def ways_of(tokens, mask):
+        for peer in arguments.peers:
+            if takes(peer, mask, arguments.heads, ranks):
+                yield from ready(lambda: ways_by(peer, mask, tokens, device, arguments), peer=peer, mask=mask)
+
+    if arguments.turns:
+        serve(ways_of)
+    else:
+        for tokens, mask in itertools.product(arguments.tokens, arguments.masks):
+            for way in ways_of(tokens, mask):
+                times = way.seconds(arguments.iterations)
                 if rank == 0:
-                    report(arguments, peer, mask, tokens, ranks, *result)
-                torch.cuda.empty_cache()
+                    report(arguments, tokens, mask, ranks, way.known, times)
+                # Before the next one takes its memory.
+                del way
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def times_and_error(peer, mask, tokens, device, arguments):
-    """Seconds of a forward, of a backward, and the error over its bound."""
-    if peer == "ring":
-        return ring_times(tokens, arguments.heads[0], arguments.head_dim, device, arguments.iterations)
-    problem = Problem(tokens, arguments.heads, arguments.head_dim, device, arguments.seed)
-    return timed(problem, WAYS[peer], mask == "causal", arguments.iterations)
-
-
-def report(arguments, peer, mask, tokens, ranks, forward, backward, error):
-    if not error <= 1.0:
-        note(f"{peer}, {mask}: results are {error:.1f} times their bound off; not timed")
-        return
+def ways_by(peer, mask, tokens, device, arguments):
+    """A forward and a backward."""
     heads_q, heads_kv = arguments.heads
     if peer == "ring":
+        within, *passes, error = ring_passes(tokens, heads_q, arguments.head_dim, device)
         heads_kv = heads_q
+    else:
+        problem = Problem(tokens, arguments.heads, arguments.head_dim, device, arguments.seed)
+        *passes, error = problem_passes(problem, WAYS[peer], mask == "causal")
+        within = nullcontext
+    for direction, run_pass in zip(("forward", "backward"), passes):
+        known = {"by": peer, "pass": direction, "heads_q": heads_q, "heads_kv": heads_kv, "error_over_bound": error}
+        yield Way(run_pass, within, **known)
+
+
+def report(arguments, tokens, mask, ranks, known, times):
+    median, low, high = times
+    peer, direction, heads_q, heads_kv = (known[key] for key in ("by", "pass", "heads_q", "heads_kv"))
     total = tokens * ranks
     area = total * (total + 1) // 2 if mask == "causal" else total * total
-    flops = 4.0 * area * heads_q * arguments.head_dim / ranks
-    for direction, work, (median, low, high) in zip(("forward", "backward"), (1.0, 2.5), (forward, backward)):
-        rate = work * flops / median / 1e12
-        if arguments.json:
-            row = {
-                "by": peer, "pass": direction, "mask": mask, "ranks": ranks, "tokens_per_rank": tokens,
-                "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": arguments.head_dim, "dtype": "bf16",
-                "device": torch.cuda.get_device_name(), "iterations": arguments.iterations,
-                "seconds": {"median": median, "min": low, "max": high}, "tflops_per_gpu": rate,
-                "error_over_bound": error,
-            }
-            print(json.dumps(row), flush=True)
-        else:
-            shape = f"{tokens} a GPU, {heads_q}:{heads_kv} x {arguments.head_dim}"
-            print(f"{peer:10}  {mask:6}  {direction:8}  {shape:28}  {rate:6.0f} TFLOP/s  {median * 1e3:9.3f} ms", flush=True)
+    work = 1.0 if direction == "forward" else 2.5
+    rate = work * 4.0 * area * heads_q * arguments.head_dim / ranks / median / 1e12
+    if arguments.json:
+        row = {
+            **known, "mask": mask, "ranks": ranks, "tokens_per_rank": tokens, "head_dim": arguments.head_dim, "dtype": "bf16",
+            "device": torch.cuda.get_device_name(), "iterations": arguments.iterations,
+            "seconds": {"median": median, "min": low, "max": high}, "tflops_per_gpu": rate,
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+    else:
+        shape = f"{tokens} a GPU, {heads_q}:{heads_kv} x {arguments.head_dim}"
+        print(f"{peer:10}  {mask:6}  {direction:8}  {shape:28}  {rate:6.0f} TFLOP/s  {median * 1e3:9.3f} ms", flush=True)
 
 
 def main():
@@ -101,6 +107,7 @@ def main():
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--turns", action="store_true", help="run what standard input says, when it says so")
     run(rank_main, parser.parse_args())
 
 

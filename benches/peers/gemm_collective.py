@@ -11,16 +11,15 @@ the two-shot all-reduce in symmetric memory. Needs PyTorch and at least two GPUs
 A shape is m:n:k of each rank's product; a list of them for each collective, or one for all.
 
 Rules of measuring: random normal data; every result is compared with the sequential one in f32 on a sample of rows; one run that is
-not timed, then several one after the other between two events; the slowest rank's, and the median of some such cycles.
+not timed, then several one after the other between two events; the slowest rank's median of some such cycles.
 """
 
 import json
-import statistics
-import sys
 
-from common.command_line import described, names, note, shapes
+from common.command_line import described, names, shapes
 from common.pytorch import dist, torch
 from common.ranks import forbid_multicast, join, run, symmetric_memory
+from common.turns import Way, ready, serve
 
 COLLECTIVES = ["reduce-scatter", "all-reduce", "all-gather"]
 PEERS = ["mm-nccl", "async-tp", "symm-mem"]
@@ -115,70 +114,60 @@ class Case:
         return (parts[0] / parts[1]).sqrt().item()
 
 
-def seconds(run, iterations, cycles):
-    samples = []
-    run()
-    for _ in range(cycles):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier()
-        run()
-        begin.record()
-        for _ in range(iterations):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([begin.elapsed_time(end) / iterations * 1e-3], device="cuda", dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        samples.append(slowest.item())
-    return statistics.median(samples)
-
-
 def rank_main(rank, ranks, given):
     forbid_multicast()
     join(rank, ranks)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     symmetric = symmetric_memory(rank) if given.peers != ["mm-nccl"] else None
     peers = [peer for peer in given.peers if symmetric or peer == "mm-nccl"]
-    lists = given.shapes if len(given.shapes) > 1 else given.shapes * len(given.collectives)
-    wrong = []
-    for collective, listed in zip(given.collectives, lists):
-        for shape in listed:
-            wrong += time_case(Case(collective, shape, DTYPES[given.dtype], rank, ranks), peers, symmetric, given)
-            torch.cuda.empty_cache()
+
+    def ways_of(collective, shape):
+        case = Case(collective, shape, DTYPES[given.dtype], rank, ranks)
+        for peer in peers:
+            if case.way(peer) is not None:
+                yield from ready(lambda: way_of(case, peer, symmetric, given), peer=peer, collective=collective, shape=shape)
+
+    if given.turns:
+        serve(ways_of)
+    else:
+        lists = given.shapes if len(given.shapes) > 1 else given.shapes * len(given.collectives)
+        for collective, listed in zip(given.collectives, lists):
+            for shape in listed:
+                for way in ways_of(collective, shape):
+                    median, _, _ = way.seconds(given.cycles)
+                    if rank == 0:
+                        report(given, collective, shape, ranks, way.known, median / way.known["iterations"])
+                    # Before the next one takes its memory.
+                    del way
+                torch.cuda.empty_cache()
     dist.destroy_process_group()
-    if wrong:
-        if rank == 0:
-            note("results out of bounds: " + "; ".join(wrong))
-        sys.exit(1)
 
 
-def time_case(case, peers, symmetric, given):
-    """Reports what every peer takes, and gives those that are wrong."""
-    wrong = []
-    for peer in peers:
-        way = case.way(peer)
-        if way is None:
-            continue
-        if peer == "symm-mem":
-            case.share(symmetric)
-        error = case.error(way())
-        took = seconds(way, case.iterations(given.iterations), given.cycles)
-        if not error <= BOUNDS[given.dtype]:
-            wrong.append(f"{peer} {case.collective} {case.m}:{case.n}:{case.k}: {error:.1e}")
-        elif case.rank == 0:
-            report(given, peer, case, took, error)
-    return wrong
+def way_of(case, peer, symmetric, given):
+    """Several runs one after the other."""
+    way = case.way(peer)
+    if peer == "symm-mem":
+        case.share(symmetric)
+    error = case.error(way())
+    iterations = case.iterations(given.iterations)
+
+    def cycle():
+        for _ in range(iterations):
+            way()
+
+    known = {"by": peer, "iterations": iterations, "error": error, "error_over_bound": error / BOUNDS[given.dtype]}
+    yield Way(cycle, **known)
 
 
-def report(given, peer, case, took, error):
-    m, n, k = case.m, case.n, case.k
+def report(given, collective, shape, ranks, known, took):
+    m, n, k = shape
+    peer, error = known["by"], known["error"]
     if given.json:
-        row = {"by": peer, "collective": case.collective, "ranks": case.world, "m": m, "n": n, "k": k,
+        row = {"by": peer, "collective": collective, "ranks": ranks, "m": m, "n": n, "k": k,
                "seconds": took, "error": error}  # fmt: skip
         print(json.dumps(row), flush=True)
     else:
-        print(f"{case.collective:14} {m:6} {n:6} {k:6}  {peer:18} {1e6 * took:9.1f}  error {error:.1e}", flush=True)
+        print(f"{collective:14} {m:6} {n:6} {k:6}  {peer:18} {1e6 * took:9.1f}  error {error:.1e}", flush=True)
 
 
 def main():
@@ -186,14 +175,15 @@ def main():
     parser.add_argument("--gpus", type=int, help="GPUs to use [default: all; torchrun says it itself]")
     parser.add_argument("--peers", type=names(PEERS), default=PEERS)
     parser.add_argument("--collectives", type=names(COLLECTIVES), default=COLLECTIVES)
-    parser.add_argument("--shapes", required=True, type=lambda text: [shapes(part) for part in text.split("/")],
+    parser.add_argument("--shapes", default=[], type=lambda text: [shapes(part) for part in text.split("/")],
                         metavar="M:N:K", help="joined by commas; a list for each collective, joined by slashes, or one for all")  # fmt: skip
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--iterations", type=int, default=20, help="runs of a cycle, fewer where one takes long")
     parser.add_argument("--cycles", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--turns", action="store_true", help="run what standard input says, when it says so")
     given = parser.parse_args()
-    if len(given.shapes) not in (1, len(given.collectives)):
+    if not given.turns and len(given.shapes) not in (1, len(given.collectives)):
         parser.error(f"--shapes: {len(given.shapes)} lists for {len(given.collectives)} collectives")
     run(rank_main, given)
 

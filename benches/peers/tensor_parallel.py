@@ -20,15 +20,18 @@ import itertools
 import json
 import os
 
-from common.command_line import described, first_line, names, note, shapes
+from common.command_line import described, names, shapes
 from common.pytorch import dist, torch
-from common.ranks import forbid_multicast, join, run, seconds, symmetric_memory
+from common.ranks import forbid_multicast, join, run, symmetric_memory
+from common.turns import Way, ready, serve
 from layers.check import error_of
 from layers.layer import Layer
 from layers.passes import PASSES, PEERS, RUNS, has_wide_addmm
 
 KINDS = ["column", "row"]
 ACTIVATIONS = ["replicated", "sequence_parallel"]
+# Read when CUDA starts.
+CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
 
 
 def rank_main(rank, ranks, arguments):
@@ -37,52 +40,53 @@ def rank_main(rank, ranks, arguments):
     peers = arguments.peers
     if "async_tp" in peers and symmetric_memory(rank) is None:
         peers = [peer for peer in peers if peer != "async_tp"]
-    for shape, kind, activations in itertools.product(arguments.shapes, arguments.kinds, arguments.activations):
+
+    def ways_of(shape, kind, activations):
         layer = Layer(kind, activations, shape, device)
         for direction, peer in itertools.product(arguments.passes, peers):
-            if peer == "async_tp" and not layer.sequence_parallel:
-                continue
-            try:
-                times, error = times_and_error(layer, direction, RUNS[peer, direction], arguments.iterations)
-            except Exception as error:  # A peer that cannot is no reason to lose the others.
+            if layer.sequence_parallel or peer != "async_tp":
+                yield from ready(lambda: way_of(layer, peer, direction), peer=peer, kind=kind, direction=direction)
+
+    if arguments.turns:
+        serve(ways_of)
+    else:
+        for case in itertools.product(arguments.shapes, arguments.kinds, arguments.activations):
+            for way in ways_of(*case):
+                times = way.seconds(arguments.iterations)
                 if rank == 0:
-                    note(f"{peer}, {kind} {direction}: {first_line(error)}")
-                continue
-            if rank == 0:
-                report(arguments, peer, kind, direction, activations, shape, times, error)
-        # Before the next one takes its memory.
-        del layer
-        torch.cuda.empty_cache()
+                    report(arguments, *case, way.known, times)
+                # Before the next layer takes its memory.
+                del way
+            torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
-def times_and_error(layer, direction, run_pass, iterations):
+def way_of(layer, peer, direction):
+    run_pass = RUNS[peer, direction]
     layer.main_grad.zero_()
     error = error_of(layer, direction, run_pass(layer))
-    return seconds(lambda: run_pass(layer), iterations), error
+    wide = has_wide_addmm(layer.dy.device)
+    known = {"by": peer, "pass": direction, "error_over_bound": error, "wide_addmm": wide, "connections": CONNECTIONS}
+    yield Way(lambda: run_pass(layer), **known)
 
 
-def report(arguments, peer, kind, direction, activations, shape, times, error):
-    if not error <= 1.0:
-        note(f"{peer}, {kind} {direction}: results are {error:.1f} times their bound off; not timed")
-        return
+def report(arguments, shape, kind, activations, known, times):
     median, low, high = times
-    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")
     tokens, hidden, local = shape
+    peer, direction = known["by"], known["pass"]
     products = 1 if direction == "forward" else 2
     tflops = products * 2.0 * tokens * hidden * local / median / 1e12
     if arguments.json:
         row = {
-            "by": peer, "kind": kind, "pass": direction, "activations": activations, "shape": shape,
-            "ranks": dist.get_world_size(), "connections": connections, "device": torch.cuda.get_device_name(),
-            "iterations": arguments.iterations, "seconds": {"median": median, "min": low, "max": high},
-            "tflops": tflops, "error_over_bound": error, "wide_addmm": has_wide_addmm(torch.device("cuda", 0)),
-        }
+            **known, "kind": kind, "activations": activations, "shape": shape,
+            "ranks": dist.get_world_size(), "device": torch.cuda.get_device_name(),
+            "iterations": arguments.iterations, "seconds": {"median": median, "min": low, "max": high}, "tflops": tflops,
+        }  # fmt: skip
         print(json.dumps(row), flush=True)
     else:
         text = f"{tokens}:{hidden}:{local}"
         print(
-            f"{peer:8}  {kind:6}  {direction:8}  {activations:17}  {text:18}  connections {connections:5}  "
+            f"{peer:8}  {kind:6}  {direction:8}  {activations:17}  {text:18}  connections {CONNECTIONS:5}  "
             f"{tflops:6.0f} TFLOP/s  {median * 1e6:8.1f} us",
             flush=True,
         )
@@ -99,6 +103,7 @@ def main():
     parser.add_argument("--peers", type=names(PEERS), default=PEERS)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--turns", action="store_true", help="run what standard input says, when it says so")
     run(rank_main, parser.parse_args())
 
 

@@ -1,11 +1,13 @@
 """A process for each GPU, and what all of them do together."""
 
+import collections
 import datetime
 import math
 import os
 import socket
 import statistics
 import sys
+import time
 import warnings
 
 from common.command_line import note
@@ -83,21 +85,38 @@ def symmetric_memory(rank):
 
 def seconds(work, iterations):
     """The slowest rank's median, with its smallest and largest. All ranks start each run together."""
+    hold = Hold()
     for _ in range(3):
         work()
-    times = []
-    for _ in range(iterations):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+    times = [hold.once(work) for _ in range(iterations)]
     figures = torch.tensor([statistics.median(times), min(times), max(times)], device="cuda")
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return figures.tolist()
+
+
+class Hold:
+    """Keeps a GPU back while its host enqueues a run, half as long again as that took lately: in training the host is ahead, and it is
+    not what is timed. Idle for longer, a GPU would begin with a higher clock than others."""
+
+    LONGEST = 5e-3
+    CYCLES = 1.9e9
+
+    def __init__(self):
+        self.lately = collections.deque([1e-3], maxlen=6)
+
+    def once(self, work):
+        """This rank's seconds of a run that all ranks start together."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.barrier()
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        torch.cuda._sleep(int(min(1.5 * max(self.lately), self.LONGEST) * self.CYCLES))
+        begin.record()
+        work()
+        end.record()
+        self.lately.append(time.perf_counter() - since)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
 
 def worst(ratios):

@@ -2,7 +2,7 @@
 
 from common.exact_attention import ERROR_FACTOR, head_with_gradients
 from common.pytorch import dist, torch
-from common.ranks import seconds, worst
+from common.ranks import worst
 
 
 class Problem:
@@ -65,14 +65,15 @@ def reference(q, k, v, dout, causal):
     return out, dq, dk, dv
 
 
-def timed(problem, run, causal, iterations):
-    """(forward seconds, backward seconds, error over its bound)."""
+def problem_passes(problem, run, causal):
+    """A forward and a backward that can run again and again, and the error over its bound."""
     out = run(*problem.inputs(), causal)
-    gradients = torch.autograd.grad(out, problem.inputs(), problem.dout, retain_graph=True)
-    error = error_of(problem, out, gradients, causal)
-    with torch.no_grad():
-        forward = seconds(lambda: run(*problem.inputs(), causal), iterations)
-    backward = seconds(
-        lambda: torch.autograd.grad(out, problem.inputs(), problem.dout, retain_graph=True), iterations
-    )
-    return forward, backward, error
+
+    def forward():
+        with torch.no_grad():
+            return run(*problem.inputs(), causal)
+
+    def backward():
+        return torch.autograd.grad(out, problem.inputs(), problem.dout, retain_graph=True)
+
+    return forward, backward, error_of(problem, out, backward(), causal)

@@ -16,7 +16,8 @@ the last. Both, and the same ranks with nothing side by side, run in turns, for
 a GPU's clock changes; what is hidden is by how much a run is shorter than that.
 
 --peers wants a python3 with PyTorch and two GPUs, and times Ulysses and
-all-gather of keys and values with cuDNN, and PyTorch's ring attention.
+all-gather of keys and values with cuDNN, and PyTorch's ring attention, in turns
+with ours.
 
 Examples:
   counterpoint bench cp

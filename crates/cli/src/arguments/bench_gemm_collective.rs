@@ -22,7 +22,7 @@ and the linear layers of Llama-3 70B and GPT-3 with 128 to 32768 rows.
 
 --peers wants a python3 with PyTorch and a GPU for each rank. It times torch.mm and
 NCCL one after the other, PyTorch's async-TP operators and its all-reduce in
-symmetric memory in the same way, after our rows, on the same shapes.
+symmetric memory in the same way, in turns with ours, on the same shapes.
 
 Examples:
   counterpoint bench gemm-collective --ranks 2

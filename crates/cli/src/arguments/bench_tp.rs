@@ -24,7 +24,8 @@ wrong is not printed, and the exit status is 1.
 
 --peers wants a python3 with PyTorch and GPUs, and times torch.mm with NCCL's
 collectives as Megatron-LM does, and PyTorch's fused operators, in processes with
-CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32.
+CUDA_DEVICE_MAX_CONNECTIONS unset, 1 and 32, whose runs take turns with ours. With
+--connections, ours have those beside them that were given the same number.
 
 Examples:
   counterpoint bench tp

@@ -10,12 +10,14 @@ use counterpoint_report::{
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde_json::json;
 
+use super::peers::{self, Known};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
 use crate::arguments::{BenchMask, Exchange, dtype_name};
 use crate::command::bench_attention::{BACKWARD, FORWARD, shape_text, verified};
 use crate::command::bench_mask;
 use crate::command::launched::ended;
 use crate::command::prediction::Prediction;
+use crate::command::pytorch::Peers;
 use crate::command::rank_machine::AttentionRuns;
 use crate::command::solution::Solution;
 use crate::command::turns::{LEAST_HIDEABLE, turns};
@@ -81,11 +83,20 @@ impl<'a> Bench<'a> {
         Ok(Way { topology, exchange, policy, solution, predicted, runs, times, crossing })
     }
 
-    /// Runs a pass in all ways, once each in turn, again and again.
-    pub(super) fn run(&self, pass: Pass, ways: &mut [Way<'_>]) -> Result<(), CliError> {
+    /// Runs a pass in all ways, those of the peers too, once each in turn, again and again.
+    pub(super) fn run(
+        &self,
+        pass: Pass,
+        ways: &mut [Way<'_>],
+        peers: &mut Peers<Known>,
+    ) -> Result<(), CliError> {
+        let of_peers = peers::of_pass(peers, pass);
         for round in 0..WARM_UPS + self.arguments.iterations as usize {
-            for way in turns(round, ways.len()) {
-                self.run_once(pass, round, &mut ways[way])?;
+            for turn in turns(round, ways.len() + of_peers.len()) {
+                match ways.get_mut(turn) {
+                    Some(way) => self.run_once(pass, round, way)?,
+                    None => peers.run(of_peers[turn - ways.len()], round >= WARM_UPS),
+                }
             }
         }
         Ok(())

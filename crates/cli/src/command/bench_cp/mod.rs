@@ -11,11 +11,13 @@ use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topolo
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, StartOrder};
 
 use self::case::{Case, Traced, trace};
+use self::peers::{Known, PeerRow};
 use self::sizes::Sizes;
 use super::bench_attention::Section;
 use super::bench_mask;
 use super::launched::{as_rank, ended, launch, refuse_other_sizes};
 use super::nodes::topology;
+use super::pytorch::Peers;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
 use crate::arguments::{BenchCpArguments, BenchMask, Device, Exchange};
@@ -84,28 +86,28 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
     }
     let mut wrong = Vec::new();
     let mut traced = Vec::new();
+    let mut peers = peers::start(arguments, &sizes)?;
     for &tokens in &sizes.tokens {
         let bench = Bench::new(arguments, ranks, topology, &sizes, tokens)?;
-        let section = match arguments.step {
-            true => bench.measure_steps(&arguments.masks)?,
-            false => bench.measure(&arguments.masks, &mut traced)?,
+        let (section, beside) = match arguments.step {
+            true => (bench.measure_steps(&arguments.masks)?, Vec::new()),
+            false => bench.measure(&arguments.masks, &mut traced, &mut peers)?,
         };
         if !ranks.prints() {
             continue;
         }
         if arguments.json {
             section.rows.iter().try_for_each(console::print_json)?;
+            beside.iter().try_for_each(console::print_json)?;
         } else {
             console::print(&section.text(&console::style()))?;
+            peers::print(&beside)?;
         }
         wrong.extend(section.wrong);
     }
     outputs.write(|_| Ok(trace(&traced).into_bytes()))?;
-    if !arguments.peers.is_empty() {
-        peers::run(arguments, &sizes)?;
-    }
     if wrong.is_empty() {
-        return Ok(());
+        return peers.end();
     }
     Err(CliError::CheckFailed {
         what: format!("rows out of bounds against the f64 reference: {}", wrong.join("; ")),
@@ -149,7 +151,13 @@ impl<'a> Bench<'a> {
         Ok(Self { arguments, ranks, topology, tokens, spec, inputs, profile, policy })
     }
 
-    fn measure(&self, masks: &[BenchMask], traced: &mut Vec<Traced>) -> Result<Section, CliError> {
+    fn measure(
+        &self,
+        masks: &[BenchMask],
+        traced: &mut Vec<Traced>,
+        peers: &mut Peers<Known>,
+    ) -> Result<(Section, Vec<PeerRow>), CliError> {
+        let mut beside = Vec::new();
         let mut section = Section::new(format!(
             "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
             self.tokens,
@@ -169,9 +177,10 @@ impl<'a> Bench<'a> {
                     ways.push(self.way(&mask, self.topology, exchange, policy)?);
                 }
             }
-            self.run(Pass::Forward, &mut ways)?;
+            peers.prepare(&peers::case(name, self.tokens));
+            self.run(Pass::Forward, &mut ways, peers)?;
             if !self.arguments.forward_only {
-                self.run(Pass::ForwardBackward, &mut ways)?;
+                self.run(Pass::ForwardBackward, &mut ways, peers)?;
             }
             let finished: Vec<_> =
                 ways.into_iter().map(|way| self.finish(&mask, way)).collect::<Result<_, _>>()?;
@@ -188,6 +197,10 @@ impl<'a> Bench<'a> {
             let Some(alone) = alone else { continue };
             for pass in [Pass::Forward, Pass::ForwardBackward] {
                 let together = cases.iter().map(|case| case.row(self, name, pass, Some(&alone)));
+                let fastest =
+                    together.clone().flatten().map(|(row, ..)| row).filter(|row| row.verified.passed());
+                let fastest = fastest.min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
+                beside.extend(fastest.iter().flat_map(|ours| peers::rows(peers, pass, ours, self.tokens)));
                 for (row, detail, check) in together.chain([alone.row(self, name, pass, None)]).flatten() {
                     section.add(row, detail, check);
                 }
@@ -201,7 +214,7 @@ impl<'a> Bench<'a> {
                 section.wrong.extend(case.miscounted(name));
             }
         }
-        Ok(section)
+        Ok((section, beside))
     }
 
     /// How rows cross: on one node there is one way.

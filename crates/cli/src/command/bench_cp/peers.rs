@@ -1,45 +1,163 @@
 use std::process::Command;
 
+use counterpoint_exec::Pass;
+use counterpoint_report::{BenchRow, Rate, Statistics};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
 use super::sizes::Sizes;
 use crate::arguments::{BenchCpArguments, BenchMask};
 use crate::command::bench_mask;
-use crate::command::pytorch::{Script, lacks_gpus, on_gpus, run_all};
+use crate::command::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::console;
 use crate::error::CliError;
 
-/// Times PyTorch's context parallelisms on the same sizes, in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs.
-pub(super) fn run(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<(), CliError> {
-    let no_peers = |reason: String| CliError::NoPeers { reason };
-    // The masks that they have.
-    let masks: Vec<String> = arguments
-        .masks
-        .iter()
-        .filter(|mask| matches!(mask, BenchMask::Full | BenchMask::Causal))
-        .map(|mask| bench_mask::name(*mask))
-        .collect();
-    if masks.is_empty() {
-        return Err(no_peers("the peers have full and causal masks only; ask for one of them".to_owned()));
-    }
-    let script = Script::unpack("context_parallel.py")?;
-    let commands = on_gpus(sizes.cp_size, || command(&script, &masks, arguments, sizes))?;
-    run_all(commands, &lacks_gpus(sizes.cp_size))
+/// What the script says of a way.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(super) struct Known {
+    by: String,
+    pass: String,
+    heads_q: usize,
+    heads_kv: usize,
+    error_over_bound: f64,
 }
 
-fn command(script: &Script, masks: &[String], arguments: &BenchCpArguments, sizes: &Sizes) -> Command {
-    let tokens: Vec<String> = sizes.tokens.iter().map(ToString::to_string).collect();
+/// One of PyTorch's context parallelisms, beside ours.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct PeerRow {
+    by: String,
+    pass: String,
+    mask: String,
+    ranks: usize,
+    tokens_per_rank: usize,
+    heads_q: usize,
+    heads_kv: usize,
+    dtype: String,
+    device: String,
+    /// Of the slowest rank.
+    seconds: Statistics,
+    tflops_per_gpu: f64,
+    error_over_bound: f64,
+    ours_seconds: f64,
+    /// Its time over ours.
+    ratio: f64,
+}
+
+const HEADER: &str = "PyTorch beside ours, which ran in turns with it: its time over ours\n\
+                      by          mask    pass      tokens a rank  heads        us  TFLOP/s   ours us  ratio\n";
+
+/// Starts PyTorch's context parallelisms, if any are asked for, in the machine's own `python3`: a process a GPU.
+pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers<Known>, CliError> {
+    if arguments.peers.is_empty() {
+        return Ok(Peers::new(Vec::new()));
+    }
+    if !arguments.masks.iter().any(|mask| matches!(mask, BenchMask::Full | BenchMask::Causal)) {
+        let reason = "the peers have full and causal masks only; ask for one of them".to_owned();
+        return Err(CliError::NoPeers { reason });
+    }
+    let script = Script::unpack("context_parallel.py")?;
+    let commands = on_gpus(sizes.cp_size, || command(&script, arguments, sizes))?;
+    Ok(Peers::new(vec![TurnTaking::start(script, commands, lacks_gpus(sizes.cp_size))?]))
+}
+
+fn command(script: &Script, arguments: &BenchCpArguments, sizes: &Sizes) -> Command {
     let (heads_q, heads_kv) = sizes.heads;
     let mut command = script.command();
-    command.args([
-        "--peers",
-        &arguments.peers.join(","),
-        "--masks",
-        &masks.join(","),
-        "--tokens",
-        &tokens.join(","),
-    ]);
+    command.args(["--peers", &arguments.peers.join(",")]);
     command.args(["--heads", &format!("{heads_q}:{heads_kv}"), "--head-dim", &sizes.head_dim.to_string()]);
-    command.args(["--iterations", &arguments.iterations.to_string()]);
-    if arguments.json {
-        command.arg("--json");
-    }
     command
+}
+
+/// A mask on so many tokens a rank, as the script knows it.
+pub(super) fn case(mask: BenchMask, tokens: usize) -> serde_json::Value {
+    json!({ "tokens": tokens, "mask": bench_mask::name(mask) })
+}
+
+/// Which of the case's ways run that pass.
+pub(super) fn of_pass(peers: &Peers<Known>, pass: Pass) -> Vec<usize> {
+    peers.those(|known| known.pass == name_of(pass))
+}
+
+fn name_of(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => "forward",
+        Pass::ForwardBackward => "backward",
+    }
+}
+
+/// What the case's ways took of a pass, beside the row of `ours`, which ran in turns with them on `tokens` a rank.
+pub(super) fn rows(peers: &Peers<Known>, pass: Pass, ours: &BenchRow, tokens: usize) -> Vec<PeerRow> {
+    let Some(Rate::Compute { tflops }) = ours.rate else { return Vec::new() };
+    let row = |way: &PeerWay<Known>| {
+        let seconds = Statistics::of(&way.seconds)?;
+        let Known { by, pass, heads_q, heads_kv, error_over_bound } = way.known.clone();
+        let ratio = seconds.median / ours.seconds.median;
+        Some(PeerRow {
+            by,
+            pass,
+            mask: ours.mask.clone().unwrap_or_default(),
+            ranks: ours.ranks,
+            tokens_per_rank: tokens,
+            heads_q,
+            heads_kv,
+            dtype: ours.dtype.clone(),
+            device: ours.device.clone(),
+            seconds,
+            // It computes as much.
+            tflops_per_gpu: tflops / ratio,
+            error_over_bound,
+            ours_seconds: ours.seconds.median,
+            ratio,
+        })
+    };
+    peers.ways().iter().filter(|way| way.known.pass == name_of(pass)).filter_map(row).collect()
+}
+
+/// Prints rows, if there are any.
+pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    console::print(HEADER)?;
+    rows.iter().try_for_each(|row| console::print(&row.line()))?;
+    console::print("\n")
+}
+
+impl PeerRow {
+    fn line(&self) -> String {
+        format!(
+            "{:10}  {:6}  {:8}  {:13}  {:5}  {:8.1}  {:7.1}  {:8.1}  {:5.3}\n",
+            self.by,
+            self.mask,
+            self.pass,
+            self.tokens_per_rank,
+            format!("{}:{}", self.heads_q, self.heads_kv),
+            1e6 * self.seconds.median,
+            self.tflops_per_gpu,
+            1e6 * self.ours_seconds,
+            self.ratio,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::command::pytorch::text_of;
+
+    /// What the script says of its ways is what is read here, and both know the same names.
+    #[test]
+    fn ways_of_the_script_are_understood() {
+        let told =
+            r#"{"by": "ring", "pass": "backward", "heads_q": 64, "heads_kv": 64, "error_over_bound": 0.2}"#;
+        let known: Known = serde_json::from_str(told).unwrap();
+        assert_eq!((known.by.as_str(), known.pass.as_str()), ("ring", name_of(Pass::ForwardBackward)));
+        let text = text_of("context_parallel.py");
+        for name in ["forward", "backward", "full", "causal", "ring"] {
+            assert!(text.contains(&format!("\"{name}\"")), "{name}");
+        }
+        for key in ["by", "pass", "heads_q", "heads_kv", "error_over_bound"] {
+            assert!(text.contains(&format!("\"{key}\":")), "{key}");
+        }
+    }
 }

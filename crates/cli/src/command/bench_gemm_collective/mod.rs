@@ -11,7 +11,9 @@ use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::{CostModel, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
+use self::peers::Known;
 use self::row::Row;
+use super::pytorch::Peers;
 use crate::arguments::{BenchGemmCollectiveArguments, Device, OverlapChoice};
 use crate::error::CliError;
 use crate::progress::Progress;
@@ -27,7 +29,8 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     if !arguments.json {
         console::print(&format!("products and collectives on {}\n{}", machine.name(), row::HEADER))?;
     }
-    let (mut last, mut wrong) = (Vec::new(), Vec::new());
+    let (mut last, mut wrong, mut of_peers) = (Vec::new(), Vec::new(), Vec::new());
+    let mut peers = peers::start(arguments)?;
     let cases = cases::chosen(arguments);
     let cost = costs(arguments)?;
     let overlap = |choice: &OverlapChoice| match choice {
@@ -38,8 +41,9 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
         let progress = Progress::new();
         progress.step(format!("{} of {} x {} x {}", spec.collective.name(), spec.m, spec.n, spec.k));
         let policies: Vec<_> = arguments.overlap.iter().map(|choice| spec.policy(overlap(choice))).collect();
-        let mut rows =
-            machine.measure(spec, &policies, arguments).map_err(|source| CliError::Run { source })?;
+        let mut rows = machine
+            .measure(spec, &policies, arguments, &mut peers)
+            .map_err(|source| CliError::Run { source })?;
         rows.iter_mut().zip(&arguments.overlap).for_each(|(row, choice)| row.asked = choice.to_string());
         drop(progress);
         for row in &rows {
@@ -54,18 +58,19 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
                 console::print(&row.line())?;
             }
         }
+        let beside = peers::rows(&peers, &rows);
+        if arguments.json {
+            beside.iter().try_for_each(console::print_json)?;
+        }
+        of_peers.extend(beside);
         last.extend(rows.into_iter().next_back());
     }
     if !arguments.json {
         console::print(&row::finding(&last))?;
-    }
-    if !arguments.peers.is_empty() {
-        // Ours are through with the GPUs' memory.
-        drop(machine);
-        peers::run(arguments, &cases)?;
+        peers::print(&of_peers)?;
     }
     if wrong.is_empty() {
-        return Ok(());
+        return peers.end();
     }
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
 }
@@ -128,6 +133,7 @@ impl Where {
         spec: &GemmCollectiveSpec,
         policies: &[OverlapPolicy],
         arguments: &BenchGemmCollectiveArguments,
+        peers: &mut Peers<Known>,
     ) -> Result<Vec<Row>, ExecError> {
         match self {
             Self::Cpu => cpu::measure(spec, policies, arguments),
@@ -137,7 +143,11 @@ impl Where {
                 let iterations =
                     ((SECONDS / estimate) as usize).clamp(2, arguments.iterations.max(2) as usize);
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
-                Ok(Row::of(spec, policies, &bench.measure(spec, policies, &groups(arguments), runs)?))
+                peers.prepare(&peers::case(spec));
+                let ways = peers.ways().len();
+                let mut between = || (0..ways).for_each(|way| peers.run(way, true));
+                let times = bench.measure(spec, policies, &groups(arguments), runs, &mut between)?;
+                Ok(Row::of(spec, policies, &times))
             }
         }
     }

@@ -1,50 +1,150 @@
 use std::process::Command;
 
-use counterpoint_exec::{GemmCollective, GemmCollectiveSpec};
-use counterpoint_plan::DType;
+use counterpoint_exec::GemmCollectiveSpec;
+use counterpoint_report::{Statistics, geometric_mean};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-use crate::arguments::{BenchGemmCollectiveArguments, Device};
-use crate::command::pytorch::{Script, lacks_gpus, on_gpus, run_all};
+use super::row::Row;
+use crate::arguments::{BenchDType, BenchGemmCollectiveArguments, Device};
+use crate::command::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
+use crate::console;
 use crate::error::CliError;
 
-/// Times PyTorch's ways on the same products, in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs.
-pub(super) fn run(
-    arguments: &BenchGemmCollectiveArguments,
-    cases: &[GemmCollectiveSpec],
-) -> Result<(), CliError> {
-    let no_peers = |reason: String| CliError::NoPeers { reason };
+/// What the script says of a way.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(super) struct Known {
+    by: String,
+    /// Runs of a cycle, one after the other.
+    iterations: usize,
+    error: f64,
+}
+
+/// A product with its collective in one of PyTorch's ways, beside the fastest of ours.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct PeerRow {
+    by: String,
+    collective: &'static str,
+    ranks: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Of the slowest rank, the median of cycles.
+    seconds: f64,
+    error: f64,
+    ours_seconds: f64,
+    /// Its time over ours.
+    ratio: f64,
+    ours_by: String,
+}
+
+const HEADER: &str = "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n\
+                      collective           m      n      k  by                   us   ours us  ratio    error  ours by\n";
+
+/// Starts PyTorch's ways, if any are asked for, in the machine's own `python3`: a process a GPU.
+pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<Known>, CliError> {
+    if arguments.peers.is_empty() {
+        return Ok(Peers::new(Vec::new()));
+    }
     if arguments.device == Device::Cpu {
-        return Err(no_peers("the peers are for GPUs; add --device cuda".to_owned()));
+        let reason = "the peers are for GPUs; add --device cuda".to_owned();
+        return Err(CliError::NoPeers { reason });
     }
     let script = Script::unpack("gemm_collective.py")?;
     let ranks = arguments.ranks as usize;
-    run_all(on_gpus(ranks, || command(&script, arguments, cases))?, &lacks_gpus(ranks))
+    let commands = on_gpus(ranks, || command(&script, arguments))?;
+    Ok(Peers::new(vec![TurnTaking::start(script, commands, lacks_gpus(ranks))?]))
 }
 
-fn command(
-    script: &Script,
-    arguments: &BenchGemmCollectiveArguments,
-    cases: &[GemmCollectiveSpec],
-) -> Command {
-    let of = |collective: GemmCollective| -> Vec<String> {
-        let cases = cases.iter().filter(|case| case.collective == collective);
-        cases.map(|case| format!("{}:{}:{}", case.m, case.n, case.k)).collect()
-    };
-    let chosen = GemmCollective::ALL.map(|collective| (collective.name(), of(collective)));
-    let chosen: Vec<_> = chosen.into_iter().filter(|(_, shapes)| !shapes.is_empty()).collect();
-    let names_of: Vec<&str> = chosen.iter().map(|(name, _)| *name).collect();
-    let shapes: Vec<String> = chosen.iter().map(|(_, shapes)| shapes.join(",")).collect();
-    let dtype = match cases.first() {
-        Some(GemmCollectiveSpec { dtype: DType::F16, .. }) => "f16",
-        _ => "bf16",
+fn command(script: &Script, arguments: &BenchGemmCollectiveArguments) -> Command {
+    let dtype = match arguments.dtype {
+        Some(BenchDType::F16) => "f16",
+        Some(BenchDType::Bf16) | None => "bf16",
     };
     let mut command = script.command();
-    command.args(["--peers", &arguments.peers.join(","), "--collectives", &names_of.join(",")]);
-    command.args(["--shapes", &shapes.join("/"), "--dtype", dtype]);
+    command.args(["--peers", &arguments.peers.join(","), "--dtype", dtype]);
     command.args(["--iterations", &arguments.iterations.to_string()]);
-    command.args(["--cycles", &arguments.cycles.to_string()]);
-    if arguments.json {
-        command.arg("--json");
-    }
     command
+}
+
+/// A product, as the script knows it.
+pub(super) fn case(spec: &GemmCollectiveSpec) -> serde_json::Value {
+    json!({ "collective": spec.collective.name(), "shape": [spec.m, spec.n, spec.k] })
+}
+
+/// What the product's ways took, beside `ours`, which ran in turns with them.
+pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
+    let right = ours.iter().filter(|row| row.is_right());
+    let Some(best) = right.min_by(|a, b| a.seconds.total_cmp(&b.seconds)) else { return Vec::new() };
+    let row = |way: &PeerWay<Known>| {
+        let Known { by, iterations, error } = way.known.clone();
+        let seconds = Statistics::of(&way.seconds)?.median / iterations as f64;
+        let Row { collective, ranks, m, n, k, .. } = *best;
+        let ratio = seconds / best.seconds;
+        let (ours_seconds, ours_by) = (best.seconds, best.overlap.clone());
+        Some(PeerRow { by, collective, ranks, m, n, k, seconds, error, ours_seconds, ratio, ours_by })
+    };
+    peers.ways().iter().filter_map(row).collect()
+}
+
+/// Prints rows, if there are any, and what to read from them.
+pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    console::print(HEADER)?;
+    rows.iter().try_for_each(|row| console::print(&row.line()))?;
+    let mut seen: Vec<(&str, &str)> = Vec::new();
+    for row in rows {
+        let which = (row.by.as_str(), row.collective);
+        if seen.contains(&which) {
+            continue;
+        }
+        seen.push(which);
+        let same = rows.iter().filter(|row| (row.by.as_str(), row.collective) == which);
+        let ratios: Vec<f64> = same.map(|row| row.ratio).collect();
+        let (mean, least) = (geometric_mean(&ratios), ratios.iter().copied().fold(f64::INFINITY, f64::min));
+        let products = console::count(ratios.len(), "product");
+        let mean = mean.unwrap_or(f64::NAN);
+        let (by, collective) = which;
+        console::print(&format!(
+            "{by}, {collective}: {products}, geometric mean {mean:.3}, worst {least:.3}\n"
+        ))?;
+    }
+    Ok(())
+}
+
+impl PeerRow {
+    fn line(&self) -> String {
+        let Self { by, collective, m, n, k, error, ours_by, .. } = self;
+        format!(
+            "{collective:14} {m:6} {n:6} {k:6}  {by:14} {:8.1}  {:8.1}  {:5.3}  {error:.1e}  {ours_by}\n",
+            1e6 * self.seconds,
+            1e6 * self.ours_seconds,
+            self.ratio,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use counterpoint_exec::GemmCollective;
+
+    use super::*;
+    use crate::command::pytorch::text_of;
+
+    /// What the script says of its ways is what is read here, and both know the same names.
+    #[test]
+    fn ways_of_the_script_are_understood() {
+        let told = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
+        let known: Known = serde_json::from_str(told).unwrap();
+        assert_eq!((known.by.as_str(), known.iterations), ("async-tp", 4));
+        let text = text_of("gemm_collective.py");
+        for name in GemmCollective::ALL.map(|collective| collective.name()) {
+            assert!(text.contains(&format!("\"{name}\"")), "{name}");
+        }
+        for key in ["by", "iterations", "error"] {
+            assert!(text.contains(&format!("\"{key}\": ")), "{key}");
+        }
+    }
 }

@@ -12,8 +12,10 @@ use rayon::prelude::*;
 use super::connections;
 use super::measured::{Measured, MeasuredPass, digest};
 use super::parts::Parts;
+use super::peers::{self, Known};
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice};
+use crate::command::pytorch::Peers;
 use crate::command::turns::{LEAST_HIDEABLE, turns};
 use crate::error::CliError;
 
@@ -75,6 +77,7 @@ impl Case<'_> {
     pub(super) fn measure_on<M: Machine>(
         &self,
         machine: &M,
+        peers: &mut Peers<Known>,
         joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
         let scratch = &mut LinearScratch::new();
@@ -103,8 +106,10 @@ impl Case<'_> {
             }
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
+        peers.prepare(&peers::case(self.shape, self.spec.kind, self.spec.activations));
         for &pass in &self.arguments.passes {
-            self.measure(machine, pass, &mut ways, tensors).map_err(|source| CliError::Run { source })?;
+            self.measure(machine, pass, &mut ways, tensors, peers)
+                .map_err(|source| CliError::Run { source })?;
         }
         let all: Vec<_> = ways.into_iter().map(|way| joined(way.measured())).collect::<Result<_, _>>()?;
         let all: Vec<Measured> = all.into_iter().flatten().collect();
@@ -149,13 +154,14 @@ impl Case<'_> {
         Ok(Way { overlap, planned, layer, checked, bits, passes: Vec::new() })
     }
 
-    /// Times a pass in all ways, a run of each in turn.
+    /// Times a pass in all ways, those of the peers too, a run of each in turn.
     fn measure<M: Machine>(
         &self,
         machine: &M,
         pass: BenchTpPass,
         ways: &mut [Way<M>],
         tensors: &Tensors<M>,
+        peers: &mut Peers<Known>,
     ) -> Result<(), ExecError> {
         for way in &mut *ways {
             let PlannedPass { plan, policy } = match pass {
@@ -166,20 +172,29 @@ impl Case<'_> {
             let (detailed, whole) = (Vec::new(), Vec::new());
             way.passes.push(MeasuredPass { pass, policy, groups, detailed, whole });
         }
+        let of_peers = peers.those(|known| known.pass == pass);
+        // A way's runs with the times of all operations and those without are turns of their own: nobody runs behind itself alone.
+        let ours = 2 * ways.len();
         for run in 0..WARM_UPS + self.arguments.iterations as usize {
-            for way in turns(run, ways.len()) {
-                let Way { layer, passes, .. } = &mut ways[way];
+            for turn in turns(run, ours + of_peers.len()) {
+                if turn >= ours {
+                    peers.run(of_peers[turn - ours], run >= WARM_UPS);
+                    continue;
+                }
+                let Way { layer, passes, .. } = &mut ways[turn / 2];
                 let Some(MeasuredPass { detailed, whole, .. }) = passes.last_mut() else { continue };
-                for (times, timelines) in [(RunTimes::Operations, detailed), (RunTimes::Whole, whole)] {
-                    layer.take_times(times);
-                    machine.meet("a run")?;
-                    let done = match pass {
-                        BenchTpPass::Forward => layer.forward(&tensors.x)?,
-                        BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
-                    };
-                    if run >= WARM_UPS {
-                        timelines.push(done.timeline);
-                    }
+                let (times, timelines) = match turn % 2 {
+                    0 => (RunTimes::Operations, detailed),
+                    _ => (RunTimes::Whole, whole),
+                };
+                layer.take_times(times);
+                machine.meet("a run")?;
+                let done = match pass {
+                    BenchTpPass::Forward => layer.forward(&tensors.x)?,
+                    BenchTpPass::Backward => layer.backward(&tensors.x, &tensors.dy)?,
+                };
+                if run >= WARM_UPS {
+                    timelines.push(done.timeline);
                 }
             }
         }

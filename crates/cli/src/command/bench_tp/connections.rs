@@ -4,7 +4,9 @@
 use std::process::{Command, Stdio};
 
 use clap::ValueEnum;
+use serde::Deserialize;
 
+use super::peers::{self, PeerRow};
 use super::row::{HEADER, Row};
 use crate::arguments::BenchTpArguments;
 use crate::console;
@@ -19,11 +21,27 @@ pub(super) fn here() -> Option<u32> {
     std::env::var(CONNECTIONS).ok()?.parse().ok()
 }
 
-/// Measures with each number in turn. A number may be named several times: its best median counts.
-pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<Vec<Row>, CliError> {
-    let mut all: Vec<Row> = Vec::new();
+/// What such a process prints.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Line {
+    Ours(Box<Row>),
+    Peer(Box<PeerRow>),
+}
+
+/// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's ways run beside those of
+/// ours that have as many.
+pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<(), CliError> {
+    let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
     for &connections in &arguments.connections {
-        let rows = in_child(arguments, shapes, connections)?;
+        let lines = in_child(arguments, shapes, connections)?;
+        let mut rows = Vec::new();
+        for line in lines {
+            match line {
+                Line::Ours(row) => rows.push(*row),
+                Line::Peer(row) => of_peers.push(*row),
+            }
+        }
         if let (true, Some(first)) = (all.is_empty() && !arguments.json, rows.first()) {
             let Row { device, ranks, .. } = first;
             console::print(&format!(
@@ -42,23 +60,27 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
             all.push(row);
         }
     }
-    if !arguments.json {
-        console::print(&spreads(&all))?;
+    if arguments.json {
+        return of_peers.iter().try_for_each(console::print_json);
     }
-    Ok(all)
+    console::print(&spreads(&all))?;
+    peers::print(&of_peers)
 }
 
 fn in_child(
     arguments: &BenchTpArguments,
     shapes: &[[usize; 3]],
     connections: u32,
-) -> Result<Vec<Row>, CliError> {
+) -> Result<Vec<Line>, CliError> {
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let mut child = Command::new(program);
     child.args(flags(arguments, shapes)).env(CONNECTIONS, connections.to_string());
+    if arguments.peers.contains(&connections) {
+        child.arg(format!("--peers={connections}"));
+    }
     let process = OwnProcess::start(child.stdin(Stdio::null()).stdout(Stdio::piped()));
     let output = process.and_then(|process| process.output());
     let (status, said) = output.map_err(|error| failed(error.to_string()))?;
@@ -66,8 +88,9 @@ fn in_child(
         return Err(failed(format!("it ended with {status}")));
     }
     let text = String::from_utf8_lossy(&said);
-    let rows = text.lines().map(|line| serde_json::from_str(line).map_err(|error| failed(error.to_string())));
-    rows.collect()
+    let lines =
+        text.lines().map(|line| serde_json::from_str(line).map_err(|error| failed(error.to_string())));
+    lines.collect()
 }
 
 /// Those that make a process measure the same, with what its driver was told.

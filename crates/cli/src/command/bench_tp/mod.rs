@@ -13,8 +13,10 @@ use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, Tune
 use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
+use self::peers::Known;
 use self::row::Row;
 use super::launched::{as_rank, ended, launch, refuse_other_sizes};
+use super::pytorch::Peers;
 use super::rank_machine::RankMachine;
 use crate::arguments::{BenchTpArguments, Device};
 use crate::console;
@@ -28,14 +30,7 @@ pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
     match launch()? {
         None if !arguments.connections.is_empty() => {
             // GPUs are those processes' meanwhile.
-            let shapes = shapes(arguments);
-            let rows = connections::run(arguments, &shapes)?;
-            match rows.first() {
-                Some(row) if !arguments.peers.is_empty() => {
-                    peers::run(&arguments.peers, arguments, row.ranks, &shapes, &rows)
-                }
-                _ => Ok(()),
-            }
+            connections::run(arguments, &shapes(arguments))
         }
         None => {
             let open = |kind| RankMachine::open(arguments.device, arguments.tp_size, kind);
@@ -104,15 +99,18 @@ fn measure_all(
     }
     let shapes = shapes(arguments);
     let tuned = tuned::kept()?;
+    let mut peers = peers::start(arguments, tp_size)?;
     let progress = Progress::new();
-    let (mut rows, mut wrong) = (Vec::new(), Vec::new());
+    let (mut rows, mut of_peers, mut wrong) = (Vec::new(), Vec::new(), Vec::new());
     for (shape, spec) in specs(arguments, &shapes, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
             let words = format!("{:?} {:?} {shape:?} {transport}", spec.kind, spec.activations);
             progress.step(words.to_lowercase());
             let on = On { transport: *transport, machine, tuned: &tuned };
-            for row in measure(arguments, (spec, shape), tp_size, on, &inputs)? {
+            let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
+            let beside = peers::rows(&peers, &ours);
+            for row in ours {
                 match &row.wrong {
                     Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
                     None if arguments.json => console::print_json(&row)?,
@@ -120,17 +118,21 @@ fn measure_all(
                 }
                 rows.push(row);
             }
+            if arguments.json {
+                beside.iter().try_for_each(console::print_json)?;
+            }
+            of_peers.extend(beside);
         }
     }
     drop(progress);
+    if !arguments.json {
+        peers::print(&of_peers)?;
+    }
     if first.prints() {
         traces.write(|_| Ok(trace_of(&rows).into_bytes()))?;
     }
-    if !arguments.peers.is_empty() {
-        peers::run(&arguments.peers, arguments, tp_size, &shapes, &rows)?;
-    }
     if wrong.is_empty() {
-        return Ok(());
+        return peers.end();
     }
     Err(CliError::CheckFailed { what: format!("results out of bounds against f64: {}", wrong.join("; ")) })
 }
@@ -157,6 +159,7 @@ fn measure(
     tp_size: usize,
     On { transport, machine, tuned }: On<'_>,
     inputs: &LinearInputs,
+    peers: &mut Peers<Known>,
 ) -> Result<Vec<Row>, CliError> {
     let profile = machine.profile(None)?;
     let measured = profile.as_ref().map(|profile| &profile.cost);
@@ -170,11 +173,11 @@ fn measure(
     match machine {
         RankMachine::Cpu(_) => {
             let ranks = CpuMachine::new(0, None).map_err(|source| CliError::Run { source })?;
-            case.measure_on(&ranks, |measured| Ok(Some(measured)))
+            case.measure_on(&ranks, peers, |measured| Ok(Some(measured)))
         }
-        RankMachine::Cuda(gpus) => case.measure_on(gpus, |measured| Ok(Some(measured))),
+        RankMachine::Cuda(gpus) => case.measure_on(gpus, peers, |measured| Ok(Some(measured))),
         RankMachine::Process(process) => {
-            case.measure_on(process.machine(), |measured| measured.of_all(process.rendezvous()))
+            case.measure_on(process.machine(), peers, |measured| measured.of_all(process.rendezvous()))
         }
     }
 }

@@ -1,110 +1,126 @@
 use std::process::Command;
 
 use counterpoint_plan::{Activations, LinearKind};
-use serde::Deserialize;
+use counterpoint_report::Statistics;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass};
-use crate::command::pytorch::{Script, lacks_gpus, on_gpus, run_all_heard};
+use crate::command::pytorch::{PeerWay, Peers, Script, TurnTaking, lacks_gpus, on_gpus};
 use crate::console;
 use crate::error::CliError;
 
 /// CUDA's own number of connections, which it uses where the variable is not set.
 const USUAL_CONNECTIONS: u32 = 8;
 
-/// A row of the script.
-#[derive(Debug, Deserialize)]
-struct PeerRow {
+/// What the script says of a way.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub(super) struct Known {
+    by: String,
+    pub(super) pass: BenchTpPass,
+    connections: String,
+    error_over_bound: f64,
+}
+
+/// A layer in one of PyTorch's ways, beside the fastest of ours.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct PeerRow {
     by: String,
     kind: LinearKind,
     pass: BenchTpPass,
     activations: Activations,
     shape: [usize; 3],
+    ranks: usize,
     connections: String,
-    seconds: PeerSeconds,
+    /// Of the slowest rank.
+    seconds: Statistics,
     tflops: f64,
+    error_over_bound: f64,
+    ours_seconds: f64,
+    /// Its time over ours.
+    ratio: f64,
+    ours_by: String,
 }
 
-#[derive(Debug, Deserialize)]
-struct PeerSeconds {
-    median: f64,
-}
-
-const HEADER: &str = "\nPyTorch beside the fastest of the rows above: its time over ours\n\
+const HEADER: &str = "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n\
                       by        kind    pass      activations        shape               connections        us  TFLOP/s   \
-                      ours us  ratio  ours by";
+                      ours us  ratio  ours by\n";
 
-/// Times PyTorch's ways to run a tensor-parallel layer, in the machine's own `python3`, one process a GPU, after our rows: they need the GPUs. Once for each number of
-/// connections, which CUDA reads when it starts.
-pub(super) fn run(
-    connections: &[u32],
-    arguments: &BenchTpArguments,
-    tp_size: usize,
-    shapes: &[[usize; 3]],
-    rows: &[Row],
-) -> Result<(), CliError> {
-    if !arguments.json {
-        console::print(&format!("{HEADER}\n"))?;
+/// Prints rows, if there are any.
+pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
+    if rows.is_empty() {
+        return Ok(());
     }
-    let script = Script::unpack("tensor_parallel.py")?;
-    for &connections in connections {
+    console::print(HEADER)?;
+    rows.iter().try_for_each(|row| console::print(&row.line()))
+}
+
+/// Starts PyTorch's ways to run a tensor-parallel layer, in the machine's own `python3`: a process a GPU for each number of connections
+/// that is asked for, which CUDA reads when it starts.
+pub(super) fn start(arguments: &BenchTpArguments, tp_size: usize) -> Result<Peers<Known>, CliError> {
+    let group = |connections: u32| {
+        let script = Script::unpack("tensor_parallel.py")?;
         let process = || {
-            let mut command = command(&script, arguments, shapes);
+            let mut command = command(&script, arguments);
             match connections {
                 USUAL_CONNECTIONS => command.env_remove("CUDA_DEVICE_MAX_CONNECTIONS"),
                 number => command.env("CUDA_DEVICE_MAX_CONNECTIONS", number.to_string()),
             };
             command
         };
-        let heard = |line: &str| match arguments.json {
-            true => console::print(&format!("{line}\n")),
-            false => match serde_json::from_str::<PeerRow>(line) {
-                Ok(row) => console::print(&row.line(rows)),
-                // Not a row: words of PyTorch.
-                Err(_) => {
-                    console::note(line);
-                    Ok(())
-                }
-            },
-        };
-        run_all_heard(on_gpus(tp_size, process)?, &lacks_gpus(tp_size), heard)?;
-    }
-    Ok(())
+        let commands = on_gpus(tp_size, process)?;
+        TurnTaking::start(script, commands, lacks_gpus(tp_size))
+    };
+    let groups = arguments.peers.iter().map(|&connections| group(connections));
+    Ok(Peers::new(groups.collect::<Result<_, _>>()?))
 }
 
-fn command(script: &Script, arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Command {
-    fn names<T: serde::Serialize>(values: &[T]) -> String {
-        let name = |value: &T| serde_json::to_value(value).ok()?.as_str().map(str::to_owned);
-        values.iter().filter_map(name).collect::<Vec<_>>().join(",")
-    }
-    let kinds: Vec<LinearKind> = arguments.kinds.iter().map(|kind| kind.kind()).collect();
-    let activations: Vec<Activations> =
-        arguments.activations.iter().map(|activations| activations.activations()).collect();
-    let shapes: Vec<String> =
-        shapes.iter().map(|shape| shape.map(|size| size.to_string()).join(":")).collect();
+/// A layer, as the script knows it.
+pub(super) fn case(shape: [usize; 3], kind: LinearKind, activations: Activations) -> serde_json::Value {
+    json!({ "shape": shape, "kind": kind, "activations": activations })
+}
+
+/// What a layer's ways took, beside `ours`, which ran in turns with them.
+pub(super) fn rows(peers: &Peers<Known>, ours: &[Row]) -> Vec<PeerRow> {
+    let row = |way: &PeerWay<Known>| {
+        let Known { by, pass, connections, error_over_bound } = way.known.clone();
+        let right = ours.iter().filter(|row| row.pass == pass && row.wrong.is_none());
+        let best = right.min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median))?;
+        let seconds = Statistics::of(&way.seconds)?;
+        Some(PeerRow {
+            by,
+            kind: best.kind,
+            pass,
+            activations: best.activations,
+            shape: best.shape,
+            ranks: best.ranks,
+            connections,
+            tflops: best.tflops * best.seconds.median / seconds.median,
+            error_over_bound,
+            ours_seconds: best.seconds.median,
+            ratio: seconds.median / best.seconds.median,
+            ours_by: format!("{} {}, {}", best.policy, best.transport, console::count(best.groups, "group")),
+            seconds,
+        })
+    };
+    peers.ways().iter().filter_map(row).collect()
+}
+
+fn command(script: &Script, arguments: &BenchTpArguments) -> Command {
+    let name = |pass: &BenchTpPass| serde_json::to_value(pass).ok()?.as_str().map(str::to_owned);
+    let passes: Vec<String> = arguments.passes.iter().filter_map(name).collect();
     let mut command = script.command();
-    command.args(["--json", "--shapes", &shapes.join(","), "--kinds", &names(&kinds)]);
-    command.args(["--passes", &names(&arguments.passes), "--activations", &names(&activations)]);
-    command.args(["--iterations", &arguments.iterations.to_string()]);
+    command.args(["--passes", &passes.join(",")]);
     command
 }
 
 impl PeerRow {
-    fn line(&self, ours: &[Row]) -> String {
+    fn line(&self) -> String {
         let [tokens, hidden, local] = self.shape;
         let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-        let same = |row: &&Row| {
-            (row.kind, row.pass, row.activations, row.shape)
-                == (self.kind, self.pass, self.activations, self.shape)
-                && row.wrong.is_none()
-        };
-        let best = ours.iter().filter(same).min_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
-        let seconds = best.map_or(f64::NAN, |row| row.seconds.median);
-        let how = best.map_or_else(String::new, |row| {
-            format!("{} {}, {}", row.policy, row.transport, console::count(row.groups, "group"))
-        });
         format!(
-            "{:8}  {:6}  {:8}  {:17}  {:18}  {:>11}  {:8.1}  {:7.1}  {:8.1}  {:5.3}  {how}\n",
+            "{:8}  {:6}  {:8}  {:17}  {:18}  {:>11}  {:8.1}  {:7.1}  {:8.1}  {:5.3}  {}\n",
             self.by,
             word(&self.kind),
             word(&self.pass),
@@ -113,8 +129,9 @@ impl PeerRow {
             self.connections,
             1e6 * self.seconds.median,
             self.tflops,
-            1e6 * seconds,
-            self.seconds.median / seconds,
+            1e6 * self.ours_seconds,
+            self.ratio,
+            self.ours_by,
         )
     }
 }
@@ -124,18 +141,12 @@ mod tests {
     use super::*;
     use crate::command::pytorch::text_of;
 
-    /// What the script prints is what is read here, and both know the same names.
+    /// What the script says of its ways is what is read here, and both know the same names.
     #[test]
-    fn rows_of_the_script_are_understood() {
-        let line = r#"{"by": "megatron", "kind": "column", "pass": "backward", "activations": "sequence_parallel",
-            "shape": [8192, 8192, 7168], "ranks": 2, "connections": "unset", "seconds": {"median": 2e-3, "min": 1e-3},
-            "tflops": 962.0, "error_over_bound": 0.3}"#;
-        let row: PeerRow = serde_json::from_str(line).unwrap();
-        assert_eq!((row.pass, row.activations), (BenchTpPass::Backward, Activations::SequenceParallel));
-        let text = row.line(&[]);
-        for word in ["megatron", "column", "8192:8192:7168", "2000.0", "NaN"] {
-            assert!(text.contains(word), "{word} in {text}");
-        }
+    fn ways_of_the_script_are_understood() {
+        let told = r#"{"by": "megatron", "pass": "backward", "error_over_bound": 0.3, "wide_addmm": true, "connections": "unset"}"#;
+        let known: Known = serde_json::from_str(told).unwrap();
+        assert_eq!((known.by.as_str(), known.pass), ("megatron", BenchTpPass::Backward));
         for (file, names) in [
             ("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"].as_slice()),
             ("layers/passes.py", ["forward", "backward", "megatron", "async_tp"].as_slice()),

@@ -1,17 +1,21 @@
 //! Comparisons with PyTorch: scripts of ours in the machine's own `python3`.
 
+mod peers;
 mod script;
+mod turn_taking;
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+pub(super) use peers::{PeerWay, Peers};
 pub(super) use script::Script;
 #[cfg(test)]
 pub(super) use script::text_of;
+pub(super) use turn_taking::TurnTaking;
 
 use crate::error::CliError;
 use crate::own_process::OwnProcess;
@@ -21,57 +25,18 @@ const LIMIT: Duration = Duration::from_secs(2 * 3600);
 /// Between two looks at the processes.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Runs all `commands` at once, which are those of one [`Script`]. Whichever fails ends the others. `lacks` says what a machine has
-/// not on which the script ends with status 3.
-pub(super) fn run_all(commands: Vec<Command>, lacks: &str) -> Result<(), CliError> {
-    run(commands, lacks, None)
-}
-
-/// The same, where `heard` is given every line that the first of them prints.
-pub(super) fn run_all_heard(
-    mut commands: Vec<Command>,
-    lacks: &str,
-    mut heard: impl FnMut(&str) -> Result<(), CliError>,
-) -> Result<(), CliError> {
-    if let Some(first) = commands.first_mut() {
-        first.stdout(Stdio::piped());
-    }
-    run(commands, lacks, Some(&mut heard))
-}
-
-type Heard<'a> = Option<&'a mut dyn FnMut(&str) -> Result<(), CliError>>;
-
-fn run(commands: Vec<Command>, lacks: &str, mut heard: Heard<'_>) -> Result<(), CliError> {
+/// Runs `command`, which is that of a [`Script`], to its end. `lacks` says what a machine has not on which the script ends with status 3.
+pub(super) fn run(mut command: Command, lacks: &str) -> Result<(), CliError> {
     let no_peers = |reason: String| CliError::NoPeers { reason };
-    let mut processes = Vec::new();
-    let mut lines = Vec::new();
-    for mut command in commands {
-        let started = OwnProcess::start(command.stdin(Stdio::null()));
-        let process = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
-        lines.extend(process.stdout().map(read_lines));
-        processes.push(process);
-    }
+    let started = OwnProcess::start(command.stdin(Stdio::null()));
+    let process = started.map_err(|error| no_peers(format!("python3 cannot be started ({error})")))?;
     let began = Instant::now();
     loop {
-        hear(&lines, &mut heard)?;
-        let mut running = 0;
-        for process in &processes {
-            match process
-                .status()
-                .map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))?
-            {
-                None => running += 1,
-                Some(status) if status.success() => {}
-                Some(status) if status.code() == Some(3) => return Err(no_peers(lacks.to_owned())),
-                Some(status) => {
-                    let what = format!("the comparison with PyTorch ended with {status}");
-                    return Err(CliError::CheckFailed { what });
-                }
-            }
-        }
-        if running == 0 {
-            // What they printed last; the reader ends with them.
-            return lines.iter().flat_map(Receiver::iter).try_for_each(|line| tell(&line, &mut heard));
+        let status = process.status();
+        match status.map_err(|error| no_peers(format!("python3 cannot be waited for ({error})")))? {
+            None => {}
+            Some(status) if status.success() => return Ok(()),
+            Some(status) => return Err(ended_badly(status, lacks)),
         }
         if began.elapsed() > LIMIT {
             let minutes = LIMIT.as_secs() / 60;
@@ -81,6 +46,13 @@ fn run(commands: Vec<Command>, lacks: &str, mut heard: Heard<'_>) -> Result<(), 
             return Err(CliError::CheckFailed { what });
         }
         thread::sleep(PAUSE);
+    }
+}
+
+fn ended_badly(status: ExitStatus, lacks: &str) -> CliError {
+    match status.code() {
+        Some(3) => CliError::NoPeers { reason: lacks.to_owned() },
+        _ => CliError::CheckFailed { what: format!("the comparison with PyTorch ended with {status}") },
     }
 }
 
@@ -95,14 +67,6 @@ fn read_lines(stdout: ChildStdout) -> Receiver<String> {
             .try_for_each(|line| sender.send(line).map_err(drop))
     });
     receiver
-}
-
-fn hear(lines: &[Receiver<String>], heard: &mut Heard<'_>) -> Result<(), CliError> {
-    lines.iter().flat_map(Receiver::try_iter).try_for_each(|line| tell(&line, heard))
-}
-
-fn tell(line: &str, heard: &mut Heard<'_>) -> Result<(), CliError> {
-    heard.as_mut().map_or(Ok(()), |heard| heard(line))
 }
 
 /// A process for each of `ranks` GPUs, which find each other as PyTorch's `env://` wants it; `command` makes one of them.
@@ -137,25 +101,11 @@ mod tests {
     }
 
     #[test]
-    fn all_are_waited_for_and_the_first_to_fail_ends_the_others() {
-        assert!(run_all(vec![shell("true"), shell("sleep 0.2")], "").is_ok());
-        let began = Instant::now();
-        let error = run_all(vec![shell("sleep 60"), shell("exit 4")], "").unwrap_err();
+    fn it_is_waited_for_and_what_it_lacks_is_said() {
+        assert!(run(shell("sleep 0.2"), "").is_ok());
+        let error = run(shell("exit 4"), "").unwrap_err();
         assert!(error.to_string().contains('4'), "{error}");
-        let error = run_all(vec![shell("exit 3"), shell("sleep 60")], "no such GPU").unwrap_err();
+        let error = run(shell("exit 3"), "no such GPU").unwrap_err();
         assert!(error.to_string().contains("no such GPU"), "{error}");
-        assert!(began.elapsed() < Duration::from_secs(20));
-    }
-
-    #[test]
-    fn lines_of_the_first_are_heard() {
-        let mut lines = Vec::new();
-        let heard = |line: &str| {
-            lines.push(line.to_owned());
-            Ok(())
-        };
-        let commands = vec![shell("echo one; sleep 0.2; echo two"), shell("sleep 0.1")];
-        run_all_heard(commands, "", heard).unwrap();
-        assert_eq!(lines, ["one", "two"]);
     }
 }

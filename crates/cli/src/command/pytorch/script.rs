@@ -27,6 +27,7 @@ const FILES: &[(&str, &str)] = embedded![
     "common/exact_attention.py",
     "common/pytorch.py",
     "common/ranks.py",
+    "common/turns.py",
     "context_parallel.py",
     "gemm_collective.py",
     "layers/check.py",

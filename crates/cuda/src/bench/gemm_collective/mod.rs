@@ -79,6 +79,7 @@ impl GemmCollectiveBench {
     }
 
     /// Times and checks one case under several policies, those that overlap a product with its own collective in these groups.
+    /// `between` is called behind each sample, while no rank runs: for others that take turns with these.
     ///
     /// # Errors
     /// Whatever ends a run; [`ExecError::Tensor`] for a type that GPUs do not multiply.
@@ -88,6 +89,7 @@ impl GemmCollectiveBench {
         policies: &[OverlapPolicy],
         groups: &WaveGroups,
         runs: GemmCollectiveRuns,
+        between: &mut (dyn FnMut() + Send),
     ) -> Result<GemmCollectiveTimes, ExecError> {
         let element = match spec.dtype {
             counterpoint_plan::DType::F16 => ElementType::F16,
@@ -100,12 +102,17 @@ impl GemmCollectiveBench {
             ranks.push(Rank::new(self, spec, element, rank, programs).map_err(failed(rank))?);
         }
         let meeting = Meeting::new(ranks.len(), self.limit);
+        // One rank calls it.
+        let mut between = Some(between);
         let results: Vec<Option<RankTimes>> = thread::scope(|scope| {
             let meeting = &meeting;
             let threads: Vec<_> = ranks
                 .iter_mut()
                 .map(|rank| {
-                    scope.spawn(move || rank.run(meeting, runs).map_err(|error| meeting.give_up(error)).ok())
+                    let between = between.take();
+                    scope.spawn(move || {
+                        rank.run(meeting, runs, between).map_err(|error| meeting.give_up(error)).ok()
+                    })
                 })
                 .collect();
             let joined = threads.into_iter().enumerate().map(|(rank, thread)| {

@@ -96,6 +96,7 @@ impl<'a> Rank<'a> {
         &mut self,
         meeting: &Meeting,
         runs: GemmCollectiveRuns,
+        mut between: Option<&mut (dyn FnMut() + Send)>,
     ) -> Result<RankTimes, ExecError> {
         let programs = (0..self.programs.len()).map(Contender::Program);
         let contenders: Vec<Contender> =
@@ -131,6 +132,10 @@ impl<'a> Rank<'a> {
                 self.finish(contender)?;
                 let took = self.fail(end.time_since(&begin))?;
                 seconds.push(took.as_secs_f64() / runs.iterations as f64);
+            }
+            meeting.wait(self.rank)?;
+            if let Some(between) = &mut between {
+                between();
             }
         }
         Ok(RankTimes { seconds, sampled, rows })

@@ -1,7 +1,7 @@
 use super::sizes::Sizes;
 use crate::arguments::{BenchAttentionArguments, BenchPass};
 use crate::command::bench_mask::{self as mask, value_name};
-use crate::command::pytorch::{Script, run_all};
+use crate::command::pytorch::{Script, run};
 use crate::error::CliError;
 
 /// Times PyTorch's attentions, and this program in between, and prints both in one table: by a script in the machine's own
@@ -26,7 +26,7 @@ pub(super) fn compare(arguments: &BenchAttentionArguments, sizes: &Sizes) -> Res
     if arguments.json {
         command.arg("--json");
     }
-    run_all(vec![command], "python3 has no PyTorch that sees a GPU")
+    run(command, "python3 has no PyTorch that sees a GPU")
 }
 
 #[cfg(test)]

@@ -1,0 +1,69 @@
+"""Runs that take turns with those of another program, which says when: a GPU at its power limit is a tenth slower at one time than
+at another, so what is compared has to run side by side.
+
+The program writes requests to every rank's standard input, a JSON object a line, and each rank answers with a line on its standard
+output: `{"case": ...}` is to be made ready, and answered by what is known of its ways; `{"run": N}` runs the Nth of them once, and is
+answered by this rank's seconds. What else is printed goes to standard error. The end of the input is the end.
+"""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+
+from common.command_line import first_line, note
+from common.pytorch import dist, torch
+from common.ranks import Hold, seconds
+
+WARM_UPS = 3
+
+
+class Way:
+    """What runs, within what, and what is known of it: names, and its error over its bound."""
+
+    def __init__(self, run, within=nullcontext, **known):
+        self.run, self.within, self.known, self.hold = run, within, known, Hold()
+
+    def once(self):
+        with self.within():
+            return self.hold.once(self.run)
+
+    def seconds(self, iterations):
+        with self.within():
+            return seconds(self.run, iterations)
+
+
+def serve(ways_of):
+    """Answers requests until there are none. `ways_of` gives the ways of a case, one after the other."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    ways = []
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "case" in request:
+            # Before the next ones take their memory.
+            ways = []
+            torch.cuda.empty_cache()
+            ways = list(ways_of(**request["case"]))
+            for way in ways:
+                for _ in range(WARM_UPS):
+                    way.once()
+            answer = [way.known for way in ways]
+        else:
+            answer = ways[request["run"]].once()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def ready(prepare, **names):
+    """The ways that `prepare` gives: a peer that cannot, or errs, is no reason to lose the others. `names` are its own."""
+    who = ", ".join(map(str, names.values()))
+    try:
+        for way in prepare():
+            error = way.known["error_over_bound"]
+            if error <= 1.0:
+                yield way
+            elif dist.get_rank() == 0:
+                note(f"{who}: results are {error:.1f} times their bound off; not timed")
+    except Exception as error:
+        if dist.get_rank() == 0:
+            note(f"{who}: {first_line(error)}")
