@@ -21,7 +21,7 @@ use counterpoint_schedule::{
 use crate::{CudaBackend, CudaBuffer, CudaError, CudaMachine, CudaTransport, DeviceBuffer, Event, GraphRun};
 
 pub(crate) use gemm::element_bound;
-pub use gemm::{GemmBench, GemmError, GemmRunner};
+pub use gemm::{GemmBench, GemmError};
 pub use gemm_collective::{GemmCollectiveBench, GemmCollectiveRuns, GemmCollectiveTimes};
 pub use step::StepBench;
 

@@ -48,7 +48,7 @@ mod transport;
 pub use arch::{Arch, Capability};
 pub use backend::{
     CudaBackend, CudaBarrier, CudaBuffer, CudaKernel, CudaMachine, CudaProcess, CudaSignal, CudaStream,
-    GraphRun, Timing,
+    GraphRun, PlainProducts, Timing,
 };
 pub use calibrate::{StartCount, calibrate, count_starts};
 pub use compile::{

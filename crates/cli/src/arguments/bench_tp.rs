@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use counterpoint_cuda::TransportKind;
+use counterpoint_cuda::{PlainProducts, TransportKind};
 use counterpoint_plan::{Activations, LinearKind};
 use serde::{Deserialize, Serialize};
 
@@ -91,6 +91,10 @@ pub(crate) struct BenchTpArguments {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "auto", value_parser = value::transport())]
     pub(crate) transport: Vec<TransportKind>,
 
+    /// Who computes products in passes in which nothing travels, on GPUs: this program's kernels, or cuBLASLt
+    #[arg(long, value_name = "NAME", value_enum, default_value_t = BenchTpProducts::Ours)]
+    pub(crate) plain_products: BenchTpProducts,
+
     /// Timed runs of each row, at least 3
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
@@ -139,6 +143,24 @@ pub(crate) enum BenchTpPass {
     Forward,
     /// dx, and the gradient of the weight added to f32
     Backward,
+}
+
+/// Who computes plain products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTpProducts {
+    /// This program's kernels
+    Ours,
+    /// NVIDIA's library
+    Cublaslt,
+}
+
+impl BenchTpProducts {
+    pub(crate) fn products(self) -> PlainProducts {
+        match self {
+            Self::Ours => PlainProducts::Ours,
+            Self::Cublaslt => PlainProducts::CublasLt,
+        }
+    }
 }
 
 /// Who has which tokens.

@@ -17,6 +17,7 @@ pub(crate) enum Group {
     Collectives,
     Gemm,
     Linear,
+    LibraryLinear,
     Graphs,
     CompiledKernels,
     Meetings,
@@ -59,7 +60,7 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 51] = [
+    pub(crate) const ALL: [Self; 52] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
@@ -72,6 +73,7 @@ impl Group {
         Self::Collectives,
         Self::Gemm,
         Self::Linear,
+        Self::LibraryLinear,
         Self::Graphs,
         Self::CompiledKernels,
         Self::Meetings,
@@ -128,6 +130,7 @@ impl Group {
             Self::Collectives => "collectives",
             Self::Gemm => "gemm",
             Self::Linear => "linear layers",
+            Self::LibraryLinear => "linear layers with cuBLASLt",
             Self::Graphs => "graphs",
             Self::CompiledKernels => "compiled kernels",
             Self::Meetings => "meetings of kernels",

@@ -2,7 +2,7 @@ use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 
-use counterpoint_cuda::{CudaMachine, CudaProcess, Timing, TransportKind};
+use counterpoint_cuda::{CudaMachine, CudaProcess, PlainProducts, Timing, TransportKind};
 use counterpoint_exec::{
     AttentionInputs, AttentionRun, CpuMachine, ExecError, Facet, Launch, Machine, Pass, PreparedAttention,
     RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate,
@@ -61,6 +61,23 @@ impl RankMachine {
             (Self::Cuda(machine), Some(profile)) => Self::Cuda(machine.with_profile(&profile)),
             (ranks, _) => ranks,
         })
+    }
+
+    /// The same, whose plain products are computed so.
+    pub(crate) fn with_plain_products(self, by: PlainProducts) -> Result<Self, CliError> {
+        match (self, by) {
+            (Self::Cpu(_), PlainProducts::CublasLt) => {
+                let (flag, value) = ("--plain-products", "cublaslt".to_owned());
+                Err(CliError::Flag { flag, value, reason: "is for GPUs; add --device cuda".to_owned() })
+            }
+            (Self::Cuda(machine), by) => Ok(Self::Cuda(machine.with_plain_products(by))),
+            (Self::Process(process), by) => {
+                let RankProcess { rendezvous, machine, alone } = *process;
+                let machine = machine.with_plain_products(by);
+                Ok(Self::Process(Box::new(RankProcess { rendezvous, machine, alone })))
+            }
+            (cpu, PlainProducts::Ours) => Ok(cpu),
+        }
     }
 
     /// This process's rank of several.

@@ -66,6 +66,7 @@ fn bad_requests_are_refused() {
     folder.refuses("bench tp --shapes 8:8", &["8:8"]);
     folder.refuses("bench tp --tp-size 0", &["--tp-size"]);
     folder.refuses("bench tp --peers=0", &["--peers"]);
+    folder.refuses("bench tp --plain-products cublaslt", &["--plain-products", "--device cuda"]);
     folder.refuses("bench tp --connections 33", &["--connections"]);
     folder.refuses("bench tp --transport nccl", &["--transport", "cuda"]);
     if !std::path::Path::new("/dev/nvidia0").exists() {

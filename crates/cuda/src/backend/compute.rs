@@ -12,7 +12,7 @@ use super::norm::Normalisation;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{Cast, MissedWait, Scalar, UserKernelSource};
+use crate::kernel::{Cast, GemmLibrary, MissedWait, Scalar, UserKernelSource};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -166,6 +166,16 @@ impl<'a> Prepare<'a> {
     pub(super) fn has_casts_by_engines_alone(&self) -> bool {
         let reduces = |op: &ProgramOp| matches!(op.op, Op::GroupReduce(_) | Op::BackwardReduce(_));
         self.program.policy.mover == Mover::Fused && !self.program.ops.iter().any(reduces)
+    }
+
+    /// Whether the Program has no collective: then no policy has one, nor another kernel for its products.
+    pub(super) fn sends_nothing(&self) -> bool {
+        !self.program.ops.iter().any(|op| op.op.is_collective())
+    }
+
+    /// cuBLASLt, where plain products are its.
+    pub(super) fn library(&self) -> Result<Option<GemmLibrary>, ExecError> {
+        self.backend.library().map_err(|error| self.device_error(error))
     }
 
     /// Whether the Program's operations follow each other.

@@ -9,7 +9,7 @@ use super::compute::Prepare;
 use super::matrix_rows::{ResultRows, SourceRows};
 use crate::kernel::{
     ColumnSum, ColumnSumSpec, GEMM_DESTINATIONS, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows,
-    GemmSpec, GemmTensors,
+    GemmRunner, GemmSpec, GemmTensors,
 };
 use crate::{CudaError, Stream};
 
@@ -24,7 +24,7 @@ pub(super) struct Product {
 
 /// What one launch computes.
 struct Part {
-    gemm: Gemm,
+    gemm: GemmRunner,
     /// Which of A's tensors it is given.
     tensors: Vec<usize>,
     /// The first row of the result of each of its shares.
@@ -74,7 +74,7 @@ impl Product {
         if terms {
             let shares: Vec<usize> = out.rows().iter().map(Range::len).collect();
             let tensors = (0..a.tensors()).collect();
-            let gemm = prepare.gemm(&spec(m, a.rows().to_vec(), shares))?;
+            let gemm = prepare.product(&spec(m, a.rows().to_vec(), shares))?;
             parts.push(Part { gemm, tensors, shares: out.rows().iter().map(|rows| rows.start).collect() });
         } else {
             for stretches in stretches(a.rows(), out.rows()).chunks(GEMM_DESTINATIONS) {
@@ -87,7 +87,7 @@ impl Product {
                 };
                 let sources = stretches.iter().map(|stretch| renumbered(stretch.source)).collect();
                 let counts: Vec<usize> = stretches.iter().map(|stretch| stretch.source.count).collect();
-                let gemm = prepare.gemm(&spec(counts.iter().sum(), sources, counts))?;
+                let gemm = prepare.product(&spec(counts.iter().sum(), sources, counts))?;
                 let shares = stretches.iter().map(|stretch| stretch.out).collect();
                 parts.push(Part { gemm, tensors, shares });
             }
@@ -193,6 +193,19 @@ impl Prepare<'_> {
             true => GemmGrid::Persistent,
             false => GemmGrid::PerUnit,
         }
+    }
+
+    /// A product that stores its result and does nothing else: the library's where that is wanted and no policy would have it otherwise.
+    fn product(&self, spec: &GemmSpec) -> Result<GemmRunner, ExecError> {
+        let whole = spec.m == spec.pass_rows && spec.sources.len() == 1 && spec.shares.len() == 1;
+        if whole && self.sends_nothing() {
+            let library = self.library()?;
+            if let Some(library) = library {
+                let gemm = library.gemm(spec).map_err(|error| self.device_error(error))?;
+                return Ok(GemmRunner::Library(gemm));
+            }
+        }
+        self.gemm(spec).map(GemmRunner::Ours)
     }
 
     /// A product whose bits do not depend on which rows of its pass are computed together, unless all of a gradient of a weight is

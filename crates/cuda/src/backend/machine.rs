@@ -4,7 +4,7 @@ use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_mem
 use counterpoint_plan::{DType, MachineProfile, PassOverlap, WorkerSharing};
 
 use super::clock::Clock;
-use super::rank::UserKernels;
+use super::rank::OtherKernels;
 use super::{CudaBackend, exec_error};
 use crate::kernel::{LINK_RANKS, UserKernelSource};
 use crate::nccl::{ConnectedRanks, NcclRank};
@@ -21,6 +21,18 @@ pub enum Timing {
     Off,
 }
 
+/// Who computes products of whole matrices in passes in which nothing travels: forwards of column-parallel layers and backwards of
+/// row-parallel ones where all tokens are on every rank, layers of one rank, deferred gradients of weights. All others need ends that no
+/// library has, or bits that do not depend on how rows are cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PlainProducts {
+    /// This crate's kernels.
+    #[default]
+    Ours,
+    /// cuBLASLt's, whose bits are those of its version. A policy's margin is its target for the number of multiprocessors.
+    CublasLt,
+}
+
 /// The GPUs of this process. Ranks are dealt out to them in turn: on one GPU they share it.
 #[derive(Clone, Debug)]
 pub struct CudaMachine {
@@ -30,7 +42,7 @@ pub struct CudaMachine {
     transport: TransportKind,
     num_sms: u32,
     engines: EngineUse,
-    user_kernels: UserKernels,
+    others: OtherKernels,
     /// Of NCCL, for the next world: shared by the clones of a machine.
     connected: ConnectedRanks,
 }
@@ -53,10 +65,9 @@ impl CudaMachine {
     pub fn new(devices: Vec<Device>, timing: Timing) -> Result<Self, CudaError> {
         assert!(!devices.is_empty(), "a machine has a device");
         compiler_version()?;
-        let (transport, engines, user_kernels) =
-            (TransportKind::Auto, EngineUse::NEVER, UserKernels::default());
+        let (transport, engines, others) = (TransportKind::Auto, EngineUse::NEVER, OtherKernels::default());
         let connected = ConnectedRanks::default();
-        Self { devices, timing, transport, num_sms: NUM_SMS, engines, user_kernels, connected }
+        Self { devices, timing, transport, num_sms: NUM_SMS, engines, others, connected }
             .with_transport(TransportKind::Auto)
     }
 
@@ -127,6 +138,13 @@ impl CudaMachine {
         Self { engines, ..self }
     }
 
+    /// The same, whose plain products are computed so. A machine without cuBLASLt says so when a layer is made ready.
+    #[must_use]
+    pub fn with_plain_products(mut self, by: PlainProducts) -> Self {
+        self.others.plain_products = by;
+        self
+    }
+
     /// The same with a kernel of the user's own, which Programs call by its name
     /// ([`UserKernel`](counterpoint_schedule::UserKernel)).
     ///
@@ -135,9 +153,9 @@ impl CudaMachine {
     /// written: Programs are proven to be free of races on that word.
     #[must_use]
     pub unsafe fn with_kernel(mut self, name: &str, kernel: UserKernelSource) -> Self {
-        let mut kernels = (*self.user_kernels).clone();
+        let mut kernels = (*self.others.users).clone();
         kernels.insert(name.to_owned(), kernel);
-        self.user_kernels = Arc::new(kernels);
+        self.others.users = Arc::new(kernels);
         self
     }
 
@@ -214,8 +232,8 @@ impl Machine for CudaMachine {
             .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let kernels = self.user_kernels.clone();
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels)?;
+                let others = self.others.clone();
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, others)?;
                 Ok((backend, transport))
             })
             .collect()

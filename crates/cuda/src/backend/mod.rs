@@ -42,7 +42,7 @@ pub use buffer::CudaBuffer;
 pub use compute::CudaKernel;
 pub use counters::CudaBarrier;
 pub use graph_run::GraphRun;
-pub use machine::{CudaMachine, Timing};
+pub use machine::{CudaMachine, PlainProducts, Timing};
 pub(crate) use pass_order::PassOrder;
 pub use process::CudaProcess;
 pub use rank::CudaBackend;

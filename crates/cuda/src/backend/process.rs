@@ -9,7 +9,8 @@ use counterpoint_plan::{CostModel, PassOverlap, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
+use super::machine::{ELEMENT_TYPES, NUM_SMS, PlainProducts, Timing};
+use super::rank::OtherKernels;
 use super::{CudaBackend, cost, exec_error};
 use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
@@ -26,6 +27,7 @@ pub struct CudaProcess {
     transport: TransportKind,
     num_sms: u32,
     engines: EngineUse,
+    others: OtherKernels,
     topology: Topology,
     /// Ranks of the GPU that has most.
     sharing: usize,
@@ -128,6 +130,7 @@ impl CudaProcess {
             transport,
             num_sms: NUM_SMS,
             engines,
+            others: OtherKernels::default(),
             topology,
             sharing,
             meets,
@@ -149,6 +152,13 @@ impl CudaProcess {
     #[must_use]
     pub fn with_engines(mut self, engines: EngineUse) -> Self {
         self.engines = engines;
+        self
+    }
+
+    /// As [`CudaMachine::with_plain_products`](crate::CudaMachine::with_plain_products). All ranks take the same.
+    #[must_use]
+    pub fn with_plain_products(mut self, by: PlainProducts) -> Self {
+        self.others.plain_products = by;
         self
     }
 
@@ -270,7 +280,8 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), Arc::default())?;
+            let backend =
+                CudaBackend::new(world, rank, device, self.timing, Arc::default(), self.others.clone())?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

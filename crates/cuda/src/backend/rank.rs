@@ -11,13 +11,18 @@ use super::clock::{Clock, RunClock};
 use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::start_line::StartLine;
-use super::{CudaSignal, CudaStream, Timing, exec_error};
-use crate::kernel::{LinkEnd, MissedWait, UserKernelSource};
+use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
+use crate::kernel::{GemmLibrary, LinkEnd, MissedWait, UserKernelSource};
 use crate::partition::Partition;
 use crate::{CudaError, Device, Stream, StreamPriority};
 
-/// Users' own kernels, by name.
-pub(super) type UserKernels = Arc<HashMap<String, UserKernelSource>>;
+/// What computes beside this crate's kernels.
+#[derive(Clone, Debug, Default)]
+pub(super) struct OtherKernels {
+    /// Users' own, by name.
+    pub(super) users: Arc<HashMap<String, UserKernelSource>>,
+    pub(super) plain_products: PlainProducts,
+}
 
 /// One rank of the CUDA backend.
 #[derive(Clone)]
@@ -49,8 +54,9 @@ pub(super) struct Rank {
     pub(super) partition: Mutex<Option<Arc<Partition>>>,
     /// Multiprocessors that computation leaves to communication; 0 where the policy says nothing of it.
     pub(super) margin: AtomicU32,
-    /// Users' own kernels, by name.
-    pub(super) user_kernels: UserKernels,
+    pub(super) others: OtherKernels,
+    /// Opened by the first product that is its.
+    pub(super) library: Mutex<Option<GemmLibrary>>,
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(super) program: Mutex<(String, u64)>,
     pub(super) start_line: StartLine,
@@ -63,7 +69,7 @@ impl CudaBackend {
         device: &Device,
         timing: Timing,
         clock: Arc<Clock>,
-        user_kernels: UserKernels,
+        others: OtherKernels,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -84,7 +90,8 @@ impl CudaBackend {
             last_calls: Mutex::default(),
             partition: Mutex::default(),
             margin: AtomicU32::new(0),
-            user_kernels,
+            others,
+            library: Mutex::default(),
             program: Mutex::default(),
             start_line: StartLine::default(),
         })))
@@ -105,9 +112,21 @@ impl CudaBackend {
         &self.0.setup
     }
 
+    /// cuBLASLt on this device, where plain products are its.
+    pub(super) fn library(&self) -> Result<Option<GemmLibrary>, CudaError> {
+        if self.0.others.plain_products == PlainProducts::Ours {
+            return Ok(None);
+        }
+        let mut library = lock(&self.0.library);
+        if library.is_none() {
+            *library = Some(GemmLibrary::open(self.device())?);
+        }
+        Ok(library.clone())
+    }
+
     /// A kernel that a user has given the machine.
     pub(super) fn user_kernel(&self, name: &str) -> Option<&UserKernelSource> {
-        self.0.user_kernels.get(name)
+        self.0.others.users.get(name)
     }
 
     /// Whether operations take times.

@@ -4,7 +4,7 @@ use std::thread;
 
 use half::{bf16, f16};
 
-use crate::kernel::{Gemm, GemmEpilogue, GemmSpec, GemmTensors, LibraryGemm, RandomFill, Scalar};
+use crate::kernel::{GemmEpilogue, GemmRunner, GemmSpec, GemmTensors, RandomFill, Scalar};
 use crate::{CudaError, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// Bytes that are written between two runs: more than the second level cache holds, and long enough that the next run is
@@ -13,15 +13,6 @@ const FLUSH_BYTES: usize = 192 << 20;
 const SEED_A: u64 = 1;
 const SEED_B: u64 = 2;
 const SEED_D: u64 = 3;
-
-/// Who computes a product.
-#[derive(Debug)]
-pub enum GemmRunner {
-    /// This crate's kernel.
-    Ours(Gemm),
-    /// cuBLASLt.
-    Library(LibraryGemm),
-}
 
 /// One product's tensors on a GPU, filled with random numbers.
 pub struct GemmBench {
@@ -74,12 +65,7 @@ impl GemmBench {
         let (a, b) = ([self.a.address()], self.b.address());
         let tensors = GemmTensors { a: &a, b, d: &d, bias: b, counters: &[] };
         // SAFETY: the tensors are those of the spec; they live as long as this value, and are freed after what is enqueued.
-        unsafe {
-            match runner {
-                GemmRunner::Ours(gemm) => gemm.launch(&self.stream, &tensors),
-                GemmRunner::Library(gemm) => gemm.launch(&self.stream, &tensors),
-            }
-        }
+        unsafe { runner.launch(&self.stream, &tensors) }
     }
 
     /// Runs once, over NaN or over what is added to, and compares a sample with f64.

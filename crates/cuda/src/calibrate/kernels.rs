@@ -9,8 +9,8 @@ use counterpoint_schedule::{
 };
 
 use crate::backend::exec_error;
-use crate::bench::{AttentionBench, BenchClock, BenchPass, GemmBench, GemmRunner};
-use crate::kernel::{ElementType, Gemm, GemmLayout, GemmSpec};
+use crate::bench::{AttentionBench, BenchClock, BenchPass, GemmBench};
+use crate::kernel::{ElementType, Gemm, GemmLayout, GemmRunner, GemmSpec};
 use crate::{CudaError, CudaMachine, Device, DeviceBuffer, Event, Stream, StreamPriority};
 
 /// The middle one.

@@ -60,8 +60,8 @@ pub use device_schedule::DeviceSchedule;
 pub use dq_rounding::DqRounding;
 pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
-    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmShape,
-    GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmRunner,
+    GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

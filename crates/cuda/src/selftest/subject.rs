@@ -6,8 +6,11 @@ use counterpoint_exec::{
 use counterpoint_plan::{AttentionSpec, DType, LinearPlan, Plan};
 use counterpoint_schedule::Mover;
 
-use crate::kernel::specialisations_for;
-use crate::{CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, Timing, TransportKind};
+use crate::kernel::{GemmLibrary, specialisations_for};
+use crate::{
+    CudaError, CudaMachine, Device, GuardReport, KernelSource, MemoryGuard, PlainProducts, Timing,
+    TransportKind,
+};
 
 /// The first GPU of this machine, on which all ranks of a run live, or all its GPUs.
 #[derive(Clone, Debug)]
@@ -45,6 +48,15 @@ impl CudaSubject {
             return Ok(None);
         }
         Ok(Some(Self { machine: CudaMachine::new(vec![portable], Timing::Off)? }))
+    }
+
+    /// The same, whose plain products are cuBLASLt's.
+    ///
+    /// # Errors
+    /// [`CudaError::NoCublasLt`] when there is none.
+    pub fn with_cublaslt(self) -> Result<Self, CudaError> {
+        GemmLibrary::open(self.gpu())?;
+        Ok(Self { machine: self.machine.with_plain_products(PlainProducts::CublasLt) })
     }
 
     /// Compiles and loads every kernel that ships for this GPU, on all cores, so that the first problem of a kind does not wait

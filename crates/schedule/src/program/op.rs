@@ -113,6 +113,35 @@ impl Op {
         }
     }
 
+    /// Whether rows travel between ranks in it.
+    pub fn is_collective(&self) -> bool {
+        match self {
+            Op::GroupCast(_)
+            | Op::GroupReduce(_)
+            | Op::BackwardReduce(_)
+            | Op::GemmReduce(_)
+            | Op::CastGemm(_) => true,
+            Op::AttentionForward(_)
+            | Op::AttentionFinish(_)
+            | Op::AttentionDelta(_)
+            | Op::AttentionBackward(_)
+            | Op::PlaceRows { .. }
+            | Op::Gemm(_)
+            | Op::WaveGemm(_)
+            | Op::ColumnSum(_)
+            | Op::RmsNorm(_)
+            | Op::UserKernel(_)
+            | Op::Cast { .. }
+            | Op::Concat { .. }
+            | Op::CopyRows { .. }
+            | Op::Record(_)
+            | Op::Wait(_)
+            | Op::Await { .. }
+            | Op::Signal { .. }
+            | Op::WaitSignal { .. } => false,
+        }
+    }
+
     /// Of an operation that others may see finished part by part, its signal and its parts.
     pub fn raises(&self) -> Option<(SignalId, usize)> {
         match self {

@@ -2,8 +2,10 @@
 
 mod products;
 
-use counterpoint_cuda::bench::{GemmBench, GemmError, GemmRunner};
-use counterpoint_cuda::kernel::{ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmSpec, TilePair};
+use counterpoint_cuda::bench::{GemmBench, GemmError};
+use counterpoint_cuda::kernel::{
+    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair,
+};
 use counterpoint_cuda::{CudaError, Device};
 use counterpoint_report::Statistics;
 use serde::Serialize;

@@ -112,6 +112,7 @@ fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
     flag("--overlap", names(&arguments.overlap, ToString::to_string));
     flag("--groups", names(&arguments.groups, ToString::to_string));
     flag("--transport", names(&arguments.transport, ToString::to_string));
+    flag("--plain-products", word(&arguments.plain_products));
     flag("--iterations", arguments.iterations.to_string());
     if let Some(ranks) = arguments.tp_size {
         flag("--tp-size", ranks.to_string());

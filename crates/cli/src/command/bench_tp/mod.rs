@@ -55,7 +55,8 @@ fn machines(
     arguments: &BenchTpArguments,
     open: impl Fn(TransportKind) -> Result<RankMachine, CliError>,
 ) -> Result<Vec<(TransportKind, RankMachine)>, CliError> {
-    arguments.transport.iter().map(|&kind| Ok((kind, open(kind)?))).collect()
+    let by = arguments.plain_products.products();
+    arguments.transport.iter().map(|&kind| Ok((kind, open(kind)?.with_plain_products(by)?))).collect()
 }
 
 /// What only ranks that are threads do.

@@ -147,6 +147,12 @@ impl Examiner {
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
             Group::Gemm => Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |_, _| ())?),
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
+            Group::LibraryLinear => Ok(match CudaSubject::open()?.with_cublaslt() {
+                Ok(subject) => self.linear(&subject, Extent::Quick, 4),
+                // Nobody needs it.
+                Err(CudaError::NoCublasLt { .. }) => Vec::new(),
+                Err(error) => return Err(error.into()),
+            }),
             Group::Graphs => Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |_, _| ())),
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
             Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),

@@ -130,6 +130,11 @@ impl GemmLibrary {
         if found == 0 {
             return Err(refused(format!("cuBLASLt has no algorithm for {spec:?}")));
         }
+        // The algorithm, and with it bits, is that for all multiprocessors.
+        if spec.sm_margin > 0 {
+            let target = device.sm_count().saturating_sub(spec.sm_margin).max(1);
+            self.set(&desc, cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, target)?;
+        }
         let workspace = DeviceBuffer::new(device, WORKSPACE_BYTES)?;
         Ok(LibraryGemm {
             library: self.clone(),
@@ -144,7 +149,7 @@ impl GemmLibrary {
     /// The library's matrices are column after column: what it computes is the transpose, `D^T[n, m] = B^T A^T`.
     fn describe(&self, spec: &GemmSpec) -> Result<Described<cublasLtMatmulDesc_t>, CudaError> {
         use cublasLtMatmulDescAttributes_t as A;
-        let Handle { library, device, .. } = &*self.0;
+        let library = self.0.library;
         let mut raw = ptr::null_mut();
         let compute = cublasComputeType_t::CUBLAS_COMPUTE_32F as u32;
         // SAFETY: the pointer is to a local.
@@ -169,10 +174,6 @@ impl GemmLibrary {
                 cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32,
             )?;
             self.set(&desc, A::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(spec.element.scalar()))?;
-        }
-        if spec.sm_margin > 0 {
-            let target = device.sm_count().saturating_sub(spec.sm_margin).max(1);
-            self.set(&desc, A::CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, target)?;
         }
         Ok(desc)
     }

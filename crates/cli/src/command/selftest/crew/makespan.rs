@@ -21,6 +21,7 @@ fn seconds(group: Group) -> f64 {
         G::Gemm => 34.0,
         G::Meetings => 8.0,
         G::Signals => 11.0,
+        G::LibraryLinear => 10.0,
         G::Fused => 12.0,
         G::NvlinkSignalled | G::CopyEngineSignalled => 5.0,
         G::NcclFaults => 146.0,
