@@ -215,7 +215,8 @@ impl Machine for CudaMachine {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
                 let kernels = self.user_kernels.clone();
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels)?;
+                let pace = Arc::default();
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels, pace)?;
                 Ok((backend, transport))
             })
             .collect()

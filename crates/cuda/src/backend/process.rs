@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::machine::{ELEMENT_TYPES, NUM_SMS, Timing};
+use super::start_line::StartPace;
 use super::{CudaBackend, cost, exec_error};
 use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
@@ -39,6 +40,8 @@ pub struct CudaProcess {
     connected: ConnectedRanks,
     /// Bytes that this rank has sent through NCCL.
     sent: Arc<AtomicU64>,
+    /// How long its runs are held back, whatever runs.
+    pace: Arc<StartPace>,
 }
 
 /// What a rank tells of its GPU.
@@ -135,6 +138,7 @@ impl CudaProcess {
             connections: AtomicU64::new(0),
             connected: ConnectedRanks::default(),
             sent: Arc::default(),
+            pace: Arc::default(),
         })
     }
 
@@ -253,7 +257,9 @@ impl Machine for CudaProcess {
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {
-        self.rendezvous.barrier(place)
+        let start = self.rendezvous.start_together(place, self.pace.wish())?;
+        self.pace.agree(start);
+        Ok(())
     }
 
     /// The ends of this process's rank. All ranks must call it, as often as each other.
@@ -270,7 +276,8 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend = CudaBackend::new(world, rank, device, self.timing, Arc::default(), Arc::default())?;
+            let (clock, kernels, pace) = (Arc::default(), Arc::default(), self.pace.clone());
+            let backend = CudaBackend::new(world, rank, device, self.timing, clock, kernels, pace)?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

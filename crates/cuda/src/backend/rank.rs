@@ -10,7 +10,7 @@ use counterpoint_schedule::SpanKind;
 use super::clock::{Clock, RunClock};
 use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
-use super::start_line::StartLine;
+use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, Timing, exec_error};
 use crate::kernel::{LinkEnd, MissedWait, UserKernelSource};
 use crate::partition::Partition;
@@ -64,6 +64,7 @@ impl CudaBackend {
         timing: Timing,
         clock: Arc<Clock>,
         user_kernels: UserKernels,
+        pace: Arc<StartPace>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -86,7 +87,7 @@ impl CudaBackend {
             margin: AtomicU32::new(0),
             user_kernels,
             program: Mutex::default(),
-            start_line: StartLine::default(),
+            start_line: StartLine::new(pace),
         })))
     }
 
