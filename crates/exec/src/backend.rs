@@ -138,7 +138,8 @@ pub trait Backend: Clone + Send {
 
     /// Has all that is enqueued from now on for the `ranks` of this process start at one time, once there was time to enqueue
     /// it: on a device that runs behind its host, the rank that is enqueued first would else wait for the last one, which no
-    /// rank of a training step does. Nothing where operations start when they are enqueued.
+    /// rank of a training step does. Ranks of other processes too, where [`Machine::meet`](crate::Machine::meet) has agreed on a start with
+    /// them. Nothing where operations start when they are enqueued.
     ///
     /// # Errors
     /// When the device has failed.

@@ -88,7 +88,7 @@ pub use reference::{
 };
 pub use rendezvous::{
     ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
-    RendezvousError,
+    RendezvousError, RunStart,
 };
 pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor};

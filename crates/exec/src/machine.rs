@@ -55,7 +55,8 @@ pub trait Machine: Sized {
     /// When the machine has too little of something.
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError>;
 
-    /// Waits until all processes of the world's ranks have come here: at once where there is one.
+    /// Waits until all processes of the world's ranks have come here, so that the run which follows starts on all ranks of a host at one
+    /// moment: at once where there is one process.
     ///
     /// # Errors
     /// When one of them does not come.

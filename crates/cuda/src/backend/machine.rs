@@ -232,8 +232,8 @@ impl Machine for CudaMachine {
             .map(|(rank, transport)| {
                 let place = rank % self.devices.len();
                 let (device, clock) = (&self.devices[place], clocks[place].clone());
-                let others = self.others.clone();
-                let backend = CudaBackend::new(world, rank, device, self.timing, clock, others)?;
+                let (others, pace) = (self.others.clone(), Arc::default());
+                let backend = CudaBackend::new(world, rank, device, self.timing, clock, others, pace)?;
                 Ok((backend, transport))
             })
             .collect()

@@ -208,7 +208,7 @@ impl Backend for CudaBackend {
 
     fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
         match ranks {
-            [(first, _), _, ..] if first.takes_times() => {
+            [(first, _), ..] if first.takes_times() => {
                 let streams: Vec<&Stream> =
                     ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
                 let held = first.0.start_line.hold(first.device(), ranks.len(), &streams);

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::machine::{ELEMENT_TYPES, NUM_SMS, PlainProducts, Timing};
 use super::rank::OtherKernels;
+use super::start_line::StartPace;
 use super::{CudaBackend, cost, exec_error};
 use crate::kernel::LINK_RANKS;
 use crate::memory::{AllocationPlace, OpenedMemory};
@@ -41,6 +42,8 @@ pub struct CudaProcess {
     connected: ConnectedRanks,
     /// Bytes that this rank has sent through NCCL.
     sent: Arc<AtomicU64>,
+    /// How long its runs are held back, whatever runs.
+    pace: Arc<StartPace>,
 }
 
 /// What a rank tells of its GPU.
@@ -138,6 +141,7 @@ impl CudaProcess {
             connections: AtomicU64::new(0),
             connected: ConnectedRanks::default(),
             sent: Arc::default(),
+            pace: Arc::default(),
         })
     }
 
@@ -263,7 +267,9 @@ impl Machine for CudaProcess {
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {
-        self.rendezvous.barrier(place)
+        let start = self.rendezvous.start_together(place, self.pace.wish())?;
+        self.pace.agree(start);
+        Ok(())
     }
 
     /// The ends of this process's rank. All ranks must call it, as often as each other.
@@ -280,8 +286,8 @@ impl Machine for CudaProcess {
                 Ok((level, transport))
             };
             let levels = means.into_iter().map(level).collect::<Result<_, ExecError>>()?;
-            let backend =
-                CudaBackend::new(world, rank, device, self.timing, Arc::default(), self.others.clone())?;
+            let (clock, others, pace) = (Arc::default(), self.others.clone(), self.pace.clone());
+            let backend = CudaBackend::new(world, rank, device, self.timing, clock, others, pace)?;
             Ok(vec![(backend, LevelledTransport::new(levels))])
         };
         connect().map_err(|error| world.fail(error))

@@ -10,7 +10,7 @@ use counterpoint_schedule::SpanKind;
 use super::clock::{Clock, RunClock};
 use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
-use super::start_line::StartLine;
+use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
 use crate::kernel::{GemmLibrary, LinkEnd, MissedWait, UserKernelSource};
 use crate::partition::Partition;
@@ -70,6 +70,7 @@ impl CudaBackend {
         timing: Timing,
         clock: Arc<Clock>,
         others: OtherKernels,
+        pace: Arc<StartPace>,
     ) -> Result<Self, ExecError> {
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
@@ -93,7 +94,7 @@ impl CudaBackend {
             others,
             library: Mutex::default(),
             program: Mutex::default(),
-            start_line: StartLine::default(),
+            start_line: StartLine::new(pace),
         })))
     }
 

@@ -1,6 +1,8 @@
 use std::collections::VecDeque;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use counterpoint_exec::RunStart;
 
 use super::lock;
 use crate::kernel::StartHold;
@@ -10,11 +12,20 @@ use crate::{CudaError, Device, Event, Stream, StreamPriority};
 /// of all ranks wait for. Not a wait for the host, which might itself be held up by a device that waits.
 ///
 /// It lasts longer than enqueueing took lately. A rank that waits for one that is not yet enqueued would make the run longer, which no
-/// rank of a training step does, whose host is ahead of its device.
-#[derive(Default)]
+/// rank of a training step does, whose host is ahead of its device. Ranks that are processes agree on when it ends
+/// ([`Rendezvous::start_together`](counterpoint_exec::Rendezvous::start_together)): each holds its own streams back until then.
 pub(super) struct StartLine {
     hold: Mutex<Option<Hold>>,
+    pace: Arc<StartPace>,
+}
+
+/// What decides how long ranks are held back: for those of a process that meets others, one for all that it runs, because they agree
+/// before it is known what that will be.
+#[derive(Default)]
+pub(super) struct StartPace {
     enqueueing: Mutex<Enqueueing>,
+    /// Of the next run, where processes have agreed on one.
+    agreed: Mutex<Option<RunStart>>,
 }
 
 /// How long the host took from the hold to the last call, in the runs before.
@@ -36,13 +47,21 @@ struct Hold {
 const OF_A_RANK: Duration = Duration::from_micros(40);
 /// The host that enqueued longer than this was held up by something else.
 const LONGEST: Duration = Duration::from_millis(5);
-/// Forwards and backwards may take turns, and take unlike times to enqueue.
-const RUNS: usize = 6;
+/// Forwards and backwards may take turns, and all that is compared; they take unlike times to enqueue.
+const RUNS: usize = 16;
 
 impl StartLine {
-    /// Has what is enqueued on `streams` from now on start together, once there was time to enqueue it.
+    pub(super) fn new(pace: Arc<StartPace>) -> Self {
+        Self { hold: Mutex::default(), pace }
+    }
+
+    /// Has what is enqueued on `streams` from now on start together, once there was time to enqueue it. A rank that is alone, and whose
+    /// process has agreed on nothing with others, is not held back.
     pub(super) fn hold(&self, device: &Device, ranks: usize, streams: &[&Stream]) -> Result<(), CudaError> {
         let mut hold = lock(&self.hold);
+        if !self.pace.holds(ranks) {
+            return Ok(());
+        }
         let Hold { stream, kernel, passed } = match &mut *hold {
             Some(hold) => hold,
             none => none.insert(Hold {
@@ -51,21 +70,57 @@ impl StartLine {
                 passed: Event::new(device)?,
             }),
         };
-        kernel.launch(stream, lock(&self.enqueueing).begin(ranks))?;
+        // As late as can be: what was done before counts.
+        kernel.launch(stream, self.pace.begin(ranks, Instant::now()))?;
         passed.record(stream)?;
         streams.iter().try_for_each(|stream| stream.wait(passed))
     }
 
     /// All of the run that was held back is enqueued.
     pub(super) fn enqueued(&self) {
-        lock(&self.enqueueing).end();
+        lock(&self.pace.enqueueing).end();
+    }
+}
+
+impl StartPace {
+    /// How long the rank of this process would have the next run held back.
+    pub(super) fn wish(&self) -> Duration {
+        lock(&self.enqueueing).hold_of(1)
+    }
+
+    /// Has the next run start as was agreed.
+    pub(super) fn agree(&self, start: RunStart) {
+        *lock(&self.agreed) = Some(start);
+    }
+
+    /// Whether a run of so many ranks is held back.
+    fn holds(&self, ranks: usize) -> bool {
+        ranks > 1 || lock(&self.agreed).is_some()
+    }
+
+    /// How long, from `now` on, so many ranks are held back.
+    fn begin(&self, ranks: usize, now: Instant) -> Duration {
+        let agreed = lock(&self.agreed).take();
+        let mut enqueueing = lock(&self.enqueueing);
+        let Some(RunStart { at, hold }) = agreed else {
+            enqueueing.since = Some(now);
+            return enqueueing.hold_of(ranks);
+        };
+        let hold = hold.min(LONGEST);
+        let left = (at + hold).saturating_duration_since(now);
+        if left.is_zero() {
+            // Something came between that took longer, such as poisoning, on all ranks: they start about when they are through.
+            enqueueing.since = Some(now);
+            return hold;
+        }
+        enqueueing.since = Some(at);
+        left
     }
 }
 
 impl Enqueueing {
-    /// How long so many ranks are held back.
-    fn begin(&mut self, ranks: usize) -> Duration {
-        self.since = Some(Instant::now());
+    /// How long so many ranks are to be held back.
+    fn hold_of(&self, ranks: usize) -> Duration {
         let known = self.lately.iter().max().map(|longest| *longest * 3 / 2);
         known.unwrap_or_default().max(OF_A_RANK * ranks as u32).min(LONGEST)
     }
@@ -83,25 +138,61 @@ impl Enqueueing {
 mod tests {
     use super::*;
 
+    const fn micros(micros: u64) -> Duration {
+        Duration::from_micros(micros)
+    }
+
     #[test]
     fn a_run_is_held_as_long_as_the_last_ones_took() {
-        let mut enqueueing = Enqueueing::default();
-        let mut held = |lately: &[u64], ranks| {
-            enqueueing.lately = lately.iter().map(|&micros| Duration::from_micros(micros)).collect();
-            enqueueing.begin(ranks).as_micros()
+        let pace = StartPace::default();
+        let held = |lately: &[u64], ranks| {
+            lock(&pace.enqueueing).lately = lately.iter().copied().map(micros).collect();
+            pace.begin(ranks, Instant::now()).as_micros()
         };
         assert_eq!(held(&[], 2), 80);
         assert_eq!(held(&[400, 800, 300], 2), 1200);
         assert_eq!(held(&[400, 800, 300], 40), 1600);
         assert_eq!(held(&[400, 1_000_000], 2), 5000);
+        let line = StartLine::new(Arc::new(pace));
         for _ in 0..=RUNS {
-            enqueueing.begin(2);
-            enqueueing.end();
+            line.pace.begin(2, Instant::now());
+            line.enqueued();
         }
-        assert_eq!(enqueueing.lately.len(), RUNS);
+        let lately = || lock(&line.pace.enqueueing).lately.len();
+        assert_eq!(lately(), RUNS);
         // Nothing is under way: not counted.
-        enqueueing.lately.clear();
-        enqueueing.end();
-        assert!(enqueueing.lately.is_empty());
+        lock(&line.pace.enqueueing).lately.clear();
+        line.enqueued();
+        assert_eq!(lately(), 0);
+    }
+
+    #[test]
+    fn a_rank_alone_is_held_only_where_processes_have_agreed() {
+        let pace = StartPace::default();
+        assert!(pace.holds(2) && !pace.holds(1));
+        let at = Instant::now();
+        pace.agree(RunStart { at, hold: micros(300) });
+        assert!(pace.holds(1));
+        // Whenever a process comes to it, all are held until the same moment.
+        assert_eq!(pace.begin(1, at + micros(20)), micros(280));
+        assert!(!pace.holds(1));
+        pace.agree(RunStart { at, hold: micros(300) });
+        assert_eq!(pace.begin(1, at + micros(299)), micros(1));
+        // What was agreed has passed, and what others wish is bounded.
+        pace.agree(RunStart { at, hold: micros(300) });
+        assert_eq!(pace.begin(1, at + micros(300)), micros(300));
+        pace.agree(RunStart { at, hold: Duration::MAX });
+        assert_eq!(pace.begin(1, at), LONGEST);
+    }
+
+    #[test]
+    fn a_process_wishes_for_the_time_since_the_start() {
+        let pace = StartPace::default();
+        assert_eq!(pace.wish(), OF_A_RANK);
+        let ago = Instant::now().checked_sub(micros(1000));
+        pace.agree(RunStart { at: ago.unwrap_or_else(Instant::now), hold: LONGEST });
+        pace.begin(1, Instant::now());
+        lock(&pace.enqueueing).end();
+        assert!(pace.wish() >= micros(1500) || ago.is_none());
     }
 }

@@ -9,6 +9,7 @@ mod messenger;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use rayon::ThreadPool;
 
@@ -60,7 +61,8 @@ impl Machine for MpiMachine {
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {
-        self.rendezvous.barrier(place)
+        // Operations start when they are enqueued: there is nothing to hold back.
+        self.rendezvous.start_together(place, Duration::ZERO).map(drop)
     }
 
     /// The ends of this process's rank. All ranks must call it, as often as each other.

@@ -19,6 +19,7 @@ mod knock;
 mod launch;
 mod message;
 mod server;
+mod start;
 mod store;
 
 pub use agreement::Facet;
@@ -26,6 +27,7 @@ pub use client::Rendezvous;
 pub use error::RendezvousError;
 pub use launch::{ENVIRONMENT, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE};
 pub use message::RankActivity;
+pub use start::RunStart;
 
 #[cfg(test)]
 mod tests;

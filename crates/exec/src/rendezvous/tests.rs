@@ -77,6 +77,31 @@ fn bytes_go_around() {
     }
 }
 
+/// Nobody starts before the last one has come, whoever that is, and all have one hold.
+#[test]
+fn ranks_start_together() {
+    const RUNS: usize = 6;
+    let starts = ranks(3, LIMIT, |rank| {
+        let run = |run: usize| {
+            if run % 3 == rank.rank() {
+                thread::sleep(Duration::from_millis(5));
+            }
+            let came = Instant::now();
+            let wish = Duration::from_micros(100 * (1 + (run + rank.rank()) as u64 % 3));
+            let start = rank.start_together("a run", wish).unwrap();
+            assert!(Instant::now() >= start.at);
+            (came, start)
+        };
+        (0..RUNS).map(run).collect::<Vec<_>>()
+    });
+    for run in 0..RUNS {
+        let of_run = || starts.iter().map(|rank| rank[run]);
+        let last = of_run().map(|(came, _)| came).max().unwrap();
+        assert!(of_run().all(|(_, start)| start.at >= last));
+        assert!(of_run().all(|(_, start)| start.hold == Duration::from_micros(300)));
+    }
+}
+
 #[test]
 fn a_rank_that_never_comes_is_named() {
     let ports = [free_port()];

@@ -7,6 +7,7 @@ mod mesh;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use rayon::ThreadPool;
 
@@ -54,7 +55,8 @@ impl Machine for TcpMachine {
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {
-        self.rendezvous.barrier(place)
+        // Operations start when they are enqueued: there is nothing to hold back.
+        self.rendezvous.start_together(place, Duration::ZERO).map(drop)
     }
 
     /// The ends of this process's rank. All ranks must call it, as often as each other.

@@ -10,6 +10,7 @@ use counterpoint_report::{
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 use serde_json::json;
 
+use super::hiding::Hiding;
 use super::peers::{self, Known};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
 use crate::arguments::{BenchMask, Exchange, dtype_name};
@@ -20,7 +21,7 @@ use crate::command::prediction::Prediction;
 use crate::command::pytorch::Peers;
 use crate::command::rank_machine::AttentionRuns;
 use crate::command::solution::Solution;
-use crate::command::turns::{LEAST_HIDEABLE, turns};
+use crate::command::turns::turns;
 use crate::console;
 use crate::error::CliError;
 
@@ -233,7 +234,9 @@ impl Case {
             "received_rows": plan.ranks.iter().map(RankPlan::recv_rows).max(),
             "sequential_seconds": hiding.map(|hiding| hiding.sequential),
             "hideable_seconds": hiding.map(|hiding| hiding.hideable),
-            "overlap_efficiency": hiding.map(|hiding| hiding.efficiency),
+            "overlap_efficiency": hiding.map(|hiding| hiding.efficiency()),
+            // To which the time that is hidden is known.
+            "overlap_noise_seconds": hiding.map(|hiding| hiding.noise),
             // Of a run with time stamps, which a single hardware queue is held up by.
             "communication_seconds": overlap.communication_seconds,
             "exposed_seconds": overlap.exposed_seconds,
@@ -263,11 +266,7 @@ impl Case {
             format!(", predicted {} (measured {ratio})", format_seconds(predicted))
         });
         let overlap = measured.overlap();
-        let hidden = self.hiding(pass).map_or_else(String::new, |hiding| {
-            let (one_by_one, hideable) = (format_seconds(hiding.sequential), format_seconds(hiding.hideable));
-            let share = 100.0 * hiding.efficiency;
-            format!("; {one_by_one} one after the other, of {hideable} of communication {share:.0} % hidden")
-        });
+        let hidden = self.hiding(pass).map_or_else(String::new, |hiding| format!("; {}", hiding.text()));
         let imbalance = match overlap.imbalance_seconds {
             0.0 => String::new(),
             seconds => format!(", {} waiting for the slowest rank", format_seconds(seconds)),
@@ -300,14 +299,7 @@ impl Case {
     fn hiding(&self, pass: Pass) -> Option<Hiding> {
         let (sequential, measured, _) = self.sequential.as_ref()?.pass(pass)?;
         let (seconds, ..) = self.pass(pass)?;
-        let overlap = measured.overlap();
-        // Whoever is done first waits for the slowest rank whatever is hidden.
-        let communication = overlap.communication_seconds - overlap.imbalance_seconds;
-        let hideable = communication.min(overlap.compute_seconds);
-        let saved: Vec<f64> = sequential.iter().zip(seconds).map(|(plain, own)| plain - own).collect();
-        let sequential = Statistics::of(sequential)?.median;
-        let efficiency = Statistics::of(&saved)?.median / hideable;
-        (hideable > LEAST_HIDEABLE * sequential).then_some(Hiding { sequential, hideable, efficiency })
+        Hiding::of(sequential, measured, seconds)
     }
 
     /// Seconds, the timeline of the last run and the predicted one.
@@ -319,15 +311,4 @@ impl Case {
             }
         })
     }
-}
-
-/// What can be hidden.
-#[derive(Clone, Copy)]
-struct Hiding {
-    /// Of the pass with nothing side by side.
-    sequential: f64,
-    /// Communication in it, as far as there is computation; of a rank, on average.
-    hideable: f64,
-    /// The part of that which is hidden: by how much runs are shorter than those beside them, the median.
-    efficiency: f64,
 }

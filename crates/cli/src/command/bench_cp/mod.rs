@@ -1,6 +1,7 @@
 //! `counterpoint bench cp`.
 
 mod case;
+mod hiding;
 mod peers;
 mod sizes;
 mod step;
