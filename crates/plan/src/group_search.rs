@@ -1,7 +1,9 @@
 //! Searches for the fastest groups of a layer's forward, whatever it is that says how long things take.
 
+use std::ops::ControlFlow;
+
 use crate::{
-    CostModel, LinearKind, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError, ProductStart,
+    CostModel, GroupFlow, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError, ProductStart,
     WaveGroups, compositions,
 };
 
@@ -108,19 +110,22 @@ impl GroupSearcher {
     /// Times products and collectives of some sizes by themselves, has the fastest groups follow from these times, and tries
     /// them: one group and [`trials`](Self::trials) more sequences at most. What the parts take from each other shows in a trial only,
     /// so each one corrects what is expected of the sequences left; and of what no time of a part tells, neighbours of the fastest so
-    /// far know most, so every second trial is the best of these. Returns the fastest that was tried, with its seconds.
+    /// far know most, so every second trial is the best of these. Returns the fastest that was tried, with its seconds. Who is `told` of a
+    /// trial may break the search off before it; of other steps what he answers does not count.
     ///
     /// # Errors
     /// When the clock fails.
     pub fn predictive<C: PassClock>(
         &self,
         clock: &mut C,
-        mut told: impl FnMut(SearchStep),
+        mut told: impl FnMut(SearchStep) -> ControlFlow<()>,
     ) -> Result<(LinearPlan, f64), C::Error> {
-        let costs = self.costs(clock, &mut told)?;
+        let costs = self.costs(clock, &mut |step| {
+            let _ = told(step);
+        })?;
         let whole = self.plan(WaveGroups::Fixed(1))?;
         let mut tell = |what, done| told(SearchStep { what, done, all: self.trials + 1 });
-        tell("one group".to_owned(), 0);
+        let _ = tell("one group".to_owned(), 0);
         let mut best = (whole.clone(), clock.pass(&whole)?);
         let Some(mut costs) = costs else { return Ok(best) };
         let mut fastest = vec![costs.waves()];
@@ -130,7 +135,9 @@ impl GroupSearcher {
             let near = || untried(&costs, self.neighbours(&fastest), &tried, best.1);
             let next = if trial % 2 == 1 { expected().or_else(near) } else { near().or_else(expected) };
             let Some(groups) = next else { break };
-            tell(format!("groups of {groups:?} waves"), trial);
+            if tell(format!("groups of {groups:?} waves"), trial).is_break() {
+                break;
+            }
             let plan = self.of_waves(&groups)?;
             let seconds = clock.pass(&plan)?;
             costs.correct(&groups, seconds);
@@ -158,7 +165,8 @@ impl GroupSearcher {
         Ok(Some(costs.speed_beside))
     }
 
-    /// What the parts take, each by itself; `None` where there is one only.
+    /// What the parts take, each by itself; `None` where there is one only. Of sizes those are timed that are doubled, of products also
+    /// those in between where times do not lie on a line, as where the last round of a GPU's tiles is not full.
     fn costs<C: PassClock>(
         &self,
         clock: &mut C,
@@ -166,29 +174,50 @@ impl GroupSearcher {
     ) -> Result<Option<PassCosts>, C::Error> {
         let whole = self.plan(WaveGroups::Fixed(1))?;
         let rows = whole.tokens_of(0).len();
-        let waves = self.waves()?;
-        let sizes = sampled(waves).map(|waves| (waves * self.wave).min(rows));
-        let mut sizes: Vec<usize> = sizes.collect();
+        let mut sizes: Vec<usize> =
+            doubled(self.waves()?).map(|waves| (waves * self.wave).min(rows)).collect();
         sizes.dedup();
-        let all = 2 * sizes.len() + 2;
-        let (mut product, mut travel, mut back) = (Curve::default(), Curve::default(), Curve::default());
-        let owners = match whole.spec.kind {
-            LinearKind::Column => (self.tp_size - 1).max(1),
-            LinearKind::Row => self.tp_size,
+        let flow = whole.flow();
+        let owners = match flow {
+            GroupFlow::Gather => (self.tp_size - 1).max(1),
+            GroupFlow::Reduce | GroupFlow::ReduceAndGather => self.tp_size,
         };
-        for (index, &size) in sizes.iter().enumerate() {
-            told(SearchStep { what: format!("a product of {} rows", size * owners), done: 2 * index, all });
-            product.add(size * owners, clock.product(size * owners)?);
-            told(SearchStep { what: format!("a collective of {size} rows"), done: 2 * index + 1, all });
+        let (mut done, mut all) = (0, 2 * sizes.len() + usize::from(flow != GroupFlow::ReduceAndGather));
+        let mut tell = |what: String, more: usize| {
+            all += more;
+            told(SearchStep { what, done, all });
+            done += 1;
+        };
+        let (mut product, mut travel, mut back) = (Curve::default(), Curve::default(), Curve::default());
+        for size in sizes.iter().map(|size| size * owners) {
+            tell(format!("a product of {size} rows"), 0);
+            product.add(size, clock.product(size)?);
+        }
+        let between = product.unknown(self.wave.max(1) * owners);
+        for (index, &size) in between.iter().enumerate() {
+            tell(format!("a product of {size} rows"), if index == 0 { between.len() } else { 0 });
+            product.add(size, clock.product(size)?);
+        }
+        for &size in &sizes {
+            tell(format!("a collective of {size} rows"), 0);
             let [there, home] = clock.travel(size)?;
             travel.add(size, there);
             back.add(size, home);
         }
-        told(SearchStep { what: "a product of a rank's own rows".to_owned(), done: 2 * sizes.len(), all });
-        product.add(rows, clock.product(rows)?);
-        told(SearchStep { what: "putting groups together".to_owned(), done: 2 * sizes.len() + 1, all });
+        let mut join = 0.0;
+        match flow {
+            GroupFlow::Gather => {
+                tell("a product of a rank's own rows".to_owned(), 0);
+                product.add(rows, clock.product(rows)?);
+            }
+            GroupFlow::Reduce => {
+                tell("putting groups together".to_owned(), 0);
+                join = clock.join()?;
+            }
+            GroupFlow::ReduceAndGather => {}
+        }
         let curves = PassCurves {
-            join: clock.join()?,
+            join,
             starts: self.starts,
             link: self.link,
             product: &|rows| product.at(rows),
@@ -242,14 +271,13 @@ fn untried(
 /// A sequence that is expected to take this much longer than the fastest that was tried is left out.
 const WORTH_A_TRIAL: f64 = 1.1;
 
-/// Numbers of waves that are timed: all small ones, then each half as much again as the one before, and all.
-fn sampled(waves: usize) -> impl Iterator<Item = usize> {
-    let sizes = std::iter::successors(Some(1), move |&size| {
-        let next = if size < 8 { size + 1 } else { size * 3 / 2 };
-        (size < waves).then_some(next.min(waves))
-    });
-    sizes.take_while(move |&size| size <= waves.max(1))
+/// Numbers of waves that are timed: each twice the one before, and all.
+fn doubled(waves: usize) -> impl Iterator<Item = usize> {
+    std::iter::successors(Some(1), move |&size: &usize| (size < waves).then_some((2 * size).min(waves)))
 }
+
+/// Of a time: what is farther from a line than noise, which is a hundredth or so, takes it.
+const OFF_THE_LINE: f64 = 0.02;
 
 /// Seconds by size, along the lines between what was measured.
 #[derive(Clone, Debug, Default)]
@@ -261,6 +289,25 @@ impl Curve {
             Ok(known) => self.0[known].1 = self.0[known].1.min(seconds),
             Err(place) => self.0.insert(place, (size, seconds)),
         }
+    }
+
+    /// Sizes in the middle of what was measured, multiples of `step`, on both sides of each time that is not on the line between those
+    /// beside it.
+    fn unknown(&self, step: usize) -> Vec<usize> {
+        let mut sizes = Vec::new();
+        for points in self.0.windows(3) {
+            let &[(a, x), (b, y), (c, z)] = points else { continue };
+            let line = x + (z - x) * (b - a) as f64 / (c - a) as f64;
+            if (y - line).abs() > OFF_THE_LINE * y {
+                let between = [(a, b), (b, c)].map(|(low, high)| (low, (low + high) / 2 / step * step));
+                sizes.extend(
+                    between.into_iter().filter(|(low, middle)| middle > low).map(|(_, middle)| middle),
+                );
+            }
+        }
+        sizes.sort_unstable();
+        sizes.dedup();
+        sizes
     }
 
     fn at(&self, size: usize) -> f64 {
@@ -299,9 +346,9 @@ mod tests {
 
     #[test]
     fn curves_and_their_points() {
-        assert_eq!(sampled(1).collect::<Vec<_>>(), [1]);
-        assert_eq!(sampled(10).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6, 7, 8, 10]);
-        assert_eq!(sampled(32).last(), Some(32));
+        assert_eq!(doubled(1).collect::<Vec<_>>(), [1]);
+        assert_eq!(doubled(10).collect::<Vec<_>>(), [1, 2, 4, 8, 10]);
+        assert_eq!(doubled(32).last(), Some(32));
         let mut curve = Curve::default();
         curve.add(4, 3.0);
         curve.add(2, 1.0);

@@ -192,11 +192,7 @@ impl LinearPlan {
         let table = |seconds: &dyn Fn(usize) -> f64| {
             (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
         };
-        let flow = match (self.spec.kind, self.spec.activations) {
-            (LinearKind::Column, Activations::SequenceParallel) => GroupFlow::Gather,
-            (LinearKind::Row, Activations::SequenceParallel) => GroupFlow::Reduce,
-            (_, Activations::Replicated) => GroupFlow::ReduceAndGather,
-        };
+        let flow = self.flow();
         let (before, after) = match (flow, self.spec.kind) {
             (GroupFlow::Gather, _) => ((curves.product)(rows), 0.0),
             // The gradient of the weight follows where it is the backward that communicates.
@@ -217,6 +213,15 @@ impl LinearPlan {
             link: curves.link,
             speed_beside: curves.speed_beside,
         })
+    }
+
+    /// In which order products and collectives follow each other.
+    pub(crate) fn flow(&self) -> GroupFlow {
+        match (self.spec.kind, self.spec.activations) {
+            (LinearKind::Column, Activations::SequenceParallel) => GroupFlow::Gather,
+            (LinearKind::Row, Activations::SequenceParallel) => GroupFlow::Reduce,
+            (_, Activations::Replicated) => GroupFlow::ReduceAndGather,
+        }
     }
 
     /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal

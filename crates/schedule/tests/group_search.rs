@@ -1,12 +1,13 @@
 //! What the predictive search finds, beside the exhaustive one, over shapes and machines.
 
+use std::ops::ControlFlow;
 use std::time::Instant;
 
 use counterpoint_plan::{
     CostModel, DType, GemmCollective, GroupSearcher, LinearPlan, Link, LinkUse, PassClock, ProductStart,
-    Topology, WaveGroups, WorkerSharing,
+    SearchStep, Topology, WaveGroups, WorkerSharing,
 };
-use counterpoint_schedule::{Mover, OverlapPolicy, SimulatedClock, StartOrder};
+use counterpoint_schedule::{ClockError, Mover, OverlapPolicy, SimulatedClock, StartOrder};
 
 /// Numbers that are drawn, the same in every run.
 struct Draw(u64);
@@ -27,14 +28,16 @@ impl Draw {
     }
 }
 
-/// 200 shapes on 200 machines, 8 waves each, so 128 sequences: predicted groups within 3 % of the best of all on at least 95 %,
-/// and found in well under a second.
-#[test]
-fn predictive_is_as_good_as_exhaustive() {
-    let mut draw = Draw(7);
-    let (mut within, mut worst, mut slowest) = (0, 1.0f64, 0.0f64);
-    const CASES: usize = 200;
-    for case in 0..CASES {
+/// A shape on a machine, and how it is searched.
+struct Case {
+    searcher: GroupSearcher,
+    topology: Topology,
+    cost: CostModel,
+    policy: OverlapPolicy,
+}
+
+impl Case {
+    fn draw(draw: &mut Draw, waves: usize, trials: usize) -> Self {
         let tp_size = draw.pick(&[2, 4, 8, 16]);
         let collective = draw.pick(&GemmCollective::NAMES).1;
         let m = draw.pick(&[1024, 2048, 3000, 4096, 8192, 16_384, 20_000, 32_768]);
@@ -65,9 +68,9 @@ fn predictive_is_as_good_as_exhaustive() {
         let searcher = GroupSearcher {
             spec,
             tp_size,
-            wave: m.div_ceil(tp_size).div_ceil(8),
+            wave: m.div_ceil(tp_size).div_ceil(waves),
             most_groups: 8,
-            trials: 12,
+            trials,
             starts: match policy.start {
                 StartOrder::KernelBarrier => ProductStart::AfterCommunication,
                 StartOrder::Signals => ProductStart::OneKernel,
@@ -77,28 +80,178 @@ fn predictive_is_as_good_as_exhaustive() {
             speed_beside: takes.map_or(1.0, |sharing| sharing.speed_without(sharing.communication)),
         };
         let topology = Topology { world_size: tp_size, ranks_per_node: 8.min(tp_size) };
-        let mut clock = SimulatedClock { spec, topology, cost: &cost, policy };
+        Self { searcher, topology, cost, policy }
+    }
+
+    fn clock(&self) -> SimulatedClock<'_> {
+        let Self { searcher, topology, ref cost, policy } = *self;
+        SimulatedClock { spec: searcher.spec, topology, cost, policy }
+    }
+}
+
+/// A machine on which times vary, and forwards take other than their parts let expect.
+struct RoughClock<'a> {
+    clock: SimulatedClock<'a>,
+    /// By how much a forward takes longer: for each group but the first, and by the share of the first.
+    beyond: [f64; 2],
+    noise: Option<Draw>,
+    /// Times taken.
+    count: usize,
+}
+
+impl RoughClock<'_> {
+    /// The lesser of two runs that vary as those of a GPU: by some hundredths, one in thirty by another tenth.
+    fn timed(&mut self, seconds: f64) -> f64 {
+        let Some(draw) = &mut self.noise else { return seconds };
+        let mut run = || {
+            // A sum of twelve numbers between 0 and 1 deviates by 1.
+            let sum: f64 = (0..12).map(|_| draw.below(10_001) as f64 / 10_000.0).sum();
+            let held_up = if draw.below(30) == 0 { 0.1 } else { 0.0 };
+            seconds * (1.0 + 0.015 * (sum - 6.0) + held_up)
+        };
+        run().min(run())
+    }
+
+    fn exact(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {
+        let sizes = plan.group_sizes();
+        let first = sizes[0] as f64 / sizes.iter().sum::<usize>() as f64;
+        let [each, share] = self.beyond;
+        Ok(self.clock.pass(plan)? * (1.0 + each * (sizes.len() - 1) as f64 + share * first))
+    }
+}
+
+impl PassClock for RoughClock<'_> {
+    type Error = ClockError;
+
+    fn product(&mut self, rows: usize) -> Result<f64, ClockError> {
+        self.count += 1;
+        let seconds = self.clock.product(rows)?;
+        Ok(self.timed(seconds))
+    }
+
+    fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {
+        self.count += 1;
+        let [there, home] = self.clock.travel(rows)?;
+        Ok([self.timed(there), self.timed(home)])
+    }
+
+    fn join(&mut self) -> Result<f64, ClockError> {
+        self.count += 1;
+        let seconds = self.clock.join()?;
+        Ok(self.timed(seconds))
+    }
+
+    fn pass(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {
+        self.count += 1;
+        let seconds = self.exact(plan)?;
+        Ok(self.timed(seconds))
+    }
+}
+
+/// What the predictive search found on some machines.
+#[derive(Default)]
+struct Found {
+    cases: usize,
+    /// Those within 3 % of the best of all sequences.
+    within: usize,
+    /// The most that was found over the best.
+    worst: f64,
+    /// The most times that a search took.
+    most_times: usize,
+    /// Seconds of the slowest search, without what it timed.
+    slowest: f64,
+}
+
+/// Searches on machines drawn from a seed, with `waves` waves and so many trials; forwards take up to `beyond` more or less than their
+/// parts let expect.
+fn found(cases: usize, waves: usize, trials: usize, beyond: [f64; 2], is_noisy: bool) -> Found {
+    let (mut draw, mut others) = (Draw(7), Draw(1));
+    let mut found = Found { cases, ..Found::default() };
+    for index in 0..cases {
+        let case = Case::draw(&mut draw, waves, trials);
+        let searcher = &case.searcher;
+        let beyond = beyond.map(|most| most * (others.below(10_001) as f64 / 5_000.0 - 1.0));
+        let mut clock = RoughClock { clock: case.clock(), beyond, noise: None, count: 0 };
         let (_, best) = searcher.exhaustive(&mut clock, |_| {}).unwrap();
+        clock.noise = is_noisy.then_some(Draw(index as u64));
+        clock.count = 0;
         let begin = Instant::now();
-        let (predicted, _) = searcher.predictive(&mut clock, |_| {}).unwrap();
-        slowest = slowest.max(begin.elapsed().as_secs_f64());
-        let seconds = clock.pass(&predicted).unwrap();
-        let ratio = seconds / best;
-        worst = worst.max(ratio);
-        within += usize::from(ratio <= 1.03);
+        let (predicted, _) = searcher.predictive(&mut clock, |_| ControlFlow::Continue(())).unwrap();
+        found.slowest = found.slowest.max(begin.elapsed().as_secs_f64());
+        found.most_times = found.most_times.max(clock.count);
+        let ratio = clock.exact(&predicted).unwrap() / best;
+        found.worst = found.worst.max(ratio);
+        found.within += usize::from(ratio <= 1.03);
         if ratio > 1.03 {
-            let whole = searcher.plan(WaveGroups::Fixed(1)).unwrap();
-            let sequential = clock.pass(&whole).unwrap();
-            println!(
-                "case {case}: {collective:?} {m} {n} {k} on {tp_size}, {policy}, {sharing:?}: {:?} {ratio:.3}, one group {:.3}",
-                predicted.group_sizes(),
-                sequential / best
-            );
+            let Case { searcher, policy, cost, .. } = &case;
+            println!("{:?} on {}, {policy}, {:?}", searcher.spec, searcher.tp_size, cost.sharing);
+            println!("  {:?} {ratio:.3}", predicted.group_sizes());
         }
     }
-    println!("{within} of {CASES} within 3 %, worst {worst:.3}, slowest search {slowest:.4} s");
-    assert!(within * 100 >= 95 * CASES, "{within} of {CASES} within 3 %, worst {worst}");
-    assert!(slowest < 1.0, "{slowest} s");
+    let Found { within, worst, most_times, slowest, .. } = found;
+    println!(
+        "{waves} waves, {trials} trials, beyond {beyond:?}, noise {is_noisy}: {within} of {cases} within 3 %, worst {worst:.3}, at most \
+         {most_times} times, {slowest:.4} s"
+    );
+    found
+}
+
+/// The fewest and the most sequences that `counterpoint tune gemm` tries, as there is time.
+const TRIALS: [usize; 2] = [4, 12];
+
+/// 200 shapes on 200 machines, 8 waves each, so 128 sequences: predicted groups within 3 % of the best of all on at least 95 %,
+/// and found in well under a second. Likewise of 1,024 sequences.
+#[test]
+fn predictive_is_as_good_as_exhaustive() {
+    for trials in TRIALS {
+        for (waves, cases) in [(8, 200), (11, 60)] {
+            let found = found(cases, waves, trials, [0.0; 2], false);
+            assert!(found.within * 100 >= 95 * found.cases && found.worst < 1.12, "{trials} trials");
+            assert!(found.slowest < 1.0, "{} s", found.slowest);
+            // Parts of some sizes, one group, and trials.
+            assert!(found.most_times <= 15 + trials, "{} times", found.most_times);
+        }
+    }
+}
+
+/// Times that vary cost a little of that.
+#[test]
+fn noise_is_survived() {
+    for trials in TRIALS {
+        let found = found(200, 8, trials, [0.0; 2], true);
+        assert!(found.within * 100 >= 95 * found.cases && found.worst < 1.15, "{trials} trials");
+    }
+}
+
+/// Where no time of a part tells what a forward takes, by up to 2 % for each group and 10 % for the first, trials do: the more the better.
+#[test]
+fn what_parts_do_not_tell_is_tried() {
+    let [few, many] = TRIALS.map(|trials| found(200, 8, trials, [0.02, 0.1], false));
+    assert!(many.within >= few.within + 10, "{} with few trials, {} with many", few.within, many.within);
+    assert!(many.within * 100 >= 92 * many.cases && many.worst < 1.1, "{} {}", many.within, many.worst);
+}
+
+/// Who has no more time gets the fastest so far.
+#[test]
+fn a_search_is_broken_off() {
+    let case = Case::draw(&mut Draw(7), 8, 12);
+    for trials in [0, 3] {
+        let mut clock = RoughClock { clock: case.clock(), beyond: [0.0; 2], noise: None, count: 0 };
+        let mut told = Vec::new();
+        let goes_on = |step: SearchStep| {
+            let is_trial = step.all == 13;
+            told.push(step.what);
+            if is_trial && step.done > trials { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let (plan, seconds) = case.searcher.predictive(&mut clock, goes_on).unwrap();
+        assert_eq!(clock.exact(&plan).unwrap(), seconds);
+        assert!(trials > 0 || plan.groups() == 1);
+        // What was told last was not tried.
+        assert_eq!(clock.count, told.len() - 1);
+        let passes =
+            told.iter().filter(|what| what.contains("group of") || what.starts_with("groups of")).count();
+        assert_eq!(passes, trials + 1);
+    }
 }
 
 /// Many waves are beyond trying all sequences; the prediction is made in no time, and beats one group and equal ones.
@@ -120,7 +273,7 @@ fn many_waves_take_no_time() {
     let policy = "kernel-barrier".parse().unwrap();
     let mut clock = SimulatedClock { spec, topology, cost: &cost, policy };
     let begin = Instant::now();
-    let (plan, _) = searcher.predictive(&mut clock, |_| {}).unwrap();
+    let (plan, _) = searcher.predictive(&mut clock, |_| ControlFlow::Continue(())).unwrap();
     // No second in a release build; this one has its checks, and shares its cores with other tests.
     assert!(begin.elapsed().as_secs_f64() < 4.0, "{:?}", begin.elapsed());
     let mut pass = |plan: &LinearPlan| clock.pass(plan).unwrap();

@@ -31,8 +31,17 @@ pub(super) struct StartPace {
 /// How long the host took from the hold to the last call, in the runs before.
 #[derive(Default)]
 struct Enqueueing {
-    since: Option<Instant>,
+    since: Option<(Instant, Turn)>,
+    /// Of what ran for the first time last, which made and uploaded what later runs have: it counts until there is another.
+    first: Option<Duration>,
     lately: VecDeque<Duration>,
+}
+
+/// How often ranks have run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    First,
+    Later,
 }
 
 /// On a stream of their own: what else is enqueued to be done at once, such as the mark that a run's times are measured from, must not be
@@ -62,6 +71,7 @@ impl StartLine {
         if !self.pace.holds(ranks) {
             return Ok(());
         }
+        let turn = if hold.is_none() { Turn::First } else { Turn::Later };
         let Hold { stream, kernel, passed } = match &mut *hold {
             Some(hold) => hold,
             none => none.insert(Hold {
@@ -71,7 +81,7 @@ impl StartLine {
             }),
         };
         // As late as can be: what was done before counts.
-        kernel.launch(stream, self.pace.begin(ranks, Instant::now()))?;
+        kernel.launch(stream, self.pace.begin(ranks, turn, Instant::now()))?;
         passed.record(stream)?;
         streams.iter().try_for_each(|stream| stream.wait(passed))
     }
@@ -99,21 +109,21 @@ impl StartPace {
     }
 
     /// How long, from `now` on, so many ranks are held back.
-    fn begin(&self, ranks: usize, now: Instant) -> Duration {
+    fn begin(&self, ranks: usize, turn: Turn, now: Instant) -> Duration {
         let agreed = lock(&self.agreed).take();
         let mut enqueueing = lock(&self.enqueueing);
         let Some(RunStart { at, hold }) = agreed else {
-            enqueueing.since = Some(now);
+            enqueueing.since = Some((now, turn));
             return enqueueing.hold_of(ranks);
         };
         let hold = hold.min(LONGEST);
         let left = (at + hold).saturating_duration_since(now);
         if left.is_zero() {
             // Something came between that took longer, such as poisoning, on all ranks: they start about when they are through.
-            enqueueing.since = Some(now);
+            enqueueing.since = Some((now, turn));
             return hold;
         }
-        enqueueing.since = Some(at);
+        enqueueing.since = Some((at, turn));
         left
     }
 }
@@ -121,12 +131,16 @@ impl StartPace {
 impl Enqueueing {
     /// How long so many ranks are to be held back.
     fn hold_of(&self, ranks: usize) -> Duration {
-        let known = self.lately.iter().max().map(|longest| *longest * 3 / 2);
+        let known = self.lately.iter().max().copied().or(self.first).map(|longest| longest * 3 / 2);
         known.unwrap_or_default().max(OF_A_RANK * ranks as u32).min(LONGEST)
     }
 
     fn end(&mut self) {
-        let Some(since) = self.since.take() else { return };
+        let Some((since, turn)) = self.since.take() else { return };
+        if turn == Turn::First {
+            self.first = Some(since.elapsed());
+            return;
+        }
         if self.lately.len() == RUNS {
             self.lately.pop_front();
         }
@@ -147,7 +161,7 @@ mod tests {
         let pace = StartPace::default();
         let held = |lately: &[u64], ranks| {
             lock(&pace.enqueueing).lately = lately.iter().copied().map(micros).collect();
-            pace.begin(ranks, Instant::now()).as_micros()
+            pace.begin(ranks, Turn::Later, Instant::now()).as_micros()
         };
         assert_eq!(held(&[], 2), 80);
         assert_eq!(held(&[400, 800, 300], 2), 1200);
@@ -155,7 +169,7 @@ mod tests {
         assert_eq!(held(&[400, 1_000_000], 2), 5000);
         let line = StartLine::new(Arc::new(pace));
         for _ in 0..=RUNS {
-            line.pace.begin(2, Instant::now());
+            line.pace.begin(2, Turn::Later, Instant::now());
             line.enqueued();
         }
         let lately = || lock(&line.pace.enqueueing).lately.len();
@@ -166,6 +180,26 @@ mod tests {
         assert_eq!(lately(), 0);
     }
 
+    /// Searches that run hundreds of Programs a few times each would else be held for what is done once.
+    #[test]
+    fn a_first_run_counts_for_the_next_only() {
+        let pace = StartPace::default();
+        let run = |turn, took: u64| {
+            let held = pace.begin(2, turn, Instant::now());
+            let since = Instant::now().checked_sub(micros(took)).unwrap_or_else(Instant::now);
+            lock(&pace.enqueueing).since = Some((since, turn));
+            lock(&pace.enqueueing).end();
+            held
+        };
+        assert_eq!(run(Turn::First, 2_000), OF_A_RANK * 2);
+        assert!(run(Turn::Later, 100) >= micros(3_000));
+        let later = run(Turn::Later, 100);
+        assert!(later >= micros(150) && later < micros(3_000), "{later:?}");
+        // What others have shown is known.
+        let first = run(Turn::First, 2_000);
+        assert!(first >= micros(150) && first < micros(3_000), "{first:?}");
+    }
+
     #[test]
     fn a_rank_alone_is_held_only_where_processes_have_agreed() {
         let pace = StartPace::default();
@@ -174,15 +208,15 @@ mod tests {
         pace.agree(RunStart { at, hold: micros(300) });
         assert!(pace.holds(1));
         // Whenever a process comes to it, all are held until the same moment.
-        assert_eq!(pace.begin(1, at + micros(20)), micros(280));
+        assert_eq!(pace.begin(1, Turn::Later, at + micros(20)), micros(280));
         assert!(!pace.holds(1));
         pace.agree(RunStart { at, hold: micros(300) });
-        assert_eq!(pace.begin(1, at + micros(299)), micros(1));
+        assert_eq!(pace.begin(1, Turn::Later, at + micros(299)), micros(1));
         // What was agreed has passed, and what others wish is bounded.
         pace.agree(RunStart { at, hold: micros(300) });
-        assert_eq!(pace.begin(1, at + micros(300)), micros(300));
+        assert_eq!(pace.begin(1, Turn::Later, at + micros(300)), micros(300));
         pace.agree(RunStart { at, hold: Duration::MAX });
-        assert_eq!(pace.begin(1, at), LONGEST);
+        assert_eq!(pace.begin(1, Turn::Later, at), LONGEST);
     }
 
     #[test]
@@ -191,7 +225,7 @@ mod tests {
         assert_eq!(pace.wish(), OF_A_RANK);
         let ago = Instant::now().checked_sub(micros(1000));
         pace.agree(RunStart { at: ago.unwrap_or_else(Instant::now), hold: LONGEST });
-        pace.begin(1, Instant::now());
+        pace.begin(1, Turn::Later, Instant::now());
         lock(&pace.enqueueing).end();
         assert!(pace.wish() >= micros(1500) || ago.is_none());
     }

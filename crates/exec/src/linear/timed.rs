@@ -16,9 +16,10 @@ pub struct Repeats {
     pub limit: Duration,
     /// Runs before those that count.
     pub warmups: usize,
-    /// Runs that count, at least 1; a time is their median.
+    /// Runs that count, at least 1; a time is their median, the lesser of the two in the middle.
     pub iterations: usize,
-    /// Once three or more runs that count have taken so long together, no more follow; likewise one or more of those before them.
+    /// Once two or more runs that count have taken so long together, no more follow; likewise one or more of those before them a quarter
+    /// of it.
     pub enough: Duration,
 }
 
@@ -49,8 +50,8 @@ pub(super) fn run<M: Machine>(
             rank.bind(&spec.name, buffer)?;
         }
     }
-    let enough = timing.enough.as_secs_f64();
-    let mut runs = |most: usize, least: usize| -> Result<Vec<Timeline>, ExecError> {
+    let mut runs = |most: usize, least: usize, enough: Duration| -> Result<Vec<Timeline>, ExecError> {
+        let enough = enough.as_secs_f64();
         let (mut timelines, mut spent) = (Vec::new(), 0.0);
         while timelines.len() < most && (timelines.len() < least || spent < enough) {
             let timeline = Prepared::run_ranks(&mut prepared)?;
@@ -59,8 +60,8 @@ pub(super) fn run<M: Machine>(
         }
         Ok(timelines)
     };
-    runs(timing.warmups, 1)?;
-    let timelines = runs(timing.iterations.max(1), 3)?;
+    runs(timing.warmups, 1, timing.enough / 4)?;
+    let timelines = runs(timing.iterations.max(1), 2, timing.enough)?;
     Ok((timelines, prepared))
 }
 
@@ -108,8 +109,9 @@ pub(super) fn check<M: Machine>(
     Ok(())
 }
 
+/// The median; of an even number of times the lesser in the middle, for what holds a run up makes it longer.
 pub(super) fn median(times: impl Iterator<Item = f64>) -> f64 {
     let mut times: Vec<f64> = times.collect();
     times.sort_by(f64::total_cmp);
-    times.get(times.len() / 2).copied().unwrap_or(0.0)
+    times.get(times.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
 }

@@ -17,7 +17,7 @@ use crate::console;
 use crate::error::CliError;
 use crate::tuned::TunedFile;
 use summary::Summary;
-use tuning::Tuning;
+use tuning::{TRIALS, Tuning};
 
 /// Waves that a prediction is made with; twice as many sequences for each more would be measured.
 const PREDICTED_WAVES: u32 = 16;
@@ -179,5 +179,6 @@ fn searcher(
         StartOrder::Sequential | StartOrder::Concurrent => ProductStart::Free,
     };
     let most_groups = arguments.most_groups as usize;
-    Ok(GroupSearcher { spec, tp_size, wave, most_groups, trials: 0, starts, link, speed_beside })
+    let trials = TRIALS[1];
+    Ok(GroupSearcher { spec, tp_size, wave, most_groups, trials, starts, link, speed_beside })
 }

@@ -1,3 +1,4 @@
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{Machine, MeasureError, MeasuredClock, Repeats};
@@ -12,16 +13,39 @@ use crate::arguments::{SearchArgument, TuneGemmArguments};
 use crate::error::CliError;
 use crate::progress::Bar;
 
-/// How often each answer is measured, all of them in turns.
-const TURNS: usize = 5;
+/// How often each answer is measured, all of them in turns: as often as there is time.
+const TURNS: [usize; 2] = [2, 5];
+/// Once turns have taken so long, they are enough.
+const TURNS_ENOUGH: Duration = Duration::from_millis(200);
 
 /// Runs of one sequence that have taken so long are enough: their median is as good as that of many short ones.
-const ENOUGH: Duration = Duration::from_millis(10);
-/// Sequences that a predictive search tries: as many as take some tenths of a second.
-const TRIALS: (f64, f64) = (4.0, 12.0);
-const TRIAL_SECONDS: f64 = 0.4;
-/// What a trial takes beside its runs, on GPUs.
-const READY_SECONDS: f64 = 6e-3;
+const ENOUGH: Duration = Duration::from_millis(4);
+/// Sequences that a predictive search tries beside one group: as many as there is time for.
+pub(super) const TRIALS: [usize; 2] = [4, 12];
+/// Once a predictive search would take longer with one more trial, it ends.
+const SEARCH_ENOUGH: Duration = Duration::from_millis(650);
+
+/// Says how long a search goes on.
+struct Patience {
+    begun: Instant,
+    told: Instant,
+}
+
+impl Patience {
+    fn new(now: Instant) -> Self {
+        Self { begun: now, told: now }
+    }
+
+    /// Whether there is time at `now` for that trial, which is taken to last as long as what came before it.
+    fn lasts(&mut self, trial: usize, now: Instant) -> ControlFlow<()> {
+        let before = now.saturating_duration_since(self.told);
+        self.told = now;
+        match trial > TRIALS[0] && now + before > self.begun + SEARCH_ENOUGH {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    }
+}
 
 /// What is tuned, and how.
 pub(super) struct Tuning<'a> {
@@ -29,7 +53,6 @@ pub(super) struct Tuning<'a> {
     pub(super) spec: LinearSpec,
     pub(super) tp_size: usize,
     pub(super) policy: OverlapPolicy,
-    /// Without trials yet: how many there is time for shows when the forward is first run.
     pub(super) searcher: GroupSearcher,
 }
 
@@ -37,16 +60,6 @@ impl Tuning<'_> {
     fn clock<'m, M>(&self, machine: &'m M, policy: OverlapPolicy) -> MeasuredClock<'m, M> {
         let timing = Repeats { enough: ENOUGH, ..repeats(&self.arguments.ranks) };
         MeasuredClock { machine, spec: self.spec, ranks: self.tp_size, policy, timing }
-    }
-
-    /// Sequences that a predictive search may try of a forward that takes so many `seconds`.
-    fn trials(&self, seconds: f64) -> usize {
-        let Repeats { warmups, iterations, .. } = repeats(&self.arguments.ranks);
-        let counted = |most: usize, least: f64| {
-            (ENOUGH.as_secs_f64() / seconds).clamp(least, f64::max(least, most as f64))
-        };
-        let runs = counted(warmups, 1.0) + counted(iterations, 3.0);
-        (TRIAL_SECONDS / (READY_SECONDS + runs * seconds)).clamp(TRIALS.0, TRIALS.1) as usize
     }
 
     /// Searches as the arguments say, and measures what was found beside the same without overlap.
@@ -61,16 +74,19 @@ impl Tuning<'_> {
         let mut alone = self.clock(machine, OverlapPolicy::new(StartOrder::Sequential));
         let whole = self.searcher.plan(WaveGroups::Fixed(1)).map_err(|source| CliError::Plan { source })?;
         // What a process does once, connecting ranks above all, is no part of a search.
-        let first = alone.pass(&whole).map_err(failed)?;
-        let searcher = GroupSearcher { trials: self.trials(first), ..self.searcher };
+        let mut sequential = alone.pass(&whole).map_err(failed)?;
         let mut answers = Vec::new();
         for &search in searches {
             let bar = Bar::new();
-            let told = |step: SearchStep| bar.show(&step.what, step.done, step.all);
+            let show = |step: &SearchStep| bar.show(&step.what, step.done, step.all);
             let begun = Instant::now();
+            let mut patience = Patience::new(begun);
             let (plan, expected) = match search {
-                GroupSearch::Predictive => searcher.predictive(&mut clock, told),
-                GroupSearch::Exhaustive => searcher.exhaustive(&mut clock, told),
+                GroupSearch::Predictive => self.searcher.predictive(&mut clock, |step| {
+                    show(&step);
+                    patience.lasts(step.done, Instant::now())
+                }),
+                GroupSearch::Exhaustive => self.searcher.exhaustive(&mut clock, |step| show(&step)),
             }
             .map_err(failed)?;
             let took = begun.elapsed().as_secs_f64();
@@ -83,8 +99,11 @@ impl Tuning<'_> {
                 plans.push((answer.plan.clone(), f64::INFINITY));
             }
         }
-        let mut sequential = f64::INFINITY;
-        for _ in 0..TURNS {
+        let turning = Instant::now();
+        for turn in 0..TURNS[1] {
+            if turn >= TURNS[0] && turning.elapsed() >= TURNS_ENOUGH {
+                break;
+            }
             sequential = sequential.min(alone.pass(&whole).map_err(failed)?);
             for (plan, least) in &mut plans {
                 *least = least.min(clock.pass(plan).map_err(failed)?);
@@ -103,5 +122,27 @@ fn failed(error: MeasureError) -> CliError {
         MeasureError::Plan(source) => CliError::Plan { source },
         MeasureError::Run(source) => CliError::Run { source },
         other => CliError::Usage { message: other.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_search_ends_when_its_time_is_up_and_not_before_some_trials() {
+        let begun = Instant::now();
+        let tried = |parts: u64, trial: u64| {
+            let mut patience = Patience::new(begun);
+            let at = |millis| begun + Duration::from_millis(millis);
+            // One group counts as trial 0.
+            let goes_on =
+                |index: &usize| patience.lasts(*index, at(parts + *index as u64 * trial)).is_continue();
+            (0..=TRIALS[1]).take_while(goes_on).count() - 1
+        };
+        assert_eq!(tried(100, 10), 12);
+        // Trial 8 would end at 700.
+        assert_eq!(tried(250, 50), 7);
+        assert_eq!(tried(2_000, 500), 4);
     }
 }
