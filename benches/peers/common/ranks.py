@@ -1,6 +1,5 @@
 """A process for each GPU, and what all of them do together."""
 
-import collections
 import datetime
 import math
 import os
@@ -83,40 +82,36 @@ def symmetric_memory(rank):
     return symmetric
 
 
+# Of a GPU in a second, about.
+CYCLES = 1.9e9
+
+
 def seconds(work, iterations):
     """The slowest rank's median, with its smallest and largest. All ranks start each run together."""
-    hold = Hold()
     for _ in range(3):
         work()
-    times = [hold.once(work) for _ in range(iterations)]
+    times = [once(work, hold=1e-3)[0] for _ in range(iterations)]
     figures = torch.tensor([statistics.median(times), min(times), max(times)], device="cuda")
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return figures.tolist()
 
 
-class Hold:
-    """Keeps a GPU back while its host enqueues a run, half as long again as that took lately: in training the host is ahead, and it is
-    not what is timed. Idle for longer, a GPU would begin with a higher clock than others."""
+def once(work, hold):
+    """Seconds of this rank in a run that all ranks start together, and those in which its host enqueued it.
 
-    LONGEST = 5e-3
-    CYCLES = 1.9e9
-
-    def __init__(self):
-        self.lately = collections.deque([1e-3], maxlen=6)
-
-    def once(self, work):
-        """This rank's seconds of a run that all ranks start together."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.barrier()
-        torch.cuda.synchronize()
-        since = time.perf_counter()
-        torch.cuda._sleep(int(min(1.5 * max(self.lately), self.LONGEST) * self.CYCLES))
-        begin.record()
-        work()
-        end.record()
-        self.lately.append(time.perf_counter() - since)
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+    A GPU does nothing for `hold` seconds first, so that its host is ahead, as in training. All ranks must hold back as long, or those
+    that begin first wait for the others; and no longer than they need, for a GPU that was idle begins with a higher clock."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier()
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    torch.cuda._sleep(int(hold * CYCLES))
+    begin.record()
+    work()
+    end.record()
+    enqueued = time.perf_counter() - since
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3, enqueued
 
 
 def worst(ratios):

@@ -2,8 +2,9 @@
 at another, so what is compared has to run side by side.
 
 The program writes requests to every rank's standard input, a JSON object a line, and each rank answers with a line on its standard
-output: `{"case": ...}` is to be made ready, and answered by what is known of its ways; `{"run": N}` runs the Nth of them once, and is
-answered by this rank's seconds. What else is printed goes to standard error. The end of the input is the end.
+output: `{"case": ...}` is to be made ready, and answered by what is known of its ways; `{"run": N, "hold": S}` runs the Nth of them
+once, held back for S seconds, and is answered by this rank's seconds and those in which its host enqueued it. What else is printed goes
+to standard error. The end of the input is the end.
 """
 
 import json
@@ -13,20 +14,18 @@ from contextlib import nullcontext
 
 from common.command_line import first_line, note
 from common.pytorch import dist, torch
-from common.ranks import Hold, seconds
-
-WARM_UPS = 3
+from common.ranks import once, seconds
 
 
 class Way:
     """What runs, within what, and what is known of it: names, and its error over its bound."""
 
     def __init__(self, run, within=nullcontext, **known):
-        self.run, self.within, self.known, self.hold = run, within, known, Hold()
+        self.run, self.within, self.known = run, within, known
 
-    def once(self):
+    def once(self, hold):
         with self.within():
-            return self.hold.once(self.run)
+            return once(self.run, hold)
 
     def seconds(self, iterations):
         with self.within():
@@ -45,12 +44,9 @@ def serve(ways_of):
             ways = []
             torch.cuda.empty_cache()
             ways = list(ways_of(**request["case"]))
-            for way in ways:
-                for _ in range(WARM_UPS):
-                    way.once()
             answer = [way.known for way in ways]
         else:
-            answer = ways[request["run"]].once()
+            answer = ways[request["run"]].once(request["hold"])
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -145,7 +145,9 @@ impl Where {
                 let runs = GemmCollectiveRuns { iterations, samples: arguments.cycles as usize };
                 peers.prepare(&peers::case(spec));
                 let ways = peers.ways().len();
-                let mut between = || (0..ways).for_each(|way| peers.run(way, true));
+                let mut timed = |timed| (0..ways).for_each(|way| peers.run(way, timed));
+                timed(false);
+                let mut between = || timed(true);
                 let times = bench.measure(spec, policies, &groups(arguments), runs, &mut between)?;
                 Ok(Row::of(spec, policies, &times))
             }

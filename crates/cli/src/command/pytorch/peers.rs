@@ -1,3 +1,5 @@
+use std::collections::VecDeque;
+
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -12,7 +14,32 @@ pub(crate) struct PeerWay<T> {
     pub(crate) known: T,
     /// Of the slowest rank, by run.
     pub(crate) seconds: Vec<f64>,
+    /// In which the slowest host enqueued the last runs.
+    enqueued: VecDeque<f64>,
 }
+
+impl<T> PeerWay<T> {
+    /// How long devices are held back, on all ranks alike: half as long again as hosts took lately.
+    fn hold(&self) -> f64 {
+        let known = self.enqueued.iter().copied().fold(0.0, f64::max);
+        if self.enqueued.is_empty() { FIRST_HOLD } else { (1.5 * known).min(LONGEST_HOLD) }
+    }
+
+    fn ran(&mut self, [seconds, enqueued]: [f64; 2], timed: bool) {
+        self.seconds.extend(timed.then_some(seconds));
+        if self.enqueued.len() == RUNS {
+            self.enqueued.pop_front();
+        }
+        self.enqueued.push_back(enqueued);
+    }
+}
+
+/// Seconds for which the first run is held back, which makes more ready than others.
+const FIRST_HOLD: f64 = 1e-3;
+/// A host that took longer was held up by something else.
+const LONGEST_HOLD: f64 = 5e-3;
+/// That are remembered.
+const RUNS: usize = 6;
 
 /// PyTorch's ways of a benchmark, by any number of groups of ranks, which take turns with ours. When a group fails, what all measured until
 /// then stays, and ours go on.
@@ -37,7 +64,10 @@ impl<T> Peers<T> {
         for group in 0..self.groups.len() {
             match self.groups[group].prepare(case) {
                 Ok(known) => {
-                    let way = |(number, known)| PeerWay { group, number, known, seconds: Vec::new() };
+                    let way = |(number, known)| {
+                        let (seconds, enqueued) = (Vec::new(), VecDeque::new());
+                        PeerWay { group, number, known, seconds, enqueued }
+                    };
                     self.ways.extend(known.into_iter().enumerate().map(way));
                 }
                 Err(error) => return self.fail(error),
@@ -58,8 +88,8 @@ impl<T> Peers<T> {
     /// Runs one of them once, and keeps what it took where that is `timed`.
     pub(crate) fn run(&mut self, way: usize, timed: bool) {
         let Some(way) = self.ways.get_mut(way) else { return };
-        match self.groups[way.group].run(way.number) {
-            Ok(seconds) => way.seconds.extend(timed.then_some(seconds)),
+        match self.groups[way.group].run(way.number, way.hold()) {
+            Ok(took) => way.ran(took, timed),
             Err(error) => self.fail(error),
         }
     }
@@ -88,7 +118,7 @@ mod tests {
         let group = |ways: &str, seconds: &str| {
             ranks(
                 &format!(
-                    r#"while read line; do case "$line" in *case*) echo '{ways}';; *) echo {seconds};; esac; done"#
+                    r#"while read line; do case "$line" in *case*) echo '{ways}';; *) echo [{seconds}, 0.001];; esac; done"#
                 ),
                 2,
             )
@@ -102,6 +132,7 @@ mod tests {
             peers.run(1, timed);
         }
         assert_eq!(peers.ways()[1].seconds, [0.5]);
+        assert_eq!([peers.ways()[0].hold(), peers.ways()[1].hold()], [1e-3, 1.5e-3]);
         peers.run(9, true);
         peers.run(2, true);
         assert!(peers.ways().is_empty());

@@ -70,10 +70,11 @@ impl TurnTaking {
         Ok(of_ranks.into_iter().next().unwrap_or_default())
     }
 
-    /// Runs a way of the case once: seconds of the slowest rank.
-    pub(super) fn run(&mut self, way: usize) -> Result<f64, CliError> {
-        let of_ranks: Vec<f64> = self.ask(&json!({ "run": way }))?;
-        Ok(of_ranks.into_iter().fold(0.0, f64::max))
+    /// Runs a way of the case once, for which devices are held back for `hold` seconds: seconds of the slowest rank, and those in which
+    /// the slowest host enqueued it.
+    pub(super) fn run(&mut self, way: usize, hold: f64) -> Result<[f64; 2], CliError> {
+        let of_ranks: Vec<[f64; 2]> = self.ask(&json!({ "run": way, "hold": hold }))?;
+        Ok(of_ranks.into_iter().fold([0.0; 2], |[a, b], [c, d]| [a.max(c), b.max(d)]))
     }
 
     /// Lets the ranks end by themselves, as all do when there are no more requests: of one that is killed the others complain.
@@ -164,11 +165,11 @@ pub(super) mod tests {
 
     #[test]
     fn ranks_run_what_they_are_told_and_the_slowest_counts() {
-        let script = r#"while read line; do case "$line" in *case*) echo "[\"one\", \"two\"]";; *1*) echo "2.$RANK";; *) echo 1;; esac; done"#;
+        let script = r#"while read line; do case "$line" in *case*) echo "[\"one\", \"two\"]";; *:1*) echo "[2.$RANK, 0.$RANK]";; *) echo [1, 1];; esac; done"#;
         let mut ranks = ranks(script, 3);
         let ways = ranks.prepare::<String>(&json!({ "mask": "full" })).unwrap();
         assert_eq!(ways, ["one", "two"]);
-        assert_eq!([0, 1, 0].map(|way| ranks.run(way).unwrap()), [1.0, 2.2, 1.0]);
+        assert_eq!([0, 1].map(|way| ranks.run(way, 0.25).unwrap()), [[1.0, 1.0], [2.2, 0.2]]);
     }
 
     #[test]
