@@ -10,10 +10,11 @@ use super::{BenchMask, Device, Exchange, OverlapChoice, PlanningArguments, value
 #[command(after_help = "\
 Every row is checked against the f64 reference on a sample of rows and keys; a
 row out of bounds is not printed, and the exit status is 1. The baseline of a
-row is the same mask on one rank: a ratio of 1 is linear scaling. Times are
-those of the slowest rank, from the start of the first operation to the end of
-the last. Both, and the same ranks with nothing side by side, run in turns, for
-a GPU's clock changes; what is hidden is by how much a run is shorter than that.
+row is the same mask on one rank, which each GPU runs by itself at the same time,
+the slowest counting: a ratio of 1 is linear scaling. Times are those of the
+slowest rank, from the start of the first operation to the end of the last. Both,
+and the same ranks with nothing side by side, run in turns, for a GPU's clock
+changes; what is hidden is by how much a run is shorter than that.
 
 --peers wants a python3 with PyTorch and two GPUs, and times Ulysses and
 all-gather of keys and values with cuDNN, and PyTorch's ring attention, in turns

@@ -163,32 +163,37 @@ impl RankMachine {
         Ok(Some(all.into_iter().sum()))
     }
 
-    /// Attention on it, ready to run again and again; `None` in a process that has no part in it: a plan of one rank is run by the one
-    /// that has the results.
+    /// Attention on it, ready to run again and again. A plan of one rank is for each GPU of this process by itself, for they are not
+    /// equally fast; among processes it is for the one that has the results, and the others have none.
     pub(crate) fn prepare<'a>(
         &'a self,
         plan: &Plan,
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
         config: &RunConfig,
-    ) -> Result<Option<Box<dyn AttentionRuns + 'a>>, ExecError> {
+    ) -> Result<Vec<Box<dyn AttentionRuns + 'a>>, ExecError> {
+        let one = |runs| vec![runs];
         match self {
             Self::Cpu(_) => {
                 let machine = CpuMachine::new(config.policy.sm_margin(), config.slow_link)?;
-                RunsHere::boxed(Box::new(machine), plan, spec, inputs, config).map(Some)
+                RunsHere::boxed(Box::new(machine), plan, spec, inputs, config).map(one)
             }
-            Self::Cuda(machine) => RunsHere::boxed(machine, plan, spec, inputs, config).map(Some),
+            Self::Cuda(machine) if plan.cp_size() == 1 => {
+                let alone = |machine| RunsHere::boxed(Box::new(machine), plan, spec, inputs, config);
+                machine.each_alone().into_iter().map(alone).collect()
+            }
+            Self::Cuda(machine) => RunsHere::boxed(machine, plan, spec, inputs, config).map(one),
             Self::Process(process) => match (plan.cp_size(), self.prints()) {
-                (1, true) => RunsHere::boxed(&process.alone, plan, spec, inputs, config).map(Some),
-                (1, false) => Ok(None),
-                _ => process.prepare(plan, spec, inputs, config).map(Some),
+                (1, true) => RunsHere::boxed(&process.alone, plan, spec, inputs, config).map(one),
+                (1, false) => Ok(Vec::new()),
+                _ => process.prepare(plan, spec, inputs, config).map(one),
             },
         }
     }
 }
 
 /// Attention that is ready to run, wherever its ranks are.
-pub(crate) trait AttentionRuns {
+pub(crate) trait AttentionRuns: Send {
     /// Runs the forward, or the backward of the last forward, once; what the ranks of this process took.
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError>;
 
@@ -220,7 +225,7 @@ struct RunsHere<M: Machine, H: Deref<Target = M>> {
     prepared: PreparedAttention<M>,
 }
 
-impl<'a, M: Machine + 'a, H: Deref<Target = M> + 'a> RunsHere<M, H> {
+impl<'a, M: Machine + 'a, H: Deref<Target = M> + Send + 'a> RunsHere<M, H> {
     fn boxed(
         machine: H,
         plan: &Plan,
@@ -234,7 +239,7 @@ impl<'a, M: Machine + 'a, H: Deref<Target = M> + 'a> RunsHere<M, H> {
     }
 }
 
-impl<M: Machine, H: Deref<Target = M>> AttentionRuns for RunsHere<M, H> {
+impl<M: Machine, H: Deref<Target = M> + Send> AttentionRuns for RunsHere<M, H> {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError> {
         run_pass(&mut self.prepared, &self.machine, pass)
     }

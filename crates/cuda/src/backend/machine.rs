@@ -159,6 +159,11 @@ impl CudaMachine {
         self
     }
 
+    /// A machine of each of its devices.
+    pub fn each_alone(&self) -> Vec<Self> {
+        self.devices.iter().map(|device| Self { devices: vec![device.clone()], ..self.clone() }).collect()
+    }
+
     fn reach_each_other(&self) -> Result<(), CudaError> {
         for device in &self.devices {
             for peer in self.devices.iter().filter(|peer| *peer != device) {

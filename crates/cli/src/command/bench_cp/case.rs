@@ -8,6 +8,7 @@ use counterpoint_report::{
     format_seconds,
 };
 use counterpoint_schedule::{OverlapPolicy, Timeline};
+use rayon::prelude::*;
 use serde_json::json;
 
 use super::hiding::Hiding;
@@ -50,8 +51,8 @@ pub(super) struct Way<'a> {
     policy: OverlapPolicy,
     solution: Solution,
     predicted: Prediction,
-    /// `None` in a process that has no part in it.
-    runs: Option<Box<dyn AttentionRuns + 'a>>,
+    /// Several where each GPU does the same by itself, none in a process that has no part in it.
+    runs: Vec<Box<dyn AttentionRuns + 'a>>,
     times: RanksRun,
     crossing: Option<Crossing>,
 }
@@ -104,12 +105,20 @@ impl<'a> Bench<'a> {
     }
 
     fn run_once(&self, pass: Pass, round: usize, way: &mut Way<'_>) -> Result<(), CliError> {
-        let Way { runs: Some(runs), times, crossing, .. } = way else { return Ok(()) };
+        let Way { runs, times, crossing, .. } = way;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
-        runs.take_times(taken);
+        runs.iter().for_each(|runs| runs.take_times(taken));
         let before = self.ranks.sent_between_nodes();
-        let timeline = runs.run(pass).map_err(ended)?;
+        let slowest = match &mut runs[..] {
+            [alone] => Some(alone.run(pass).map_err(ended)?),
+            several => {
+                let timelines = several.par_iter_mut().map(|runs| runs.run(pass));
+                let timelines: Vec<Timeline> = timelines.collect::<Result<_, _>>().map_err(ended)?;
+                timelines.into_iter().max_by(|a, b| a.duration().total_cmp(&b.duration()))
+            }
+        };
+        let Some(timeline) = slowest else { return Ok(()) };
         if let Some(crossing) = crossing.as_mut().filter(|_| round == 0) {
             let sent = self.ranks.crossed_since(before)?;
             crossing.counted = crossing.counted.zip(sent).map(|(counted, sent)| counted + sent);
@@ -127,7 +136,8 @@ impl<'a> Bench<'a> {
     /// What came of it, checked; `None` in a process that has no results.
     pub(super) fn finish(&self, mask: &Mask, way: Way<'_>) -> Result<Option<Case>, CliError> {
         let Way { topology, exchange, policy, solution, predicted, runs, times, crossing } = way;
-        let Some(runs) = runs else { return Ok(None) };
+        // What each GPU found by itself is the same.
+        let Some(runs) = runs.into_iter().next() else { return Ok(None) };
         let Some(run) = runs.finish(&solution.plan, times).map_err(ended)? else { return Ok(None) };
         let pass = if self.inputs.dout.is_some() { Pass::ForwardBackward } else { Pass::Forward };
         let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());

@@ -160,7 +160,7 @@ impl<'a> Bench<'a> {
     ) -> Result<(Section, Vec<PeerRow>), CliError> {
         let mut beside = Vec::new();
         let mut section = Section::new(format!(
-            "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank",
+            "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank, the slowest GPU's",
             self.tokens,
             self.ranks.name(),
             self.policy

@@ -25,12 +25,12 @@ const SECONDS: f64 = 0.01;
 /// `counterpoint bench gemm-collective`.
 pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliError> {
     let machine = Where::open(arguments)?;
+    let mut peers = peers::start(arguments)?;
     console::note_development_build();
     if !arguments.json {
         console::print(&format!("products and collectives on {}\n{}", machine.name(), row::HEADER))?;
     }
     let (mut last, mut wrong, mut of_peers) = (Vec::new(), Vec::new(), Vec::new());
-    let mut peers = peers::start(arguments)?;
     let cases = cases::chosen(arguments);
     let cost = costs(arguments)?;
     let overlap = |choice: &OverlapChoice| match choice {
