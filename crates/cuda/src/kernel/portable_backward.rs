@@ -4,7 +4,7 @@ use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_backward_query::PortableBackwardQuery;
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
-use super::portable_shape::{Traits, check, padded_dims, specialisations_of};
+use super::portable_shape::{Traits, check, specialisations_of, traits_of};
 use super::{AttentionProblem, BackwardMode, BackwardTensors, DqBegin, ElementType, Specialisation};
 use crate::{Arch, CudaError, DeviceBuffer, Function, KernelSource, Launch, Stream};
 
@@ -179,9 +179,7 @@ impl PortableBackward {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_backward".to_owned(), reason };
         check(problem).map_err(refused)?;
-        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shared_bytes = device.properties().shared_bytes_per_block;
-        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
         let Choice { shape, .. } = choice;
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
 

@@ -3,7 +3,7 @@ use counterpoint_plan::{TileDirection, TileScheduleConfig};
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
-use super::portable_shape::{Traits, padded_dims, specialisations_of};
+use super::portable_shape::{Traits, specialisations_of, traits_of};
 use super::{AttentionProblem, BackwardTensors, ElementType, Specialisation};
 use crate::{Arch, CudaError, Function, KernelSource, Launch, Stream};
 
@@ -103,9 +103,7 @@ impl PortableBackwardQuery {
         let device = setup.device();
         let refused =
             |reason: String| CudaError::Launch { kernel: "portable_backward_query".to_owned(), reason };
-        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shared_bytes = device.properties().shared_bytes_per_block;
-        let choice = Choice::of((dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let choice = Choice::of(traits_of(device, problem).map_err(refused)?);
         let function = device.function(&choice.source(Arch::portable(device.capability())))?;
         let config =
             TileScheduleConfig::new(TileDirection::Forward, TILE_ROWS as usize, choice.block as usize);

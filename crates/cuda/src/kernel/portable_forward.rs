@@ -3,7 +3,7 @@ use counterpoint_plan::{TileDirection, TilePlacement, TileScheduleConfig};
 use super::device_schedule::DeviceSchedule;
 use super::layout::{SharedLayout, shared_layout};
 use super::portable_launcher::{Cta, PortableKernel, exponential_scales, tiles};
-use super::portable_shape::{Traits, check, fits, padded_dims, specialisations_of};
+use super::portable_shape::{Traits, check, fits, specialisations_of, traits_of};
 use super::{
     AttentionProblem, ElementType, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, ResultTensors,
     Specialisation, StateTensors,
@@ -188,10 +188,9 @@ impl PortableForward {
         let device = setup.device();
         let refused = |reason: String| CudaError::Launch { kernel: "portable_forward".to_owned(), reason };
         check(problem).map_err(refused)?;
-        let dims = padded_dims(problem.head_dim, problem.head_dim_v).map_err(refused)?;
-        let shared_bytes = device.properties().shared_bytes_per_block;
+        let traits = traits_of(device, problem).map_err(refused)?;
         let blocks = if problem.deterministic { TilePlacement::Aligned } else { TilePlacement::Tight };
-        let choice = Choice::of(blocks, (dims, problem.element, problem.softcap.is_some(), shared_bytes));
+        let choice = Choice::of(blocks, traits);
         let Choice { shape, .. } = choice;
         let seqlen_sink = match mode.end {
             ForwardModeEnd::State => 0,

@@ -1,5 +1,5 @@
 use super::{AttentionProblem, ElementType, MatrixUnit, Specialisation};
-use crate::{Arch, KernelSource};
+use crate::{Arch, Device, KernelSource};
 
 /// Padded head dimensions of the portable kernels: a head is computed as the smallest that holds it.
 const HEAD_DIMS: [u32; 5] = [64, 96, 128, 192, 256];
@@ -11,6 +11,13 @@ const TARGETS: [(Arch, usize); 3] =
 
 /// Heads, element type, softcap and shared memory of a CTA: what the kernels are chosen by.
 pub(super) type Traits = ((u32, u32), ElementType, bool, usize);
+
+/// Those of a problem on a device, or why no kernel is made for its heads.
+pub(super) fn traits_of(device: &Device, problem: &AttentionProblem) -> Result<Traits, String> {
+    let dims = padded_dims(problem.head_dim, problem.head_dim_v)?;
+    let shared_bytes = device.properties().shared_bytes_per_block;
+    Ok((dims, problem.element, problem.softcap.is_some(), shared_bytes))
+}
 
 /// Every combination with what it is compiled for. Those that differ in shared memory alone follow each other.
 pub(super) fn every_traits() -> Vec<(Arch, Traits)> {

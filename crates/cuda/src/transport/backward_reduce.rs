@@ -2,8 +2,6 @@
 //! the rank that owns the keys, a place for each rank that has some; once all of these are through with their computation, which
 //! they say by a meeting inside a kernel, it adds what has come to its own share, in the order of ranks.
 
-use std::sync::{Arc, OnceLock};
-
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
 use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
 use counterpoint_mask::Range;
@@ -11,18 +9,15 @@ use counterpoint_schedule::{
     self as schedule, Accumulate, BufferId, BufferSpec, Program, ReduceOp, SpanKind,
 };
 
+use super::link_side::LinkSide;
 use super::staging::Staging;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Means, Work, link, rows, untold};
 use crate::backend::{Backward, CudaBackend};
-use crate::kernel::{
-    GradientHomes, LinkAbort, LinkEnd, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove,
-};
+use crate::kernel::{GradientHomes, LinkOperands, LinkPeers, LinkReduce, LinkReduceSpec, RowMove};
 use crate::{CudaError, DeviceBuffer};
 
 /// One rank's part.
 pub(super) struct BackwardReduceWork {
-    end: Arc<LinkEnd>,
-    abort: LinkAbort,
     backward: Backward,
     spec: LinkReduceSpec,
     /// Bytes of a row of each of the tensors.
@@ -36,11 +31,11 @@ pub(super) struct BackwardReduceWork {
     memory: DeviceBuffer,
     /// Blocks that add.
     adders: u32,
-    /// Made when ranks first meet.
-    met: OnceLock<Met>,
+    pub(super) side: LinkSide<Met>,
 }
 
-struct Met {
+/// What a rank knows of the others.
+pub(super) struct Met {
     peers: LinkPeers,
     sums: LinkReduce,
     homes: Option<GradientHomes>,
@@ -50,15 +45,6 @@ struct Met {
 }
 
 impl BackwardReduceWork {
-    /// Whether the ranks know each other.
-    pub(super) fn has_met(&self) -> bool {
-        self.met.get().is_some()
-    }
-
-    pub(super) fn mailbox(&self) -> DeviceBuffer {
-        self.end.mailbox().clone()
-    }
-
     pub(super) fn memory(&self) -> DeviceBuffer {
         self.memory.clone()
     }
@@ -135,8 +121,7 @@ impl CudaTransport {
             let alone = if is_element { backward.round_alone(setup, &shared)? } else { Vec::new() };
             let delivered = Staging::new(&collective.pattern.incoming, &row_bytes, self.rank);
             Ok(BackwardReduceWork {
-                end: Arc::new(LinkEnd::new(setup)?),
-                abort: abort.clone(),
+                side: LinkSide::new(setup, abort)?,
                 backward,
                 spec,
                 row_bytes,
@@ -147,7 +132,6 @@ impl CudaTransport {
                 delivered,
                 // Nothing computes beside it. But it waits for others, and other collectives must find room meanwhile.
                 adders: (self.device.sm_count() / 2).max(1),
-                met: OnceLock::new(),
             })
         };
         let work = make().map_err(|error| backend.error(place, error))?;
@@ -162,14 +146,7 @@ impl CudaTransport {
         work: &BackwardReduceWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, buffers, .. } = *call;
-        let met = match work.met.get() {
-            Some(met) => met,
-            None => {
-                let met = self.meet_homes(call, meeting, work)?;
-                backend.watch_link(place.to_string(), work.end.clone());
-                work.met.get_or_init(|| met)
-            }
-        };
+        let met = work.side.met_by(call, || self.meet_homes(call, meeting, work))?;
         let results = [0, 1].map(|at: usize| buffers[work.tensors[at].1.0].address());
         work.backward.launch(stream.queue(), buffers, call.signal, Some(results), met.homes)?;
         stream.end_span(place, SpanKind::Compute, meeting.started.take())?;
@@ -179,9 +156,8 @@ impl CudaTransport {
         let sums = work.tensors.iter().map(|tensor| address(tensor.1));
         let shares = work.tensors.iter().map(|tensor| address(tensor.0));
         let own: Vec<u64> = sums.chain(delivered).chain(shares).collect();
-        let limit = self.world.config().limit;
         // Nobody reads what is announced: all that others have is here once they announce it.
-        let link = work.end.call(self.rank, &met.peers, &own, &own, &work.abort, limit)?;
+        let link = self.link_call(&work.side, &met.peers, &own, &own)?;
         // SAFETY: `Post::meet` has compared both sides' rows, `Collective`'s checks have seen that they are inside the tensors, and
         // `delivered` has room for all that comes; the others' memory lives as long as `met`. All ranks make the same calls, each on a
         // GPU of its own, and a rank's shares are sent again only after all who add them have said that they are through.

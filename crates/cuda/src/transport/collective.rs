@@ -70,9 +70,9 @@ impl CudaCollective {
     pub(super) fn has_met(&self) -> bool {
         match &self.work {
             Work::Link(link) => link.has_met(),
-            Work::BackwardReduce(work) => work.has_met(),
-            Work::GemmReduce(work) => work.has_met(),
-            Work::CastGemm(work) => work.has_met(),
+            Work::BackwardReduce(work) => work.side.has_met(),
+            Work::GemmReduce(work) => work.side.has_met(),
+            Work::CastGemm(work) => work.side.has_met(),
             Work::Exchange(exchange) => exchange.has_met(),
             Work::Pull(_) | Work::Push(_) => false,
         }

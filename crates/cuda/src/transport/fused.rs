@@ -1,13 +1,14 @@
 //! What products whose rows travel while they are computed have in common.
 
 use counterpoint_exec::OpPlace;
+use counterpoint_mask::Range;
 use counterpoint_plan::DType;
-use counterpoint_schedule::{self as schedule, BufferId, BufferSpec, RowBlock};
+use counterpoint_schedule::{self as schedule, Accumulate, BufferId, BufferSpec, Program, RowBlock};
 
 use super::{CallError, CudaTransport};
 use crate::CudaError;
 use crate::backend::CudaBuffer;
-use crate::kernel::{ElementType, GemmLayout};
+use crate::kernel::{ElementType, GemmEpilogue, GemmLayout, GemmSpec};
 
 /// A row of a buffer.
 #[derive(Clone, Copy)]
@@ -24,7 +25,7 @@ impl Rows {
 }
 
 /// The type of operands that kernels multiply.
-pub(super) fn element_of(dtype: DType) -> Option<ElementType> {
+fn element_of(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::Bf16 => Some(ElementType::Bf16),
         DType::F16 => Some(ElementType::F16),
@@ -33,12 +34,38 @@ pub(super) fn element_of(dtype: DType) -> Option<ElementType> {
 }
 
 /// The layout of activations; gradients of weights do not travel.
-pub(super) fn layout_of(layout: schedule::GemmLayout) -> Option<GemmLayout> {
+fn layout_of(layout: schedule::GemmLayout) -> Option<GemmLayout> {
     match layout {
         schedule::GemmLayout::Nt => Some(GemmLayout::Nt),
         schedule::GemmLayout::Nn => Some(GemmLayout::Nn),
         schedule::GemmLayout::Tn => None,
     }
+}
+
+/// The product as a kernel computes it, of `m` rows that are as long and of the type as those of `a`; `None` when its result is not
+/// one new tensor of them, or when there is no kernel for it.
+pub(super) fn product_of(
+    gemm: &schedule::Gemm,
+    a: BufferId,
+    m: usize,
+    program: &Program,
+) -> Option<GemmSpec> {
+    let (rows, out) = (&program.buffers[a.0], &program.buffers[gemm.out.0]);
+    let is_new = gemm.out_rows == [Range::new(0, m)]
+        && out.rows() == m
+        && gemm.accumulate == Accumulate::Start
+        && out.dtype == rows.dtype;
+    if !is_new {
+        return None;
+    }
+    let (n, k) = (out.row_elements(), rows.row_elements());
+    let mut product = GemmSpec::new(m, n, k, layout_of(gemm.layout)?, element_of(rows.dtype)?);
+    product.pass_rows = gemm.pass_rows;
+    if gemm.bias.is_some() {
+        product.epilogue = GemmEpilogue::StoreBias;
+    }
+    product.sm_margin = program.policy.sm_margin().try_into().unwrap_or(u32::MAX);
+    Some(product)
 }
 
 /// Where blocks begin that follow each other in one buffer, and how many rows they have together.

@@ -1,7 +1,7 @@
 //! Kernels that move rows between GPUs and meet by themselves. The host's meeting of the first run tells each rank the others'
 //! rows and mailboxes; from then on a run is one launch, but for casts some of whose rows copy engines move (`engine`).
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows, Post, Reduction, WireTensor};
 use counterpoint_exec::{CollectiveCall, ExecError};
@@ -9,32 +9,31 @@ use counterpoint_mask::Range;
 use counterpoint_schedule::{BufferSpec, Delivery, ReduceOp};
 
 use super::engine::{EngineUse, LinkEngine};
+use super::link_side::LinkSide;
 use super::own_rows::OwnRows;
 use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection,
-    LinkEnd, LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
+    LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
-use crate::{CudaBarrier, CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaBarrier, CudaError, Device, Stream, StreamPriority};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
 
 /// One rank's part.
 pub(super) struct LinkWork {
-    end: Arc<LinkEnd>,
-    abort: LinkAbort,
     num_sms: u32,
     engines: EngineUse,
     /// Of a group-reduce.
     spec: Option<LinkReduceSpec>,
-    /// Made when ranks first meet.
-    met: OnceLock<Met>,
+    pub(super) side: LinkSide<Met>,
 }
 
-struct Met {
+/// What a rank knows of the others.
+pub(super) struct Met {
     kernel: LinkKernel,
     /// Of a group-cast some of whose rows are not in the kernel's list: those for others, and the rank's own.
     engine: Option<LinkEngine>,
@@ -91,27 +90,22 @@ impl LinkWork {
             None => LinkCopy::load(device, CAST)?,
         }
         let setup = Stream::new(device, StreamPriority::Low)?;
-        let end = Arc::new(LinkEnd::new(&setup)?);
-        Ok(Self { end, abort: abort.clone(), num_sms, engines, spec, met: OnceLock::new() })
+        Ok(Self { num_sms, engines, spec, side: LinkSide::new(&setup, abort)? })
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.
     pub(super) fn has_met(&self) -> bool {
-        self.met.get().is_some_and(|met| met.engine.is_none())
+        self.side.met().is_some_and(|met| met.engine.is_none())
     }
 
     /// Who needs to know where the outputs are: in the first run all that send rows of a group-cast, for any may leave them to an
     /// engine.
     pub(super) fn told_of_outputs<'a>(&'a self, pattern: &'a Pattern) -> &'a [PeerRows] {
-        match self.met.get() {
+        match self.side.met() {
             None if self.spec.is_none() => &pattern.incoming,
             None => &[],
             Some(met) => met.engine.as_ref().map_or(&[], LinkEngine::senders),
         }
-    }
-
-    pub(super) fn mailbox(&self) -> DeviceBuffer {
-        self.end.mailbox().clone()
     }
 }
 
@@ -123,15 +117,8 @@ impl CudaTransport {
         work: &LinkWork,
     ) -> Result<(), CallError> {
         let CollectiveCall { backend, stream, place, barrier, collective, .. } = *call;
-        let is_first = work.met.get().is_none();
-        let met = match work.met.get() {
-            Some(met) => met,
-            None => {
-                let met = self.meet(call, meeting, work)?;
-                backend.watch_link(place.to_string(), work.end.clone());
-                work.met.get_or_init(|| met)
-            }
-        };
+        let is_first = !work.side.has_met();
+        let met = work.side.met_by(call, || self.meet(call, meeting, work))?;
         // A sum also makes the rows that have no operand.
         if met.peers.mailboxes.is_empty() && work.spec.is_none() {
             barrier.map_or(Ok(()), |barrier| barrier.arrive(stream.queue()))?;
@@ -140,9 +127,7 @@ impl CudaTransport {
         let (inputs, outputs) = addresses(call);
         let pushes = matches!((&met.kernel, CAST), (LinkKernel::Copy(_), LinkDirection::Push));
         let (announced, own) = if pushes { (outputs, inputs) } else { (inputs, outputs) };
-        let limit = self.world.config().limit;
-        let mut link: LinkCall =
-            work.end.call(self.rank, &met.peers, &announced, &own, &work.abort, limit)?;
+        let mut link: LinkCall = self.link_call(&work.side, &met.peers, &announced, &own)?;
         if let Some(processes) = &self.peers {
             let tensors = call.collective.collective.tensors.iter();
             let announced = tensors.map(|(input, output)| if pushes { output } else { input });

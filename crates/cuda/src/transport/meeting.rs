@@ -63,7 +63,7 @@ impl CudaTransport {
                 &pattern.incoming[..]
             }
             Work::Link(link) => {
-                part.mailbox = Some(link.mailbox());
+                part.mailbox = Some(link.side.mailbox());
                 let told = link.told_of_outputs(pattern);
                 if !told.is_empty() {
                     part.outputs = outputs();
@@ -71,20 +71,16 @@ impl CudaTransport {
                 told
             }
             Work::BackwardReduce(work) => {
-                part.mailbox = Some(work.mailbox());
+                part.mailbox = Some(work.side.mailbox());
                 part.staging = Some(work.memory());
                 &pattern.incoming[..]
             }
             Work::GemmReduce(work) => {
-                part.mailbox = Some(work.mailbox());
-                part.staging = Some(work.exchange());
-                part.outputs = work.written_by_others(buffers);
+                work.side.tell(&mut part, buffers);
                 &pattern.incoming[..]
             }
             Work::CastGemm(work) => {
-                part.mailbox = Some(work.mailbox());
-                part.staging = Some(work.exchange());
-                part.outputs = vec![work.written_by_others(buffers)];
+                work.side.tell(&mut part, buffers);
                 &pattern.outgoing[..]
             }
             Work::Exchange(_) => &[][..],

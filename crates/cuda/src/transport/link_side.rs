@@ -1,0 +1,65 @@
+//! A rank's side of a collective whose kernels meet by themselves: the host's meeting of the first run tells it what it must know of
+//! the others, and it keeps that for all later runs.
+
+use std::sync::{Arc, OnceLock};
+
+use super::{Call, CallError, CudaTransport};
+use crate::kernel::{LinkAbort, LinkCall, LinkEnd, LinkPeers};
+use crate::{CudaError, DeviceBuffer, Stream};
+
+/// One rank's side; `Met` is what it knows of the others.
+pub(super) struct LinkSide<Met> {
+    end: Arc<LinkEnd>,
+    abort: LinkAbort,
+    /// Made when ranks first meet.
+    met: OnceLock<Met>,
+}
+
+impl<Met> LinkSide<Met> {
+    /// Of a rank that has met nobody yet, made on `setup`, which is waited for.
+    pub(super) fn new(setup: &Stream, abort: &LinkAbort) -> Result<Self, CudaError> {
+        Ok(Self { end: Arc::new(LinkEnd::new(setup)?), abort: abort.clone(), met: OnceLock::new() })
+    }
+
+    /// What the rank knows of the others, once they have met.
+    pub(super) fn met(&self) -> Option<&Met> {
+        self.met.get()
+    }
+
+    /// Whether the ranks know each other.
+    pub(super) fn has_met(&self) -> bool {
+        self.met().is_some()
+    }
+
+    pub(super) fn mailbox(&self) -> DeviceBuffer {
+        self.end.mailbox().clone()
+    }
+
+    /// What the rank knows of the others, in the first run by `meet`; from then on the end of every run asks whether a rank was waited
+    /// for in vain.
+    pub(super) fn met_by(
+        &self,
+        call: &Call<'_>,
+        meet: impl FnOnce() -> Result<Met, CallError>,
+    ) -> Result<&Met, CallError> {
+        if let Some(met) = self.met.get() {
+            return Ok(met);
+        }
+        let met = meet()?;
+        call.backend.watch_link(call.place.to_string(), self.end.clone());
+        Ok(self.met.get_or_init(|| met))
+    }
+}
+
+impl CudaTransport {
+    /// A call of this rank's, as [`LinkEnd::call`], whose waits have the world's limit.
+    pub(super) fn link_call<Met>(
+        &self,
+        side: &LinkSide<Met>,
+        peers: &LinkPeers,
+        announced: &[u64],
+        own: &[u64],
+    ) -> Result<LinkCall, CudaError> {
+        side.end.call(self.rank, peers, announced, own, &side.abort, self.world.config().limit)
+    }
+}
