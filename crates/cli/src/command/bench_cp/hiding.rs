@@ -1,7 +1,7 @@
 use counterpoint_report::{Statistics, format_seconds};
 use counterpoint_schedule::Timeline;
 
-use crate::command::turns::LEAST_HIDEABLE;
+use crate::command::turns::{LEAST_HIDEABLE, noise, saved};
 
 /// What can be hidden of a pass, and what is.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -24,7 +24,7 @@ impl Hiding {
         // Whoever is done first waits for the slowest rank whatever is hidden.
         let communication = overlap.communication_seconds - overlap.imbalance_seconds;
         let hideable = communication.min(overlap.compute_seconds);
-        let saved: Vec<f64> = sequential.iter().zip(seconds).map(|(plain, own)| plain - own).collect();
+        let saved = saved(sequential, seconds);
         let noise = noise(&saved);
         let (sequential, saved) = (Statistics::of(sequential)?.median, Statistics::of(&saved)?.median);
         (hideable > LEAST_HIDEABLE * sequential).then_some(Self { sequential, hideable, saved, noise })
@@ -53,16 +53,6 @@ impl Hiding {
     }
 }
 
-/// To how much the median of these is known: twice its standard error, by the middle half of them, which single runs that something else
-/// held up do not widen. It is 1.25 times that of a mean, and the middle half of normal values is 1.35 of their deviations wide.
-fn noise(samples: &[f64]) -> f64 {
-    let mut sorted = samples.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let count = sorted.len();
-    let quartiles = sorted.get(count / 4).zip(sorted.get(3 * count / 4));
-    quartiles.map_or(0.0, |(low, high)| 2.0 * 1.25 / 1.35 * (high - low) / (count as f64).sqrt())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -80,19 +70,5 @@ mod tests {
         // What is no noise is told as what it is.
         assert!(text(-60e-6, 5e-6).ends_with("nothing hidden, and 60.0 us more"));
         assert!(text(60e-6, 5e-6).ends_with("60.0 us less, more than 20.0 us of communication explain"));
-    }
-
-    #[test]
-    fn noise_is_that_of_the_median() {
-        assert_eq!([noise(&[]), noise(&[3.0]), noise(&[2.0; 9])], [0.0; 3]);
-        let normal: Vec<f64> = (0..100).map(|i| f64::from(i * 37 % 100)).collect();
-        assert!((noise(&normal) - 2.0 * 1.25 / 1.35 * 50.0 / 10.0).abs() < 1e-9);
-        // A few runs that were held up change little, and they are not many.
-        let mut some: Vec<f64> = normal.iter().map(|value| value / 100.0).collect();
-        let before = noise(&some);
-        some[3] = 1e6;
-        assert!(noise(&some) < 1.1 * before);
-        let unlike: Vec<f64> = (0..16).map(|run| if run % 2 == 0 { -1e-3 } else { 1e-3 }).collect();
-        assert!(noise(&unlike) > 0.5e-3);
     }
 }

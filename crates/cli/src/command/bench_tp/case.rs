@@ -16,7 +16,7 @@ use super::peers::{self, Known};
 use super::row::Row;
 use crate::arguments::{BenchTpArguments, BenchTpPass, OverlapChoice};
 use crate::command::pytorch::Peers;
-use crate::command::turns::{LEAST_HIDEABLE, turns};
+use crate::command::turns::{LEAST_HIDEABLE, noise, saved, turns};
 use crate::error::CliError;
 
 /// Rows and columns of each result that are compared with f64.
@@ -265,14 +265,17 @@ impl Case<'_> {
     fn row(&self, pass: BenchTpPass, measured: &Measured, of_plain: &Measured) -> Option<Row> {
         let of = |measured: &Measured| measured.passes.iter().find(|measured| measured.pass == pass).cloned();
         let (runs, plain) = (of(measured)?, of(of_plain)?);
-        let seconds = |runs: &MeasuredPass| Statistics::of(&runs.seconds());
-        let (statistics, sequential) = (seconds(&runs)?, seconds(&plain)?);
+        let (own_seconds, plain_seconds) = (runs.seconds(), plain.seconds());
+        let (statistics, sequential) = (Statistics::of(&own_seconds)?, Statistics::of(&plain_seconds)?);
         let of_ranks = Parts::of_ranks(&plain.detailed);
         let ideal = Parts::ideal_of_slowest(&of_ranks, self.spec.kind, pass);
         let (own, plain) = (Parts::mean(&Parts::of_ranks(&runs.detailed)), Parts::mean(&of_ranks));
         let last = runs.detailed.last()?.clone();
         let overlap = last.overlap();
         let hideable = sequential.median - ideal;
+        let hides = measured.overlap != StartOrder::Sequential.name()
+            && overlap.communication_seconds > 0.0
+            && hideable > LEAST_HIDEABLE * ideal;
         let products = if pass == BenchTpPass::Forward { 1.0 } else { 2.0 };
         let flops = products
             * 2.0
@@ -295,10 +298,8 @@ impl Case<'_> {
             seconds: statistics,
             sequential_seconds: sequential.median,
             ideal_seconds: ideal,
-            efficiency: (measured.overlap != StartOrder::Sequential.name()
-                && overlap.communication_seconds > 0.0
-                && hideable > LEAST_HIDEABLE * ideal)
-                .then(|| (sequential.median - statistics.median) / hideable),
+            efficiency: hides.then(|| (sequential.median - statistics.median) / hideable),
+            efficiency_noise: hides.then(|| noise(&saved(&plain_seconds, &own_seconds)) / hideable),
             product_seconds: own.product,
             weight_gradient_seconds: own.weight_gradient,
             bias_gradient_seconds: own.bias_gradient,

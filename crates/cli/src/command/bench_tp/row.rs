@@ -34,6 +34,8 @@ pub(super) struct Row {
     pub(super) ideal_seconds: f64,
     /// How much of the way from the one to the other.
     pub(super) efficiency: Option<f64>,
+    /// To how much that is known: twice its standard error.
+    pub(super) efficiency_noise: Option<f64>,
     pub(super) product_seconds: f64,
     pub(super) weight_gradient_seconds: f64,
     /// A pass over dy, where there is a bias.
@@ -94,7 +96,9 @@ impl Row {
             format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),
             1e6 * self.sequential_seconds,
             1e6 * self.ideal_seconds,
-            share(self.efficiency),
+            self.efficiency
+                .zip(self.efficiency_noise)
+                .map_or_else(|| "–".to_owned(), |(efficiency, noise)| format!("{efficiency:.2}±{noise:.2}")),
             share(self.weight_gradient_slowdown),
             1e6 * self.exposed_seconds,
             self.of_bound,

@@ -71,6 +71,12 @@ impl Script {
         Ok(Self { folder, name })
     }
 
+    /// The folder of `benches/peers`.
+    #[cfg(test)]
+    pub(super) fn peers(&self) -> std::path::PathBuf {
+        self.folder.path().join("peers")
+    }
+
     /// `python3` with the script, to which the caller adds arguments.
     pub(crate) fn command(&self) -> Command {
         let mut command = Command::new("python3");
@@ -129,5 +135,16 @@ mod tests {
         }
         drop(script);
         assert!(!root.exists());
+    }
+
+    #[test]
+    fn all_of_them_are_python() {
+        let mut command = Command::new("python3");
+        command
+            .args(["-c", "import sys\nfor path in sys.argv[1:]: compile(open(path).read(), path, 'exec')"]);
+        let script = Script::unpack("attention.py").unwrap();
+        let scripts = FILES.iter().map(|(path, _)| *path).filter(|path| path.ends_with(".py"));
+        command.args(scripts.map(|path| script.peers().join(path)));
+        assert!(command.status().unwrap().success());
     }
 }

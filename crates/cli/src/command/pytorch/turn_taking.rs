@@ -187,4 +187,60 @@ pub(super) mod tests {
         assert!(reason(silent.prepare::<String>(&1)).contains("no answer"));
         assert!(began.elapsed() < Duration::from_secs(20));
     }
+
+    /// As much of PyTorch as taking turns needs, in place of a GPU's.
+    const TORCH: &str = "import time
+class cuda:
+    class Event:
+        def __init__(self, enable_timing): pass
+        def record(self): self.at = time.perf_counter()
+        def elapsed_time(self, other): return 1e3 * (other.at - self.at)
+    empty_cache = synchronize = staticmethod(lambda: None)
+    _sleep = staticmethod(lambda cycles: time.sleep(cycles / 1.9e9))
+";
+    const DISTRIBUTED: &str = "barrier = lambda: None\nget_rank = lambda: 0\n";
+    /// A script with two ways, and one that errs, and one that cannot.
+    const SCRIPT: &str = "import time
+from common.turns import Way, ready, serve
+def sleeping(seconds, error):
+    yield Way(lambda: time.sleep(seconds), by=f'{seconds} s', error_over_bound=error)
+def broken():
+    raise RuntimeError('no such operator')
+    yield
+def ways_of(longest):
+    print('not an answer')
+    for name, prepare in [('short', lambda: sleeping(0.001, 0.5)), ('wrong', lambda: sleeping(0.002, 1.5)),
+                          ('broken', broken), ('long', lambda: sleeping(longest, 1.0))]:
+        yield from ready(prepare, peer=name)
+serve(ways_of)
+";
+
+    #[test]
+    fn scripts_take_turns_as_they_are_told() {
+        let script = Script::unpack("tensor_parallel.py").unwrap();
+        let (peers, torch) = (script.peers(), script.peers().join("torch"));
+        std::fs::create_dir(&torch).unwrap();
+        for (path, text) in [
+            (torch.join("__init__.py"), TORCH),
+            (torch.join("distributed.py"), DISTRIBUTED),
+            (peers.join("turns.py"), SCRIPT),
+        ] {
+            std::fs::write(path, text).unwrap();
+        }
+        let rank = || {
+            let mut command = Command::new("python3");
+            command.arg("-B").arg(peers.join("turns.py"));
+            command
+        };
+        let mut ranks = TurnTaking::start(script, vec![rank(), rank()], String::new()).unwrap();
+        for longest in [0.02, 0.03] {
+            let ways: Vec<serde_json::Value> = ranks.prepare(&json!({ "longest": longest })).unwrap();
+            let names: Vec<_> = ways.iter().map(|way| way["by"].as_str().unwrap().to_owned()).collect();
+            assert_eq!(names, ["0.001 s".to_owned(), format!("{longest} s")]);
+            let [seconds, enqueued] = ranks.run(1, 0.05).unwrap();
+            assert!(seconds >= longest && seconds < longest + 0.05, "{seconds}");
+            assert!(enqueued >= longest + 0.05, "{enqueued}");
+        }
+        ranks.part();
+    }
 }
