@@ -44,6 +44,38 @@ fn rows_come_in_pairs_and_scaling_is_their_ratio() {
     }
 }
 
+#[test]
+fn ways_of_pytorch_stand_beside_ours() {
+    let folder = Folder::new();
+    let known = |pass: &str| {
+        format!(
+            r#"{{"by": "ulysses", "pass": "{pass}", "heads_q": 4, "heads_kv": 2, "error_over_bound": 0.1}}"#
+        )
+    };
+    let (forward, backward) = (known("forward"), known("backward"));
+    // A case of this mask has two ways, another none.
+    let path = folder.with_python(&format!(
+        "#!/bin/sh\nwhile read line; do case \"$line\" in *'\"full\"'*) echo '[{forward}, {backward}]';; \
+         *case*) echo '[]';; *) echo '[0.25, 0.0001]';; esac; done\n"
+    ));
+    let command = "bench cp --tokens 256 --iterations 3 --masks full,varlen_full --peers=ulysses";
+    let variables = [("PATH", path.as_str())];
+    let rows = folder.run_with(&format!("{command} --json"), &variables).ok().json_lines();
+    let (peers, ours): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row["by"] == "ulysses");
+    assert_eq!((ours.len(), peers.len()), (8, 2));
+    for (peer, pass) in peers.iter().zip(["forward", "backward"]) {
+        let same = |row: &&&serde_json::Value| {
+            (&row["pass"], &row["mask"]) == (&pass.into(), &"full".into()) && row["ranks"] == 2
+        };
+        let own = ours.iter().find(same).unwrap();
+        assert_eq!((&peer["pass"], &peer["ours_seconds"]), (&pass.into(), &own["seconds"]["median"]));
+        let ratio = 0.25 / peer["ours_seconds"].as_f64().unwrap();
+        assert!((peer["ratio"].as_f64().unwrap() / ratio - 1.0).abs() < 1e-9, "{peer}");
+    }
+    let text = folder.run_with(command, &variables).ok().stdout;
+    assert_eq!(text.lines().filter(|line| line.starts_with("ulysses ")).count(), 2, "{text}");
+}
+
 /// Nothing side by side hides nothing, and there is nothing to compare it with.
 #[test]
 fn what_is_hidden_is_not_said_of_the_sequential_policy() {

@@ -59,6 +59,49 @@ fn numbers_of_hardware_queues_are_measured_in_turn() {
     assert_eq!(text.lines().filter(|line| line.contains("1: ") && line.contains("8: ")).count(), 1, "{text}");
 }
 
+/// In place of PyTorch's ranks: one way of each layer's forward, which takes as long as this.
+fn rank_of_pytorch(seconds: &str) -> String {
+    let known = r#"[{"by": "megatron", "pass": "forward", "connections": "unset", "error_over_bound": 0.5}]"#;
+    format!(
+        "#!/bin/sh\nwhile read line; do case \"$line\" in *case*) echo '{known}';; *) echo '[{seconds}, 0.0001]';; esac; done\n"
+    )
+}
+
+const WITH_PEERS: &str = "bench tp --shapes 64:16:16 --iterations 3 --kinds row --passes forward --activations replicated --peers=8";
+
+#[test]
+fn ways_of_pytorch_stand_beside_the_fastest_of_ours() {
+    let folder = Folder::new();
+    let path = folder.with_python(&rank_of_pytorch("0.5"));
+    let variables = [("PATH", path.as_str())];
+    for more in ["", " --connections 8"] {
+        let rows = folder.run_with(&format!("{WITH_PEERS}{more} --json"), &variables).ok().json_lines();
+        let (peers, ours): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row["by"] == "megatron");
+        assert_eq!((ours.len(), peers.len()), (2, 1));
+        let figure = |row: &serde_json::Value, key: &str| row[key].as_f64().unwrap();
+        let best = ours.iter().map(|row| figure(&row["seconds"], "median")).fold(f64::INFINITY, f64::min);
+        assert_eq!((figure(peers[0], "ours_seconds"), figure(&peers[0]["seconds"], "median")), (best, 0.5));
+        assert!((figure(peers[0], "ratio") * best - 0.5).abs() < 1e-9);
+        let text = folder.run_with(&format!("{WITH_PEERS}{more}"), &variables).ok().stdout;
+        assert!(
+            text.lines().any(|line| line.starts_with("megatron ") && line.contains(" 500000.0 ")),
+            "{text}"
+        );
+    }
+}
+
+/// Whatever they lack, our rows are kept.
+#[test]
+fn ranks_of_pytorch_that_fail_spoil_no_row_of_ours() {
+    let folder = Folder::new();
+    let path = folder.with_python("#!/bin/sh\nexit 3\n");
+    for more in ["", " --connections 8"] {
+        let ran = folder.run_with(&format!("{WITH_PEERS}{more} --json"), &[("PATH", path.as_str())]);
+        assert!(ran.status != 0 && ran.stderr.contains("no PyTorch that sees 2 GPUs"), "{}", ran.stderr);
+        assert_eq!(ran.json_lines().len(), 2, "{}", ran.stdout);
+    }
+}
+
 #[test]
 fn bad_requests_are_refused() {
     let folder = Folder::new();

@@ -31,16 +31,6 @@ fn what_is_missing_is_no_error() {
     assert!(folder.names().is_empty(), "looking changes nothing: {:?}", folder.names());
 }
 
-/// Folders for `PATH` and for packages, with a `python3` in the one that names the other.
-fn python(folder: &Folder, script: &str) -> String {
-    let bin = folder.path("bin");
-    std::fs::create_dir(&bin).unwrap();
-    let program = bin.join("python3");
-    std::fs::write(&program, script).unwrap();
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    format!("{}:/usr/bin:/bin", bin.display())
-}
-
 #[test]
 fn packages_of_python_are_searched() {
     let Some(nvrtc) = std::env::var_os("COUNTERPOINT_NVRTC_DIR") else {
@@ -52,7 +42,7 @@ fn packages_of_python_are_searched() {
     let packages = folder.path("site-packages");
     std::fs::create_dir_all(packages.join("nvidia/cu13")).unwrap();
     std::os::unix::fs::symlink(&nvrtc, packages.join("nvidia/cu13/lib")).unwrap();
-    let path = python(&folder, &format!("#!/bin/sh\necho {}\n", packages.display()));
+    let path = folder.with_python(&format!("#!/bin/sh\necho {}\n", packages.display()));
     // Loaders and toolkits come first, so on a machine that has one that is what is found.
     let document = |variables: &[(&str, &str)]| -> Value {
         serde_json::from_str(&folder.run_with("doctor --json", variables).stdout).unwrap()
@@ -83,7 +73,7 @@ fn packages_of_python_are_searched() {
 #[test]
 fn a_python_that_fails_is_told() {
     let folder = Folder::new();
-    let path = python(&folder, "#!/bin/sh\necho broken installation >&2\nexit 3\n");
+    let path = folder.with_python("#!/bin/sh\necho broken installation >&2\nexit 3\n");
     let variables = [CACHE, ("COUNTERPOINT_NCCL_DIR", ""), ("PATH", path.as_str())];
     let document: Value = serde_json::from_str(&folder.run_with("doctor --json", &variables).stdout).unwrap();
     let missing = document["missing"].as_array().unwrap().iter().find(|missing| missing["what"] == "NCCL");

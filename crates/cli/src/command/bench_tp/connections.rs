@@ -30,11 +30,12 @@ enum Line {
 }
 
 /// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's ways run beside those of
-/// ours that have as many.
+/// ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
+    let mut ended = Ok(());
     for &connections in &arguments.connections {
-        let lines = in_child(arguments, shapes, connections)?;
+        let (lines, end) = in_child(arguments, shapes, connections)?;
         let mut rows = Vec::new();
         for line in lines {
             match line {
@@ -59,19 +60,26 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
             }
             all.push(row);
         }
+        ended = ended.and(end);
+        if ended.is_err() {
+            break;
+        }
     }
     if arguments.json {
-        return of_peers.iter().try_for_each(console::print_json);
+        of_peers.iter().try_for_each(console::print_json)?;
+    } else {
+        console::print(&spreads(&all))?;
+        peers::print(&of_peers)?;
     }
-    console::print(&spreads(&all))?;
-    peers::print(&of_peers)
+    ended
 }
 
+/// What it has printed, and how it ended.
 fn in_child(
     arguments: &BenchTpArguments,
     shapes: &[[usize; 3]],
     connections: u32,
-) -> Result<Vec<Line>, CliError> {
+) -> Result<(Vec<Line>, Result<(), CliError>), CliError> {
     let failed = |reason: String| CliError::CheckFailed {
         what: format!("the process with {connections} connections: {reason}"),
     };
@@ -84,13 +92,11 @@ fn in_child(
     let process = OwnProcess::start(child.stdin(Stdio::null()).stdout(Stdio::piped()));
     let output = process.and_then(|process| process.output());
     let (status, said) = output.map_err(|error| failed(error.to_string()))?;
-    if !status.success() {
-        return Err(failed(format!("it ended with {status}")));
-    }
+    // It has said why.
+    let end = if status.success() { Ok(()) } else { Err(failed(format!("it ended with {status}"))) };
     let text = String::from_utf8_lossy(&said);
-    let lines =
-        text.lines().map(|line| serde_json::from_str(line).map_err(|error| failed(error.to_string())));
-    lines.collect()
+    let lines: Result<Vec<Line>, _> = text.lines().map(serde_json::from_str).collect();
+    Ok((lines.map_err(|error| failed(error.to_string()))?, end))
 }
 
 /// Those that make a process measure the same, with what its driver was told.

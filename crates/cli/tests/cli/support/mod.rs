@@ -47,6 +47,16 @@ impl Folder {
         names
     }
 
+    /// A `PATH` whose `python3` is this script.
+    pub(crate) fn with_python(&self, script: &str) -> String {
+        let bin = self.path("bin");
+        std::fs::create_dir(&bin).unwrap();
+        let program = bin.join("python3");
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        format!("{}:/usr/bin:/bin", bin.display())
+    }
+
     /// Runs a command line, split at spaces.
     pub(crate) fn run(&self, line: &str) -> Ran {
         self.run_with(line, &[])
