@@ -10,8 +10,8 @@ the two-shot all-reduce in symmetric memory. Needs PyTorch and at least two GPUs
 
 A shape is m:n:k of each rank's product; a list of them for each collective, or one for all.
 
-Rules of measuring: random normal data; every result is compared with the sequential one in f32 on a sample of rows; one run that is
-not timed, then several one after the other between two events; the slowest rank's median of some such cycles.
+Rules of measuring: random normal data; every result is compared with the sequential one in f32 on a sample of rows; several
+runs one after the other between two events are a cycle; the slowest rank's median of some cycles, behind three that are not timed.
 """
 
 import json
@@ -184,7 +184,7 @@ def main():
     parser.add_argument("--turns", action="store_true", help="run what standard input says, when it says so")
     given = parser.parse_args()
     if not given.turns and len(given.shapes) not in (1, len(given.collectives)):
-        parser.error(f"--shapes: {len(given.shapes)} lists for {len(given.collectives)} collectives")
+        parser.error(f"--shapes: {len(given.shapes)} lists for {len(given.collectives)} collectives; give one for all, or one for each")
     run(rank_main, given)
 
 

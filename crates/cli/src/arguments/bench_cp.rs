@@ -11,7 +11,7 @@ use super::{BenchMask, Device, Exchange, OverlapChoice, PlanningArguments, value
 Every row is checked against the f64 reference on a sample of rows and keys; a
 row out of bounds is not printed, and the exit status is 1. The baseline of a
 row is the same mask on one rank, which each GPU runs by itself at the same time,
-the slowest counting: a ratio of 1 is linear scaling. Times are those of the
+the slowest counting (under a launcher the first rank's GPU alone): a ratio of 1 is linear scaling. Times are those of the
 slowest rank, from the start of the first operation to the end of the last. Both,
 and the same ranks with nothing side by side, run in turns, for a GPU's clock
 changes; what is hidden is by how much a run is shorter than that.
@@ -27,6 +27,7 @@ Examples:
   counterpoint bench cp --device cuda --tokens 8k --trace trace.json
   counterpoint bench cp --device cuda --tokens 1k,2k,4k --step
   counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl
+  counterpoint bench cp --device cuda --tokens 8k --overlap kernel-barrier,priority,partition=16
   torchrun --no-python --nproc-per-node 4 counterpoint bench cp --device cuda \\
       --nodes 2 --exchange two-level,flat")]
 pub(crate) struct BenchCpArguments {
@@ -80,9 +81,9 @@ pub(crate) struct BenchCpArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation
-    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
-    pub(crate) overlap: OverlapChoice,
+    /// How communication is brought to run under computation; all that are named run in turns
+    #[arg(long, value_name = "POLICIES", default_value = "concurrent", value_parser = value::overlap, value_delimiter = ',')]
+    pub(crate) overlap: Vec<OverlapChoice>,
 
     /// How rows travel between GPUs
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]

@@ -45,6 +45,30 @@ fn rows_come_in_pairs_and_scaling_is_their_ratio() {
 }
 
 #[test]
+fn policies_are_judged_by_one_sequential_way() {
+    let folder = Folder::new();
+    let command = "bench cp --tokens 512 --iterations 3 --masks causal --cp-size 2";
+    let rows = |overlap: &str| folder.run(&format!("{command} --json --overlap {overlap}")).ok().json_lines();
+    let policies = |rows: &[serde_json::Value]| -> Vec<String> {
+        let together = rows.iter().filter(|row| row["ranks"] == 2 && row["pass"] == "forward");
+        together.map(|row| row["overlap"].as_str().unwrap().to_owned()).collect()
+    };
+    let two = rows("concurrent,kernel-barrier,concurrent");
+    assert_eq!(policies(&two), ["concurrent", "kernel-barrier"]);
+    let judged: Vec<_> = two.iter().filter(|row| row["sequential_seconds"].is_number()).collect();
+    assert!(judged.iter().all(|row| row["ranks"] == 2), "{judged:?}");
+    for pair in judged.iter().filter(|row| row["pass"] == "backward").collect::<Vec<_>>().windows(2) {
+        assert_eq!(pair[0]["sequential_seconds"], pair[1]["sequential_seconds"]);
+    }
+    // One that is asked for is a row like others.
+    assert_eq!(policies(&rows("kernel-barrier,sequential")), ["kernel-barrier", "sequential"]);
+    let text = folder.run(&format!("{command} --overlap concurrent,kernel-barrier")).ok().stdout;
+    for name in ["attention forward, concurrent ", "attention backward, kernel-barrier "] {
+        assert!(text.contains(name), "{text}");
+    }
+}
+
+#[test]
 fn ways_of_pytorch_stand_beside_ours() {
     let folder = Folder::new();
     let known = |pass: &str| {

@@ -143,13 +143,12 @@ impl<'a> Bench<'a> {
         let sample = Sample::random(mask, &self.spec, pass, SAMPLED_ROWS, SAMPLED_KEYS, mask.area());
         let check = check_sample(mask, &self.spec, &self.inputs, &run.outputs, &sample);
         let (area, cp_size) = (mask.area(), topology.world_size);
-        let sequential = None;
         Ok(Some(Case {
             area,
             cp_size,
             exchange,
             policy,
-            sequential,
+            hiding: [None; 2],
             crossing,
             solution,
             predicted,
@@ -167,14 +166,16 @@ struct Crossing {
     counted: Option<u64>,
 }
 
+const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
+
 /// What came out of one mask on so many ranks.
 pub(super) struct Case {
     area: u64,
     cp_size: usize,
     exchange: Exchange,
     policy: OverlapPolicy,
-    /// The same with nothing side by side, which ran in turn with it.
-    pub(super) sequential: Option<Box<Case>>,
+    /// What is hidden of the forward and of the backward, judged by the same with nothing side by side.
+    hiding: [Option<Hiding>; 2],
     /// Between several nodes.
     crossing: Option<Crossing>,
     solution: Solution,
@@ -213,7 +214,11 @@ impl Case {
         let hiding = self.hiding(pass);
         let predicted = predicted.map(Timeline::duration);
         let row = BenchRow {
-            name: format!("{name}{}", if baseline.is_some() { bench.way_text(self.exchange) } else { "" }),
+            name: if baseline.is_some() {
+                format!("{name}{}", self.way_text(bench))
+            } else {
+                name.to_owned()
+            },
             shape: shape_text(&bench.inputs.q, &bench.inputs.k),
             dtype: dtype_name(bench.spec.dtype).to_owned(),
             mask: Some(bench_mask::name(mask)),
@@ -266,7 +271,7 @@ impl Case {
         let (seconds, measured, predicted) = self.pass(pass)?;
         let median = Statistics::of(seconds)?.median;
         let key = if pass == Pass::Forward { "forward" } else { "backward" };
-        let way = bench.way_text(self.exchange);
+        let way = self.way_text(bench);
         let name = format!("{} {key}{way}, {} tokens a rank", bench_mask::name(mask), bench.tokens);
         let rank = &self.solution.plan.ranks[0];
         let stages = if pass == Pass::Forward { rank.forward.len() } else { rank.backward.len() } - 1;
@@ -286,6 +291,11 @@ impl Case {
         Some((finding, Traced { name, measured: measured.clone(), predicted: predicted.cloned() }))
     }
 
+    /// What tells it from the others.
+    fn way_text(&self, bench: &Bench<'_>) -> String {
+        format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.policy))
+    }
+
     /// What crosses between nodes, where there are several.
     pub(super) fn crossing_text(&self, bench: &Bench<'_>, mask: BenchMask) -> Option<String> {
         let Crossing { planned, counted } = self.crossing.as_ref()?;
@@ -294,7 +304,7 @@ impl Case {
             Some(bytes) => format!(", {} counted", format_bytes(*bytes)),
             None => ", not counted by this transport".to_owned(),
         };
-        let (mask, way) = (bench_mask::name(mask), bench.way_text(self.exchange));
+        let (mask, way) = (bench_mask::name(mask), self.way_text(bench));
         Some(format!("{mask}{way}: {} between nodes{counted}", format_bytes(*planned)))
     }
 
@@ -305,11 +315,32 @@ impl Case {
         Some(format!("{}: {counted} bytes crossed between nodes, not {planned}", bench_mask::name(mask)))
     }
 
-    /// Of a pass, beside the same with nothing side by side.
+    /// Whether its rows cross between nodes as the other's do.
+    pub(super) fn crosses_alike(&self, other: &Self) -> bool {
+        self.exchange == other.exchange
+    }
+
+    /// Whether it ran under that policy.
+    pub(super) fn is(&self, policy: OverlapPolicy) -> bool {
+        self.policy == policy
+    }
+
+    /// Judges cases that differ in their policy only by the one of them that is `sequential`, which ran in turns with them.
+    pub(super) fn judge(cases: &mut [Case], sequential: OverlapPolicy) {
+        let Some(plain) = cases.iter().position(|case| case.is(sequential)) else { return };
+        for index in (0..cases.len()).filter(|index| *index != plain) {
+            cases[index].hiding = PASSES.map(|pass| {
+                let (plain_seconds, measured, _) = cases[plain].pass(pass)?;
+                let (seconds, ..) = cases[index].pass(pass)?;
+                Hiding::of(plain_seconds, measured, seconds)
+            });
+        }
+    }
+
+    /// Of a pass, where there is something to hide and something to judge it by.
     fn hiding(&self, pass: Pass) -> Option<Hiding> {
-        let (sequential, measured, _) = self.sequential.as_ref()?.pass(pass)?;
-        let (seconds, ..) = self.pass(pass)?;
-        Hiding::of(sequential, measured, seconds)
+        let [forward, backward] = self.hiding;
+        if pass == Pass::Forward { forward } else { backward }
     }
 
     /// Seconds, the timeline of the last run and the predicted one.

@@ -124,7 +124,8 @@ struct Bench<'a> {
     spec: AttentionSpec,
     inputs: AttentionInputs,
     profile: Option<MachineProfile>,
-    policy: OverlapPolicy,
+    /// Those that are compared, each once.
+    policies: Vec<OverlapPolicy>,
 }
 
 impl<'a> Bench<'a> {
@@ -148,8 +149,14 @@ impl<'a> Bench<'a> {
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
         let profile = ranks.profile(arguments.planning.profile.as_deref())?;
-        let policy = profile::policy(arguments.overlap, profile.as_ref())?;
-        Ok(Self { arguments, ranks, topology, tokens, spec, inputs, profile, policy })
+        let mut policies = Vec::new();
+        for &choice in &arguments.overlap {
+            let policy = profile::policy(choice, profile.as_ref())?;
+            if !policies.contains(&policy) {
+                policies.push(policy);
+            }
+        }
+        Ok(Self { arguments, ranks, topology, tokens, spec, inputs, profile, policies })
     }
 
     fn measure(
@@ -160,21 +167,26 @@ impl<'a> Bench<'a> {
     ) -> Result<(Section, Vec<PeerRow>), CliError> {
         let mut beside = Vec::new();
         let mut section = Section::new(format!(
-            "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank, the slowest GPU's",
+            "distributed attention, {} tokens a rank, {}, {}; vs baseline: the same on one rank{}",
             self.tokens,
             self.ranks.name(),
-            self.policy
+            self.policies_text(),
+            match self.ranks {
+                RankMachine::Cuda(machine) if machine.devices().len() > 1 => ", the slowest GPU's",
+                RankMachine::Process(_) => ", the first rank's GPU",
+                RankMachine::Cuda(_) | RankMachine::Cpu(_) => "",
+            }
         ));
         let progress = Progress::new();
         for &name in masks {
             let mask = bench_mask::load(name, self.inputs.q.rows())?;
             progress.step(bench_mask::name(name).to_owned());
-            let one = Topology::flat(1);
-            let mut ways = vec![self.way(&mask, one, Exchange::Flat, self.policy)?];
+            let mut ways = vec![self.way(&mask, Topology::flat(1), Exchange::Flat, self.policies[0])?];
+            // What the others are judged by, whether it is asked for or not.
             let sequential = OverlapPolicy::new(StartOrder::Sequential);
-            let also = (self.policy.start != StartOrder::Sequential).then_some(sequential);
+            let also = (!self.policies.contains(&sequential)).then_some(sequential);
             for &exchange in self.exchanges() {
-                for policy in [Some(self.policy), also].into_iter().flatten() {
+                for &policy in self.policies.iter().chain(&also) {
                     ways.push(self.way(&mask, self.topology, exchange, policy)?);
                 }
             }
@@ -187,13 +199,12 @@ impl<'a> Bench<'a> {
                 ways.into_iter().map(|way| self.finish(&mask, way)).collect::<Result<_, _>>()?;
             let mut finished = finished.into_iter();
             let alone = finished.next().flatten();
-            let mut cases: Vec<Case> = Vec::new();
-            while let Some(case) = finished.next() {
-                let sequential = also.and_then(|_| finished.next().flatten());
-                if let Some(mut case) = case {
-                    case.sequential = sequential.map(Box::new);
-                    cases.push(case);
-                }
+            let mut cases: Vec<Case> = finished.flatten().collect();
+            for alike in cases.chunk_by_mut(Case::crosses_alike) {
+                Case::judge(alike, sequential);
+            }
+            if also.is_some() {
+                cases.retain(|case| !case.is(sequential));
             }
             let Some(alone) = alone else { continue };
             for pass in [Pass::Forward, Pass::ForwardBackward] {
@@ -224,8 +235,17 @@ impl<'a> Bench<'a> {
         if self.topology.nodes() > 1 { all } else { &all[..1] }
     }
 
-    /// What tells rows of one way from those of another.
-    fn way_text(&self, exchange: Exchange) -> &'static str {
+    fn policies_text(&self) -> String {
+        self.policies.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    }
+
+    /// What tells rows of one policy from those of another.
+    fn policy_text(&self, policy: OverlapPolicy) -> String {
+        if self.policies.len() > 1 { format!(", {policy}") } else { String::new() }
+    }
+
+    /// What tells rows of one exchange from those of another.
+    fn exchange_text(&self, exchange: Exchange) -> &'static str {
         match exchange {
             _ if self.topology.nodes() == 1 => "",
             Exchange::TwoLevel => ", two-level",

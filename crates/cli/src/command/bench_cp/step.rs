@@ -2,6 +2,7 @@ use counterpoint_cuda::CudaMachine;
 use counterpoint_cuda::bench::StepBench;
 use counterpoint_exec::{Pass, Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
+use counterpoint_schedule::OverlapPolicy;
 use serde_json::json;
 
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS};
@@ -26,20 +27,28 @@ impl Bench<'_> {
             machine.devices().len(),
             machine.transport(),
             self.ranks.name(),
-            self.policy
+            self.policies_text()
         ));
         let progress = Progress::new();
         for &mask in masks {
             progress.step(format!("{}, steps", bench_mask::name(mask)));
-            self.step(machine, mask, &mut section)?;
+            for &policy in &self.policies {
+                self.step(machine, mask, policy, &mut section)?;
+            }
         }
         Ok(section)
     }
 
-    fn step(&self, machine: &CudaMachine, name: BenchMask, section: &mut Section) -> Result<(), CliError> {
+    fn step(
+        &self,
+        machine: &CudaMachine,
+        name: BenchMask,
+        policy: OverlapPolicy,
+        section: &mut Section,
+    ) -> Result<(), CliError> {
         let mask = bench_mask::load(name, self.inputs.q.rows())?;
         let (solution, _) = self.solve(&mask, self.topology, self.exchanges()[0])?;
-        let (policy, reduction) = (self.policy, self.reduction());
+        let reduction = self.reduction();
         let mut step = StepBench::new(machine, &solution.plan, &self.spec, &self.inputs, policy, reduction)
             .map_err(ended)?;
         let flops = self.spec.flops_forward(mask.area()) + self.spec.flops_backward(mask.area());
@@ -55,7 +64,7 @@ impl Bench<'_> {
             let median = seconds.median;
             let ranks = self.topology.world_size;
             let row = BenchRow {
-                name: format!("attention step, {how}"),
+                name: format!("attention step, {how}{}", self.policy_text(policy)),
                 shape: shape_text(&self.inputs.q, &self.inputs.k),
                 dtype: dtype_name(self.spec.dtype).to_owned(),
                 mask: Some(bench_mask::name(name)),
@@ -75,7 +84,7 @@ impl Bench<'_> {
                 "heads_q": self.spec.heads_q,
                 "heads_kv": self.spec.heads_kv,
                 "head_dim": self.spec.head_dim,
-                "overlap": self.policy.to_string(),
+                "overlap": policy.to_string(),
                 "deterministic": self.arguments.deterministic,
             });
             section.add(row, detail, &check);

@@ -131,7 +131,7 @@ mod tests {
     use counterpoint_exec::GemmCollective;
 
     use super::*;
-    use crate::command::pytorch::text_of;
+    use crate::command::pytorch::assert_strings;
 
     /// What the script says of its ways is what is read here, and both know the same names.
     #[test]
@@ -139,12 +139,7 @@ mod tests {
         let told = r#"{"by": "async-tp", "iterations": 4, "error": 2e-3, "error_over_bound": 0.2}"#;
         let known: Known = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.iterations), ("async-tp", 4));
-        let text = text_of("gemm_collective.py");
-        for name in GemmCollective::ALL.map(|collective| collective.name()) {
-            assert!(text.contains(&format!("\"{name}\"")), "{name}");
-        }
-        for key in ["by", "iterations", "error"] {
-            assert!(text.contains(&format!("\"{key}\": ")), "{key}");
-        }
+        let names = GemmCollective::ALL.map(|collective| collective.name());
+        assert_strings("gemm_collective.py", names.into_iter().chain(["by", "iterations", "error"]));
     }
 }

@@ -95,7 +95,10 @@ fn in_child(
     // It has said why.
     let end = if status.success() { Ok(()) } else { Err(failed(format!("it ended with {status}"))) };
     let text = String::from_utf8_lossy(&said);
-    let lines: Result<Vec<Line>, _> = text.lines().map(serde_json::from_str).collect();
+    let lines = text.lines().map(serde_json::from_str);
+    // Of one that failed the last line may be cut.
+    let whole = |line: &Result<Line, _>| end.is_ok() || line.is_ok();
+    let lines: Result<Vec<Line>, serde_json::Error> = lines.take_while(whole).collect();
     Ok((lines.map_err(|error| failed(error.to_string()))?, end))
 }
 

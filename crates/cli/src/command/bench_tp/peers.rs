@@ -139,7 +139,7 @@ impl PeerRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::pytorch::text_of;
+    use crate::command::pytorch::assert_strings;
 
     /// What the script says of its ways is what is read here, and both know the same names.
     #[test]
@@ -147,13 +147,7 @@ mod tests {
         let told = r#"{"by": "megatron", "pass": "backward", "error_over_bound": 0.3, "wide_addmm": true, "connections": "unset"}"#;
         let known: Known = serde_json::from_str(told).unwrap();
         assert_eq!((known.by.as_str(), known.pass), ("megatron", BenchTpPass::Backward));
-        for (file, names) in [
-            ("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"].as_slice()),
-            ("layers/passes.py", ["forward", "backward", "megatron", "async_tp"].as_slice()),
-        ] {
-            for name in names {
-                assert!(text_of(file).contains(&format!("\"{name}\"")), "{name}");
-            }
-        }
+        assert_strings("tensor_parallel.py", ["column", "row", "replicated", "sequence_parallel"]);
+        assert_strings("layers/passes.py", ["forward", "backward", "megatron", "async_tp"]);
     }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 pub(super) use peers::{PeerWay, Peers};
 pub(super) use script::Script;
 #[cfg(test)]
-pub(super) use script::text_of;
+pub(super) use script::{assert_strings, text_of};
 pub(super) use turn_taking::TurnTaking;
 
 use crate::error::CliError;

@@ -91,6 +91,14 @@ fn write_with_folders(path: &Path, text: &str) -> io::Result<()> {
     fs::write(path, text)
 }
 
+/// That one of the files has these strings: what both sides must know.
+#[cfg(test)]
+pub(crate) fn assert_strings<'a>(path: &str, strings: impl IntoIterator<Item = &'a str>) {
+    for string in strings {
+        assert!(text_of(path).contains(&format!("\"{string}\"")), "{string} in {path}");
+    }
+}
+
 /// The text of one of the files, for tests of what both sides must know.
 #[cfg(test)]
 pub(crate) fn text_of(path: &str) -> &'static str {

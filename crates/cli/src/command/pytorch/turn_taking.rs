@@ -114,10 +114,11 @@ impl TurnTaking {
         loop {
             match self.ranks[number].answers.recv_timeout(PAUSE) {
                 Ok(line) => return Ok(line),
-                Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => {
-                    self.look(number, deadline)?
-                }
+                Err(RecvTimeoutError::Timeout) => {}
+                // It has closed its output, and is about to end.
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(PAUSE),
             }
+            self.look(number, deadline)?;
         }
     }
 
