@@ -50,6 +50,7 @@ struct GemmFromRanks {
   // What is on its way through the registers of the warp that copies is what keeps the links busy.
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
+  static constexpr u32 kLoaders = 1;
   static constexpr u32 kLoadingThreads = 1;
   static constexpr bool kAwaitsRows = true;
   static constexpr bool kSumsParts = true;
@@ -180,7 +181,7 @@ struct GemmFromRanks {
   }
 
   // The thread that loads, before a tile: its rows have come, of all ranks that they are of.
-  __device__ __forceinline__ void await_rows(const GemmRowTile& of) const {
+  __device__ __forceinline__ void await_rows(const GemmTile& of) const {
     if (of.source != 0) return;
     const u32 own_rows = gathering.own_rows, end = of.source_row + of.rows;
     for (u32 row = of.source_row; row < end;) {
@@ -200,7 +201,7 @@ struct GemmFromRanks {
   }
 
   // Rows before the copy that this call's are in.
-  __device__ __forceinline__ u32 copy_row(const GemmRowTile& of) const {
+  __device__ __forceinline__ u32 copy_row(const GemmTile& of) const {
     return of.source == 0 && (call() & 1) != 0 ? gathering.copy_rows : 0;
   }
 
@@ -208,13 +209,13 @@ struct GemmFromRanks {
     gemm_store<C>(arguments, shared, group);
   }
   template <typename Consumer>
-  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmRowTile& of, u32 column,
-                                       const GemmWalk& walk) const {
+  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held&, const GemmTile& of,
+                                       const GemmWalk&) const {
     mbarrier_wait(&staging.shared.own_sent, 0);
-    staging.template tile<false>(consumer.acc, of, column, walk.unit.group);
+    consumer.template stage_tile<false>(staging, of);
   }
   template <typename Consumer>
-  __device__ __forceinline__ void no_tile(Consumer&, const GemmRowTile&) const {}
+  __device__ __forceinline__ void no_tile(Consumer&, const GemmTile&) const {}
 
   // One thread of every CTA, when all of its cluster are through.
   __device__ __forceinline__ void end() const {

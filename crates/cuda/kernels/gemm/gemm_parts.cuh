@@ -158,39 +158,62 @@ __device__ __forceinline__ void gemm_await_handed(const GemmArguments& arguments
   ring.next();
 }
 
-// The one thread that loads, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows whether
-// rows of A have come, and what is needed beside operands.
-template <typename C, typename Ends>
-__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& shared, const Ends& ends) {
-  const bool loads = threadIdx.x == 0;
-  if (loads) {
-    tma_prefetch_map(&arguments.a_maps[0]);
-    tma_prefetch_map(&arguments.b_map);
+// What comes behind a tile's operands, for who loads only B: turns of the ring that are none of its business. It waits for them all the
+// same, for whoever looks at a stage two rounds early takes an old completion for a new one.
+template <typename C>
+__device__ __forceinline__ void pass_turns(GemmShared<C>& shared, GemmRing<C>& ring, u32 turns) {
+  for (; turns > 0; --turns) {
+    mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
+    ring.next();
   }
+}
+
+// A thread that loads what kLoads says, or a warp of which it is the first: where `ends` has that look out for others. `ends` knows
+// whether rows of A have come, and what is needed beside operands.
+template <typename C, u32 kLoads, typename Ends>
+__device__ __forceinline__ void gemm_load(const GemmArguments& arguments, GemmShared<C>& memory, const Ends& ends,
+                                          GemmWalk walk, GemmTile next) {
+  GemmShared<C>& shared = keep_address(memory);
   GemmRing<C> ring;
   [[maybe_unused]] bool first = true;
-  for (GemmWalk walk{arguments}; walk.more(); walk.advance()) {
-    walk.look_up();
-    GemmRowTile tile = walk.row_tile();
-    const u32 column = walk.template column<C::kTileN>();
-    if (loads) {
+  while (walk.more()) {
+    GemmTile tile = next;
+    const GemmWalk here = walk;
+    walk.advance();
+    // Looked up while this tile's operands are loaded.
+    if (walk.more()) next = walk.look_up();
+    // The same thread of the warp each time.
+    if (Ends::kLoadingThreads == 1 || elect_one()) {
       u32 ahead = 0;
       if constexpr (Ends::kAwaitsRows) {
-        if (first) ahead = gemm_load_ahead<C>(arguments, shared, walk, column, halves_of_a(arguments, tile));
+        if (first) ahead = gemm_load_ahead<C>(arguments, shared, here, tile.column, halves_of_a(arguments, tile));
         first = false;
         ends.await_rows(tile);
         tile.source_row += ends.copy_row(tile);
       }
-      gemm_load_operands<C>(arguments, shared, ring, walk, tile, column, ahead);
-      if (C::kHands > 1 && !walk.hands_over()) gemm_await_handed<C>(arguments, shared, ring, walk);
-      if constexpr (Ends::kSumsParts) {
-        if (arguments.splits > 1) GemmParts<C>{arguments.splits, walk.part, walk.rank}.make_room(shared, ring);
+      gemm_load_operands<C, kLoads>(arguments, shared, ring, here, tile, ahead);
+      if (C::kHands > 1 && !here.hands_over()) {
+        if constexpr (kLoads & kLoadsA) {
+          gemm_await_handed<C>(arguments, shared, ring, here);
+        } else {
+          pass_turns<C>(shared, ring, 1);
+        }
+      }
+      if constexpr (Ends::kSumsParts && C::kHalves == 1) {
+        if (arguments.splits > 1) {
+          const GemmParts<C> parts{arguments.splits, here.part, here.rank};
+          if constexpr (kLoads & kLoadsA) {
+            parts.make_room(shared, ring);
+          } else {
+            pass_turns<C>(shared, ring, parts.stages());
+          }
+        }
       }
     }
     if constexpr (Ends::kLoadingThreads > 1) {
       // The others must not look out for anything while one of them loads: a warp does one or the other.
       __syncwarp();
-      if (!walk.hands_over()) ends.load_parts(shared, ring, tile, column, walk);
+      if (!here.hands_over()) ends.load_parts(shared, ring, tile, here);
       __syncwarp();
     }
   }

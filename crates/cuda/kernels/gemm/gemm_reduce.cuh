@@ -53,6 +53,7 @@ struct GemmToRanks {
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
   // The others of the warp look out for parts.
+  static constexpr u32 kLoaders = 1;
   static constexpr u32 kLoadingThreads = 32;
   static constexpr bool kAwaitsRows = false;
   static constexpr bool kSumsParts = false;
@@ -94,8 +95,8 @@ struct GemmToRanks {
     }
   }
   // A unit's group is its number among its owner's.
-  __device__ __forceinline__ u32 first_part(const GemmWalk& walk) const {
-    return (walk.unit.group * 2 + walk.rank) * kGemmConsumers;
+  __device__ __forceinline__ u32 first_part(const GemmTile& of, const GemmWalk& walk) const {
+    return (of.group * 2 + walk.rank) * kGemmConsumers;
   }
 
   // One warp of every CTA: that of the first lets the others know that this rank's parts may be written; then all store in other
@@ -110,14 +111,14 @@ struct GemmToRanks {
   }
 
   // The warp that loads, behind a tile's operands: what the others sent of this rank's rows, chunk after chunk from rank after rank.
-  __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmRowTile& of, u32 column,
+  __device__ __forceinline__ void load_parts(GemmShared<C>& shared, GemmRing<C>& ring, const GemmTile& of,
                                              const GemmWalk& walk) const {
     if (!keeps(of.source_row, kGemmTileM)) return;
     // A tile without an element takes its turns all the same: the other CTA counts them.
-    const bool empty = of.rows == 0 || column >= arguments.n;
-    const u32 part = first_part(walk);
+    const bool empty = of.rows == 0 || of.column >= arguments.n;
+    const u32 part = first_part(of, walk);
     if (!empty) await_parts(of.source_row, part);
-    if (threadIdx.x == 0) fetch_parts(shared, ring, part, empty);
+    if (elect_one()) fetch_parts(shared, ring, part, empty);
   }
 
   __device__ __forceinline__ void fetch_parts(GemmShared<C>& shared, GemmRing<C>& ring, u32 part, bool empty) const {
@@ -240,28 +241,28 @@ struct GemmToRanks {
   }
 
   template <typename Consumer>
-  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held& held, const GemmRowTile& of,
-                                       u32 column, const GemmWalk& walk) const {
+  __device__ __forceinline__ void tile(Consumer& consumer, GemmStaging<C>& staging, Held& held, const GemmTile& of,
+                                       const GemmWalk& walk) const {
     const u32 row = of.source_row + 64 * staging.group;
     const bool kept = keeps(row, 64);
     if (sends(row)) {
-      const u32 part = first_part(walk) + staging.group;
+      const u32 part = first_part(of, walk) + staging.group;
       // Nobody waits for others' parts of a tile before its own of it are on their way: of tiles with rows of several ranks both
       // warpgroups wait.
       const bool now = reduction.own_rows < kGemmTileM;
-      held.take(staging, GemmChunk{i32(part * kChunks), i32(row), part, 0, 64, kChunkPart}, consumer.acc, now);
+      held.take(staging, GemmChunk{i32(part * kChunks), i32(row), part, 0, 64, kChunkPart}, consumer.acc[0], now);
     }
     if (!kept) return no_tile(consumer, of);
     add_parts(consumer);
     const i32 own_row = i32(row - reduction.rank * reduction.own_rows);
     // Sums of several ranks' copies would keep shared memory from the next tile's.
     const bool later = reduction.spreads != 0 && reduction.own_rows >= kGemmTileM && walk.more_after();
-    held.take(staging, GemmChunk{i32(column), own_row, 0, 0, 64, later ? kChunkLater : u8(0)}, consumer.acc, false);
+    held.take(staging, GemmChunk{i32(of.column), own_row, 0, 0, 64, later ? kChunkLater : u8(0)}, consumer.acc[0], false);
   }
 
   // The others' parts of a tile take their turns, whoever adds them.
   template <typename Consumer>
-  __device__ __forceinline__ void no_tile(Consumer& consumer, const GemmRowTile& of) const {
+  __device__ __forceinline__ void no_tile(Consumer& consumer, const GemmTile& of) const {
     if (!keeps(of.source_row, kGemmTileM)) return;
     for (u32 at = 0; at < kChunks * (reduction.ranks - 1); at += kPiecesOfStage) {
       const u32 stage = consumer.ring.stage;
@@ -279,7 +280,7 @@ struct GemmToRanks {
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
       float sums[kPacks * 8] = {};
-      float* own = consumer.acc + c * kPacks * 8;
+      float* own = consumer.acc[0] + c * kPacks * 8;
 #pragma unroll 1
       for (u32 peer = 0; peer < reduction.ranks; ++peer) {
         uint4 words[kPacks];

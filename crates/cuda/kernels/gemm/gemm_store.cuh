@@ -55,15 +55,16 @@ __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmS
       }
       const u64 first = u64(chunk.row) * arguments.d_stride;
       if (arguments.wide) {
-        store_rest<float, 32>(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
+        store_rest<float, C::kWideColumns>(arguments, chunk, from, reinterpret_cast<float*>(arguments.d[destination]) + first);
       } else {
         store_rest<Element, C::kChunkColumns>(arguments, chunk, from,
                                               reinterpret_cast<Element*>(arguments.d[destination]) + first);
       }
     }
     tma_store_commit();
-    tma_store_wait_read<0>();
-    mbarrier_arrive(&shared.chunk_empty[group][buffer]);
+    // Both buffers are read at once: the chunk before this one is, when only this one's group is not.
+    tma_store_wait_read<1>();
+    if (number > 0) mbarrier_arrive(&shared.chunk_empty[group][buffer ^ 1]);
     if ((chunk.flags & kChunkLast) && arguments.counters[destination] != 0) {
       // All of this thread's stores are complete, not only read, before others hear of them.
       tma_store_wait<0>();
@@ -76,7 +77,8 @@ __device__ __forceinline__ void gemm_store(const GemmArguments& arguments, GemmS
       }
     }
   }
-  tma_store_wait<0>();
+  // Not complete: what comes after this kernel waits for that.
+  tma_store_wait_read<0>();
 }
 
 // One warpgroup's end of it.
@@ -105,18 +107,17 @@ struct GemmStaging {
     ++number;
   }
 
-  // A tile of f32 or of elements, of which `acc` are this thread's accumulators.
+  // 64 rows of a tile of f32 or of elements, of which `acc` are this thread's accumulators.
   template <bool kWide>
-  __device__ __forceinline__ void tile(const float (&acc)[C::kTileN / 2], const GemmRowTile& of, u32 column,
-                                       u32 signal_group) {
-    constexpr u32 kColumns = kWide ? 32 : C::kChunkColumns;
+  __device__ __forceinline__ void rows(const float (&acc)[C::kTileN / 2], u32 first_row, const GemmTile& of) {
+    constexpr u32 kColumns = kWide ? C::kWideColumns : C::kChunkColumns;
     constexpr u32 kChunks = C::kTileN / kColumns, kWithin = C::kChunkColumns / kColumns;
-    const u8 rows = u8(min(64u, of.rows - min(of.rows, 64 * group)));
+    const u8 rows = u8(min(64u, of.rows - min(of.rows, first_row)));
 #pragma unroll
     for (u32 c = 0; c < kChunks; ++c) {
       const u32 left = owned >> (c / kWithin);
       if ((left & 1) == 0) continue;
-      const GemmChunk chunk{i32(column + c * kColumns), i32(of.destination_row + 64 * group), signal_group,
+      const GemmChunk chunk{i32(of.column + c * kColumns), i32(of.destination_row + first_row), of.group,
                             of.destination, rows, left == 1 && (c + 1) % kWithin == 0 ? kChunkLast : u8(0)};
       stage(chunk, [&](u8* to) {
         const float* from = acc + c * (kColumns / 2);
@@ -147,11 +148,11 @@ struct GemmStaging {
   }
   __device__ __forceinline__ void write_floats(u8* to, const float* from) const {
 #pragma unroll
-    for (u32 j = 0; j < 4; ++j) {
+    for (u32 j = 0; j < C::kWideColumns / 8; ++j) {
 #pragma unroll
       for (u32 i = 0; i < 2; ++i) {
         const u32 row = 16 * warp + 8 * i + lane / 4;
-        const u32 offset = chunk_offset<8>(row, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
+        const u32 offset = chunk_offset<C::kWideColumns / 4>(row, 2 * j + (lane % 4) / 2) + 8 * (lane % 2);
         *reinterpret_cast<float2*>(to + offset) =
             float2{from[4 * j + 2 * i], from[4 * j + 2 * i + 1]};
       }

@@ -24,39 +24,42 @@ constexpr u32 kGemmChunkBytes = 64 * kGemmRowBytes;
 constexpr u32 kGemmSources = 16;
 constexpr u32 kGemmDestinations = 8;
 
-// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, and whether
-// parts of k are handed over. With that in it the compiler no longer sees that a warp's stage is uniform, and products without
-// such parts would take a tenth longer.
-template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, u32 kHandsOf>
+// How the two warpgroups that multiply share a CTA's tiles: 64 rows of each, or one tile after the other.
+enum class Warpgroups : u32 { kCooperative, kPingpong };
+
+// What a kernel is compiled for: how wide tiles are, how many blocks of k are on their way, how operands lie in memory, how warpgroups
+// share tiles, and whether parts of k are handed over. With that in it the compiler no longer sees that a warp's stage is uniform, and
+// products without such parts would take a tenth longer.
+template <u32 kTileNOf, u32 kStagesOf, Major kMajorAOf, Major kMajorBOf, Warpgroups kWarpgroupsOf, u32 kHandsOf>
 struct GemmConfig {
   static constexpr u32 kTileN = kTileNOf;
   static constexpr u32 kStages = kStagesOf;
   static constexpr Major kMajorA = kMajorAOf;
   static constexpr Major kMajorB = kMajorBOf;
+  static constexpr Warpgroups kWarpgroups = kWarpgroupsOf;
   static constexpr u32 kHands = kHandsOf;  // `hands` of its arguments
+  static constexpr u32 kHalves = kWarpgroups == Warpgroups::kPingpong ? 2 : 1;  // of a tile's rows, that a warpgroup computes
+  static_assert(kHalves == 1 || kHands == 1, "parts of k are for warpgroups that compute each tile together");
   static constexpr u32 kBytesA = kGemmTileM * kGemmRowBytes;
   // Along n, whole chunks of 64 columns are loaded.
   static constexpr u32 kBytesB = (kMajorB == Major::kK ? kTileN : (kTileN + 63) / 64 * 64) * kGemmRowBytes;
   // Columns of a chunk of elements: they must divide a tile.
-  static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : 32;
-  static_assert(kTileN % 32 == 0 && kTileN <= 256, "whole chunks, one instruction");
+  static constexpr u32 kChunkColumns = kTileN % 64 == 0 ? 64 : kTileN % 32 == 0 ? 32 : 16;
+  static constexpr u32 kWideColumns = kChunkColumns < 32 ? kChunkColumns : 32;  // of a chunk of f32
+  static_assert(kTileN % kChunkColumns == 0 && kTileN <= 256, "whole chunks, one instruction");
 };
 
-// Two tiles, one for each CTA of a cluster. Shared with the host.
-struct GemmUnit {
-  u16 row_tile;  // of the first CTA
-  u16 column_tile;
-  u32 group;  // whose counter hears when the tiles are stored
-};
-
-// A row of tiles: where its rows come from and where they go. A tile may reach past its rows, into what lies behind them in A;
-// it is not stored past them. Shared with the host.
-struct GemmRowTile {
+// A tile: where its rows come from and where they go. It may reach past its rows, into what lies behind them in A; it is not stored past
+// them. Two of them, one for each CTA of a pair, are a unit. Shared with the host.
+struct alignas(32) GemmTile {
   u32 source_row;       // of A's tensor; where A lies along m, its column
   u32 destination_row;
   u16 source;           // where A lies along k
   u16 destination;
   u32 rows;             // 0 for a tile that is there to make a unit whole
+  u32 column;           // of B and D
+  u32 group;            // whose counter hears when it is stored
+  u32 unused[2];
 };
 
 // A block of k where A, which lies along m, is in pieces. Shared with the host.
@@ -72,8 +75,7 @@ struct GemmArguments {
   TensorMap d_maps[kGemmDestinations];  // [its rows, n_whole] each, box [64, 64 or 128 bytes]
   u64 d[kGemmDestinations];             // [its rows, d_stride]: the same memory
   u64 counters[kGemmDestinations];      // of groups, u32 each, where the destination's owner has them; 0 for none
-  const GemmUnit* units;                // in the order in which they are begun
-  const GemmRowTile* row_tiles;
+  const GemmTile* tiles;                // of units in the order in which they are begun
   const GemmTerm* terms;                // of every block of k, or null where A is one tensor from its first row on
   const Element* bias;                  // [n], or null
   // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns; of the CTAs of every unit where parts are handed over.
@@ -128,6 +130,7 @@ struct alignas(1024) GemmShared {
   u64 empty[C::kStages];
   u64 chunk_full[kGemmConsumers][2];
   u64 chunk_empty[kGemmConsumers][2];
+  u64 turns[kGemmConsumers];  // it is that warpgroup's turn to multiply (gemm_pingpong.cuh)
   u64 room;  // the other parts' CTAs have room for what this one sends them (gemm_parts.cuh)
   GemmSpread spreads[kGemmConsumers];
   u64 own_loaded;  // a piece of this rank's rows is in `staging`, on its way to others (gemm_gather.cuh)
@@ -141,7 +144,6 @@ struct GemmWalk {
   u32 rank = cluster_rank() % 2;  // of the pair
   u32 part = cluster_rank() / 2;  // of k
   u32 index = cluster_index();
-  GemmUnit unit = {0, 0, 0};
 
   __device__ __forceinline__ u32 items() const { return arguments.unit_count * arguments.hands; }
   __device__ __forceinline__ bool more() const { return index < items(); }
@@ -153,19 +155,13 @@ struct GemmWalk {
   // Among the CTAs of all units, this one of its unit's.
   __device__ __forceinline__ u32 keeper() const { return 2 * unit_index() + rank; }
   __device__ __forceinline__ u32 half() const { return index & (arguments.hands - 1); }
-  __device__ __forceinline__ void look_up() {
-    const uint2 words = __ldg(reinterpret_cast<const uint2*>(arguments.units) + unit_index());
-    unit = GemmUnit{u16(words.x & 0xffffu), u16(words.x >> 16), words.y};
-  }
-  // This CTA's row of tiles.
-  __device__ __forceinline__ GemmRowTile row_tile() const {
-    const u32 index = unit.row_tile + (arguments.pairs_columns ? 0 : rank);
-    const uint4 words = __ldg(reinterpret_cast<const uint4*>(arguments.row_tiles) + index);
-    return GemmRowTile{words.x, words.y, u16(words.z & 0xffffu), u16(words.z >> 16), words.w};
-  }
-  template <u32 kTileN>
-  __device__ __forceinline__ u32 column() const {
-    return (unit.column_tile + (arguments.pairs_columns ? rank : 0)) * kTileN;
+  // This CTA's tile. The load stays where it is called, before whoever uses it waits for anything else.
+  __device__ __forceinline__ GemmTile look_up() const {
+    const GemmTile* from = arguments.tiles + keeper();
+    u32 rows[4], place[2];
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3]) : "l"(from));
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(place[0]), "=r"(place[1]) : "l"(&from->column));
+    return GemmTile{rows[0], rows[1], u16(rows[2] & 0xffffu), u16(rows[2] >> 16), rows[3], place[0], place[1]};
   }
   __device__ __forceinline__ u32 k_begin() const {
     return arguments.k_blocks / (arguments.splits * arguments.hands) * (part + half());
@@ -230,7 +226,7 @@ __device__ __forceinline__ void prefetch_operand(const TensorMap* map, i32 k, u3
 }
 
 // Halves of a tile's rows of A that have any: nobody looks at what is multiplied with the others.
-__device__ __forceinline__ u32 halves_of_a(const GemmArguments& arguments, const GemmRowTile& tile) {
+__device__ __forceinline__ u32 halves_of_a(const GemmArguments& arguments, const GemmTile& tile) {
   return arguments.pairs_columns != 0 && tile.rows <= kGemmTileM / 2 ? 1 : 2;
 }
 
@@ -257,10 +253,14 @@ __device__ __forceinline__ u32 gemm_load_ahead(const GemmArguments& arguments, G
   return ahead;
 }
 
-// Both operands of a tile, block by block of k; B's first `ahead` blocks are on their way.
-template <typename C>
+// What a thread that loads is for, a bit each.
+constexpr u32 kLoadsA = 1;
+constexpr u32 kLoadsB = 2;
+
+// A tile's operands, those of kLoads, block by block of k; B's first `ahead` blocks are on their way. Who loads A speaks for both.
+template <typename C, u32 kLoads>
 __device__ __forceinline__ void gemm_load_operands(const GemmArguments& arguments, GemmShared<C>& shared, GemmRing<C>& ring,
-                                                   const GemmWalk& walk, const GemmRowTile& tile, u32 column, u32 ahead) {
+                                                   const GemmWalk& walk, const GemmTile& tile, u32 ahead) {
   const u32 end = walk.k_end(), ahead_end = walk.k_begin() + ahead;
   const u32 halves = halves_of_a(arguments, tile);
   // Where A lies along k, the next block's place is looked up while this one's stage is waited for.
@@ -281,14 +281,16 @@ __device__ __forceinline__ void gemm_load_operands(const GemmArguments& argument
     if (k_block >= ahead_end) {
       // Both CTAs' consumers are done with this stage: the halves that come are written into both.
       mbarrier_wait(&shared.empty[stage], (ring.round & 1) ^ 1);
-      mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
+      if (kLoads & kLoadsA) mbarrier_arrive_expect(&shared.full[stage], C::kBytesA / 2 * halves + C::kBytesB);
     }
     const i32 k = i32(k_block * kGemmBlockK);
-    load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
-                                         tile.source_row, arguments.pairs_columns != 0, walk, halves);
-    look_up(k_block + 1);
-    if (k_block >= ahead_end) {
-      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, column,
+    if (kLoads & kLoadsA) {
+      load_operand<kGemmTileM, C::kMajorA>(shared.a[stage], &arguments.a_maps[term.x], &shared.full[stage], i32(term.y),
+                                           tile.source_row, arguments.pairs_columns != 0, walk, halves);
+      look_up(k_block + 1);
+    }
+    if ((kLoads & kLoadsB) && k_block >= ahead_end) {
+      load_operand<C::kTileN, C::kMajorB>(shared.b[stage], &arguments.b_map, &shared.full[stage], k, tile.column,
                                           arguments.pairs_columns == 0, walk);
     }
     ring.next();

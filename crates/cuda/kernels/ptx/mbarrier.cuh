@@ -8,6 +8,15 @@ namespace counterpoint {
 // A shared-memory address as PTX wants it.
 __device__ __forceinline__ u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
 
+// The same object in shared memory. The compiler keeps its address in a register and does not work it out again for every use, which
+// takes a thread that only issues copies longer than these.
+template <typename T>
+__device__ __forceinline__ T& keep_address(T& shared) {
+  u32 address = shared_address(&shared);
+  asm volatile("" : "+r"(address));
+  return *static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 __device__ __forceinline__ void mbarrier_init(u64* barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }

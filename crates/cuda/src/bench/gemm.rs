@@ -120,25 +120,26 @@ impl GemmBench {
         })
     }
 
-    /// Seconds of `iterations` runs of each by the device's clock, in turns, with the second level cache flushed before each.
+    /// Seconds of each runner's runs by the device's clock. `turns` are the numbers of those that run, one after the other, with the
+    /// second level cache flushed before each.
     ///
     /// # Errors
     /// When the driver refuses or a run fails.
-    pub fn seconds(&self, runners: &[GemmRunner], iterations: usize) -> Result<Vec<Vec<f64>>, CudaError> {
+    pub fn seconds(&self, runners: &[GemmRunner], turns: &[usize]) -> Result<Vec<Vec<f64>>, CudaError> {
         let device = self.stream.device();
-        let mut events = Vec::with_capacity(runners.len() * iterations);
-        for index in 0..runners.len() * iterations {
+        let mut events = Vec::with_capacity(turns.len());
+        for &turn in turns {
             let (begin, end) = (Event::timing(device)?, Event::timing(device)?);
             self.flush.fill(&self.stream, 0)?;
             begin.record(&self.stream)?;
-            self.launch(&runners[index % runners.len()])?;
+            self.launch(&runners[turn])?;
             end.record(&self.stream)?;
             events.push((begin, end));
         }
         self.stream.synchronize()?;
-        let mut seconds = vec![Vec::with_capacity(iterations); runners.len()];
-        for (index, (begin, end)) in events.iter().enumerate() {
-            seconds[index % runners.len()].push(end.time_since(begin)?.as_secs_f64());
+        let mut seconds = vec![Vec::new(); runners.len()];
+        for (&turn, (begin, end)) in turns.iter().zip(&events) {
+            seconds[turn].push(end.time_since(begin)?.as_secs_f64());
         }
         Ok(seconds)
     }

@@ -63,7 +63,7 @@ pub(super) fn matmul_flops_per_second(device: &Device) -> Result<f64, ExecError>
     let measure = || {
         let bench = GemmBench::new(device, &spec)?;
         let runner = GemmRunner::Ours(Gemm::new(bench.stream(), &spec)?);
-        bench.seconds(&[runner], 6)
+        bench.seconds(&[runner], &[0; 6])
     };
     let seconds = measure().map_err(|error: CudaError| exec_error(0, "a calibration", error))?;
     Ok(spec.flops() / median(seconds.into_iter().flatten().collect()))

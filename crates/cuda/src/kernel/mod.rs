@@ -62,6 +62,7 @@ pub use gemm::{
     GEMM_DESTINATIONS, GEMM_SOURCES, Gemm, GemmEpilogue, GemmGather, GemmGatherSpec, GemmGatherTensors,
     GemmGrid, GemmLayout, GemmLibrary, GemmReduce, GemmReduceSpec, GemmReduceTensors, GemmRows, GemmRunner,
     GemmShape, GemmSignals, GemmSpec, GemmTensors, LibraryGemm, SumsGoTo, TileOrder, TilePair, TileUnit,
+    Warpgroups,
 };
 pub use head_resize::HeadResize;
 pub(crate) use layout::shared_layout;

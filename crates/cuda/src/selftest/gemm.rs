@@ -7,7 +7,7 @@ use super::subject::clean;
 use crate::bench::element_bound;
 use crate::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmGrid, GemmLayout, GemmRows, GemmShape, GemmSignals, GemmSpec,
-    GemmTensors, RandomFill, Scalar, TileOrder,
+    GemmTensors, RandomFill, Scalar, TileOrder, Warpgroups,
 };
 use crate::{CudaError, Device, DeviceBuffer, MemoryGuard, Stream, StreamPriority};
 
@@ -149,7 +149,7 @@ impl Case {
     fn describe(&self) -> String {
         let GemmSpec { m, n, k, layout, element, output, epilogue, sources, shares, sm_margin, grid, .. } =
             &self.spec;
-        let GemmShape { columns, pair, splits, turns, hands } = self.shape;
+        let GemmShape { columns, pair, warpgroups, splits, turns, hands } = self.shape;
         let order = match &self.spec.order {
             TileOrder::Grouped => "grouped",
             TileOrder::Shards { .. } => "by shards",
@@ -164,7 +164,7 @@ impl Case {
             GemmSignals::Device { sizes } | GemmSignals::System { sizes } => sizes.len(),
         };
         format!(
-            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {splits} parts in {turns} turns \
+            "{} {} {m} x {n} x {k} to {}, {epilogue:?}, tiles of {columns} in {pair:?}, {warpgroups:?}, {splits} parts in {turns} turns \
              and {hands} hands, {order}, \
              {} pieces, {} shares, {signals} groups, {grid:?}, margin {sm_margin}",
             element.name(),
@@ -179,7 +179,7 @@ impl Case {
     fn run(&self, stream: &Stream) -> Result<f64, String> {
         let failed = |error: CudaError| error.to_string();
         let tensors = Tensors::new(stream, &self.spec, self.seed).map_err(failed)?;
-        let (special, heard) = self.launch(stream, &self.spec, &tensors).map_err(failed)?;
+        let (special, heard) = self.launch(stream, &self.spec, self.shape, &tensors).map_err(failed)?;
         let gemm = Gemm::with_shape(stream, &self.spec, self.shape).map_err(failed)?;
         let wanted: Vec<u32> = gemm.signals_of().iter().map(|signals| signals * LAUNCHES as u32).collect();
         if heard != wanted {
@@ -193,7 +193,13 @@ impl Case {
             grid: GemmGrid::Persistent,
             ..self.spec.clone()
         };
-        let (plain, _) = self.launch(stream, &plain, &tensors).map_err(failed)?;
+        // Bits depend on the parts of k alone.
+        let alike = |shape: &GemmShape| {
+            shape.parts() == self.shape.parts() && shape.warpgroups == Warpgroups::Cooperative
+        };
+        let shapes = Gemm::shapes(stream.device(), &plain).map_err(failed)?;
+        let shape = shapes.into_iter().find(alike).unwrap_or(self.shape);
+        let (plain, _) = self.launch(stream, &plain, shape, &tensors).map_err(failed)?;
         let unlike = special.iter().zip(&plain).filter(|(a, b)| a != b).count();
         if unlike > 0 || special.len() != plain.len() {
             return Err(format!("{unlike} bytes are unlike those of the plain launch"));
@@ -206,10 +212,11 @@ impl Case {
         &self,
         stream: &Stream,
         spec: &GemmSpec,
+        shape: GemmShape,
         tensors: &Tensors,
     ) -> Result<(Vec<u8>, Vec<u32>), CudaError> {
         let device = stream.device();
-        let gemm = Gemm::with_shape(stream, spec, self.shape)?;
+        let gemm = Gemm::with_shape(stream, spec, shape)?;
         let row_bytes = spec.strides[2] * spec.output.bytes() as usize;
         let mut row = 0;
         let groups = gemm.signals_of().len();

@@ -4,18 +4,21 @@ mod products;
 
 use counterpoint_cuda::bench::{GemmBench, GemmError};
 use counterpoint_cuda::kernel::{
-    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair,
+    ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
 };
 use counterpoint_cuda::{CudaError, Device};
 use counterpoint_report::Statistics;
 use serde::Serialize;
 
 use crate::arguments::{BenchDType, BenchGemmArguments, Device as Where};
+use crate::command::turns::turns;
 use crate::console;
 use crate::error::CliError;
 
 /// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
-const SECONDS: f64 = 0.06;
+const SECONDS: f64 = 0.12;
+/// Rounds at least, as often forwards as backwards.
+const LEAST_ROUNDS: usize = 4;
 
 /// `counterpoint bench gemm`.
 pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
@@ -104,10 +107,16 @@ fn measure(
     }
     runners.push(GemmRunner::Library(library.gemm(spec)?));
     let errors = runners.iter().map(|runner| bench.error(runner)).collect::<Result<Vec<GemmError>, _>>()?;
-    let first = bench.seconds(&runners, 1)?;
-    let longest = first.iter().flatten().copied().fold(0.0, f64::max);
-    let iterations = ((SECONDS / longest.max(1e-6)) as usize).clamp(3, arguments.iterations.max(3) as usize);
-    let seconds = bench.seconds(&runners, iterations)?;
+    let once: Vec<usize> = turns(0, runners.len()).collect();
+    let longest = bench.seconds(&runners, &once)?.into_iter().flatten().fold(0.0, f64::max);
+    let iterations =
+        ((SECONDS / longest.max(1e-6)) as usize).clamp(LEAST_ROUNDS, (arguments.iterations as usize).max(LEAST_ROUNDS));
+    // The clock falls under load: who always ran first would run on a cooler GPU. The first round is for that alone.
+    let rounds = (0..=iterations).flat_map(|round| turns(round, runners.len()));
+    let mut seconds = bench.seconds(&runners, &rounds.collect::<Vec<usize>>())?;
+    for samples in &mut seconds {
+        samples.remove(0);
+    }
     let median =
         |samples: &Vec<f64>| Statistics::of(samples).map_or(f64::NAN, |statistics| statistics.median);
     let medians: Vec<f64> = seconds.iter().map(median).collect();
@@ -130,7 +139,8 @@ fn measure(
                 (_, 1) => ('+', shape.turns),
                 _ => ('>', shape.hands),
             };
-            format!("128x{} {pair} {sign}{parts}", shape.columns)
+            let turns = if shape.warpgroups == Warpgroups::Pingpong { "p" } else { "" };
+            format!("128x{}{turns} {pair} {sign}{parts}", shape.columns)
         },
         seconds: medians[index],
         tflops: spec.flops() / medians[index] / 1e12,

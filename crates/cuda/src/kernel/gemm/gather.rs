@@ -143,7 +143,7 @@ impl GemmGatherSpec {
         }
         let grid = UnitGrid::new(shape, self.own_rows(), self.product.n);
         let travel = FIRST + (self.own_bytes() * (self.ranks - 1)) as f64 / BYTES;
-        let rounds = (travel / shape.unit_cycles(self.product.k)).ceil() as usize;
+        let rounds = (travel / shape.unit_cycles(&self.product)).ceil() as usize;
         let ahead = (rounds * ROUND).div_ceil(grid.rows);
         if self.own_rows() < TOGETHER_ROWS && ahead < grid.columns {
             TileOrder::ShardAhead { shards, first, ahead }
@@ -399,7 +399,7 @@ mod tests {
     fn own_tiles_come_first_while_rows_travel() {
         let order = |m: usize, n: usize| {
             let product = GemmSpec::new(m, n, 8192, GemmLayout::Nt, ElementType::Bf16);
-            let shape = GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 };
+            let shape = GemmShape::whole(224, TilePair::Rows);
             GemmGatherSpec { product, rank: 1, ranks: 2 }.order(&shape)
         };
         assert_eq!(order(512, 28672), TileOrder::ShardAhead { shards: 2, first: 1, ahead: 66 });

@@ -19,10 +19,10 @@ use order::GemmUnit;
 pub use order::TileOrder;
 pub use reduce::{GemmReduce, GemmReduceSpec, GemmReduceTensors, SumsGoTo};
 pub use rows::GemmRows;
-use rows::{Destination, GemmRowTile, GemmTerm};
+use rows::{Destination, GemmTerm, GemmTile, RowTile};
 pub use runner::GemmRunner;
 use shape::TILE_ROWS;
-pub use shape::{GemmShape, TilePair};
+pub use shape::{GemmShape, TilePair, Warpgroups};
 pub(super) use source::specialisations;
 use source::{GemmChoice, GemmEnds};
 pub use spec::{
@@ -49,10 +49,9 @@ pub struct Gemm {
     spec: GemmSpec,
     shape: GemmShape,
     destinations: Vec<Destination>,
-    tile_list: Vec<GemmRowTile>,
+    tile_list: Vec<RowTile>,
     unit_list: Vec<GemmUnit>,
-    units: DeviceBuffer,
-    row_tiles: DeviceBuffer,
+    tiles: DeviceBuffer,
     /// Empty where A is in one piece.
     terms: DeviceBuffer,
     signals: Vec<u32>,
@@ -86,8 +85,7 @@ struct GemmArguments {
     d_maps: [TensorMap; GEMM_DESTINATIONS],
     d: [u64; GEMM_DESTINATIONS],
     counters: [u64; GEMM_DESTINATIONS],
-    units: u64,
-    row_tiles: u64,
+    tiles: u64,
     terms: u64,
     bias: u64,
     kept: u64,
@@ -182,11 +180,13 @@ impl Gemm {
         let stretches = rows::stretches(spec);
         let destinations = rows::destinations(&stretches).0;
         let tile_list = rows::row_tiles(&stretches);
-        let GemmShape { columns, hands, .. } = shape;
-        let choice = GemmChoice { columns, layout: spec.layout, element: spec.element, ends, hands };
+        let GemmShape { columns, warpgroups, hands, .. } = shape;
+        let choice =
+            GemmChoice { columns, layout: spec.layout, element: spec.element, ends, warpgroups, hands };
         let function = device.function(&choice.source())?;
-        let units = DeviceBuffer::from_slice(stream, &unit_list)?;
-        let row_tiles = DeviceBuffer::from_slice(stream, &tile_list)?;
+        let tiles: Vec<GemmTile> =
+            unit_list.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tile_list)).collect();
+        let tiles = DeviceBuffer::from_slice(stream, &tiles)?;
         let terms = DeviceBuffer::from_slice(stream, &rows::terms(spec))?;
         let (of_cluster, items) = (2 * shape.splits, unit_list.len() as u32 * shape.hands);
         // What takes part in a collective holds all multiprocessors anyway, so it may do so as they become free.
@@ -195,7 +195,7 @@ impl Gemm {
         let launch = |clusters: u32| {
             Launch::linear(clusters * of_cluster, GemmShape::THREADS)
                 .cluster([of_cluster, 1, 1])
-                .shared_bytes(GemmShape::shared_bytes(shape.columns))
+                .shared_bytes(GemmShape::shared_bytes(columns, spec.layout))
                 .start(start)
         };
         // Not as many as there are multiprocessors for: a cluster lies within one of the groups that these come in. Those of a
@@ -230,8 +230,7 @@ impl Gemm {
             destinations,
             tile_list,
             unit_list,
-            units,
-            row_tiles,
+            tiles,
             terms,
             signals,
             kept,
@@ -270,7 +269,7 @@ impl Gemm {
     }
 
     /// The row of D, all shares one after the other, with which a tile begins.
-    fn first_row(&self, tile: &GemmRowTile) -> usize {
+    fn first_row(&self, tile: &RowTile) -> usize {
         let before = &self.destinations[..usize::from(tile.destination)];
         before.iter().map(|destination| destination.rows).sum::<usize>() + tile.destination_row as usize
     }
@@ -280,14 +279,9 @@ impl Gemm {
         let stretches = rows::stretches(spec);
         let (destinations, tiles) = (rows::destinations(&stretches).0, rows::row_tiles(&stretches));
         let mut signals = vec![0; spec.shares.len()];
-        for unit in units {
-            for of_unit in 0..2 {
-                let (down, across) = if shape.pair == TilePair::Rows { (of_unit, 0) } else { (0, of_unit) };
-                let column = (usize::from(unit.column_tile) + across) * shape.columns as usize;
-                let tile = &tiles[usize::from(unit.row_tile) + down];
-                if tile.rows > 0 && column < spec.n {
-                    signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
-                }
+        for tile in units.iter().flat_map(|unit| GemmTile::of_unit(unit, &shape, &tiles)) {
+            if tile.rows > 0 && (tile.column as usize) < spec.n {
+                signals[destinations[usize::from(tile.destination)].share] += shape.tellers();
             }
         }
         signals
@@ -347,8 +341,7 @@ impl Gemm {
             d_maps: d_maps.map(|map| map.unwrap_or(some_d)),
             d,
             counters,
-            units: self.units.address(),
-            row_tiles: self.row_tiles.address(),
+            tiles: self.tiles.address(),
             terms: if self.terms.is_empty() { 0 } else { self.terms.address() },
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
             kept: if self.kept.is_empty() { 0 } else { self.kept.address() },
@@ -418,12 +411,16 @@ impl Gemm {
     fn map_of_d(&self, address: u64, rows: usize, at_once: usize) -> Result<TensorMap, CudaError> {
         let Self { spec, shape, .. } = self;
         let (kind, box_columns) = match spec.output {
-            Scalar::F32 => (TensorMapElement::F32, 32),
+            Scalar::F32 => (TensorMapElement::F32, shape.wide_columns()),
             _ => (spec.element.tensor_map_element(), shape.chunk_columns()),
         };
         // A tensor of the copy engine has at least one column. The kernel stores none by it where there are fewer.
         let columns = self.columns_by_copy_engine().max(1) as u64;
-        let swizzle = if box_columns * kind.bytes() == 64 { Swizzle::Span64 } else { Swizzle::Span128 };
+        let swizzle = match box_columns * kind.bytes() {
+            32 => Swizzle::Span32,
+            64 => Swizzle::Span64,
+            _ => Swizzle::Span128,
+        };
         TensorMapSpec::new(kind, address, [columns, rows as u64], [box_columns, at_once as u32])
             .strides([spec.strides[2] as u64 * u64::from(kind.bytes())])
             .swizzle(swizzle)
@@ -458,10 +455,9 @@ fn refused(reason: String) -> CudaError {
 /// What host and kernel share.
 pub(super) fn layouts() -> Vec<SharedLayout> {
     let mut all = vec![
-        shared_layout!("gemm/gemm_work.cuh", GemmUnit { row_tile, column_tile, group }),
         shared_layout!(
             "gemm/gemm_work.cuh",
-            GemmRowTile { source_row, destination_row, source, destination, rows }
+            GemmTile { source_row, destination_row, source, destination, rows, column, group, unused }
         ),
         shared_layout!("gemm/gemm_work.cuh", GemmTerm { source, row }),
         shared_layout!(
@@ -472,8 +468,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 d_maps,
                 d,
                 counters,
-                units,
-                row_tiles,
+                tiles,
                 terms,
                 bias,
                 kept,

@@ -1,8 +1,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use bytemuck::NoUninit;
-
 use super::shape::{GemmShape, TILE_ROWS, TilePair};
 
 /// The order in which a product's tiles are begun. They come in units of two, which a cluster computes together.
@@ -47,9 +45,8 @@ pub enum TileOrder {
     Table(Arc<[u32]>),
 }
 
-/// `GemmUnit` of the kernel: the place of a unit's first tile in the grid of tiles, and its group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
-#[repr(C)]
+/// The place of a unit's first tile in the grid of tiles, and its group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GemmUnit {
     pub(super) row_tile: u16,
     pub(super) column_tile: u16,
@@ -242,7 +239,7 @@ mod tests {
     use super::*;
 
     fn shape(pair: TilePair) -> GemmShape {
-        GemmShape { columns: 256, pair, splits: 1, turns: 1, hands: 1 }
+        GemmShape::whole(256, pair)
     }
 
     /// Numbers of the grid's units as an order gives them.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::order::{self, GemmUnit, TileOrder, UnitGrid};
-use super::shape::{GemmShape, TILE_ROWS, TilePair};
+use super::shape::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
@@ -130,7 +130,7 @@ impl GemmReduceSpec {
         const LEFT: f64 = 0.04;
         let units = UnitGrid::new(shape, self.own_rows(), self.product.n).count();
         let others = units * (self.ranks - 1);
-        let own_cycles = units as f64 / ROUND as f64 * shape.unit_cycles(self.product.k);
+        let own_cycles = units as f64 / ROUND as f64 * shape.unit_cycles(&self.product);
         let late = self.spread_cycles(self.own_rows() * self.product.n) - own_cycles;
         let wanted = (late / (LEFT * own_cycles * self.ranks as f64)).ceil();
         // Less than one where nothing is late.
@@ -171,7 +171,7 @@ impl GemmReduceSpec {
 impl GemmReduce {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
     /// itself in its pass, whose units lie within one rank's, or, where those are no tile, within one row of tiles. Parts of k take
-    /// turns or are handed over, since what is sent of a tile ends in one CTA.
+    /// turns or are handed over, since what is sent of a tile ends in one CTA, and warpgroups compute each tile together.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -180,11 +180,18 @@ impl GemmReduce {
         let (rows, shards) = (spec.own_rows(), spec.shards());
         // Both tiles of a unit take turns in the ring for what comes of them, or neither.
         let fits = |shape: &GemmShape| match shards {
-            1 => shape.splits == 1 && shape.pair == TilePair::Columns,
-            _ => shape.splits == 1 && rows.is_multiple_of(shape.unit()[0]),
+            1 => shape.pair == TilePair::Columns,
+            _ => rows.is_multiple_of(shape.unit()[0]),
         };
-        let mut shapes: Vec<GemmShape> =
-            Gemm::shapes_in_pass(device, &spec.product)?.into_iter().filter(fits).collect();
+        let one_end = |shape: &GemmShape| {
+            shape.splits == 1
+                && shape.warpgroups == Warpgroups::Cooperative
+                && GemmShape::sums_over_ranks(shape.columns)
+        };
+        let mut shapes: Vec<GemmShape> = Gemm::shapes_in_pass(device, &spec.product)?
+            .into_iter()
+            .filter(|shape| one_end(shape) && fits(shape))
+            .collect();
         if shards > 1 {
             let cycles = |shape: &GemmShape| spec.cycles(shape, device.sm_count());
             shapes.sort_by(|a, b| cycles(a).total_cmp(&cycles(b)));
@@ -370,7 +377,7 @@ mod tests {
         let blocks = |m: usize, n: usize, k: usize| {
             let product = GemmSpec::new(m, n, k, GemmLayout::Nt, ElementType::Bf16);
             let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread: SumsGoTo::All };
-            spec.blocks(&GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 })
+            spec.blocks(&GemmShape::whole(256, TilePair::Rows))
         };
         assert_eq!(blocks(8192, 8192, 14336), 1);
         assert_eq!(blocks(8192, 12288, 6144), 1);
@@ -386,15 +393,8 @@ mod tests {
         let best = |m: usize, spread| {
             let product = GemmSpec::new(m, 8192, 4096, GemmLayout::Nt, ElementType::Bf16);
             let spec = GemmReduceSpec { product, rank: 0, ranks: 4, spread };
-            let shapes = |columns| {
-                [TilePair::Rows, TilePair::Columns].map(|pair| GemmShape {
-                    columns,
-                    pair,
-                    splits: 1,
-                    turns: 1,
-                    hands: 1,
-                })
-            };
+            let shapes =
+                |columns| [TilePair::Rows, TilePair::Columns].map(|pair| GemmShape::whole(columns, pair));
             let mut all: Vec<GemmShape> = [128, 256].into_iter().flat_map(shapes).collect();
             all.retain(|shape| spec.own_rows().is_multiple_of(shape.unit()[0]));
             all.sort_by(|a, b| spec.cycles(a, 132).total_cmp(&spec.cycles(b, 132)));
@@ -409,7 +409,7 @@ mod tests {
     fn units_are_numbered_within_their_shard() {
         let (ranks, m, n) = (4, 2048, 1000);
         for pair in [TilePair::Rows, TilePair::Columns] {
-            let shape = GemmShape { columns: 160, pair, splits: 1, turns: 1, hands: 1 };
+            let shape = GemmShape::whole(160, pair);
             let product = &spec(m, n, ranks).product;
             let numbered = |first: usize| {
                 let order = TileOrder::Shards { shards: ranks, first };

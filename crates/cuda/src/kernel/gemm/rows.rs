@@ -2,7 +2,8 @@
 
 use bytemuck::NoUninit;
 
-use super::shape::{BLOCK, TILE_ROWS};
+use super::order::GemmUnit;
+use super::shape::{BLOCK, GemmShape, TILE_ROWS, TilePair};
 use super::{GEMM_DESTINATIONS, GEMM_SOURCES, GemmLayout, GemmSpec};
 
 /// Some rows of one of the tensors that A is put together from.
@@ -36,15 +37,50 @@ pub(super) struct Destination {
     pub(super) rows: usize,
 }
 
-/// `GemmRowTile` of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
-#[repr(C)]
-pub(super) struct GemmRowTile {
+/// A row of tiles: where its rows come from and where they go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RowTile {
     pub(super) source_row: u32,
     pub(super) destination_row: u32,
     pub(super) source: u16,
     pub(super) destination: u16,
     pub(super) rows: u32,
+}
+
+/// `GemmTile` of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, NoUninit)]
+#[repr(C, align(32))]
+pub(super) struct GemmTile {
+    pub(super) source_row: u32,
+    pub(super) destination_row: u32,
+    pub(super) source: u16,
+    pub(super) destination: u16,
+    pub(super) rows: u32,
+    pub(super) column: u32,
+    pub(super) group: u32,
+    pub(super) unused: [u32; 2],
+}
+
+impl GemmTile {
+    /// Those of both CTAs of a pair.
+    pub(super) fn of_unit(unit: &GemmUnit, shape: &GemmShape, rows: &[RowTile]) -> [Self; 2] {
+        [0, 1].map(|rank| {
+            let (down, across) = if shape.pair == TilePair::Rows { (rank, 0) } else { (0, rank) };
+            let RowTile { source_row, destination_row, source, destination, rows } =
+                rows[usize::from(unit.row_tile) + down];
+            let column = (u32::from(unit.column_tile) + across as u32) * shape.columns;
+            Self {
+                source_row,
+                destination_row,
+                source,
+                destination,
+                rows,
+                column,
+                group: unit.group,
+                unused: [0; 2],
+            }
+        })
+    }
 }
 
 /// `GemmTerm` of the kernel.
@@ -159,13 +195,13 @@ pub(super) fn destinations(stretches: &[Stretch]) -> (Vec<Destination>, Vec<(usi
 }
 
 /// The tiles of stretches, and one more for a unit that needs a second.
-pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<GemmRowTile> {
+pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<RowTile> {
     let mut tiles = Vec::new();
     let (_, places) = destinations(stretches);
     for (stretch, (destination, first)) in stretches.iter().zip(places) {
         for begin in (0..stretch.rows).step_by(TILE_ROWS) {
             // A product's rows are fewer than 2^22, tensors and stretches a few.
-            tiles.push(GemmRowTile {
+            tiles.push(RowTile {
                 source_row: (stretch.source_row + begin) as u32,
                 destination_row: (first + begin) as u32,
                 source: stretch.source as u16,
@@ -174,7 +210,7 @@ pub(super) fn row_tiles(stretches: &[Stretch]) -> Vec<GemmRowTile> {
             });
         }
     }
-    let empty = tiles.last().map(|&last| GemmRowTile { rows: 0, ..last });
+    let empty = tiles.last().map(|&last| RowTile { rows: 0, ..last });
     tiles.extend(empty);
     tiles
 }

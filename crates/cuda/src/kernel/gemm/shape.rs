@@ -8,9 +8,6 @@ pub(super) const TILE_ROWS: usize = 128;
 /// Terms of a block (`kGemmBlockK`).
 pub(super) const BLOCK: usize = 64;
 
-/// Columns of the tiles that there are kernels for.
-pub(super) const COLUMNS: [u32; 6] = [64, 128, 160, 192, 224, 256];
-
 /// Where the second tile of a unit lies, and so which operand its CTAs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TilePair {
@@ -20,6 +17,25 @@ pub enum TilePair {
     Columns,
 }
 
+/// How the two warpgroups of a CTA that multiply share its tiles, in CUTLASS's terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Warpgroups {
+    /// Each has 64 rows of every tile.
+    Cooperative,
+    /// They take tiles in turn, so that one's storing is hidden by the other's products.
+    Pingpong,
+}
+
+impl Warpgroups {
+    /// Columns of the tiles that there are kernels for. One warpgroup's registers hold the sums of 192 columns of 128 rows.
+    pub(super) const fn columns(self) -> &'static [u32] {
+        match self {
+            Self::Cooperative => &[64, 80, 128, 160, 192, 224, 256],
+            Self::Pingpong => &[128, 160, 176, 192],
+        }
+    }
+}
+
 /// How a product is cut up: tiles of 128 rows, two to a unit, and each unit's k into parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GemmShape {
@@ -27,6 +43,8 @@ pub struct GemmShape {
     pub columns: u32,
     /// Where the second tile of a unit lies.
     pub pair: TilePair,
+    /// Who computes a tile; both together where k is in parts.
+    pub warpgroups: Warpgroups,
     /// Parts of k, which the CTAs of a cluster compute at the same time and sum in their order.
     pub splits: u32,
     /// Or 2 parts of k, which the same CTAs compute one after the other: 1 where there are several of the above.
@@ -35,27 +53,40 @@ pub struct GemmShape {
     pub hands: u32,
 }
 
-/// What a tile costs beside its blocks, in cycles.
+/// What the end of a tile takes that no product hides, in cycles.
 const TILE_CYCLES: f64 = 3000.0;
 
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
 
-    /// Blocks of k on their way at once: as many as shared memory holds.
-    pub(super) const fn stages(columns: u32) -> u32 {
-        match columns {
-            256 | 224 | 192 | 160 => 4,
-            128 => 6,
-            _ => 8,
-        }
+    /// Whole tiles of both warpgroups.
+    pub(super) const fn whole(columns: u32, pair: TilePair) -> Self {
+        Self { columns, pair, warpgroups: Warpgroups::Cooperative, splits: 1, turns: 1, hands: 1 }
     }
 
-    /// Dynamic shared memory of a CTA: `GemmShared`, and what aligning it to 1024 bytes may take.
-    pub(super) const fn shared_bytes(columns: u32) -> u32 {
-        // Where B lies along n, whole chunks of 64 columns are loaded.
-        let stage = (TILE_ROWS as u32 + columns.next_multiple_of(64)) * 128;
-        // Records and barriers are far smaller than the rounding up of the whole.
-        Self::stages(columns) * stage + (32 << 10) + 1024 + 1024
+    /// Bytes of a block of k. Where B lies along n, whole chunks of 64 columns are loaded.
+    const fn stage_bytes(columns: u32, layout: GemmLayout) -> u32 {
+        let loaded = match layout {
+            GemmLayout::Nt => columns,
+            GemmLayout::Nn | GemmLayout::Tn => columns.next_multiple_of(64),
+        };
+        (TILE_ROWS as u32 + loaded) * 128
+    }
+
+    /// What of `GemmShared` is no block of k: results on their way, records and barriers, and what aligning it to 1024 bytes may take.
+    const BESIDE_STAGES: u32 = (32 << 10) + 1024 + 1024;
+
+    /// Blocks of k on their way at once: as many as shared memory holds. From a load to its bytes pass 1300 cycles and more, in which the
+    /// tensor cores work through two blocks of 160 columns.
+    pub(super) const fn stages(columns: u32, layout: GemmLayout) -> u32 {
+        /// What a CTA may have.
+        const SHARED_BYTES: u32 = 232_448;
+        (SHARED_BYTES - Self::BESIDE_STAGES) / Self::stage_bytes(columns, layout)
+    }
+
+    /// Dynamic shared memory of a CTA.
+    pub(super) const fn shared_bytes(columns: u32, layout: GemmLayout) -> u32 {
+        Self::stages(columns, layout) * Self::stage_bytes(columns, layout) + Self::BESIDE_STAGES
     }
 
     /// Whether there are kernels that hand parts of k over: wider tiles have no registers for it, and are for more rows.
@@ -63,9 +94,23 @@ impl GemmShape {
         columns <= 192 && !matches!(layout, GemmLayout::Tn)
     }
 
+    /// Whether there are kernels that sum tiles of so many columns over ranks: what is sent of a tile comes in pieces of 32 columns or more.
+    pub(super) const fn sums_over_ranks(columns: u32) -> bool {
+        columns.is_multiple_of(32)
+    }
+
     /// Columns of elements that are stored at once (`kChunkColumns`).
     pub(super) const fn chunk_columns(&self) -> u32 {
-        if self.columns.is_multiple_of(64) { 64 } else { 32 }
+        match self.columns % 64 {
+            0 => 64,
+            32 => 32,
+            _ => 16,
+        }
+    }
+
+    /// The same of f32 (`kWideColumns`).
+    pub(super) const fn wide_columns(&self) -> u32 {
+        if self.chunk_columns() < 32 { self.chunk_columns() } else { 32 }
     }
 
     /// Rows and columns of a unit.
@@ -100,20 +145,25 @@ impl GemmShape {
 
     /// Cycles of a multiprocessor for one block of a tile while all of them compute, as measured on an H200; 4 a column is what
     /// the matrix unit takes. Narrow tiles wait for operands.
-    const fn block_cycles(self) -> f64 {
-        match (self.columns, self.pair) {
-            (64, TilePair::Rows) => 500.0,
-            (64, TilePair::Columns) => 420.0,
-            (128, TilePair::Rows) => 610.0,
-            (128, TilePair::Columns) => 640.0,
-            (160, TilePair::Rows) => 730.0,
-            (160, TilePair::Columns) => 750.0,
-            (192, TilePair::Rows) => 900.0,
-            (192, TilePair::Columns) => 930.0,
-            (224, TilePair::Rows) => 990.0,
-            (224, TilePair::Columns) => 1015.0,
-            (_, TilePair::Rows) => 1060.0,
-            (_, TilePair::Columns) => 1085.0,
+    fn block_cycles(self, layout: GemmLayout) -> f64 {
+        let below = match (self.warpgroups, self.columns) {
+            (Warpgroups::Cooperative, 64) => 500.0,
+            (Warpgroups::Cooperative, 80) => 540.0,
+            (Warpgroups::Cooperative, 128) => 610.0,
+            (Warpgroups::Cooperative, 160) if Self::stages(160, layout) >= 5 => 675.0,
+            (Warpgroups::Cooperative, 160) => 730.0,
+            (Warpgroups::Cooperative, 192) => 900.0,
+            (Warpgroups::Cooperative, 224) => 990.0,
+            (Warpgroups::Cooperative, _) => 1060.0,
+            (Warpgroups::Pingpong, 128) => 550.0,
+            (Warpgroups::Pingpong, 160) => 650.0,
+            (Warpgroups::Pingpong, 176) => 715.0,
+            (Warpgroups::Pingpong, _) => 780.0,
+        };
+        match self.pair {
+            TilePair::Rows => below,
+            TilePair::Columns if self.columns <= 80 => below - 80.0,
+            TilePair::Columns => below + 25.0,
         }
     }
 
@@ -122,8 +172,10 @@ impl GemmShape {
         self.splits * self.turns * self.hands
     }
 
-    /// Cycles of a multiprocessor for its part of a tile of `k` terms.
-    pub(super) fn unit_cycles(self, k: usize) -> f64 {
+    /// Cycles of a multiprocessor for its part of a tile.
+    pub(super) fn unit_cycles(self, spec: &GemmSpec) -> f64 {
+        /// What a tile's end takes of the other warpgroup's products.
+        const HIDDEN_CYCLES: f64 = 600.0;
         /// Until parts know of each other, and bytes of theirs that a multiprocessor sends in a cycle.
         const MEET: f64 = 3000.0;
         const SENT: f64 = 14.0;
@@ -140,7 +192,11 @@ impl GemmShape {
             _ => MEET + bytes * (splits - 1.0) / splits / SENT,
         };
         let at_once = f64::from(self.splits * self.hands);
-        k.div_ceil(BLOCK) as f64 / at_once * self.block_cycles() + TILE_CYCLES + exchange
+        let end = match self.warpgroups {
+            Warpgroups::Cooperative => TILE_CYCLES,
+            Warpgroups::Pingpong => HIDDEN_CYCLES,
+        };
+        spec.k.div_ceil(BLOCK) as f64 / at_once * self.block_cycles(spec.layout) + end + exchange
     }
 
     /// An estimate of the time that a product takes on `workers` multiprocessors, in their cycles. The constants are fitted to
@@ -152,13 +208,14 @@ impl GemmShape {
         const LATENCY: f64 = 3900.0;
         let items = UnitGrid::new(&self, spec.m, spec.n).count() as f64 * f64::from(self.hands);
         let clusters = f64::from(self.clusters(workers).max(1));
-        let computing = (items / clusters).ceil() * self.unit_cycles(spec.k);
+        let last = if self.warpgroups == Warpgroups::Pingpong { TILE_CYCLES } else { 0.0 };
+        let computing = (items / clusters).ceil() * self.unit_cycles(spec) + last;
         let operands = (spec.m + spec.n) as f64 * spec.k as f64 * spec.element.bytes() as f64;
         let mut rate = MEMORY * f64::from(workers.max(1)) / 132.0;
         if self.pair == TilePair::Columns {
             // Few rows wait for B, of which memory gives no more than is on its way.
             let block = f64::from(self.columns) * BLOCK as f64 * spec.element.bytes() as f64;
-            let blocks = 2 * self.splits * Self::stages(self.columns);
+            let blocks = 2 * self.splits * Self::stages(self.columns, spec.layout);
             rate = rate.min(items.min(clusters) * f64::from(blocks) * block / LATENCY);
         }
         let loading = operands / rate;
@@ -194,9 +251,9 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     const LEAST_BLOCKS: usize = 8;
     let blocks = spec.k.div_ceil(BLOCK);
     let mut all = Vec::new();
-    for columns in COLUMNS {
-        for pair in [TilePair::Rows, TilePair::Columns] {
-            let whole = GemmShape { columns, pair, splits: 1, turns: 1, hands: 1 };
+    for pair in [TilePair::Rows, TilePair::Columns] {
+        for &columns in Warpgroups::Cooperative.columns() {
+            let whole = GemmShape::whole(columns, pair);
             let (in_turn, handed) = (GemmShape { turns: 2, ..whole }, GemmShape { hands: 2, ..whole });
             // All parts have as many blocks.
             let fits = |splits: &u32| {
@@ -216,6 +273,14 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
                 all.push(handed);
             }
         }
+        // A pair of CTAs for every unit would leave nothing to the second warpgroup.
+        if spec.grid == GemmGrid::Persistent {
+            let tiles = Warpgroups::Pingpong.columns().iter();
+            all.extend(tiles.map(|&columns| GemmShape {
+                warpgroups: Warpgroups::Pingpong,
+                ..GemmShape::whole(columns, pair)
+            }));
+        }
     }
     all.sort_by(|a, b| a.cost(spec, sm_count).total_cmp(&b.cost(spec, sm_count)));
     all
@@ -232,17 +297,19 @@ mod tests {
 
     #[test]
     fn shapes_fit_a_multiprocessor() {
-        for columns in COLUMNS {
-            assert!(GemmShape::shared_bytes(columns) <= 232_448, "{columns}");
+        for layout in GemmLayout::ALL {
+            for warpgroups in [Warpgroups::Cooperative, Warpgroups::Pingpong] {
+                for &columns in warpgroups.columns() {
+                    assert!(GemmShape::shared_bytes(columns, layout) <= 232_448, "{columns}");
+                    assert!((4..=8).contains(&GemmShape::stages(columns, layout)), "{columns}");
+                }
+            }
         }
     }
 
     #[test]
     fn large_products_take_large_tiles_and_few_rows_many() {
-        assert_eq!(
-            best(8192, 8192, 8192),
-            GemmShape { columns: 256, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 }
-        );
+        assert_eq!(best(8192, 8192, 8192), GemmShape::whole(256, TilePair::Rows));
         // One row of tiles: nothing lies below.
         let few = best(128, 8192, 8192);
         assert_eq!(few.pair, TilePair::Columns);
@@ -251,10 +318,7 @@ mod tests {
         // 40 units of 256 columns would leave a third of the multiprocessors idle in the last of three rounds.
         assert_eq!(best(1024, 10240, 8192).columns, 160);
         // 224 units of 256 columns are 3.4 rounds of 66, 256 of 224 are 3.9.
-        assert_eq!(
-            best(256, 57344, 8192),
-            GemmShape { columns: 224, pair: TilePair::Rows, splits: 1, turns: 1, hands: 1 }
-        );
+        assert_eq!(best(256, 57344, 8192), GemmShape::whole(224, TilePair::Rows));
     }
 
     #[test]
@@ -284,9 +348,8 @@ mod tests {
                 assert!(of_both && most && shape.tellers() >= shape.splits, "{shape:?}");
             }
         }
-        let tellers = |columns, splits| {
-            GemmShape { columns, pair: TilePair::Rows, splits, turns: 1, hands: 1 }.tellers()
-        };
+        let tellers =
+            |columns, splits| GemmShape { splits, ..GemmShape::whole(columns, TilePair::Rows) }.tellers();
         // A part has the rows of one warpgroup, or of both.
         assert_eq!([(256, 1), (64, 2), (128, 3), (256, 4)].map(|(c, s)| tellers(c, s)), [2, 2, 4, 4]);
     }

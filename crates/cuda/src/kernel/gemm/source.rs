@@ -1,5 +1,5 @@
 use super::GemmLayout;
-use super::shape::{COLUMNS, GemmShape};
+use super::shape::{GemmShape, Warpgroups};
 use crate::kernel::{ElementType, MatrixUnit, Specialisation};
 use crate::{Arch, KernelSource};
 
@@ -11,6 +11,7 @@ pub(super) struct GemmChoice {
     pub(super) layout: GemmLayout,
     pub(super) element: ElementType,
     pub(super) ends: GemmEnds,
+    pub(super) warpgroups: Warpgroups,
     /// Parts of k that are handed over ([`GemmShape::hands`]).
     pub(super) hands: u32,
 }
@@ -54,28 +55,32 @@ impl GemmEnds {
 
 impl GemmChoice {
     pub(super) fn source(self) -> KernelSource {
-        let Self { columns, layout, element, ends, hands } = self;
+        let Self { columns, layout, element, ends, warpgroups, hands } = self;
         let [header, stem, parameter, call] = ends.parts();
         let handed = if hands > 1 { "_handed" } else { "" };
-        let name = format!("{stem}_{}_{}_128x{columns}{handed}", element.name(), layout.name());
+        let (turns, warpgroups) = match warpgroups {
+            Warpgroups::Cooperative => ("", "kCooperative"),
+            Warpgroups::Pingpong => ("_pingpong", "kPingpong"),
+        };
+        let name = format!("{stem}_{}_{}_128x{columns}{turns}{handed}", element.name(), layout.name());
         let (a, b) = match layout {
             GemmLayout::Nt => ("kK", "kK"),
             GemmLayout::Nn => ("kK", "kMN"),
             GemmLayout::Tn => ("kMN", "kMN"),
         };
-        let stages = GemmShape::stages(columns);
+        let stages = GemmShape::stages(columns, layout);
         KernelSource::new(&name, Arch::SM_90A)
             .define("ELEMENT_BF16", element.define())
             .line(format_args!("#include \"{header}\""))
             .line("using namespace counterpoint;")
             .line(format_args!(
-                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, {hands}>;"
+                "using Config = GemmConfig<{columns}, {stages}, Major::{a}, Major::{b}, Warpgroups::{warpgroups}, {hands}>;"
             ))
             .line(format_args!(
                 "static_assert(kGemmThreads == {} && sizeof(GemmShared<Config>) + 1024 <= {}, \
                  \"threads and shared memory of a launch\");",
                 GemmShape::THREADS,
-                GemmShape::shared_bytes(columns)
+                GemmShape::shared_bytes(columns, layout)
             ))
             .line("extern \"C\" __global__ void __launch_bounds__(kGemmThreads, 1)")
             .line(format_args!("{name}(const __grid_constant__ {parameter} arguments) {{"))
@@ -91,20 +96,28 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
     let register_limit = 65536 / GemmShape::THREADS / 8 * 8;
     for element in ElementType::ALL {
         for layout in GemmLayout::ALL {
-            for columns in COLUMNS {
-                // The gradient of a weight needs no other rank.
-                let ends: &[GemmEnds] = match layout {
-                    GemmLayout::Nt | GemmLayout::Nn => {
-                        &[GemmEnds::Memory, GemmEnds::SumOverRanks, GemmEnds::RowsOfRanks]
+            // The gradient of a weight needs no other rank.
+            let of_ranks = layout != GemmLayout::Tn;
+            let mut add = |ends, warpgroups, columns, hands| {
+                let source = GemmChoice { columns, layout, element, ends, warpgroups, hands }.source();
+                all.push(Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit });
+            };
+            for &columns in Warpgroups::Cooperative.columns() {
+                for hands in 1..=if GemmShape::hands_over(columns, layout) { 2 } else { 1 } {
+                    add(GemmEnds::Memory, Warpgroups::Cooperative, columns, hands);
+                    if of_ranks && GemmShape::sums_over_ranks(columns) {
+                        add(GemmEnds::SumOverRanks, Warpgroups::Cooperative, columns, hands);
                     }
-                    GemmLayout::Tn => &[GemmEnds::Memory],
-                };
-                let hands = if GemmShape::hands_over(columns, layout) { 1..=2 } else { 1..=1 };
-                let choices = hands.flat_map(|hands| ends.iter().map(move |&ends| (hands, ends)));
-                all.extend(choices.map(|(hands, ends)| {
-                    let source = GemmChoice { columns, layout, element, ends, hands }.source();
-                    Specialisation { source, matrix_unit: MatrixUnit::Warpgroup, register_limit }
-                }));
+                    if of_ranks {
+                        add(GemmEnds::RowsOfRanks, Warpgroups::Cooperative, columns, hands);
+                    }
+                }
+            }
+            for &columns in Warpgroups::Pingpong.columns() {
+                add(GemmEnds::Memory, Warpgroups::Pingpong, columns, 1);
+                if of_ranks {
+                    add(GemmEnds::RowsOfRanks, Warpgroups::Pingpong, columns, 1);
+                }
             }
         }
     }
