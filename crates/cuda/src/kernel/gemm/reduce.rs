@@ -400,7 +400,7 @@ mod tests {
             all.sort_by(|a, b| spec.cycles(a, 132).total_cmp(&spec.cycles(b, 132)));
             all[0].columns
         };
-        assert_eq!([512, 1024, 2048].map(|m| best(m, SumsGoTo::Owner)), [128, 256, 256]);
+        assert_eq!([512, 1024, 2048].map(|m| best(m, SumsGoTo::Owner)), [128, 128, 256]);
         assert_eq!([512, 1024, 2048, 8192].map(|m| best(m, SumsGoTo::All)), [128, 128, 128, 256]);
     }
 
