@@ -31,7 +31,7 @@ impl Warpgroups {
     /// Columns of the tiles that there are kernels for. One warpgroup's registers hold the sums of 192 columns of 128 rows.
     pub(super) const fn columns(self) -> &'static [u32] {
         match self {
-            Self::Cooperative => &[48, 64, 80, 128, 160, 192, 224, 256],
+            Self::Cooperative => &[64, 80, 128, 160, 192, 224, 256],
             Self::Pingpong => &[128, 160, 176, 192],
         }
     }
@@ -146,7 +146,6 @@ impl GemmShape {
     fn block_cycles(self, layout: GemmLayout) -> f64 {
         let along_k = layout == GemmLayout::Nt;
         let below = match (self.warpgroups, self.columns) {
-            (Warpgroups::Cooperative, 48) => 400.0,
             (Warpgroups::Cooperative, 64) => 380.0,
             (Warpgroups::Cooperative, 80) => 500.0,
             (Warpgroups::Cooperative, 128) => 540.0,
