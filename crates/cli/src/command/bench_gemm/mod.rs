@@ -109,8 +109,8 @@ fn measure(
     let errors = runners.iter().map(|runner| bench.error(runner)).collect::<Result<Vec<GemmError>, _>>()?;
     let once: Vec<usize> = turns(0, runners.len()).collect();
     let longest = bench.seconds(&runners, &once)?.into_iter().flatten().fold(0.0, f64::max);
-    let iterations =
-        ((SECONDS / longest.max(1e-6)) as usize).clamp(LEAST_ROUNDS, (arguments.iterations as usize).max(LEAST_ROUNDS));
+    let iterations = ((SECONDS / longest.max(1e-6)) as usize)
+        .clamp(LEAST_ROUNDS, (arguments.iterations as usize).max(LEAST_ROUNDS));
     // The clock falls under load: who always ran first would run on a cooler GPU. The first round is for that alone.
     let rounds = (0..=iterations).flat_map(|round| turns(round, runners.len()));
     let mut seconds = bench.seconds(&runners, &rounds.collect::<Vec<usize>>())?;
