@@ -57,7 +57,7 @@ pub struct GemmShape {
 impl GemmShape {
     pub(super) const THREADS: u32 = 384;
 
-    /// Whole tiles of both warpgroups.
+    /// All of k at once, each tile by both warpgroups.
     pub(super) const fn whole(columns: u32, pair: TilePair) -> Self {
         Self { columns, pair, warpgroups: Warpgroups::Cooperative, splits: 1, turns: 1, hands: 1 }
     }
@@ -92,7 +92,7 @@ impl GemmShape {
         columns <= 192 && !matches!(layout, GemmLayout::Tn)
     }
 
-    /// Whether there are kernels that sum tiles of so many columns over ranks: what is sent of a tile comes in pieces of 32 columns or more.
+    /// Whether there are kernels that sum tiles of so many columns over ranks: what is sent comes in chunks of 32 columns and more.
     pub(super) const fn sums_over_ranks(columns: u32) -> bool {
         columns.is_multiple_of(32)
     }
