@@ -218,7 +218,7 @@ mod tests {
     fn stress_is_alone_on_all_gpus() {
         for gpus in [1, 2] {
             let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 });
-            assert_eq!(parts.len(), if gpus > 1 { 9 } else { 4 });
+            assert_eq!(parts.len(), if gpus > 1 { 9 } else { 5 });
             assert!(parts.iter().all(|part| part.place == Place::AllGpus(SLOTS)));
         }
     }

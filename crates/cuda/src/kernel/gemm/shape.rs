@@ -278,7 +278,8 @@ pub(super) fn parts_in_pass(spec: &GemmSpec, sm_count: u32) -> u32 {
     if cycles(2) < NOTABLY * cycles(1) { 2 } else { 1 }
 }
 
-/// The shapes that a product can have, least estimate first. `sm_margin` does not count: bits must not depend on it.
+/// The shapes that a product can have, least estimate first. Bits must not depend on `sm_margin`, so where there is one those come first
+/// that have as many parts as the best without it.
 pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
     /// Clusters have at most 8 CTAs, two for each part.
     const MOST_SPLITS: u32 = 4;
@@ -317,7 +318,15 @@ pub(super) fn shapes(spec: &GemmSpec, sm_count: u32) -> Vec<GemmShape> {
             }));
         }
     }
-    all.sort_by(|a, b| a.cost(spec, sm_count).total_cmp(&b.cost(spec, sm_count)));
+    let sort = |shapes: &mut [GemmShape], workers: u32| {
+        shapes.sort_by(|a, b| a.cost(spec, workers).total_cmp(&b.cost(spec, workers)));
+    };
+    sort(&mut all, sm_count);
+    if let (Some(best), 1..) = (all.first().copied(), spec.sm_margin) {
+        // 21 rounds of tiles on all multiprocessors can be 22 on four fewer.
+        sort(&mut all, sm_count.saturating_sub(spec.sm_margin));
+        all.sort_by_key(|shape| shape.parts() != best.parts());
+    }
     all
 }
 
@@ -360,6 +369,21 @@ mod tests {
         assert_eq!(best(1024, 10240, 8192).columns, 160);
         // 224 units of 256 columns are 3.4 rounds of 66, 326 of 176 are 4.94.
         assert_eq!(best(256, 57344, 8192), in_turn(176));
+    }
+
+    /// 1376 units of 192 columns are 21 rounds of 66 clusters and 22 of 64; 1024 of 256 are 16 of both.
+    #[test]
+    fn a_margin_may_take_a_round() {
+        let spec = GemmSpec::new(8192, 8192, 7168, GemmLayout::Nn, ElementType::Bf16);
+        assert_eq!(shapes(&spec, 132)[0].columns, 192);
+        let spec = GemmSpec { sm_margin: 4, ..spec };
+        assert_eq!(shapes(&spec, 132)[0], GemmShape::whole(256, TilePair::Rows));
+        // Parts are those of the product without a margin.
+        let few = GemmSpec::new(128, 2560, 8192, GemmLayout::Nt, ElementType::Bf16);
+        for sm_margin in [0, 4, 100] {
+            let all = shapes(&GemmSpec { sm_margin, ..few.clone() }, 132);
+            assert_eq!(all[0].parts(), shapes(&few, 132)[0].parts());
+        }
     }
 
     #[test]
