@@ -74,7 +74,8 @@ pub(super) fn examine(
     way: &Way,
     calls: usize,
 ) -> Result<SelfCheck, ExecError> {
-    let (ranks, gpus) = (way.ranks, machine.devices().len());
+    let ranks = way.ranks;
+    let place = if machine.devices().len() < ranks { "sharing a GPU" } else { "on a GPU each" };
     let m = own * ranks;
     let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: DType::Bf16 };
     let rows = if collective == GemmCollective::AllGather { own } else { m };
@@ -111,7 +112,7 @@ pub(super) fn examine(
         joined.sum::<Result<u64, ExecError>>()
     })?;
     let name = format!(
-        "{calls} products of {m} x {n} x {k} with {}, {}, by {ranks} ranks on {gpus} GPUs, random delays, wrong words",
+        "{calls} products of {m} x {n} x {k} with {}, {}, by {ranks} ranks {place}, random delays, wrong words",
         collective.name(),
         way.name
     );
