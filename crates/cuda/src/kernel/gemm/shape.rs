@@ -154,11 +154,11 @@ impl GemmShape {
             (Warpgroups::Cooperative, 192) => 814.0,
             (Warpgroups::Cooperative, 224) => 990.0,
             (Warpgroups::Cooperative, _) => 1060.0,
-            (Warpgroups::Pingpong, 128) => 543.0,
+            (Warpgroups::Pingpong, 128) => 542.0,
             (Warpgroups::Pingpong, 160) if along_k => 675.0,
             (Warpgroups::Pingpong, 160) => 700.0,
             (Warpgroups::Pingpong, 176) => 745.0,
-            (Warpgroups::Pingpong, _) => 800.0,
+            (Warpgroups::Pingpong, _) => 798.0,
         };
         match self.pair {
             TilePair::Rows => below,
