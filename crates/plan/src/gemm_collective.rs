@@ -39,9 +39,9 @@ pub struct GemmExchangeSeconds {
 const ROUND: usize = 132 * 128 * 256;
 /// Rows of a tile: of an operand that travels while tiles are computed, each rank's rows are whole ones.
 const TILE_ROWS: usize = 128;
-/// How much longer than alone a product of several rounds takes whose tiles are summed over ranks: alone, warpgroups take tiles in turn. On
-/// an H200 0 to 5 %.
-const SUMMED: f64 = 1.03;
+/// How much longer than alone a product of several rounds takes whose rows travel: alone, warpgroups take tiles in turn. By the two ways of a
+/// product alone, on an H200, 0 to 5 %.
+const TOGETHER: f64 = 1.03;
 /// From the end of a product's last tiles to the end of its sums, of which those from others come last. Measured on H200s: 20 us
 /// while parts were added from memory, of which half was that.
 const LAST_SUMS: f64 = 10e-6;
@@ -66,15 +66,15 @@ impl GemmExchange {
         // Few rows wait for the other operand.
         let reading = (n * k * element_bytes) as f64 / cost.memory_bytes_per_second;
         let product = cost.matmul_seconds([m, n, k]).max(reading);
-        let summed = if m * n > ROUND { SUMMED * product } else { product };
+        let together = if m * n > ROUND { TOGETHER } else { 1.0 };
         match traffic {
             GemmTraffic::Shares => GemmExchangeSeconds {
                 sequential: product + cost.launch_seconds + travel(n),
-                fused: summed.max(bytes(n) / cost.link.bytes_per_second) + LAST_SUMS,
+                fused: (together * product).max(bytes(n) / cost.link.bytes_per_second) + LAST_SUMS,
             },
             GemmTraffic::SharesAndSums => GemmExchangeSeconds {
                 sequential: product + 2.0 * (cost.launch_seconds + travel(n)),
-                fused: summed.max(2.0 * bytes(n) / cost.link.bytes_per_second) + LAST_SPREAD,
+                fused: (together * product).max(2.0 * bytes(n) / cost.link.bytes_per_second) + LAST_SPREAD,
             },
             // All tiles wait for all rows.
             GemmTraffic::Operand
@@ -83,13 +83,13 @@ impl GemmExchange {
             {
                 GemmExchangeSeconds {
                     sequential: product + cost.launch_seconds + travel(k),
-                    fused: product + AT_ONCE + bytes(k) / cost.link.bytes_per_second,
+                    fused: together * product + AT_ONCE + bytes(k) / cost.link.bytes_per_second,
                 }
             }
             GemmTraffic::Operand => {
                 let rounds = (m * n).div_ceil(ROUND) as f64;
                 let tiled = m.div_ceil(ranks).next_multiple_of(TILE_ROWS) * ranks;
-                let product_of_tiles = cost.matmul_seconds([tiled, n, k]).max(reading);
+                let product_of_tiles = together * cost.matmul_seconds([tiled, n, k]).max(reading);
                 let rate = ROWS_RATE * cost.link.bytes_per_second;
                 // After the rows of the j-th other rank have come, the products of what remains.
                 let after = |rank: usize| {

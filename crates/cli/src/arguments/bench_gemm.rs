@@ -44,7 +44,7 @@ pub(crate) struct BenchGemmArguments {
     pub(crate) tiles: u32,
 
     /// Timed runs of each row at most, at least 4; long ones get fewer [default: 12]
-    #[arg(long, value_name = "N", default_value_t = 12, hide_default_value = true, value_parser = clap::value_parser!(u32).range(3..=10_000), allow_hyphen_values = true)]
+    #[arg(long, value_name = "N", default_value_t = 12, hide_default_value = true, value_parser = clap::value_parser!(u32).range(4..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
 
     /// Few shapes, to see that everything works

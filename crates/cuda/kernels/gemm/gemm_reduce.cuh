@@ -52,8 +52,8 @@ template <typename C>
 struct GemmToRanks {
   static constexpr u32 kProducerRegisters = 56;
   static constexpr u32 kConsumerRegisters = 224;
-  // The others of the warp look out for parts.
   static constexpr u32 kLoaders = 1;
+  // The others of the warp look out for parts.
   static constexpr u32 kLoadingThreads = 32;
   static constexpr bool kAwaitsRows = false;
   static constexpr bool kSumsParts = false;

@@ -9,7 +9,7 @@ use counterpoint_exec::{
     all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter, random_tensor,
 };
 use counterpoint_plan::{DType, WaveGroups};
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder};
 
 use crate::backend::exec_error;
 use crate::collective_bench::Delays;
@@ -38,21 +38,15 @@ const NOISE_BYTES: usize = 8 << 20;
 /// Of every wait. NCCL needs more than 20 s to connect four ranks while all else begins.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Each collective with its product, `calls` times in each shape on two inputs in turn, by a rank on each GPU or, where there is one, by
-/// two that share it; before every other call a rank is held up for
+/// Each collective with its product, `calls` times in each shape on two inputs in turn; before every other call a rank is held up for
 /// a random time. Every element of every call, compared on the device, must have the bits of the product and the collective one
 /// after the other: what is a call too old or too new has not.
 ///
 /// # Errors
 /// Whatever ends a run.
 pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
-    let (ranks, workers) = match machine.devices() {
-        // A kernel that waits for the other rank's must find room beside it, and so must those that start before these have ended.
-        [device] => (2, WorkerShare::Margin(device.sm_count() as usize * 3 / 4)),
-        several => (several.len().min(GEMM_DESTINATIONS), WorkerShare::Common),
-    };
-    let policy = OverlapPolicy { mover: Mover::Fused, workers, ..OverlapPolicy::default() };
-    let way = Way { name: "fused", ranks, policy, groups: WaveGroups::Fixed(1) };
+    let policy = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };
+    let way = Way { name: "fused", policy, groups: WaveGroups::Fixed(1) };
     let cases =
         SHAPES.into_iter().flat_map(|shape| GemmCollective::ALL.map(|collective| (shape, collective)));
     cases.chain(MORE).map(|(shape, collective)| examine(machine, shape, collective, &way, calls)).collect()
@@ -61,7 +55,6 @@ pub fn selftest_fused(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfChe
 /// How a product and its collective are run.
 pub(super) struct Way {
     pub(super) name: &'static str,
-    pub(super) ranks: usize,
     pub(super) policy: OverlapPolicy,
     pub(super) groups: WaveGroups,
 }
@@ -74,8 +67,7 @@ pub(super) fn examine(
     way: &Way,
     calls: usize,
 ) -> Result<SelfCheck, ExecError> {
-    let ranks = way.ranks;
-    let place = if machine.devices().len() < ranks { "sharing a GPU" } else { "on a GPU each" };
+    let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
     let m = own * ranks;
     let spec = GemmCollectiveSpec { collective, ranks, m, n, k, dtype: DType::Bf16 };
     let rows = if collective == GemmCollective::AllGather { own } else { m };
@@ -112,7 +104,7 @@ pub(super) fn examine(
         joined.sum::<Result<u64, ExecError>>()
     })?;
     let name = format!(
-        "{calls} products of {m} x {n} x {k} with {}, {}, by {ranks} ranks {place}, random delays, wrong words",
+        "{calls} products of {m} x {n} x {k} with {}, {}, on {ranks} GPUs, random delays, wrong words",
         collective.name(),
         way.name
     );

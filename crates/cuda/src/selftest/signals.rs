@@ -13,8 +13,8 @@ use half::bf16;
 
 use super::fused::{SHAPES, Way, examine};
 use crate::kernel::{
-    ElementType, GEMM_DESTINATIONS, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, MissedSignal,
-    SignalLitmus, SignalLitmusRound, SignalWait, SignalWaits,
+    ElementType, Gemm, GemmLayout, GemmSignals, GemmSpec, GemmTensors, MissedSignal, SignalLitmus,
+    SignalLitmusRound, SignalWait, SignalWaits,
 };
 use crate::{
     CudaBackend, CudaError, CudaMachine, CudaTransport, Device, DeviceBuffer, Event, GraphRun, Stream,
@@ -141,7 +141,6 @@ fn wait_in_vain(device: &Device) -> Result<SelfCheck, CudaError> {
 /// Whatever ends a run.
 pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Result<Vec<SelfCheck>, ExecError> {
     let [shape @ [rows, _, _], ..] = SHAPES;
-    let ranks = machine.devices().len().min(GEMM_DESTINATIONS);
     // Nothing is left free, so units of tiles are placed one by one; and 16 multiprocessors are.
     let policies = ["signals", "signals+sm-margin=16"].map(str::parse);
     let groups = [WaveGroups::Sizes(vec![rows / 2, rows / 4, rows / 4]), WaveGroups::Fixed(5)];
@@ -149,7 +148,7 @@ pub fn selftest_signalled_products(machine: &CudaMachine, calls: usize) -> Resul
     for (policy, name) in policies.into_iter().zip(["signals", "signals and a margin"]) {
         let Ok(policy) = policy else { continue };
         for groups in &groups {
-            let way = Way { name, ranks, policy, groups: groups.clone() };
+            let way = Way { name, policy, groups: groups.clone() };
             for collective in [GemmCollective::ReduceScatter, GemmCollective::AllReduce] {
                 checks.push(examine(machine, shape, collective, &way, calls)?);
             }

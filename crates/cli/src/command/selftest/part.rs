@@ -99,11 +99,13 @@ pub(super) fn stress_parts(machine: Machine) -> Vec<Part> {
     if machine.hopper {
         groups.extend([Group::Meetings, Group::Signals]);
     }
-    if machine.hopper {
-        groups.push(Group::Fused);
-    }
     if machine.hopper && machine.gpus > 1 {
-        groups.extend([Group::NvlinkSignalled, Group::CopyEngineSignalled, Group::NcclSignalled]);
+        groups.extend([
+            Group::Fused,
+            Group::NvlinkSignalled,
+            Group::CopyEngineSignalled,
+            Group::NcclSignalled,
+        ]);
     }
     groups.extend([Group::NvlinkRepeats, Group::CopyEngineRepeats]);
     if machine.gpus > 1 {
@@ -143,8 +145,8 @@ fn on_gpus(machine: Machine, extent: Extent, parts: &mut Vec<Part>) {
     // Kernels that wait for each other by the million are held up by everyone else's turns, and hold up everyone else.
     let alone = Place::AllGpus(SLOTS);
     add(&[G::Meetings, G::Signals], alone, When::AtOnce, 1, hopper);
-    add(&[G::Fused], alone, When::AtOnce, 1, hopper);
-    add(&[G::NvlinkSignalled, G::CopyEngineSignalled], alone, When::AtOnce, 1, several && hopper);
+    let travelling = [G::Fused, G::NvlinkSignalled, G::CopyEngineSignalled];
+    add(&travelling, alone, When::AtOnce, 1, several && hopper);
     // Half a minute of one thread, which makes its inputs, before the GPU has anything to do.
     add(&[G::LongSequence], Place::AnyGpu(NOTHING), When::AtOnce, 1, full);
     let [light, everywhere, jobs] = [LIGHT, USUAL, JOBS].map(Place::AllGpus);
@@ -218,7 +220,7 @@ mod tests {
     fn stress_is_alone_on_all_gpus() {
         for gpus in [1, 2] {
             let parts = stress_parts(Machine { gpus, hopper: true, cores: 8 });
-            assert_eq!(parts.len(), if gpus > 1 { 9 } else { 5 });
+            assert_eq!(parts.len(), if gpus > 1 { 9 } else { 4 });
             assert!(parts.iter().all(|part| part.place == Place::AllGpus(SLOTS)));
         }
     }

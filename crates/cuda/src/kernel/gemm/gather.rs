@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
-use super::shape::{GemmShape, TILE_ROWS};
+use super::shape::{GemmShape, TILE_ROWS, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
@@ -201,7 +201,8 @@ impl GemmGatherSpec {
 
 impl GemmGather {
     /// The shapes that it can have on a device, the one that is estimated to be the fastest first: those of the product by
-    /// itself in its pass whose units lie within one rank's.
+    /// itself in its pass whose units lie within one rank's, and whose warpgroups compute each tile together: in turn they have not run
+    /// on GPUs whose ranks wait for each other.
     ///
     /// # Errors
     /// [`CudaError::Launch`] when no kernel takes it.
@@ -209,7 +210,9 @@ impl GemmGather {
         spec.check().map_err(refused)?;
         let in_rank = |shape: &GemmShape| spec.own_rows().is_multiple_of(shape.unit()[0]);
         let fits = |shape: &GemmShape| spec.awaits_all() || in_rank(shape);
-        Ok(Gemm::shapes_in_pass(device, &spec.product)?.into_iter().filter(fits).collect())
+        let mut shapes = Gemm::shapes_in_pass(device, &spec.product)?;
+        shapes.retain(|shape| shape.warpgroups == Warpgroups::Cooperative && fits(shape));
+        Ok(shapes)
     }
 
     /// Makes it ready in one of its shapes, by `stream`, which is waited for. All ranks must take the same.

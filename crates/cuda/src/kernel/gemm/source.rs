@@ -115,9 +115,6 @@ pub(in crate::kernel) fn specialisations() -> Vec<Specialisation> {
             }
             for &columns in Warpgroups::Pingpong.columns() {
                 add(GemmEnds::Memory, Warpgroups::Pingpong, columns, 1);
-                if of_ranks {
-                    add(GemmEnds::RowsOfRanks, Warpgroups::Pingpong, columns, 1);
-                }
             }
         }
     }
