@@ -9,6 +9,7 @@ pub(crate) use counterpoint_report::format_counted as count;
 use serde::Serialize;
 
 use crate::error::CliError;
+use crate::schema::{Documented, Schema};
 
 /// Prints `text` to standard output. A reader that has gone away (`| head`) has what it wanted. A standard output that was
 /// closed from the start (`>&-`) is not seen here: the standard library has opened `/dev/null` in its place.
@@ -20,9 +21,10 @@ pub(crate) fn print(text: &str) -> Result<(), CliError> {
     }
 }
 
-/// Prints one JSON document on one line.
-pub(crate) fn print_json(document: &impl Serialize) -> Result<(), CliError> {
-    let text = serde_json::to_string(document).map_err(|error| CliError::Stdout { source: error.into() })?;
+/// Prints one JSON document, an object, on one line, its schema in front.
+pub(crate) fn print_json(schema: Schema, document: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string(&Documented { schema, document })
+        .map_err(|error| CliError::Stdout { source: error.into() })?;
     print(&(text + "\n"))
 }
 

@@ -15,6 +15,7 @@ mod output;
 mod own_process;
 mod profile;
 mod progress;
+mod schema;
 mod temporary_folder;
 mod tuned;
 

@@ -8,12 +8,16 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use crate::mask::MAX_SEQLEN;
 use crate::{AttnSlice, Mask, MaskError, MaskType, Range};
 
+/// What the field `schema` of a mask's document says, where there is one.
+pub const MASK_SCHEMA: &str = "counterpoint.mask/1";
+
 impl Mask {
     /// Reads `{"seqlen_q": 1024, "seqlen_k": 1024, "slices": [{"q": [0, 512], "k": [0, 1024], "type": "causal"}, …]}`.
     ///
     /// # Errors
     /// Text that is not JSON, or not of this form (unknown, missing or doubled fields, wrong types, numbers that are
-    /// negative, fractional or too large), with the place, line and column; or a mask that [`Mask::new`] refuses.
+    /// negative, fractional or too large), with the place, line and column; a `schema` other than [`MASK_SCHEMA`]; or a mask that
+    /// [`Mask::new`] refuses.
     pub fn from_json(text: &str) -> Result<Self, MaskError> {
         // Some editors write a byte order mark in front.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -53,6 +57,7 @@ impl Mask {
 impl Serialize for Mask {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         Document {
+            schema: FileSchema,
             seqlen_q: Tokens(self.seqlen_q()),
             seqlen_k: Tokens(self.seqlen_k()),
             slices: List(self.slices().iter().map(|slice| Object(Entry::from(slice))).collect()),
@@ -71,6 +76,9 @@ impl<'de> Deserialize<'de> for Mask {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
+    #[serde(default, skip_serializing)]
+    #[expect(dead_code, reason = "that it can be read is all that it says")]
+    schema: FileSchema,
     seqlen_q: Tokens,
     seqlen_k: Tokens,
     slices: List<Object<Entry>>,
@@ -103,6 +111,10 @@ impl Fields for Document {
 impl Fields for Entry {
     const FIELDS: &str = "q, k and type";
 }
+
+/// [`MASK_SCHEMA`], or nothing.
+#[derive(Default)]
+struct FileSchema;
 
 /// A number of tokens, or the index of one.
 struct Tokens(usize);
@@ -158,6 +170,12 @@ impl Serialize for Kind {
 impl<'de> Deserialize<'de> for Tokens {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_u64(TokensVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for FileSchema {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_str(SchemaVisitor)
     }
 }
 
@@ -220,6 +238,23 @@ impl Visitor<'_> for TokensVisitor {
         match value.to_bits() == (-0.0_f64).to_bits() {
             true => Ok(Tokens(0)),
             false => Err(E::invalid_type(Unexpected::Float(value), &self)),
+        }
+    }
+}
+
+struct SchemaVisitor;
+
+impl Visitor<'_> for SchemaVisitor {
+    type Value = FileSchema;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(MASK_SCHEMA)
+    }
+
+    fn visit_str<E: Error>(self, name: &str) -> Result<FileSchema, E> {
+        match name == MASK_SCHEMA {
+            true => Ok(FileSchema),
+            false => Err(E::invalid_value(Unexpected::Str(name), &self)),
         }
     }
 }

@@ -36,6 +36,7 @@ pub use band::Band;
 pub use builder::Window;
 pub use documents::Documents;
 pub use error::MaskError;
+pub use json::MASK_SCHEMA;
 pub use mask::{MAX_SEQLEN, Mask};
 pub use range::Range;
 pub use raster::{PictureStyle, Raster};

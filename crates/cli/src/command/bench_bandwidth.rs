@@ -10,6 +10,7 @@ use crate::arguments::{BenchBandwidthArguments, dtype_name};
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// `counterpoint bench bandwidth`.
 pub(crate) fn run(arguments: &BenchBandwidthArguments) -> Result<(), CliError> {
@@ -58,19 +59,22 @@ fn measure<M: Machine>(
             let algbw = shape.bytes() as f64 / seconds.median / 1e9;
             let busbw = algbw * shape.bus_factor();
             if arguments.ranks.json {
-                console::print_json(&json!({
-                    "name": collective.name(),
-                    "device": device,
-                    "ranks": ranks,
-                    "size": shape.bytes(),
-                    "dtype": dtype_name(dtype),
-                    "iterations": timing.iterations,
-                    "seconds": seconds,
-                    "algbw": algbw,
-                    "busbw": busbw,
-                    // A row with a wrong element is not printed.
-                    "wrong": 0,
-                }))?;
+                console::print_json(
+                    Schema::BenchBandwidth,
+                    &json!({
+                        "name": collective.name(),
+                        "device": device,
+                        "ranks": ranks,
+                        "size": shape.bytes(),
+                        "dtype": dtype_name(dtype),
+                        "iterations": timing.iterations,
+                        "seconds": seconds,
+                        "algbw": algbw,
+                        "busbw": busbw,
+                        // A row with a wrong element is not printed.
+                        "wrong": 0,
+                    }),
+                )?;
                 continue;
             }
             rows.push(vec![

@@ -18,6 +18,7 @@ use crate::console;
 use crate::error::CliError;
 use crate::profile;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// A measured case, as JSON has it.
 #[derive(Debug, Serialize)]
@@ -176,7 +177,11 @@ impl Ranks {
                     wrong.push(format!("{} elements of {transport} at {} bytes", row.wrong, row.size));
                 }
                 if self.prints() {
-                    if arguments.json { console::print_json(&row)? } else { console::print(&line(&row))? }
+                    if arguments.json {
+                        console::print_json(Schema::BenchGroupCollective, &row)?
+                    } else {
+                        console::print(&line(&row))?
+                    }
                 }
             }
             size = size.saturating_mul(arguments.step_factor);

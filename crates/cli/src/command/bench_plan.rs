@@ -13,6 +13,7 @@ use serde::Serialize;
 use crate::arguments::{BenchPlanArguments, DISPATCHES, dispatch_name};
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::{console, device, mask_argument};
 
 /// `counterpoint bench plan`.
@@ -29,7 +30,7 @@ pub(crate) fn run(arguments: &BenchPlanArguments) -> Result<(), CliError> {
         let group = case.measure(arguments.iterations as usize, &progress)?;
         drop(progress);
         if arguments.json {
-            group.rows.iter().try_for_each(console::print_json)?;
+            group.rows.iter().try_for_each(|row| console::print_json(Schema::BenchPlan, row))?;
         } else {
             console::print(&group.text(case, &style))?;
         }

@@ -4,6 +4,7 @@ use counterpoint_report::{MaskDrawing, format_count};
 use crate::arguments::MaskArguments;
 use crate::error::CliError;
 use crate::output::Outputs;
+use crate::schema::Schema;
 use crate::{console, mask_argument};
 
 /// Characters of the picture: as many rows of tokens as a terminal shows, twice as many columns, as characters are
@@ -19,7 +20,10 @@ pub(crate) fn run(arguments: &MaskArguments) -> Result<(), CliError> {
         Ok(MaskDrawing { title: &arguments.mask, mask: &mask, plan: None }.render().into_bytes())
     })?;
     let mut text = mask.to_json();
-    if !arguments.json {
+    if arguments.json {
+        // One slice a line, as in a file, and one may be made of it: files of masks may have a schema.
+        text.insert_str(1, &format!("\n  \"schema\": \"{}\",", Schema::Mask));
+    } else {
         text.push('\n');
         text.push_str(&mask.picture(PICTURE.0, PICTURE.1, PictureStyle::Blocks));
         text.push_str(&summary(&mask));

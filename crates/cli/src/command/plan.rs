@@ -18,6 +18,7 @@ use crate::error::CliError;
 use crate::input::flags_divide;
 use crate::output::Outputs;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::{console, mask_argument, profile};
 
 /// `counterpoint plan`.
@@ -47,7 +48,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     if arguments.json && arguments.report.is_none() {
         drop(progress);
         told.solution.note_idle_ranks();
-        return console::print_json(&told.solution.summary(&mask, &spec));
+        return console::print_json(Schema::Plan, &told.solution.summary(&mask, &spec));
     }
     progress.step("simulating");
     let prediction = Prediction::of(
@@ -61,7 +62,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     drop(progress);
     told.solution.note_idle_ranks();
     if arguments.json {
-        return console::print_json(&told.solution.summary(&mask, &spec));
+        return console::print_json(Schema::Plan, &told.solution.summary(&mask, &spec));
     }
     console::print(&told.text(&prediction, &outputs))
 }

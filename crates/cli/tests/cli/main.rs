@@ -11,6 +11,7 @@ mod doctor;
 mod help;
 mod hostile;
 mod input;
+mod json;
 mod mask;
 mod plan;
 mod processes;

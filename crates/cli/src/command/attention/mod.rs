@@ -21,6 +21,7 @@ use crate::arguments::{AttentionArguments, Device, Exchange, OverlapChoice, dtyp
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::{console, device, mask_argument, profile};
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
@@ -117,7 +118,7 @@ impl Ended<'_> {
             note_excessive_margin(arguments);
         }
         if arguments.results.json {
-            console::print_json(&result.document(outputs))?;
+            console::print_json(Schema::Attention, &result.document(outputs))?;
         } else {
             console::print(&result.text(outputs))?;
         }

@@ -13,6 +13,7 @@ use crate::arguments::{BenchAttentionArguments, Device};
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// `counterpoint bench attention`.
 pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
@@ -31,7 +32,7 @@ pub(crate) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
         let section = section(&sizes, &progress)?;
         drop(progress);
         if arguments.json {
-            section.rows.iter().try_for_each(console::print_json)?;
+            section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttention, row))?;
         } else {
             console::print(&section.text(&console::style()))?;
         }

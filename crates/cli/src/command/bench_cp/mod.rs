@@ -27,6 +27,7 @@ use crate::error::CliError;
 use crate::output::Outputs;
 use crate::profile;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// Rows and keys that are compared with the definition, in f64.
 const SAMPLED_ROWS: usize = 32;
@@ -98,8 +99,8 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
             continue;
         }
         if arguments.json {
-            section.rows.iter().try_for_each(console::print_json)?;
-            beside.iter().try_for_each(console::print_json)?;
+            section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchCp, row))?;
+            beside.iter().try_for_each(|row| console::print_json(Schema::BenchCpPeer, row))?;
         } else {
             console::print(&section.text(&console::style()))?;
             peers::print(&beside)?;

@@ -14,6 +14,7 @@ use crate::arguments::{BenchDType, BenchGemmArguments, Device as Where};
 use crate::command::turns::turns;
 use crate::console;
 use crate::error::CliError;
+use crate::schema::Schema;
 
 /// How long the runs of one product should take together, of each who computes it: beyond it there are fewer.
 const SECONDS: f64 = 0.12;
@@ -48,7 +49,11 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         let rows = measure(&device, &library, &spec, arguments).map_err(failed)?;
         for row in &rows {
             if row.of_bound <= 1.0 && row.library_of_bound <= 1.0 {
-                if arguments.json { console::print_json(row)? } else { console::print(&row.line())? }
+                if arguments.json {
+                    console::print_json(Schema::BenchGemm, row)?
+                } else {
+                    console::print(&row.line())?
+                }
             } else {
                 wrong.push(format!(
                     "{} ({:.2} and {:.2} of the bound)",

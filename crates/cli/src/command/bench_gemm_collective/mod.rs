@@ -17,6 +17,7 @@ use super::pytorch::Peers;
 use crate::arguments::{BenchGemmCollectiveArguments, Device, OverlapChoice};
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::{console, profile};
 
 /// How long the runs of one sample should take together.
@@ -53,14 +54,14 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
                     "{collective} of {m} x {n} x {k} under {overlap} ({of_bound:.2} of the bound, {different} other bits)"
                 ));
             } else if arguments.json {
-                console::print_json(row)?;
+                console::print_json(Schema::BenchGemmCollective, row)?;
             } else {
                 console::print(&row.line())?;
             }
         }
         let beside = peers::rows(&peers, &rows);
         if arguments.json {
-            beside.iter().try_for_each(console::print_json)?;
+            beside.iter().try_for_each(|row| console::print_json(Schema::BenchGemmCollectivePeer, row))?;
         }
         of_peers.extend(beside);
         last.extend(rows.into_iter().next_back());

@@ -12,6 +12,7 @@ use crate::arguments::BenchTpArguments;
 use crate::console;
 use crate::error::CliError;
 use crate::own_process::OwnProcess;
+use crate::schema::Schema;
 
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -55,7 +56,7 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
         }
         for row in rows {
             match arguments.json {
-                true => console::print_json(&row)?,
+                true => console::print_json(Schema::BenchTp, &row)?,
                 false => console::print(&row.line())?,
             }
             all.push(row);
@@ -66,7 +67,7 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
         }
     }
     if arguments.json {
-        of_peers.iter().try_for_each(console::print_json)?;
+        of_peers.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
     } else {
         console::print(&spreads(&all))?;
         peers::print(&of_peers)?;

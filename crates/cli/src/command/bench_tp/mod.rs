@@ -23,6 +23,7 @@ use crate::console;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::tuned;
 
 /// `counterpoint bench tp`.
@@ -114,13 +115,13 @@ fn measure_all(
             for row in ours {
                 match &row.wrong {
                     Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
-                    None if arguments.json => console::print_json(&row)?,
+                    None if arguments.json => console::print_json(Schema::BenchTp, &row)?,
                     None => console::print(&row.line())?,
                 }
                 rows.push(row);
             }
             if arguments.json {
-                beside.iter().try_for_each(console::print_json)?;
+                beside.iter().try_for_each(|row| console::print_json(Schema::BenchTpPeer, row))?;
             }
             of_peers.extend(beside);
         }

@@ -12,6 +12,7 @@ use counterpoint_report::{AtomicFiles, format_bytes, format_flops, format_gbps, 
 use crate::arguments::{Device, DoctorArguments};
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use crate::{console, device, profile};
 
 /// Measures, keeps and prints.
@@ -33,7 +34,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     files.stage(&path, measured.to_json().as_bytes()).map_err(refused)?;
     files.commit().map_err(refused)?;
     if arguments.json {
-        return console::print_json(&measured);
+        return console::print_json(Schema::DoctorProfile, &measured);
     }
     console::print(&format!("{}\nkept in {}\n", describe(&measured), path.display()))
 }

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::arguments::DoctorArguments;
 use crate::error::CliError;
+use crate::schema::Schema;
 use crate::{console, device, profile};
 
 /// What this machine has, as JSON has it.
@@ -88,7 +89,11 @@ pub(crate) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
         return calibrate::run(arguments);
     }
     let machine = Machine::look();
-    if arguments.json { console::print_json(&machine) } else { console::print(&machine.describe()) }
+    if arguments.json {
+        console::print_json(Schema::Doctor, &machine)
+    } else {
+        console::print(&machine.describe())
+    }
 }
 
 impl Machine {

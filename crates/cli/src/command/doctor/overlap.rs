@@ -10,6 +10,7 @@ use crate::arguments::DoctorArguments;
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// What was counted with so many hardware queues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +42,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     };
     drop(progress);
     if arguments.json {
-        rows.iter().try_for_each(console::print_json)?;
+        rows.iter().try_for_each(|row| console::print_json(Schema::DoctorOverlap, row))?;
     } else {
         console::print(&describe(&rows))?;
     }

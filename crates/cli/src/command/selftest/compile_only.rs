@@ -10,6 +10,7 @@ use crate::arguments::SelftestArguments;
 use crate::console;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 /// Compiles every kernel without a GPU and judges what came out.
 pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
@@ -31,7 +32,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     drop(progress);
     let report = report.map_err(|source| CliError::Cuda { source })?;
     if arguments.json {
-        console::print_json(&report)?;
+        console::print_json(Schema::SelftestCompile, &report)?;
     } else {
         console::print(&table(&report, began.elapsed().as_secs_f64()))?;
     }

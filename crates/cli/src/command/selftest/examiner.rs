@@ -22,6 +22,7 @@ use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::console;
 use crate::error::CliError;
 use crate::interrupt;
+use crate::schema::Schema;
 
 /// Examines the groups of the arguments and prints what was found as one JSON document. Ends when standard input does: whoever
 /// started it is gone then.
@@ -52,7 +53,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         rest = if both { &others[1..] } else { others };
         groups.extend(if both { examiner.both_families() } else { vec![examiner.examine(group)] });
     }
-    console::print_json(&Examined { groups })
+    console::print_json(Schema::SelftestPart, &Examined { groups })
 }
 
 struct Examiner {

@@ -10,6 +10,7 @@ use super::ledger::{GroupChecks, Ledger};
 use super::part::{Machine, Part, keep, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
+use crate::schema::Schema;
 use crate::temporary_folder::TemporaryFolder;
 use crate::{console, device};
 
@@ -41,7 +42,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     }
     let document = ledger.finish(name, began.elapsed());
     if arguments.json {
-        console::print_json(&document)?;
+        console::print_json(Schema::Selftest, &document)?;
     } else {
         console::print(&document.table())?;
         console::print(&document.last_line())?;

@@ -9,6 +9,7 @@ use crate::command::solution::Solution;
 use crate::error::CliError;
 use crate::mask_argument;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
@@ -28,7 +29,8 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     let progress = Progress::new();
     progress.step("planning");
     let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
-    let mut predicted = Predicted::new("Predicted attention", &setting.profile, pass_columns());
+    let mut predicted =
+        Predicted::new(Schema::SimulateAttention, "Predicted attention", &setting.profile, pass_columns());
     predicted.set("mask", &arguments.mask);
     predicted.set("heads", format!("{}:{} of {}", spec.heads_q, spec.heads_kv, spec.head_dim));
     predicted.set("dtype", dtype_name(spec.dtype));

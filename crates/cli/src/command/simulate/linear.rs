@@ -6,6 +6,7 @@ use counterpoint_schedule::{
 use super::{Predicted, Setting, pass_columns, pass_row};
 use crate::arguments::{SimulateLinearArguments, dtype_name};
 use crate::error::CliError;
+use crate::schema::Schema;
 
 /// Flags of the sizes of a layer.
 const FLAGS: [(&str, &str); 2] = [("in_features", "--in-features"), ("out_features", "--out-features")];
@@ -38,7 +39,8 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
             ("backward", alone(lower_linear_backward(&plan, 0, gradient, policy))?),
         ])
     };
-    let mut predicted = Predicted::new("Predicted linear layer", &setting.profile, pass_columns());
+    let mut predicted =
+        Predicted::new(Schema::SimulateLinear, "Predicted linear layer", &setting.profile, pass_columns());
     predicted.set("kind", format!("{:?}", arguments.kind).to_lowercase());
     predicted.set("tokens", spec.tokens);
     predicted.set("features", format!("{} to {}", spec.in_features, spec.out_features));

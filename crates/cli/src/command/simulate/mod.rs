@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use crate::arguments::{SimulateCommand, SimulationArguments};
 use crate::error::CliError;
 use crate::output::Outputs;
+use crate::schema::Schema;
 use crate::{console, profile};
 
 /// `counterpoint simulate`.
@@ -50,6 +51,7 @@ impl Setting {
 
 /// What came out, in the ways in which it is told.
 struct Predicted {
+    schema: Schema,
     /// Such as `Predicted linear layer`.
     title: String,
     /// What was simulated, as (name, value).
@@ -62,13 +64,14 @@ struct Predicted {
 }
 
 impl Predicted {
-    fn new(title: &str, profile: &MachineProfile, columns: Vec<Column>) -> Self {
+    fn new(schema: Schema, title: &str, profile: &MachineProfile, columns: Vec<Column>) -> Self {
         let shared = match profile.cost.sharing {
             Some(sharing) => format!("{}, {} of them to communicate", sharing.workers, sharing.communication),
             None => "not shared".to_owned(),
         };
         let setup = vec![("machine".to_owned(), profile.machine.clone()), ("workers".to_owned(), shared)];
         Self {
+            schema,
             title: title.to_owned(),
             setup,
             columns,
@@ -90,7 +93,7 @@ impl Predicted {
         if arguments.json {
             let setup: serde_json::Map<String, Value> =
                 self.setup.iter().map(|(name, value)| (name.replace(' ', "_"), json!(value))).collect();
-            return console::print_json(&json!({"setup": setup, "rows": self.json}));
+            return console::print_json(self.schema, &json!({"setup": setup, "rows": self.json}));
         }
         let setup: Vec<String> = self.setup.iter().map(|(name, value)| format!("{name} {value}")).collect();
         let mut text = format!("{}: {}\n\n", self.title, setup.join(", "));

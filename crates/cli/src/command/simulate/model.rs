@@ -8,6 +8,7 @@ use super::{Predicted, Setting};
 use crate::arguments::SimulateModelArguments;
 use crate::error::CliError;
 use crate::progress::Progress;
+use crate::schema::Schema;
 
 pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.profile.as_deref())?;
@@ -29,7 +30,8 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
         Column::number("step", 0),
         Column::number("a rank", 2),
     ];
-    let mut predicted = Predicted::new("Predicted training step", &setting.profile, columns);
+    let mut predicted =
+        Predicted::new(Schema::SimulateModel, "Predicted training step", &setting.profile, columns);
     predicted.set("model", model.name);
     predicted.set("layers", model.layers);
     predicted.set("tokens", format_count(arguments.tokens as u64));

@@ -18,6 +18,7 @@ use crate::console;
 use crate::error::CliError;
 use crate::input::random_inputs;
 use crate::progress::Progress;
+use crate::schema::Schema;
 use sizes::Sizes;
 
 /// Rows and keys that are compared with the definition, in f64: enough to see a wrong tile or head, and soon done.
@@ -39,7 +40,7 @@ pub(super) fn run(arguments: &BenchAttentionArguments) -> Result<(), CliError> {
             let shape = Shape::new(&machine, &sizes, heads_q, heads_kv, seqlen)?;
             let section = shape.measure(&sizes)?;
             if arguments.json {
-                section.rows.iter().try_for_each(console::print_json)?;
+                section.rows.iter().try_for_each(|row| console::print_json(Schema::BenchAttention, row))?;
             } else {
                 console::print(&section.text(&console::style()))?;
             }

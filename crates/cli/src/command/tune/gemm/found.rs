@@ -6,6 +6,7 @@ use super::tuning::Tuning;
 use crate::arguments::dtype_name;
 use crate::console;
 use crate::error::CliError;
+use crate::schema::Schema;
 use crate::tuned::TunedFile;
 
 /// One search's answer.
@@ -60,17 +61,20 @@ impl Found {
         let kept = self.kept(device);
         if arguments.ranks.json {
             let answers: Vec<Value> = self.answers.iter().map(|answer| self.json(answer)).collect();
-            return console::print_json(&json!({
-                "shape": shape,
-                "overlap": tuning.policy.to_string(),
-                "wave_rows": tuning.searcher.wave,
-                "sequential_seconds": self.sequential,
-                "searches": answers,
-                "predicted_over_best": self.predicted_over_best(),
-                "seconds": self.took,
-                "kept": kept,
-                "plans": file.path(),
-            }));
+            return console::print_json(
+                Schema::TuneGemm,
+                &json!({
+                    "shape": shape,
+                    "overlap": tuning.policy.to_string(),
+                    "wave_rows": tuning.searcher.wave,
+                    "sequential_seconds": self.sequential,
+                    "searches": answers,
+                    "predicted_over_best": self.predicted_over_best(),
+                    "seconds": self.took,
+                    "kept": kept,
+                    "plans": file.path(),
+                }),
+            );
         }
         let columns = [
             Column::text("search", 0),

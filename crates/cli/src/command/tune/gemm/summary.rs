@@ -8,6 +8,7 @@ use super::found::Found;
 use super::tuning::Tuning;
 use crate::console;
 use crate::error::CliError;
+use crate::schema::Schema;
 
 /// A predicted sequence counts as the best one up to this much more than what the exhaustive search's takes.
 const NEAR: f64 = 1.03;
@@ -62,15 +63,18 @@ impl Summary {
             let compared: Option<Value> = self.worst().map(|(shape, ratio)| {
                 json!({ "cases": compared, "near": near, "bound": NEAR, "worst": { "shape": shape, "ratio": ratio } })
             });
-            return console::print_json(&json!({
-                "summary": {
-                    "cases": self.cases.len(),
-                    "predicted_over_best": compared,
-                    "predictive_search_seconds": took(0),
-                    "exhaustive_search_seconds": took(1),
-                    "seconds": all.as_secs_f64(),
-                }
-            }));
+            return console::print_json(
+                Schema::TuneGemmSummary,
+                &json!({
+                    "summary": {
+                        "cases": self.cases.len(),
+                        "predicted_over_best": compared,
+                        "predictive_search_seconds": took(0),
+                        "exhaustive_search_seconds": took(1),
+                        "seconds": all.as_secs_f64(),
+                    }
+                }),
+            );
         }
         let mut text = format!(
             "{} in {}",
