@@ -57,10 +57,10 @@ impl Mask {
 impl Serialize for Mask {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         Document {
-            schema: FileSchema,
             seqlen_q: Tokens(self.seqlen_q()),
             seqlen_k: Tokens(self.seqlen_k()),
             slices: List(self.slices().iter().map(|slice| Object(Entry::from(slice))).collect()),
+            schema: FileSchema,
         }
         .serialize(serializer)
     }
@@ -76,12 +76,12 @@ impl<'de> Deserialize<'de> for Mask {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
-    #[serde(default, skip_serializing)]
-    #[expect(dead_code, reason = "that it can be read is all that it says")]
-    schema: FileSchema,
     seqlen_q: Tokens,
     seqlen_k: Tokens,
     slices: List<Object<Entry>>,
+    #[serde(default, skip_serializing)]
+    #[expect(dead_code, reason = "that it can be read is all that it says")]
+    schema: FileSchema,
 }
 
 /// A slice as it stands in a file.

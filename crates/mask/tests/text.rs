@@ -280,6 +280,7 @@ fn wrong_json_gets_one_clear_sentence_with_its_place() {
         (one(good).replace("\"seqlen_q\": 8", "\"seqlen_q\": 8,\"seqlen_q\": 8"), "duplicate field `seqlen_q`".to_owned()),
         (one(good).replace("\"seqlen_k\": 8", "\"seqlen_k\": 4294967296"), format!("seqlen_k: {whole}4294967296")),
         (one(good).replace("\"slices\"", "\"slice\""), "unknown field `slice`, expected one of `seqlen_q`, `seqlen_k`, `slices`".to_owned()),
+        (one(good).replace("{\"seqlen_q\"", "{\"schema\": \"counterpoint.plan/1\", \"seqlen_q\""), "schema: expected counterpoint.mask/1, got \"counterpoint.plan/1\"".to_owned()),
         (one("3"), "slices[0]: expected an object with q, k and type, got 3".to_owned()),
         (one(&format!("{good}, {}", good.replace("[0, 4]", "[0, -1]"))), format!("slices[1].q[1]: {whole}-1")),
         (one(&good.replace("\"k\": [0, 4]", "\"k\": [0.5, 4]")), format!("slices[0].k[0]: {whole}0.5")),
