@@ -65,7 +65,7 @@ pub const MAX_STAGES: usize = 64;
 
 impl PlanConfig {
     /// Everything automatic on `world_size` ranks of one node, and queries stay: what their travel brings is predicted too well
-    /// on GPUs (ARCHITECTURE.md, "Known limits"), so it is asked for.
+    /// on GPUs (docs/limits.md), so it is asked for.
     pub const fn new(world_size: usize) -> Self {
         Self {
             chunk_size: None,
