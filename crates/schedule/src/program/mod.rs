@@ -2,8 +2,10 @@
 
 mod attention;
 mod collective;
+mod display;
 mod linear;
 mod op;
+mod op_display;
 mod uses;
 
 pub use attention::{
