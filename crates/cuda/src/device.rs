@@ -1,5 +1,6 @@
 use std::ffi::{c_char, c_int};
 use std::fmt;
+use std::ops::Deref;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -15,7 +16,46 @@ use crate::memory::Guards;
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
 /// picked for it. Cheap to clone.
 #[derive(Clone)]
-pub struct Device(Arc<Primary>, Arch, PeerAccess);
+pub struct Device {
+    primary: Arc<Primary>,
+    arch: Arch,
+    peers: PeerAccess,
+    /// Of what is made by this handle and its clones.
+    releases: Arc<Releases>,
+}
+
+/// Whether what was made for one world is still released when it is dropped.
+#[derive(Debug, Default)]
+struct Releases {
+    /// See [`Device::release_nothing`].
+    ended: AtomicBool,
+}
+
+/// A device's context as the calling thread's current one. When this goes, the one before is current again: PyTorch, which may
+/// have called, keeps its current device there.
+#[must_use = "the context is current only as long as this lives"]
+pub(crate) struct Bound {
+    driver: &'static Driver,
+    /// `None` where the context was current already.
+    before: Option<CUcontext>,
+}
+
+impl Deref for Bound {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.driver
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was current on this thread, or null. An error is of no use here: the next entry binds its own.
+            unsafe { (self.driver.cuCtxSetCurrent)(before) };
+        }
+    }
+}
 
 /// Whether it and other GPUs reach each other's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +74,7 @@ struct Primary {
     guards: Guards,
     // The first error of releasing something, for which Drop has no result to put it in.
     release_error: Mutex<Option<CudaError>>,
-    // See `Device::release_nothing`.
+    // Whether something of it was never released, which the context must outlive.
     kept: AtomicBool,
 }
 
@@ -117,11 +157,10 @@ impl Device {
         open.retain(|primary| primary.strong_count() > 0);
         let same = open.iter().filter_map(Weak::upgrade).find(|primary| primary.ordinal == ordinal);
         if let Some(primary) = same {
-            let arch = Arch::of(primary.properties.capability);
-            return Ok(Self(primary, arch, PeerAccess::AsTheyDo));
+            return Ok(Self::of(primary));
         }
         let device = Self::retain(ordinal)?;
-        open.push(Arc::downgrade(&device.0));
+        open.push(Arc::downgrade(&device.primary));
         Ok(device)
     }
 
@@ -143,46 +182,57 @@ impl Device {
             release_error: Mutex::new(None),
             kept: AtomicBool::new(false),
         };
+        Ok(Self::of(Arc::new(primary)))
+    }
+
+    fn of(primary: Arc<Primary>) -> Self {
         let arch = Arch::of(primary.properties.capability);
-        Ok(Self(Arc::new(primary), arch, PeerAccess::AsTheyDo))
+        Self { primary, arch, peers: PeerAccess::AsTheyDo, releases: Arc::default() }
+    }
+
+    /// The same GPU for one world: when that fails, what was made for it is kept until the process ends, and what was made for others
+    /// is not.
+    #[must_use]
+    pub(crate) fn for_world(&self) -> Self {
+        Self { releases: Arc::default(), ..self.clone() }
     }
 
     /// The number that it was opened with.
     pub fn ordinal(&self) -> usize {
-        self.0.ordinal
+        self.primary.ordinal
     }
 
     /// What does not change about it.
     pub fn properties(&self) -> &DeviceProperties {
-        &self.0.properties
+        &self.primary.properties
     }
 
     /// Compute capability.
     pub fn capability(&self) -> Capability {
-        self.0.properties.capability
+        self.primary.properties.capability
     }
 
     /// What kernels are compiled for.
     pub fn arch(&self) -> Arch {
-        self.1
+        self.arch
     }
 
     /// The same GPU with the portable kernels, where it would have those of its own architecture: to test and to measure
     /// the one against the other.
     #[must_use]
     pub fn portable(&self) -> Self {
-        Self(self.0.clone(), Arch::portable(self.capability()), self.2)
+        Self { arch: Arch::portable(self.capability()), ..self.clone() }
     }
 
     /// The same GPU, whose memory no other reaches and which reaches no other's: to test what becomes of transports.
     #[must_use]
     pub fn isolated(&self) -> Self {
-        Self(self.0.clone(), self.1, PeerAccess::Refused)
+        Self { peers: PeerAccess::Refused, ..self.clone() }
     }
 
     /// Streaming multiprocessors.
     pub fn sm_count(&self) -> u32 {
-        self.0.properties.sm_count
+        self.primary.properties.sm_count
     }
 
     /// Bytes of device memory, now.
@@ -227,12 +277,12 @@ impl Device {
     pub fn enable_access(&self, peer: &Self) -> Result<(), CudaError> {
         const ALREADY_ENABLED: u32 = 704;
         let driver = self.bind()?;
-        if self.2 == PeerAccess::Refused || peer.2 == PeerAccess::Refused {
+        if self.peers == PeerAccess::Refused || peer.peers == PeerAccess::Refused {
             let (from, to, reason) = (self.ordinal(), peer.ordinal(), "it is isolated".to_owned());
             return Err(CudaError::NoPeerAccess { from, to, reason });
         }
         // SAFETY: the peer's context lives as long as `peer`.
-        match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.0.context, 0)) } {
+        match unsafe { call!(driver, cuCtxEnablePeerAccess(peer.primary.context, 0)) } {
             Ok(()) | Err(CudaError::Driver { code: ALREADY_ENABLED, .. }) => Ok(()),
             Err(error) => {
                 let (from, to) = (self.ordinal(), peer.ordinal());
@@ -241,55 +291,63 @@ impl Device {
         }
     }
 
-    /// Makes this device's context the calling thread's current one, which most calls need.
-    pub(crate) fn bind(&self) -> Result<&'static Driver, CudaError> {
-        let driver = self.0.driver;
+    /// Makes this device's context the calling thread's current one, which most calls need, until the guard goes.
+    pub(crate) fn bind(&self) -> Result<Bound, CudaError> {
+        let Primary { driver, context, .. } = *self.primary;
+        let mut current = ptr::null_mut();
+        // SAFETY: the pointer is to a local.
+        unsafe { call!(driver, cuCtxGetCurrent(&mut current)) }?;
+        if current == context {
+            return Ok(Bound { driver, before: None });
+        }
         // SAFETY: the context is retained as long as this value lives.
-        unsafe { call!(driver, cuCtxSetCurrent(self.0.context)) }?;
-        Ok(driver)
+        unsafe { call!(driver, cuCtxSetCurrent(context)) }?;
+        Ok(Bound { driver, before: Some(current) })
     }
 
     /// The first error that freeing memory or destroying a stream, event, module or graph of this device met since this
     /// was last called. Most often it is the error of a kernel that ran before.
     pub fn take_release_error(&self) -> Option<CudaError> {
-        self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.primary.release_error.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// From now on nothing of it is released: that waits for what is enqueued, which may wait for an event of a process that is
-    /// gone. What is kept ends with this process.
+    /// From now on nothing that was made by this handle and its clones is released: that waits for what is enqueued, which may wait
+    /// for an event of a process that is gone. What is kept ends with this process. Other handles go on
+    /// ([`Device::for_world`]).
     pub(crate) fn release_nothing(&self) {
-        self.0.kept.store(true, Ordering::Relaxed);
+        self.releases.ended.store(true, Ordering::Relaxed);
+        self.primary.kept.store(true, Ordering::Relaxed);
     }
 
     /// Releases something in a drop, where an error can only be kept for later.
-    pub(crate) fn release(&self, release: impl FnOnce(&'static Driver) -> Result<(), CudaError>) {
-        if self.0.kept.load(Ordering::Relaxed) {
+    pub(crate) fn release(&self, release: impl FnOnce(&Driver) -> Result<(), CudaError>) {
+        if self.releases.ended.load(Ordering::Relaxed) {
             return;
         }
-        if let Err(error) = self.bind().and_then(release) {
-            self.0.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        if let Err(error) = self.bind().and_then(|driver| release(&driver)) {
+            self.primary.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     }
 
     /// The driver's handle.
     pub(crate) fn handle(&self) -> CUdevice {
-        self.0.handle
+        self.primary.handle
     }
 
     /// Who watches the memory around its buffers.
     pub(crate) fn guards(&self) -> &Guards {
-        &self.0.guards
+        &self.primary.guards
     }
 
     /// The kernels that are loaded on it.
     pub(crate) fn kernels(&self) -> &LoadedKernels {
-        &self.0.kernels
+        &self.primary.kernels
     }
 }
 
 impl PartialEq for Device {
     fn eq(&self, other: &Self) -> bool {
-        self.0.context == other.0.context
+        self.primary.context == other.primary.context
     }
 }
 
@@ -297,7 +355,7 @@ impl Eq for Device {}
 
 impl fmt::Debug for Device {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "Device({}, {})", self.0.ordinal, self.0.properties.name)
+        write!(formatter, "Device({}, {})", self.primary.ordinal, self.primary.properties.name)
     }
 }
 

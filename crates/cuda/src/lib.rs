@@ -62,7 +62,7 @@ pub use event::Event;
 pub use function::{Function, FunctionAttributes};
 pub use graph::Graph;
 pub use launch::{KernelArguments, Launch, LaunchStart};
-pub use library::{LibraryVersion, nccl_version};
+pub use library::{DriverCalls, LibraryVersion, nccl_version};
 pub use memory::{DeviceBuffer, GuardReport, MemoryGuard, Overwrite, PinnedBuffer};
 pub use nccl::end_process;
 pub use stream::{Stream, StreamPriority};

@@ -50,8 +50,8 @@ impl Partition {
             driver.check("cuDevSmResourceSplitByCount", code)?;
             (group, rest)
         };
-        let communication = green(driver, handle, group)?;
-        let computation = green(driver, handle, rest).inspect_err(|_| {
+        let communication = green(&driver, handle, group)?;
+        let computation = green(&driver, handle, rest).inspect_err(|_| {
             // SAFETY: made just now, and nothing is on it.
             unsafe { (functions.cuGreenCtxDestroy)(communication) };
         })?;

@@ -183,9 +183,10 @@ impl CudaMachine {
         self.transport
     }
 
-    /// The device of each rank.
+    /// The device of each rank of a new world.
     fn of_ranks(&self, ranks: usize) -> Vec<Device> {
-        (0..ranks).map(|rank| self.devices[rank % self.devices.len()].clone()).collect()
+        let devices: Vec<Device> = self.devices.iter().map(Device::for_world).collect();
+        (0..ranks).map(|rank| devices[rank % devices.len()].clone()).collect()
     }
 
     /// Whether kernels of so many ranks can wait for each other: all must be running.
@@ -195,11 +196,10 @@ impl CudaMachine {
     }
 
     /// What moves the rows of each rank of a world.
-    fn means(&self, world: &Arc<World>) -> Result<Vec<Means>, CudaError> {
-        let devices = self.of_ranks(world.size());
+    fn means(&self, world: &Arc<World>, devices: &[Device]) -> Result<Vec<Means>, CudaError> {
         match self.transport {
             TransportKind::Nccl => {
-                let ranks = NcclRank::connect(&self.connected, &devices, world)?;
+                let ranks = NcclRank::connect(&self.connected, devices, world)?;
                 Ok(ranks.into_iter().map(Means::Exchange).collect())
             }
             TransportKind::CopyEngine => Ok(devices.iter().map(|_| Means::Push).collect()),
@@ -230,13 +230,14 @@ impl Machine for CudaMachine {
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let clocks: Vec<Arc<Clock>> = self.devices.iter().map(|_| Arc::default()).collect();
-        let means = self.means(world).map_err(|error| exec_error(0, "the connection of ranks", error))?;
-        CudaTransport::connect(world, self.of_ranks(world.size()), means)
+        let devices = self.of_ranks(world.size());
+        let means = self.means(world, &devices);
+        let means = means.map_err(|error| exec_error(0, "the connection of ranks", error))?;
+        CudaTransport::connect(world, devices.clone(), means)
             .into_iter()
             .enumerate()
             .map(|(rank, transport)| {
-                let place = rank % self.devices.len();
-                let (device, clock) = (&self.devices[place], clocks[place].clone());
+                let (device, clock) = (&devices[rank], clocks[rank % self.devices.len()].clone());
                 let (others, pace) = (self.others.clone(), Arc::default());
                 let backend = CudaBackend::new(world, rank, device, self.timing, clock, others, pace)?;
                 Ok((backend, transport))

@@ -188,34 +188,39 @@ impl CudaProcess {
     }
 
     /// What moves this rank's rows, and to whom.
-    fn means(&self, world: &Arc<World>, number: u64) -> Result<Vec<(Level, Means)>, ExecError> {
+    fn means(
+        &self,
+        world: &Arc<World>,
+        device: &Device,
+        number: u64,
+    ) -> Result<Vec<(Level, Means)>, ExecError> {
         Ok(match self.transport {
-            TransportKind::Nccl => vec![(Level::World, self.nccl(world, number)?)],
+            TransportKind::Nccl => vec![(Level::World, self.nccl(world, device, number)?)],
             TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
-            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world)?)],
+            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world, device)?)],
             TransportKind::Hierarchical => {
                 let each = self.topology.ranks_per_node;
                 let first = self.topology.node(self.rendezvous.rank()) * each;
                 let node = first..(first + each).min(self.topology.world_size);
-                let inside = (Level::Node(node.clone()), self.nvlink(world)?);
-                vec![inside, (Level::OtherNodes(node), self.nccl(world, number)?)]
+                let inside = (Level::Node(node.clone()), self.nvlink(world, device)?);
+                vec![inside, (Level::OtherNodes(node), self.nccl(world, device, number)?)]
             }
         })
     }
 
-    fn nvlink(&self, world: &Arc<World>) -> Result<Means, ExecError> {
+    fn nvlink(&self, world: &Arc<World>, device: &Device) -> Result<Means, ExecError> {
         match self.meets {
-            true => Means::link(world, &self.device, self.num_sms, self.engines)
+            true => Means::link(world, device, self.num_sms, self.engines)
                 .map_err(|error| self.unconnected(error)),
             false => Ok(Means::Pull),
         }
     }
 
-    fn nccl(&self, world: &Arc<World>, number: u64) -> Result<Means, ExecError> {
+    fn nccl(&self, world: &Arc<World>, device: &Device, number: u64) -> Result<Means, ExecError> {
         let rank = self.rendezvous.rank();
         let seat = NcclSeat {
             connected: &self.connected,
-            device: &self.device,
+            device,
             rank,
             host: self.nccl_host.as_deref(),
             world,
@@ -278,8 +283,8 @@ impl Machine for CudaProcess {
         self.rendezvous.attach(world)?;
         let number = self.connections.fetch_add(1, Ordering::Relaxed);
         let connect = || {
-            let means = self.means(world, number)?;
-            let (rendezvous, device) = (&self.rendezvous, &self.device);
+            let (rendezvous, device) = (&self.rendezvous, &self.device.for_world());
+            let means = self.means(world, device, number)?;
             let level = |(level, means): (Level, Means)| {
                 let name = format!("{number} {}", level.name());
                 let transport = CudaTransport::connect_process(rendezvous, world, device, &name, means)?;

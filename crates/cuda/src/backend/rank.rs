@@ -182,7 +182,7 @@ impl CudaBackend {
         self.strike(stream, place)?;
         self.0.world.check()?;
         // This thread may be new to the device, and a launcher that encodes a tensor map needs a current context.
-        self.0.device.bind().map_err(|error| self.error(place, error))?;
+        let _bound = self.0.device.bind().map_err(|error| self.error(place, error))?;
         stream.enqueue(place, kind, self.timed(), work).map_err(|error| self.error(place, error))
     }
 }

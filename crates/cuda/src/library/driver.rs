@@ -2,6 +2,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::PathBuf;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice,
@@ -12,12 +13,13 @@ use cudarc::driver::sys::{
 };
 use libloading::Library;
 
+use super::driver_calls::{self, DriverCalls};
 use super::table::function_table;
 use crate::CudaError;
 
 function_table! {
     /// Functions of the driver API, by their C names.
-    DriverFunctions {
+    counted DriverFunctions {
         cuInit(flags: c_uint);
         cuDriverGetVersion(version: *mut c_int);
         cuGetErrorName(code: u32, text: *mut *const c_char);
@@ -31,6 +33,7 @@ function_table! {
         cuDevicePrimaryCtxRetain(context: *mut CUcontext, device: CUdevice);
         cuDevicePrimaryCtxRelease_v2(device: CUdevice);
         cuDeviceCanAccessPeer(can: *mut c_int, device: CUdevice, peer: CUdevice);
+        cuCtxGetCurrent(context: *mut CUcontext);
         cuCtxSetCurrent(context: CUcontext);
         cuCtxSynchronize();
         cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int);
@@ -110,6 +113,10 @@ function_table! {
 /// The driver: opened and initialised once a process, on first use.
 pub(crate) struct Driver {
     functions: DriverFunctions,
+    /// The same, each of which is counted before it is called.
+    counted: OnceLock<DriverFunctions>,
+    /// How many threads count what they call.
+    counting: AtomicUsize,
     /// Or the name of one that is missing.
     green: Result<GreenFunctions, &'static str>,
     // Never closed: handles of its own live in statics and other threads.
@@ -120,7 +127,10 @@ impl std::ops::Deref for Driver {
     type Target = DriverFunctions;
 
     fn deref(&self) -> &DriverFunctions {
-        &self.functions
+        match self.counting.load(Ordering::Relaxed) {
+            0 => &self.functions,
+            _ => self.counted.get().unwrap_or(&self.functions),
+        }
     }
 }
 
@@ -128,7 +138,7 @@ impl std::ops::Deref for Driver {
 /// `call!(driver, cuMemFree_v2(address))`. The caller puts it into an `unsafe` block with its reason.
 macro_rules! call {
     ($driver:expr, $function:ident($($argument:expr),* $(,)?)) => {{
-        let driver: &$crate::library::Driver = $driver;
+        let driver = &$driver;
         driver.check(stringify!($function), (driver.$function)($($argument),*))
     }};
 }
@@ -155,7 +165,8 @@ impl Driver {
             remedy: "install a driver for CUDA 12.4 (550) or newer",
         })?;
         let green = GreenFunctions::resolve(&library);
-        let driver = Self { functions, green, _library: library };
+        let (counted, counting) = (OnceLock::new(), AtomicUsize::new(0));
+        let driver = Self { functions, counted, counting, green, _library: library };
         // SAFETY: cuInit may be called any number of times, from any thread.
         match unsafe { (driver.cuInit)(0) } {
             SUCCESS => Ok(driver),
@@ -166,6 +177,15 @@ impl Driver {
                 Err(CudaError::NoDevice { reason })
             }
         }
+    }
+
+    /// Runs `work` on this thread, and counts the functions of the driver that it calls meanwhile.
+    pub(super) fn count_calls<R>(&'static self, work: impl FnOnce() -> R) -> (R, DriverCalls) {
+        self.counted.get_or_init(|| DriverFunctions::counted(&self.functions));
+        self.counting.fetch_add(1, Ordering::Relaxed);
+        let counted = driver_calls::count(work);
+        self.counting.fetch_sub(1, Ordering::Relaxed);
+        counted
     }
 
     /// The functions by which multiprocessors are dealt out.

@@ -4,6 +4,7 @@
 mod child;
 mod cublaslt;
 mod driver;
+mod driver_calls;
 mod nccl;
 mod nvrtc;
 mod search;
@@ -16,6 +17,7 @@ use libloading::Library;
 use child::output_of;
 pub(crate) use cublaslt::CublasLt;
 pub(crate) use driver::{Driver, call};
+pub use driver_calls::DriverCalls;
 pub use nccl::{LibraryVersion, nccl_version};
 pub(crate) use nccl::{Nccl, NcclConfig, NcclHandle, NcclProgress, NcclUniqueId};
 pub(crate) use nvrtc::Nvrtc;

@@ -1,7 +1,34 @@
 /// Declares a table of a library's functions: every symbol is looked up once, when the library is opened, so that a
 /// missing one is an error then. cudarc's own loading panics at the first call instead; we take its types only. Results are
 /// plain `u32`: a newer library may return codes that an enum of ours would not have.
+///
+/// A table that is `counted` has a second form, whose functions are noted in [`super::driver_calls`] before they are called.
 macro_rules! function_table {
+    ($(#[$attribute:meta])* counted $table:ident {
+        $($symbol:ident($($argument:ident: $kind:ty),* $(,)?);)*
+    }) => {
+        function_table! { $(#[$attribute])* $table { $($symbol($($argument: $kind),*);)* } }
+
+        impl $table {
+            /// The same functions, each noted before it is called.
+            #[allow(non_snake_case)]
+            fn counted(functions: &'static Self) -> Self {
+                static FUNCTIONS: std::sync::atomic::AtomicPtr<$table> =
+                    std::sync::atomic::AtomicPtr::new(std::ptr::null_mut());
+                FUNCTIONS.store(std::ptr::from_ref(functions).cast_mut(), std::sync::atomic::Ordering::Release);
+                $(
+                    unsafe extern "C" fn $symbol($($argument: $kind),*) -> u32 {
+                        $crate::library::driver_calls::note(stringify!($symbol));
+                        // SAFETY: set above, before anyone has this function, to what lives as long as the process.
+                        let functions = unsafe { &*FUNCTIONS.load(std::sync::atomic::Ordering::Acquire) };
+                        // SAFETY: the caller's promise, about the same arguments.
+                        unsafe { (functions.$symbol)($($argument),*) }
+                    }
+                )*
+                Self { $($symbol,)* }
+            }
+        }
+    };
     ($(#[$attribute:meta])* $table:ident { $($symbol:ident($($argument:ident: $kind:ty),* $(,)?);)* }) => {
         $(#[$attribute])*
         #[allow(non_snake_case)]

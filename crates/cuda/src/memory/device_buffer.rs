@@ -61,7 +61,7 @@ impl DeviceBuffer {
         }
         let allocation = Allocation { device: device.clone(), address, bytes, kind };
         if bytes > 0 && matches!(allocation.kind, MemoryKind::Guarded) {
-            guard::write(device.bind()?, address, bytes)?;
+            guard::write(&*device.bind()?, address, bytes)?;
         }
         Ok(Self { allocation: Arc::new(allocation), offset: 0, bytes })
     }

@@ -27,10 +27,10 @@ fn explain_allocation(
     device: &Device,
     what: &'static str,
     bytes: usize,
-    allocate: impl FnOnce(&'static Driver) -> Result<(), CudaError>,
+    allocate: impl FnOnce(&Driver) -> Result<(), CudaError>,
 ) -> Result<(), CudaError> {
     const OUT_OF_MEMORY: u32 = 2;
-    match device.bind().and_then(allocate) {
+    match device.bind().and_then(|driver| allocate(&driver)) {
         Err(CudaError::Driver { code: OUT_OF_MEMORY, .. }) => {
             let memory = device.memory()?;
             Err(CudaError::OutOfMemory { what, bytes, free: memory.free, total: memory.total })

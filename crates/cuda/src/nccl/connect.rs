@@ -66,7 +66,7 @@ impl NcclRank {
         let mut handles = vec![ptr::null_mut(); devices.len()];
         group(nccl, || {
             devices.iter().zip(&mut handles).enumerate().try_for_each(|(rank, (device, handle))| {
-                device.bind()?;
+                let _bound = device.bind()?;
                 let mut config = NcclConfig::blocking();
                 let count = devices.len() as c_int;
                 // SAFETY: the handle is in a list that outlives the group, the configuration is copied before the call returns.
@@ -209,7 +209,7 @@ fn init_one(
     count: usize,
     id: NcclUniqueId,
 ) -> Result<End, CudaError> {
-    device.bind()?;
+    let _bound = device.bind()?;
     let mut handle = ptr::null_mut();
     let mut config = NcclConfig::blocking();
     // SAFETY: the pointers are to locals; the handle is written and the configuration copied before the call returns.
@@ -281,7 +281,7 @@ fn exchange_once(ranks: &[NcclRank], places: &[Place]) -> Result<(), CudaError> 
             let others = || (0..rank.count).filter(|&peer| peer != rank.rank);
             let sends: Vec<_> = others().map(|peer| message(peer, 0)).collect();
             let receives: Vec<_> = others().map(|peer| message(peer, 1)).collect();
-            rank.device.bind()?;
+            let _bound = rank.device.bind()?;
             // SAFETY: the messages lie in `memory`, which lives until the streams are idle or the ranks aborted.
             rank.lent.end().with(|handle| unsafe { rank.enqueue(handle, stream, &sends, &receives) })
         })

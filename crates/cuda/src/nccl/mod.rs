@@ -134,7 +134,7 @@ impl NcclRank {
         receives: &[NcclMessage],
         ended: Option<&Event>,
     ) -> Result<(), CudaError> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: the caller's promise.
         let calls = |handle| group(self.nccl, || unsafe { self.enqueue(handle, stream, sends, receives) });
         self.lent.end().with(calls).map_err(|error| explain(&self.world, self.rank, error))?;
@@ -198,7 +198,7 @@ impl NcclRank {
         let nccl = self.nccl;
         // `ncclFloat16` and `ncclBfloat16`.
         let kind = if element == ElementType::F16 { 6 } else { 9 };
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let (from, to, queue) = (from as *const c_void, to as *mut c_void, stream.raw());
         // SAFETY: the caller's promise.
         let called = |handle: NcclHandle| unsafe {

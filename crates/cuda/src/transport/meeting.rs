@@ -26,7 +26,7 @@ impl CudaTransport {
     pub(super) fn begin_meeting(&self, call: &Call<'_>) -> Result<CudaMeeting, CallError> {
         let CollectiveCall { backend, stream, place, collective, buffers, barrier, .. } = *call;
         let queue = stream.queue();
-        backend.device().bind()?;
+        let _bound = backend.device().bind()?;
         stream.status().begin(place);
         let started = stream.start_span(backend.timed())?;
         // Kernels that meet by themselves say themselves when they have started.

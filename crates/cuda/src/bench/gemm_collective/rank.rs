@@ -63,7 +63,7 @@ impl<'a> Rank<'a> {
     ) -> Result<Self, CudaError> {
         let GemmCollectiveSpec { collective, ranks, m, n, k, dtype } = *spec;
         let device = &bench.machine.devices()[rank];
-        device.bind()?;
+        let _bound = device.bind()?;
         let stream = Stream::new(device, StreamPriority::Low)?;
         let gathers = collective == GemmCollective::AllGather;
         let x_rows = if gathers { m / ranks } else { m };

@@ -292,6 +292,8 @@ impl AttentionBackward {
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
+        // The driver encodes tensor maps for the current context.
+        let _bound = self.function.device().bind()?;
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
         let map = |name: &str, kind: TensorMapElement, address, dims: [usize; 3], box_dims: [u32; 3]| {

@@ -182,6 +182,8 @@ impl AttentionForward {
         result: &ResultTensors,
         end: &StateTensors,
     ) -> Result<AttentionForwardArguments, CudaError> {
+        // The driver encodes tensor maps for the current context.
+        let _bound = self.function.device().bind()?;
         let Self { problem, shape, .. } = self;
         let element = problem.element.tensor_map_element();
         let map = |name: &str, address, dim, heads, rows: usize, box_heads, box_rows| {

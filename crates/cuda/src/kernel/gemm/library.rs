@@ -80,7 +80,7 @@ impl GemmLibrary {
     /// [`CudaError::NoCublasLt`] with the places that were tried.
     pub fn open(device: &Device) -> Result<Self, CudaError> {
         let library = CublasLt::get()?;
-        device.bind()?;
+        let _bound = device.bind()?;
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local.
         library.check("cublasLtCreate", unsafe { (library.cublasLtCreate)(&mut raw) })?;
@@ -103,7 +103,7 @@ impl GemmLibrary {
             return Err(refused("cuBLASLt knows no pieces, no shares and no signals".to_owned()));
         }
         let Handle { library, device, raw } = &*self.0;
-        device.bind()?;
+        let _bound = device.bind()?;
         let desc = self.describe(spec)?;
         let layouts = self.layouts(spec)?;
         let preference = self.preference()?;
@@ -263,7 +263,7 @@ impl LibraryGemm {
     pub unsafe fn launch(&self, stream: &Stream, tensors: &GemmTensors<'_>) -> Result<(), CudaError> {
         use cublasLtMatmulDescAttributes_t as A;
         let Handle { library, device, raw } = &*self.library.0;
-        device.bind()?;
+        let _bound = device.bind()?;
         if self.spec.epilogue == GemmEpilogue::StoreBias {
             self.library.set(&self.desc, A::CUBLASLT_MATMUL_DESC_BIAS_POINTER, tensors.bias)?;
         }

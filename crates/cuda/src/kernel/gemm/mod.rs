@@ -312,6 +312,8 @@ impl Gemm {
     fn arguments(&self, tensors: &GemmTensors<'_>) -> Result<GemmArguments, CudaError> {
         let Self { spec, shape, .. } = self;
         self.check_tensors(tensors).map_err(refused)?;
+        // The driver encodes tensor maps for the current context.
+        let _bound = self.function.device().bind()?;
         let wide = spec.output == Scalar::F32;
         let mut d_maps = [None; GEMM_DESTINATIONS];
         let mut d = [0; GEMM_DESTINATIONS];
