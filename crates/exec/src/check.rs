@@ -5,8 +5,8 @@ use counterpoint_plan::{AttentionSpec, DType, GradientShares};
 use serde::Serialize;
 
 use crate::reference::{
-    Reference, ReferenceGradients, Sample, SampledRows, plain_attention, plain_attention_from,
-    reference_attention,
+    F32_BOUND, F64_BOUND, Reference, ReferenceGradients, Sample, SampledRows, plain_attention,
+    plain_attention_from, reference_attention,
 };
 use crate::{AttentionInputs, AttentionOutputs, HostTensor};
 
@@ -100,10 +100,6 @@ impl CheckReport {
     }
 }
 
-/// Relative Frobenius error allowed to results whose statistics are f32.
-const F32_BOUND: f64 = 1e-5;
-/// Likewise f64.
-const F64_BOUND: f64 = 1e-12;
 /// The relative error of rounding once to bf16, at worst twice that.
 const BF16_ROUNDING: f64 = 1.0 / 512.0;
 /// Likewise f16.

@@ -255,7 +255,7 @@ impl<T: Element> Inputs<'_, T> {
         let v = Mat::new(&scratch.v, cols, dim_v, dim_v);
         let dout = Mat::new(&scratch.dout, rows, dim_v, dim_v);
 
-        self.scoring.scores(visit, group, dim, &scratch.q, &scratch.k, &mut scratch.p);
+        self.scoring.products(visit, group, dim, &scratch.q, &scratch.k, &mut scratch.p);
         let dp = MatMut::new(&mut scratch.ds, rows, cols, KEY_BLOCK);
         matmul(T::Accumulator::ONE, dout, v.transposed(), T::Accumulator::ZERO, dp);
 
@@ -266,8 +266,8 @@ impl<T: Element> Inputs<'_, T> {
                 scratch.poisoned_rows.insert(index);
             }
         }
-        let scores = &scratch.p[..rows * KEY_BLOCK];
-        scratch.reached.spread(&scratch.poisoned_rows, &scratch.poisoned_cols, scores);
+        let products = &scratch.p[..rows * KEY_BLOCK];
+        scratch.reached.spread(&scratch.poisoned_rows, &scratch.poisoned_cols, products);
 
         let stacked = scratch.p.chunks_exact_mut(KEY_BLOCK).zip(scratch.ds.chunks_exact_mut(KEY_BLOCK));
         for (at, (p, ds)) in statistics.zip(stacked) {

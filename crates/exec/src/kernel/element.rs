@@ -1,6 +1,6 @@
 use std::ops::{AddAssign, MulAssign, Neg};
 
-use super::exponential::{exp_f32, tanh_f32};
+use super::exponential::{exp_f32, tanh_and_slope_f32, tanh_and_slope_f64};
 use super::matmul::Gemm;
 use crate::{Accumulator, HostElement};
 
@@ -25,8 +25,8 @@ pub trait Real:
     const MAX: Self;
     /// `e^self` to about the type's precision, fast in loops over slices; 0 for `-inf`.
     fn fast_exp(self) -> Self;
-    /// Hyperbolic tangent, likewise.
-    fn fast_tanh(self) -> Self;
+    /// Hyperbolic tangent and its slope, likewise; the slope of an infinity is 0.
+    fn fast_tanh_and_slope(self) -> (Self, Self);
     /// Natural logarithm.
     fn ln(self) -> Self;
     /// Square root.
@@ -60,8 +60,8 @@ impl Real for f64 {
     }
 
     #[inline(always)]
-    fn fast_tanh(self) -> f64 {
-        f64::tanh(self)
+    fn fast_tanh_and_slope(self) -> (f64, f64) {
+        tanh_and_slope_f64(self)
     }
 
     #[inline(always)]
@@ -88,8 +88,8 @@ impl Real for f32 {
     }
 
     #[inline(always)]
-    fn fast_tanh(self) -> f32 {
-        tanh_f32(self)
+    fn fast_tanh_and_slope(self) -> (f32, f32) {
+        tanh_and_slope_f32(self)
     }
 
     #[inline(always)]

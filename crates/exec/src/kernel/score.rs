@@ -21,43 +21,59 @@ impl<R: Real> Scoring<R> {
         self.scale
     }
 
-    /// Scores of the stacked rows of a visit, `-inf` where masked: `group` rows a query row. `s` has rows of
-    /// [`KEY_BLOCK`]; columns past a short block are masked too, so that every row is a whole number of vectors.
+    /// Scores of the stacked rows of a visit, `-inf` where masked, as [`products`](Self::products) lie.
     pub(crate) fn scores(&self, visit: &Visit, group: usize, head_dim: usize, q: &[R], k: &[R], s: &mut [R]) {
+        self.products(visit, group, head_dim, q, k, s);
+        if self.softcap > R::ZERO {
+            let (rows, cols) = (visit.rows.len() * group, visit.cols.len());
+            let inverse = R::ONE / self.softcap;
+            for row in s[..rows * KEY_BLOCK].chunks_exact_mut(KEY_BLOCK) {
+                row[..cols].iter_mut().for_each(|x| *x = self.capped(*x, inverse).0);
+            }
+        }
+    }
+
+    /// Scaled dot products of the stacked rows of a visit, `-inf` where masked: `group` rows a query row. `s` has rows of
+    /// [`KEY_BLOCK`]; columns past a short block are masked too, so that every row is a whole number of vectors.
+    pub(crate) fn products(
+        &self,
+        visit: &Visit,
+        group: usize,
+        head_dim: usize,
+        q: &[R],
+        k: &[R],
+        s: &mut [R],
+    ) {
         let (rows, cols) = (visit.rows.len() * group, visit.cols.len());
         let q = Mat::new(q, rows, head_dim, head_dim);
         let k = Mat::new(k, cols, head_dim, head_dim);
         matmul(self.scale, q, k.transposed(), R::ZERO, MatMut::new(s, rows, cols, KEY_BLOCK));
         let s = &mut s[..rows * KEY_BLOCK];
-        if self.softcap > R::ZERO {
-            let inverse = R::ONE / self.softcap;
-            for row in s.chunks_exact_mut(KEY_BLOCK) {
-                for x in &mut row[..cols] {
-                    *x = self.softcap * (x.saturate() * inverse).fast_tanh();
-                }
-            }
-        } else {
-            for row in s.chunks_exact_mut(KEY_BLOCK) {
-                for x in &mut row[..cols] {
-                    *x = x.saturate();
-                }
+        for row in s.chunks_exact_mut(KEY_BLOCK) {
+            for x in &mut row[..cols] {
+                *x = x.saturate();
             }
         }
         mask(visit, group, s);
     }
 
-    /// Turns a row's scores `p` into probabilities `exp(s - lse)` and its `ds`, on entry `dout v^T`, into the gradient of
-    /// the scaled dot products: `p * (dout v^T - delta)`, under softcap times `1 - tanh^2`.
+    /// The score of a scaled dot product under softcap, which stays `-inf` where it is masked, and its slope.
+    #[inline(always)]
+    fn capped(&self, product: R, inverse: R) -> (R, R) {
+        let (tanh, slope) = (product * inverse).fast_tanh_and_slope();
+        (if product == -R::INFINITY { product } else { self.softcap * tanh }, slope)
+    }
+
+    /// Turns a row's [`products`](Self::products) `p` into probabilities `exp(s - lse)` and its `ds`, on entry `dout v^T`, into
+    /// the gradient of the products: `p * (dout v^T - delta)`, under softcap times the score's slope.
     pub(crate) fn gradient(&self, lse: R, delta: R, p: &mut [R], ds: &mut [R]) {
         // A row that saw nothing has lse = -inf and only masked scores: p must be 0, and -inf - -inf is NaN.
         let lse = if lse == -R::INFINITY { R::INFINITY } else { lse };
         if self.softcap > R::ZERO {
             let inverse = R::ONE / self.softcap;
             for (p, ds) in p.iter_mut().zip(ds) {
-                let tanh = *p * inverse;
-                // A masked score is -inf; its slope must be a number, for it is multiplied by a probability of 0.
-                let slope = (R::ONE - tanh * tanh).larger(R::ZERO);
-                *p = (*p - lse).fast_exp();
+                let (score, slope) = self.capped(*p, inverse);
+                *p = (score - lse).fast_exp();
                 *ds = *p * (ds.saturate() - delta).saturate() * slope;
             }
         } else {

@@ -79,6 +79,18 @@ pub(super) fn square<A: Real>(row: &[A]) -> f64 {
     row.iter().map(|x| x.to_f64().powi(2)).sum()
 }
 
+/// A scaled dot product under softcap, and the slope of that by the product: `sech^2`, which keeps its digits where
+/// `1 - tanh^2` has none.
+pub(super) fn capped<A: Real>(product: A, softcap: f64) -> (A, A) {
+    let cap = A::from_f64(softcap);
+    let x = (product / cap).to_f64();
+    (cap * A::from_f64(x.tanh()), A::from_f64(sech_squared(x)))
+}
+
+pub(super) fn sech_squared(x: f64) -> f64 {
+    x.cosh().powi(2).recip()
+}
+
 /// The library's exponential, not the kernels' own: the reference shares no numerics with what it judges.
 pub(super) fn exp<A: Real>(x: A) -> A {
     A::from_f64(x.to_f64().exp())

@@ -5,9 +5,10 @@ use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
 use super::arithmetic::{
-    add_scaled, convert_all, convert_by_head, dot, exp, operand, rounded, row_of, square,
+    add_scaled, capped, convert_all, convert_by_head, dot, exp, operand, rounded, row_of, sech_squared,
+    square,
 };
-use super::{NoiseNorms, Reference};
+use super::{F32_BOUND, F64_BOUND, NoiseNorms, Reference};
 use crate::kernel::Real;
 use crate::{AttentionInputs, HostTensor};
 
@@ -112,13 +113,31 @@ impl<'a, A: Real> Dense<'a, A> {
     pub(super) fn score(&self, row: usize, col: usize, head: usize) -> (A, A) {
         let kv = head / (self.spec.heads_q / self.spec.heads_kv);
         let product = A::from_f64(self.spec.scale) * dot(self.q_row(row, head), self.k_row(col, kv));
-        if self.spec.softcap > 0.0 {
-            let cap = A::from_f64(self.spec.softcap);
-            let tanh = A::from_f64((product / cap).to_f64().tanh());
-            (cap * tanh, A::ONE - tanh * tanh)
-        } else {
-            (product, A::ONE)
+        if self.spec.softcap > 0.0 { capped(product, self.spec.softcap) } else { (product, A::ONE) }
+    }
+
+    /// How far rounding a pair's product moves the slope of its score under softcap, in units of the bound on relative errors: a
+    /// small cap makes much of a small difference, whoever computes it.
+    pub(super) fn slope_noise(&self, row: usize, col: usize, head: usize) -> f64 {
+        /// Roundings of the terms that a dot product is allowed.
+        const ROUNDINGS: f64 = 8.0;
+        /// Smallest normal numbers that a slope may be off by: there the type ends.
+        const UNDERFLOW: f64 = 4.0;
+        let (unit, smallest, bound) = match self.spec.dtype {
+            DType::F64 => (f64::EPSILON / 2.0, f64::MIN_POSITIVE, F64_BOUND),
+            _ => (f64::from(f32::EPSILON) / 2.0, f64::from(f32::MIN_POSITIVE), F32_BOUND),
+        };
+        if self.spec.softcap == 0.0 {
+            return 0.0;
         }
+        let kv = head / (self.spec.heads_q / self.spec.heads_kv);
+        let (q, k) = (self.q_row(row, head), self.k_row(col, kv));
+        let squares = q.iter().zip(k).map(|(&q, &k)| (q.to_f64() * k.to_f64()).powi(2));
+        let factor = (self.spec.scale / self.spec.softcap).abs();
+        let at = factor * dot(q, k).to_f64().abs();
+        let moved = ROUNDINGS * unit * (factor * squares.sum::<f64>().sqrt()).max(at);
+        let moved = sech_squared((at - moved).max(0.0)) - sech_squared(at + moved);
+        (moved + UNDERFLOW * smallest) / bound
     }
 
     /// Gradients take `saved` as `out` where it is given.

@@ -137,7 +137,8 @@ impl<A: Real> Dense<'_, A> {
 
                     let (k_square, v_square) = squares[col];
                     let term = (dout_square * v_square).sqrt() + delta[at].to_f64().abs();
-                    let ds_square = ((p * slope * scale).to_f64() * term).powi(2);
+                    let slope_square = slope.to_f64().powi(2) + self.slope_noise(row, col, head).powi(2);
+                    let ds_square = ((p * scale).to_f64() * term).powi(2) * slope_square;
                     noise.dq += ds_square * k_square;
                     noise.dk += ds_square * q_square;
                     noise.dv += p.to_f64().powi(2) * dout_square;

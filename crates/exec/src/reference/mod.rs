@@ -12,6 +12,11 @@ pub(crate) use sample::SampledRows;
 
 use crate::{AttentionInputs, HostTensor};
 
+/// Relative Frobenius error allowed to results whose statistics are f32.
+pub(crate) const F32_BOUND: f64 = 1e-5;
+/// Likewise f64.
+pub(crate) const F64_BOUND: f64 = 1e-12;
+
 /// Results of dense attention, every tensor in f64 and in global token order, shapes as in
 /// [`AttentionOutputs`](crate::AttentionOutputs).
 #[derive(Clone, Debug, PartialEq)]
@@ -42,7 +47,8 @@ pub struct ReferenceGradients {
 /// The Frobenius norm that each tensor would have if the terms of its sums were independent: the root of the summed
 /// squares of the terms. Where terms cancel by construction (a row that sees one key has a gradient `dq` of exactly 0)
 /// no floating-point sum comes closer to 0 than its rounding unit times this norm, so an error is compared with the
-/// larger of this and the tensor's own norm. On ordinary inputs the two are about the same.
+/// larger of this and the tensor's own norm. On ordinary inputs the two are about the same. Under a small softcap the
+/// rounding of a score decides about its slope, and so about gradients: they have more noise.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct NoiseNorms {
     /// Of `out`.

@@ -2,7 +2,7 @@ use counterpoint_mask::{Band, Mask};
 use counterpoint_plan::{AttentionSpec, DType};
 use rayon::prelude::*;
 
-use super::arithmetic::{add_scaled, dot, exp, operand, rounded};
+use super::arithmetic::{add_scaled, capped, dot, exp, operand, rounded};
 use crate::draw::Draw;
 use crate::host_element::{convert, with_host_element};
 use crate::kernel::Real;
@@ -156,12 +156,7 @@ impl<A: Real> Problem<'_, A> {
     /// (score, its slope by the scaled dot product).
     fn score(&self, q: &[A], k: &[A]) -> (A, A) {
         let product = A::from_f64(self.spec.scale) * dot(q, k);
-        if self.spec.softcap == 0.0 {
-            return (product, A::ONE);
-        }
-        let cap = A::from_f64(self.spec.softcap);
-        let tanh = A::from_f64((product / cap).to_f64().tanh());
-        (cap * tanh, A::ONE - tanh * tanh)
+        if self.spec.softcap == 0.0 { (product, A::ONE) } else { capped(product, self.spec.softcap) }
     }
 
     fn query_row(&self, bands: &[Band], row: usize, head: usize) -> QueryRow {

@@ -9,5 +9,6 @@ mod linear;
 mod linear_layers;
 mod non_finite;
 mod normalised;
+mod softcap;
 mod support;
 mod tcp;
