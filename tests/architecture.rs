@@ -7,14 +7,15 @@ use std::process::Command;
 
 /// Which of the workspace's crates each may use.
 const MAY_USE: &[(&str, &[&str])] = &[
+    ("counterpoint-files", &[]),
     ("counterpoint-mask", &[]),
     ("counterpoint-plan", &["mask"]),
     ("counterpoint-schedule", &["mask", "plan"]),
     ("counterpoint-exec", &["mask", "plan", "schedule"]),
-    ("counterpoint-cuda", &["mask", "plan", "schedule", "exec"]),
+    ("counterpoint-cuda", &["files", "mask", "plan", "schedule", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     ("counterpoint", &["mask", "plan", "schedule", "exec", "cuda", "report"]),
-    ("counterpoint-cli", &["mask", "plan", "schedule", "exec", "cuda", "report"]),
+    ("counterpoint-cli", &["files", "mask", "plan", "schedule", "exec", "cuda", "report"]),
 ];
 
 /// What the pure crates must not name.

@@ -31,8 +31,8 @@ pub(crate) enum CliError {
         what: &'static str,
         /// Its path.
         path: PathBuf,
-        /// The system's words.
-        source: io::Error,
+        /// Why.
+        source: counterpoint_files::ReadError,
     },
     /// A file does not hold a profile that can be used.
     #[error("machine profile {}: {source}", path.display())]
@@ -164,9 +164,38 @@ pub(crate) enum CliError {
         /// The flag.
         flag: &'static str,
         /// What is wrong.
-        source: counterpoint_report::ReportError,
+        source: counterpoint_files::WriteError,
     },
-    /// Two outputs, or an output and an input, are one file.
+    /// An output would take the place of a file that is read.
+    #[error(
+        "{flag} {} is the same file as the {what} {}, which this command reads; give another path",
+        path.display(), input.display()
+    )]
+    InputReplaced {
+        /// The output's flag.
+        flag: &'static str,
+        /// Its path.
+        path: PathBuf,
+        /// What is read, such as `mask file`.
+        what: &'static str,
+        /// By which path.
+        input: PathBuf,
+    },
+    /// A variable names no absolute path.
+    #[error("{source}")]
+    RelativeFolder {
+        /// Which, and its value.
+        source: counterpoint_files::RelativeFolder,
+    },
+    /// Other processes keep the file from being changed.
+    #[error("{flag}: {source}")]
+    Locked {
+        /// The flag that names the file.
+        flag: &'static str,
+        /// Who holds it.
+        source: counterpoint_files::LockError,
+    },
+    /// Two outputs are one file.
     #[error("{first} and {second} name the same file {}; give each its own", path.display())]
     SameFile {
         /// A flag.

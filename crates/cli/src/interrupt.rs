@@ -1,10 +1,11 @@
 //! Ctrl-C and termination: the process ends at once with status 130, all ranks with it, as they are its threads. Three things must
 //! not be left behind: half of an output file, temporary folders, and processes of ours.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::iterator::Signals;
 
 static WRITING: Mutex<()> = Mutex::new(());
@@ -15,6 +16,9 @@ const INTERRUPTED: i32 = 130;
 
 /// Has a thread wait for signals. Where the system refuses one, its own handling stays in place, which ends the process too.
 pub(crate) fn install() {
+    // Handled, the write fails like one to a full disk: the error is told, and what was half written is removed. Children get the
+    // system's own handling back, which they would not of a signal that is ignored.
+    let _ = signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)));
     let Ok(mut signals) = Signals::new([SIGHUP, SIGINT, SIGTERM]) else { return };
     let wait = move || {
         if signals.forever().next().is_some() {

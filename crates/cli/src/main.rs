@@ -8,6 +8,7 @@ mod command;
 mod console;
 mod device;
 mod error;
+mod files;
 mod input;
 mod interrupt;
 mod mask_argument;

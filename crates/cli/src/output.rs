@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use counterpoint_exec::{AttentionOutputs, HostData, HostTensor};
-use counterpoint_report::{AtomicFiles, Destination, ReportError, check_writable};
+use counterpoint_files::{AtomicFiles, Destination, WriteError, check_writable};
 use safetensors::Dtype;
 use safetensors::tensor::{View, serialize};
 
 use crate::error::CliError;
+use crate::files::Claim;
 use crate::{console, interrupt};
 
 /// The output files of a command.
@@ -22,29 +23,18 @@ struct Output {
     flag: &'static str,
     path: PathBuf,
     destination: Destination,
+    _claim: Claim,
 }
 
 impl Outputs {
     /// The files that were asked for, after a look at whether they can be written and none is another one, or an input.
-    pub(crate) fn check(
-        asked: &[(&'static str, Option<&Path>)],
-        inputs: &[(&'static str, Option<&Path>)],
-    ) -> Result<Self, CliError> {
+    pub(crate) fn check(asked: &[(&'static str, Option<&Path>)]) -> Result<Self, CliError> {
         let mut outputs = Self::default();
         for &(flag, path) in asked {
             let Some(path) = path else { continue };
             let destination = check_writable(path).map_err(|source| CliError::Output { flag, source })?;
-            if let Destination::File(target) = &destination {
-                let input = inputs.iter().find(|(_, input)| {
-                    input.and_then(|input| input.canonicalize().ok()).is_some_and(|input| input == *target)
-                });
-                let other = outputs.files.iter().find(|other| other.destination == destination);
-                let other = other.map(|other| other.flag).or(input.map(|(flag, _)| *flag));
-                if let Some(first) = other {
-                    return Err(CliError::SameFile { first, second: flag, path: path.to_owned() });
-                }
-            }
-            outputs.files.push(Output { flag, path: path.to_owned(), destination });
+            let _claim = Claim::of(flag, path, &destination)?;
+            outputs.files.push(Output { flag, path: path.to_owned(), destination, _claim });
         }
         Ok(outputs)
     }
@@ -58,7 +48,7 @@ impl Outputs {
             .map(|output| Ok((output, contents(output.flag)?)))
             .collect::<Result<Vec<_>, _>>()?;
         let (streams, files): (Vec<_>, Vec<_>) =
-            made.into_iter().partition(|(output, _)| output.destination == Destination::Stream);
+            made.into_iter().partition(|(output, _)| !matches!(output.destination, Destination::File { .. }));
         let mut batch = AtomicFiles::default();
         for (output, bytes) in &streams {
             console::note_waiting(&output.path, "reads from it");
@@ -71,7 +61,7 @@ impl Outputs {
         .map_err(|error| self.refused(error))
     }
 
-    fn refused(&self, source: ReportError) -> CliError {
+    fn refused(&self, source: WriteError) -> CliError {
         let output = self.files.iter().find(|output| output.path == source.path());
         CliError::Output { flag: output.map_or("output", |output| output.flag), source }
     }
@@ -131,27 +121,47 @@ impl View for Bytes<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::files;
 
     #[test]
     fn one_file_by_two_names() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("out");
-        let clash = |a: &Path, b: &Path| {
-            let twice = Outputs::check(&[("--a", Some(a)), ("--b", Some(b))], &[]).is_err();
-            // An input that is not there cannot be overwritten.
-            let input = Outputs::check(&[("--b", Some(b))], &[("--a", Some(a))]).is_err();
-            assert_eq!(input, twice && a.exists());
-            twice
-        };
+        let clash = |a: &Path, b: &Path| Outputs::check(&[("--a", Some(a)), ("--b", Some(b))]).is_err();
         let dotted = folder.path().join(".").join("out");
-        let link = folder.path().join("link");
+        let [link, hard] = ["link", "hard"].map(|name| folder.path().join(name));
         std::os::unix::fs::symlink("out", &link).unwrap();
         for _ in 0..2 {
             assert!(clash(&path, &dotted) && clash(&path, &link) && clash(&link, &dotted));
             assert!(!clash(&path, &folder.path().join("other")));
             std::fs::write(&path, b"x").unwrap();
         }
+        std::fs::hard_link(&path, &hard).unwrap();
+        assert!(clash(&path, &hard) && clash(&hard, &link));
         assert!(!clash(Path::new("/dev/null"), Path::new("/dev/null")));
+    }
+
+    /// Whichever is opened first.
+    #[test]
+    fn no_output_is_an_input() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, link, hard, other] = ["in", "link", "hard", "other"].map(|name| folder.path().join(name));
+        std::fs::write(&path, b"x").unwrap();
+        std::os::unix::fs::symlink("in", &link).unwrap();
+        std::fs::hard_link(&path, &hard).unwrap();
+        let names = [&path, &link, &hard];
+        for written in names {
+            let _outputs = Outputs::check(&[("--b", Some(written))]).unwrap();
+            for read in names {
+                let error = files::read_text("input", read, 10).unwrap_err().to_string();
+                assert!(error.contains("--b") && error.contains("input"), "{error}");
+            }
+        }
+        let _kept_open = files::open("input", &path).unwrap();
+        for written in names {
+            assert!(matches!(Outputs::check(&[("--b", Some(written))]), Err(CliError::InputReplaced { .. })));
+        }
+        assert!(Outputs::check(&[("--b", Some(&other))]).is_ok());
     }
 
     #[test]

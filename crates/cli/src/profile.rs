@@ -1,15 +1,15 @@
 //! Profiles of machines: where they lie, and which one a command plans with.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use counterpoint_exec::EnvironmentVariable;
+use counterpoint_files::{folder_in_home, folder_named};
 use counterpoint_plan::MachineProfile;
 use counterpoint_schedule::{OverlapPolicy, PolicyError};
 
 use crate::arguments::{Device, OverlapChoice};
-use crate::device;
 use crate::error::CliError;
+use crate::{device, files};
 
 /// The variable that names the folder of profiles.
 const FOLDER_VARIABLE: &str = "COUNTERPOINT_PROFILE_DIR";
@@ -19,11 +19,10 @@ pub(crate) const ENVIRONMENT: [EnvironmentVariable; 1] =
     [EnvironmentVariable { name: FOLDER_VARIABLE, purpose: "the folder of measured machine profiles" }];
 
 /// Where profiles are kept; `None` where the user has no home.
-pub(crate) fn folder() -> Option<PathBuf> {
-    let path = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    path(FOLDER_VARIABLE)
-        .or_else(|| Some(path("XDG_CONFIG_HOME")?.join("counterpoint")))
-        .or_else(|| Some(path("HOME")?.join(".config/counterpoint")))
+pub(crate) fn folder() -> Result<Option<PathBuf>, CliError> {
+    let named = folder_named(FOLDER_VARIABLE).map_err(|source| CliError::RelativeFolder { source })?;
+    let kept = || folder_in_home("XDG_CONFIG_HOME", ".config").map(|folder| folder.join("counterpoint"));
+    Ok(named.or_else(kept))
 }
 
 /// The file of a machine's profile in `folder`.
@@ -34,13 +33,12 @@ pub(crate) fn file_in(folder: &Path, machine: &str) -> PathBuf {
     folder.join(format!("{}.json", words.join("-")))
 }
 
+/// Longest profile that is read: a thousand times what a measured one takes.
+const MAX_BYTES: u64 = 16 << 20;
+
 /// The profile in a file.
 pub(crate) fn read(path: &Path) -> Result<MachineProfile, CliError> {
-    let text = fs::read_to_string(path).map_err(|source| CliError::Unreadable {
-        what: "machine profile",
-        path: path.to_owned(),
-        source,
-    })?;
+    let text = files::read_text("machine profile", path, MAX_BYTES)?;
     MachineProfile::from_json(&text)
         .map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })
 }
@@ -56,8 +54,9 @@ pub(crate) fn named(path: Option<&Path>, machine: &str) -> Result<Option<Machine
 
 /// The profile of `machine`: the one that was named, or the one that was measured here and kept; `None` without either.
 pub(crate) fn of_machine(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
-    let kept = || folder().map(|folder| file_in(&folder, machine)).filter(|path| path.exists());
-    named(path.map(Path::to_owned).or_else(kept).as_deref(), machine)
+    let kept = || folder().map(|folder| Some(file_in(&folder?, machine)).filter(|path| path.exists()));
+    let path = path.map_or_else(kept, |path| Ok(Some(path.to_owned())))?;
+    named(path.as_deref(), machine)
 }
 
 /// As [`of_machine`], of what `--device` names.

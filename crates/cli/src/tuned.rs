@@ -1,62 +1,93 @@
-//! Tuned plans: where they lie, and reading and writing them.
+//! Tuned plans: where they lie, and reading and changing them.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use counterpoint_plan::TunedPlans;
-use counterpoint_report::write_atomically;
+use counterpoint_files::{Destination, FileLock, check_writable, write_atomically};
+use counterpoint_plan::{TunedGroups, TunedPlans};
 
 use crate::error::CliError;
-use crate::{interrupt, profile};
+use crate::{files, interrupt, profile};
 
-/// What was tuned on this machine, and maybe on others whose plans lie beside it: what linear layers take their groups from.
+/// Longest file of them that is read: room for a hundred thousand plans.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// How long another process may keep the file to itself: writing it takes milliseconds.
+const LOCK_LIMIT: Duration = Duration::from_secs(30);
+
+/// The flag that names the file.
+const FLAG: &str = "--plans";
+
+/// What was tuned on this machine, and maybe on others whose plans lie in the same file: what linear layers take their groups from.
 pub(crate) fn kept() -> Result<TunedPlans, CliError> {
     // Without a folder nothing was kept.
-    if profile::folder().is_none() { Ok(TunedPlans::default()) } else { Ok(TunedFile::open(None)?.plans) }
+    kept_file()?.map_or_else(|| Ok(TunedPlans::default()), |path| read(&path))
 }
 
-/// The file of tuned plans.
+/// The file in the folder of profiles; `None` where the user has no home.
+fn kept_file() -> Result<Option<PathBuf>, CliError> {
+    Ok(profile::folder()?.map(|folder| folder.join("tuned-plans.json")))
+}
+
+/// What a file holds. One that is not there holds nothing yet.
+fn read(path: &Path) -> Result<TunedPlans, CliError> {
+    let Some(text) = files::read_text_if_there("file of tuned plans", path, MAX_BYTES)? else {
+        return Ok(TunedPlans::default());
+    };
+    TunedPlans::from_json(&text)
+        .map_err(|source| CliError::Tuned { path: path.to_owned(), source: Box::new(source) })
+}
+
+/// A file of tuned plans that is added to.
 #[derive(Debug)]
 pub(crate) struct TunedFile {
+    /// As the user knows it.
     path: PathBuf,
-    /// What it holds.
+    /// Where it lies, so that all who change it hold one lock.
+    target: PathBuf,
+    /// What it held when it was last looked at.
     pub(crate) plans: TunedPlans,
 }
 
 impl TunedFile {
-    /// The file that was named, or the one in the folder of profiles. One that is not there holds nothing yet.
+    /// The file that was named, or the one in the folder of profiles. That it can be read and written is known then.
     pub(crate) fn open(named: Option<&Path>) -> Result<Self, CliError> {
         let path = match named {
             Some(path) => path.to_owned(),
-            None => profile::folder().map(|folder| folder.join("tuned-plans.json")).ok_or_else(|| {
-                let message = "there is no folder to keep tuned plans in (no HOME); name a file by --plans";
-                CliError::Usage { message: message.to_owned() }
-            })?,
+            None => {
+                let none = "there is no folder to keep tuned plans in (no HOME); name a file by --plans";
+                kept_file()?.ok_or_else(|| CliError::Usage { message: none.to_owned() })?
+            }
         };
-        let plans = match fs::read_to_string(&path) {
-            Ok(text) => TunedPlans::from_json(&text)
-                .map_err(|source| CliError::Tuned { path: path.clone(), source: Box::new(source) })?,
-            Err(error) if error.kind() == ErrorKind::NotFound => TunedPlans::default(),
-            Err(source) => return Err(CliError::Unreadable { what: "file of tuned plans", path, source }),
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            // Where it cannot be made, the next line says so with the path.
+            let _ = fs::create_dir_all(folder);
+        }
+        let destination = check_writable(&path).map_err(|source| CliError::Output { flag: FLAG, source })?;
+        let Destination::File { path: target, .. } = destination else {
+            let reason = "is no regular file, and plans are added to those that it holds; name another";
+            let (value, reason) = (path.display().to_string(), reason.to_owned());
+            return Err(CliError::Flag { flag: FLAG, value, reason });
         };
-        Ok(Self { path, plans })
+        let plans = read(&target)?;
+        Ok(Self { path, target, plans })
     }
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Writes it, whole or not at all.
-    pub(crate) fn write(&self) -> Result<(), CliError> {
-        let failed = |source| CliError::Output { flag: "--plans", source };
+    /// Adds a plan to what the file holds by now, which other processes may have added to, and writes it whole or not at all.
+    pub(crate) fn keep(&mut self, plan: TunedGroups) -> Result<(), CliError> {
+        let lock = FileLock::acquire(&self.target, LOCK_LIMIT)
+            .map_err(|source| CliError::Locked { flag: FLAG, source })?;
         interrupt::not_during(|| {
-            if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
-                // Where it cannot be made, writing says so with the path.
-                let _ = fs::create_dir_all(folder);
-            }
-            write_atomically(&self.path, self.plans.to_json().as_bytes())
+            self.plans = read(&self.target)?;
+            self.plans.insert(plan);
+            let written = write_atomically(&self.target, self.plans.to_json().as_bytes());
+            drop(lock);
+            written.map_err(|source| CliError::Output { flag: FLAG, source })
         })
-        .map_err(failed)
     }
 }

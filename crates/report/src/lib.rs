@@ -1,11 +1,10 @@
 //! What a run shows: tables for a terminal, Chrome traces, SVG and HTML.
 //!
-//! Everything here turns values of the crates to the left into text. Only [`AtomicFiles`] touches the machine.
+//! Everything here turns values of the crates to the left into text. Nothing touches the machine.
 
 // Not a workspace lint: tests may unwrap, their helpers too.
 #![warn(clippy::unwrap_used)]
 
-mod error;
 mod html;
 mod matrix;
 mod ownership;
@@ -16,9 +15,7 @@ mod svg;
 mod table;
 mod timelines;
 mod trace;
-mod write;
 
-pub use error::ReportError;
 pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, SimulationReport};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
@@ -32,7 +29,6 @@ pub use table::{
 };
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};
-pub use write::{AtomicFiles, Destination, check_writable, write_atomically};
 
 #[cfg(test)]
 mod tests {

@@ -14,8 +14,7 @@ const PICTURE: (usize, usize) = (48, 24);
 /// `counterpoint mask`.
 pub(crate) fn run(arguments: &MaskArguments) -> Result<(), CliError> {
     let mask = mask_argument::load(&arguments.mask)?;
-    let input = mask_argument::file(&arguments.mask);
-    let outputs = Outputs::check(&[("--svg", arguments.svg.as_deref())], &[("MASK", input)])?;
+    let outputs = Outputs::check(&[("--svg", arguments.svg.as_deref())])?;
     outputs.write(|_| {
         Ok(MaskDrawing { title: &arguments.mask, mask: &mask, plan: None }.render().into_bytes())
     })?;

@@ -26,8 +26,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let topology = topology(arguments.cp_size, arguments.nodes)?;
     let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares)?;
     let mask = mask_argument::load(&arguments.mask)?;
-    let input = mask_argument::file(&arguments.mask);
-    let outputs = Outputs::check(&[("--report", arguments.report.as_deref())], &[("--mask", input)])?;
+    let outputs = Outputs::check(&[("--report", arguments.report.as_deref())])?;
     let profile = match &arguments.planning.profile {
         Some(path) => profile::read(path)?,
         None => MachineProfile::h200(),

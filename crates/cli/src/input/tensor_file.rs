@@ -1,5 +1,5 @@
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +12,7 @@ use safetensors::tensor::TensorInfo;
 
 use super::header::FileHeader;
 use crate::error::CliError;
+use crate::files;
 
 /// An open safetensors file whose header has been read and found to fit the file. Tensors are read one at a time,
 /// straight into vectors of their type: the file is never in memory as a whole beside them.
@@ -30,14 +31,10 @@ impl TensorFile {
     /// Opens the file and checks that its header and its length agree.
     pub(crate) fn open(path: &Path) -> Result<Self, CliError> {
         let unreadable = |source| CliError::Unreadable { what: "input", path: path.to_owned(), source };
+        let refused = |source: io::Error| unreadable(source.into());
         let broken = |reason: String| CliError::NotSafetensors { path: path.to_owned(), reason };
-        // Asked before it is opened: opening a pipe that nobody writes to would wait for ever.
-        let metadata = fs::metadata(path).map_err(unreadable)?;
-        if !metadata.is_file() {
-            return Err(unreadable(io::Error::other("it is not a regular file")));
-        }
-        let mut file = File::open(path).map_err(unreadable)?;
-        let bytes = metadata.len();
+        let mut file = files::open("input", path)?.regular().map_err(unreadable)?;
+        let bytes = file.metadata().map_err(refused)?.len();
         if let Some(available) = available_memory().filter(|&available| bytes > available) {
             return Err(CliError::InputTooLarge { path: path.to_owned(), bytes, available });
         }
@@ -45,7 +42,7 @@ impl TensorFile {
             return Err(broken(format!("it has {bytes} bytes, less than the 8 of a header's length")));
         }
         let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(unreadable)?;
+        file.read_exact(&mut length).map_err(refused)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > MAX_HEADER_BYTES || header_bytes > bytes - 8 {
             let reason =
@@ -53,7 +50,7 @@ impl TensorFile {
             return Err(broken(reason));
         }
         let mut header = vec![0; header_bytes as usize];
-        file.read_exact(&mut header).map_err(unreadable)?;
+        file.read_exact(&mut header).map_err(refused)?;
         let header = FileHeader::parse(&header).map_err(broken)?;
         let data_start = 8 + header_bytes;
         let announced = data_start + header.data_bytes as u64;
@@ -127,7 +124,11 @@ impl TensorFile {
             DType::Bf16 => rows.read(bf16::from_le_bytes).map(HostData::Bf16),
             DType::F16 => rows.read(f16::from_le_bytes).map(HostData::F16),
         };
-        let unreadable = |source| CliError::Unreadable { what: "input", path: self.path.clone(), source };
+        let unreadable = |source: io::Error| CliError::Unreadable {
+            what: "input",
+            path: self.path.clone(),
+            source: source.into(),
+        };
         Ok(HostTensor::new(shape, data.map_err(unreadable)?))
     }
 }

@@ -25,7 +25,7 @@ fn broken_files() {
     let folder = Folder::new();
     folder.refuses(LINE, &["in.safetensors", "cannot be read"]);
     std::fs::create_dir(folder.path("in.safetensors")).unwrap();
-    folder.refuses(LINE, &["in.safetensors", "not a regular file"]);
+    folder.refuses(LINE, &["in.safetensors", "a folder"]);
     std::fs::remove_dir(folder.path("in.safetensors")).unwrap();
     let made = std::process::Command::new("mkfifo").arg(folder.path("in.safetensors")).status().unwrap();
     assert!(made.success());
@@ -199,7 +199,7 @@ fn outputs_that_cannot_be_written() {
         ("missing/out", &["--output", "missing"][..]),
         ("file/out", &["--output", "file"]),
         (".", &["--output"]),
-        ("in.safetensors", &["--input", "--output", "same file"]),
+        ("in.safetensors", &["--output", "input in.safetensors", "same file"]),
         ("./in.safetensors", &["same file"]),
         ("out --trace out", &["--output", "--trace", "same file"]),
         ("out --report missing/report.html", &["--report", "missing"]),

@@ -10,7 +10,8 @@ const ATTENTION: &str =
 #[test]
 fn a_measured_profile_is_kept_and_planned_with() {
     let folder = Folder::new();
-    let kept = ("COUNTERPOINT_PROFILE_DIR", "profiles");
+    let profiles = folder.path("profiles");
+    let kept = ("COUNTERPOINT_PROFILE_DIR", profiles.to_str().unwrap());
     let measured = folder.run_with("doctor --calibrate --json", &[kept]).ok().json();
     assert_eq!(measured["version"], 1);
     let names: Vec<_> = std::fs::read_dir(folder.path("profiles")).unwrap().collect();

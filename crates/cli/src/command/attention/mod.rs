@@ -181,14 +181,11 @@ fn passes(arguments: &AttentionArguments) -> &'static str {
 
 fn checked_outputs(arguments: &AttentionArguments) -> Result<Outputs, CliError> {
     let results = &arguments.results;
-    Outputs::check(
-        &[
-            ("--output", results.output.as_deref()),
-            ("--report", results.report.as_deref()),
-            ("--trace", results.trace.as_deref()),
-        ],
-        &[("--input", arguments.tensors.input.as_deref()), ("--mask", mask_argument::file(&arguments.mask))],
-    )
+    Outputs::check(&[
+        ("--output", results.output.as_deref()),
+        ("--report", results.report.as_deref()),
+        ("--trace", results.trace.as_deref()),
+    ])
 }
 
 /// Tensors and the dense reference, which are known before anything is read or drawn. The ranks' buffers are weighed when

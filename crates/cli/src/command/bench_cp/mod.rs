@@ -82,7 +82,7 @@ fn measure_all(arguments: &BenchCpArguments, ranks: &RankMachine) -> Result<(), 
     let topology = topology(sizes.cp_size, arguments.nodes)?;
     // One process writes what all have timed.
     let traced_to = arguments.trace.as_deref().filter(|_| ranks.prints());
-    let outputs = Outputs::check(&[("--trace", traced_to)], &[])?;
+    let outputs = Outputs::check(&[("--trace", traced_to)])?;
     if ranks.prints() {
         console::note_development_build();
     }

@@ -86,7 +86,7 @@ fn measure_all(
     machines: &[(TransportKind, RankMachine)],
 ) -> Result<(), CliError> {
     let Some((_, first)) = machines.first() else { return Ok(()) };
-    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())], &[])?;
+    let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
     if first.prints() {
         console::note_development_build();

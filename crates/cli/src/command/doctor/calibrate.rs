@@ -7,32 +7,41 @@ use std::path::PathBuf;
 use counterpoint_cuda::{CudaMachine, Timing};
 use counterpoint_exec::calibrate;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PROFILE_VERSION};
-use counterpoint_report::{AtomicFiles, format_bytes, format_flops, format_gbps, format_seconds};
+use counterpoint_report::{format_bytes, format_flops, format_gbps, format_seconds};
 
 use crate::arguments::{Device, DoctorArguments};
 use crate::error::CliError;
+use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::schema::Schema;
 use crate::{console, device, profile};
 
 /// Measures, keeps and prints.
 pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
-    let progress = Progress::new();
-    let measured = match arguments.device {
-        Device::Cpu => of_cpu(&progress),
+    let gpus = match arguments.device {
+        Device::Cpu => None,
         Device::Cuda => {
-            let machine = CudaMachine::for_ranks(usize::MAX, Timing::Spans)
-                .map_err(|source| CliError::Cuda { source })?;
+            let opened = CudaMachine::for_ranks(usize::MAX, Timing::Spans);
+            Some(opened.map_err(|source| CliError::Cuda { source })?)
+        }
+    };
+    let machine = match &gpus {
+        None => device::cpu_name(),
+        Some(gpus) => gpus.devices()[0].properties().name.clone(),
+    };
+    // Known to be writable before minutes of measuring.
+    let path = destination(arguments, &machine)?;
+    let outputs = Outputs::check(&[("--output", Some(&path))])?;
+    let progress = Progress::new();
+    let measured = match &gpus {
+        None => of_cpu(&progress, machine),
+        Some(gpus) => {
             let mut told = |what: &str| progress.step(format!("measuring {what}"));
-            counterpoint_cuda::calibrate(&machine, &mut told).map_err(|source| CliError::Run { source })?
+            counterpoint_cuda::calibrate(gpus, &mut told).map_err(|source| CliError::Run { source })?
         }
     };
     drop(progress);
-    let path = destination(arguments, &measured.machine)?;
-    let refused = |source| CliError::Output { flag: "--output", source };
-    let mut files = AtomicFiles::default();
-    files.stage(&path, measured.to_json().as_bytes()).map_err(refused)?;
-    files.commit().map_err(refused)?;
+    outputs.write(|_| Ok(measured.to_json().into_bytes()))?;
     if arguments.json {
         return console::print_json(Schema::DoctorProfile, &measured);
     }
@@ -40,12 +49,12 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
 }
 
 /// The CPU's rates depend on shapes more than a GPU's, so that commands measure their own; this is what others plan with.
-fn of_cpu(progress: &Progress) -> MachineProfile {
+fn of_cpu(progress: &Progress, machine: String) -> MachineProfile {
     progress.step("measuring the CPU");
     let spec = AttentionSpec::new(8, 8, 128, DType::F32);
     MachineProfile {
         version: PROFILE_VERSION,
-        machine: device::cpu_name(),
+        machine,
         devices: 1,
         source: format!("measured by counterpoint {}: f32, 8 heads of 128", env!("CARGO_PKG_VERSION")),
         cost: calibrate(&spec, 1),
@@ -60,7 +69,7 @@ fn destination(arguments: &DoctorArguments, machine: &str) -> Result<PathBuf, Cl
         return Ok(path.clone());
     }
     let usage = |message: String| CliError::Usage { message };
-    let folder = profile::folder().ok_or_else(|| {
+    let folder = profile::folder()?.ok_or_else(|| {
         usage("there is no home folder to keep the profile in; name a file with --output".to_owned())
     })?;
     fs::create_dir_all(&folder).map_err(|error| {

@@ -37,10 +37,10 @@ struct Setting {
 impl Setting {
     /// Of the machine in a file, or the H200 that is built in.
     fn of(arguments: &SimulationArguments, profile: Option<&Path>) -> Result<Self, CliError> {
-        let outputs = Outputs::check(
-            &[("--trace", arguments.trace.as_deref()), ("--report", arguments.report.as_deref())],
-            &[("--profile", profile)],
-        )?;
+        let outputs = Outputs::check(&[
+            ("--trace", arguments.trace.as_deref()),
+            ("--report", arguments.report.as_deref()),
+        ])?;
         let profile = match profile {
             Some(path) => profile::read(path)?,
             None => MachineProfile::h200(),

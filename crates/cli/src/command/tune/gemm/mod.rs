@@ -83,8 +83,7 @@ fn tune<M: Machine>(
     for tuning in tunings {
         let found = tuning.search(machine)?;
         if let Some(kept) = found.kept(device) {
-            file.plans.insert(kept);
-            file.write()?;
+            file.keep(kept)?;
         }
         found.tell(tuning, device, file)?;
         summary.add(tuning, &found);

@@ -1,3 +1,5 @@
+//! Why a file cannot be written.
+
 use std::{
     io,
     path::{Path, PathBuf},
@@ -8,7 +10,7 @@ use thiserror::Error;
 /// Why a file cannot be written.
 #[derive(Debug, Error)]
 #[non_exhaustive]
-pub enum ReportError {
+pub enum WriteError {
     /// The folder that should hold the file is not there.
     #[error("cannot write {path}: the folder {folder} does not exist; create it or choose another path")]
     NoFolder {
@@ -49,6 +51,17 @@ pub enum ReportError {
         /// Its folder.
         folder: PathBuf,
     },
+    /// Files may not become as long.
+    #[error(
+        "cannot write {path}: {bytes} bytes are more than a file may have here (ulimit -f); no file was changed, so raise the limit and \
+         run again"
+    )]
+    FileLimit {
+        /// The file.
+        path: PathBuf,
+        /// What was to be written.
+        bytes: usize,
+    },
     /// The system refused: a full disk, a name that is too long.
     #[error("cannot write {path}: {source}; no file was changed, so mend the cause and run again")]
     Io {
@@ -69,7 +82,7 @@ pub enum ReportError {
     },
 }
 
-impl ReportError {
+impl WriteError {
     /// The file that cannot be written.
     pub fn path(&self) -> &Path {
         match self {
@@ -78,6 +91,7 @@ impl ReportError {
             | Self::IsAFolder { path }
             | Self::NoPermission { path, .. }
             | Self::NoNewFiles { path, .. }
+            | Self::FileLimit { path, .. }
             | Self::Io { path, .. }
             | Self::Partly { path, .. } => path,
         }

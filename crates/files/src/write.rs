@@ -1,12 +1,13 @@
-use std::{
-    fs,
-    io::{self, Write},
-    path::{Path, PathBuf},
-};
+//! Writing files whole or not at all, several together.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
 
 use tempfile::{Builder, NamedTempFile};
 
-use crate::ReportError;
+use crate::{FileId, WriteError};
 
 /// Files that appear together: each is written to a temporary file of its folder first, and only when all of them are
 /// whole do they take their places. A reader sees the old contents or the new, never a part; on an error before
@@ -32,17 +33,25 @@ impl AtomicFiles {
     ///
     /// # Errors
     /// The folder is missing or may not be written to, the path is a folder or too long, or the system refuses the write.
-    pub fn stage(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ReportError> {
-        let io_error = |source| ReportError::Io { path: path.to_owned(), source };
+    pub fn stage(&mut self, path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
+        let io_error = |source| WriteError::Io { path: path.to_owned(), source };
         let target = match Destination::of(path)? {
-            Destination::Stream => return fs::write(path, bytes).map_err(io_error),
-            Destination::File(target) => target,
+            Destination::Pipe(_) | Destination::Device => return fs::write(path, bytes).map_err(io_error),
+            Destination::File { path, .. } => path,
         };
-        let mut temporary = temporary_beside(path, &target)?;
-        temporary.write_all(bytes).map_err(io_error)?;
-        // A replaced file keeps its permissions; a new one has those that the process gives to new files.
-        if let Ok(existing) = fs::metadata(&target) {
-            temporary.as_file().set_permissions(existing.permissions()).map_err(io_error)?;
+        let replaced = fs::metadata(&target).ok();
+        // What may be seen of a file that replaces another is known only when it has its contents. One that replaces none has
+        // the permissions that the process gives to new files: its umask still applies.
+        let mode = if replaced.is_some() { PRIVATE } else { 0o666 };
+        let mut temporary = temporary_beside(path, &target, mode)?;
+        temporary.write_all(bytes).map_err(|source| match source.kind() {
+            io::ErrorKind::FileTooLarge => {
+                WriteError::FileLimit { path: path.to_owned(), bytes: bytes.len() }
+            }
+            _ => io_error(source),
+        })?;
+        if let Some(replaced) = &replaced {
+            keep_access(temporary.as_file(), replaced).map_err(io_error)?;
         }
         // The data must be on the disk before the name is, or a crash could leave the name of an empty file.
         temporary.as_file().sync_all().map_err(io_error)?;
@@ -55,15 +64,15 @@ impl AtomicFiles {
     /// # Errors
     /// The system refuses a file its place, which takes a change of the folder since it was staged, or a target that may
     /// be written to but not replaced (a mount point). The files before it stay, and the error names them.
-    pub fn commit(self) -> Result<(), ReportError> {
+    pub fn commit(self) -> Result<(), WriteError> {
         let mut placed = Vec::with_capacity(self.staged.len());
         for Staged { path, target, temporary } in self.staged {
             match temporary.persist(&target) {
                 Ok(_) => placed.push(path),
                 Err(refused) if placed.is_empty() => {
-                    return Err(ReportError::Io { path, source: refused.error });
+                    return Err(WriteError::Io { path, source: refused.error });
                 }
-                Err(refused) => return Err(ReportError::Partly { path, source: refused.error, placed }),
+                Err(refused) => return Err(WriteError::Partly { path, source: refused.error, placed }),
             }
         }
         Ok(())
@@ -74,7 +83,7 @@ impl AtomicFiles {
 ///
 /// # Errors
 /// As [`AtomicFiles::stage`] and [`AtomicFiles::commit`].
-pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), ReportError> {
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {
     let mut files = AtomicFiles::default();
     files.stage(path, bytes)?;
     files.commit()
@@ -83,10 +92,17 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), ReportError> {
 /// Where the bytes given to a path go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Destination {
-    /// Into a regular file, there or not: its path once every link has been followed.
-    File(PathBuf),
-    /// Into a device or a pipe.
-    Stream,
+    /// Into a regular file.
+    File {
+        /// Its path once every link has been followed.
+        path: PathBuf,
+        /// Which it is, where it is there.
+        id: Option<FileId>,
+    },
+    /// Into a pipe.
+    Pipe(FileId),
+    /// Into a device.
+    Device,
 }
 
 /// Finds out whether [`AtomicFiles`] could write `path`, and where to, so that a long run does not end in vain. Leaves
@@ -94,25 +110,52 @@ pub enum Destination {
 ///
 /// # Errors
 /// As [`AtomicFiles::stage`].
-pub fn check_writable(path: &Path) -> Result<Destination, ReportError> {
+pub fn check_writable(path: &Path) -> Result<Destination, WriteError> {
     let destination = Destination::of(path)?;
-    if let Destination::File(target) = &destination {
-        temporary_beside(path, target)?;
+    if let Destination::File { path: target, .. } = &destination {
+        temporary_beside(path, target, PRIVATE)?;
     }
     Ok(destination)
+}
+
+impl Destination {
+    /// Whether two paths that lead to these write one file: by the same path, or by links of a file that is there. What devices are
+    /// given goes by and replaces nothing, so they may be shared.
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::File { path, id }, Self::File { path: other_path, id: other_id }) => {
+                path == other_path || id.is_some() && id == other_id
+            }
+            (Self::Pipe(id), Self::Pipe(other)) => id == other,
+            _ => false,
+        }
+    }
+
+    /// The file that is there already, which a read of it would give.
+    pub fn id(&self) -> Option<FileId> {
+        match self {
+            Self::File { id, .. } => *id,
+            Self::Pipe(id) => Some(*id),
+            Self::Device => None,
+        }
+    }
 }
 
 /// Links that are followed one after the other, as many as Linux follows.
 const MAX_LINKS: usize = 40;
 
 impl Destination {
-    fn of(path: &Path) -> Result<Self, ReportError> {
-        let is_a_folder = || ReportError::IsAFolder { path: path.to_owned() };
-        let io_error = |source| ReportError::Io { path: path.to_owned(), source };
+    fn of(path: &Path) -> Result<Self, WriteError> {
+        let is_a_folder = || WriteError::IsAFolder { path: path.to_owned() };
+        let io_error = |source| WriteError::Io { path: path.to_owned(), source };
         match fs::metadata(path) {
             Ok(metadata) if metadata.is_dir() => Err(is_a_folder()),
-            Ok(metadata) if !metadata.is_file() => Ok(Self::Stream),
-            Ok(_) => fs::canonicalize(path).map(Self::File).map_err(io_error),
+            Ok(metadata) if metadata.file_type().is_fifo() => Ok(Self::Pipe(FileId::of(&metadata))),
+            Ok(metadata) if !metadata.is_file() => Ok(Self::Device),
+            Ok(metadata) => {
+                let id = Some(FileId::of(&metadata));
+                fs::canonicalize(path).map(|path| Self::File { path, id }).map_err(io_error)
+            }
             // "reports/" and ".." name folders even where nothing is.
             Err(_) if path.file_name().is_none() || path.as_os_str().to_string_lossy().ends_with('/') => {
                 Err(is_a_folder())
@@ -122,7 +165,7 @@ impl Destination {
             Err(error)
                 if matches!(error.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::PermissionDenied) =>
             {
-                Ok(Self::File(path.to_owned()))
+                Ok(Self::File { path: path.to_owned(), id: None })
             }
             // A name that is too long, links in a circle.
             Err(error) => Err(io_error(error)),
@@ -140,7 +183,7 @@ impl Destination {
         if let (Ok(folder), Some(name)) = (folder_of(&end).canonicalize(), end.file_name()) {
             end = folder.join(name);
         }
-        Self::File(end)
+        Self::File { path: end, id: None }
     }
 }
 
@@ -151,25 +194,33 @@ fn folder_of(file: &Path) -> &Path {
     }
 }
 
-fn temporary_beside(path: &Path, target: &Path) -> Result<NamedTempFile, ReportError> {
-    let mut builder = Builder::new();
-    builder.prefix(".counterpoint-").suffix(".tmp");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // Temporary files are private by default; a report is not. The process's umask still applies.
-        builder.permissions(fs::Permissions::from_mode(0o666));
+/// Gives a file whoever may read and write the one that it replaces, and nobody else.
+fn keep_access(file: &fs::File, replaced: &fs::Metadata) -> io::Result<()> {
+    let mut mode = replaced.mode() & 0o777;
+    if file.metadata()?.gid() != replaced.gid() && fchown(file, None, Some(replaced.gid())).is_err() {
+        // Its group cannot be kept, and another one gets no more than everybody.
+        mode = mode & !0o070 | (mode & 0o007) << 3 & mode;
     }
+    file.set_permissions(fs::Permissions::from_mode(mode))
+}
+
+/// For the process's user alone.
+const PRIVATE: u32 = 0o600;
+
+/// A new file in the folder of `target`, which nothing else has open.
+fn temporary_beside(path: &Path, target: &Path, mode: u32) -> Result<NamedTempFile, WriteError> {
+    let mut builder = Builder::new();
+    builder.prefix(".counterpoint-").suffix(".tmp").permissions(fs::Permissions::from_mode(mode));
     let (path, folder) = (path.to_owned(), folder_of(target).to_owned());
     builder.tempfile_in(&folder).map_err(|source| match source.kind() {
         // /proc and its like are there and hold no files of ours.
-        io::ErrorKind::NotFound if folder.is_dir() => ReportError::NoNewFiles { path, folder },
-        io::ErrorKind::NotFound => ReportError::NoFolder { path, folder },
-        io::ErrorKind::NotADirectory => ReportError::NotAFolder { path, folder },
+        io::ErrorKind::NotFound if folder.is_dir() => WriteError::NoNewFiles { path, folder },
+        io::ErrorKind::NotFound => WriteError::NoFolder { path, folder },
+        io::ErrorKind::NotADirectory => WriteError::NotAFolder { path, folder },
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            ReportError::NoPermission { path, folder }
+            WriteError::NoPermission { path, folder }
         }
-        _ => ReportError::Io { path, source },
+        _ => WriteError::Io { path, source },
     })
 }
 
@@ -205,21 +256,21 @@ mod tests {
         let missing = folder.path().join("no").join("x.json");
         for result in [write_atomically(&missing, b"x"), check_writable(&missing).map(drop)] {
             let error = result.unwrap_err();
-            assert!(matches!(error, ReportError::NoFolder { .. }), "{error}");
+            assert!(matches!(error, WriteError::NoFolder { .. }), "{error}");
             assert!(error.to_string().contains(missing.to_str().unwrap()));
         }
         let error = write_atomically(folder.path(), b"x").unwrap_err();
-        assert!(matches!(error, ReportError::IsAFolder { .. }), "{error}");
+        assert!(matches!(error, WriteError::IsAFolder { .. }), "{error}");
         let error = write_atomically(&folder.path().join("new/"), b"x").unwrap_err();
-        assert!(matches!(error, ReportError::IsAFolder { .. }), "{error}");
+        assert!(matches!(error, WriteError::IsAFolder { .. }), "{error}");
         let file = folder.path().join("file");
         fs::write(&file, b"old").unwrap();
         let error = write_atomically(&file.join("x"), b"x").unwrap_err();
-        assert!(matches!(error, ReportError::NotAFolder { .. }), "{error}");
+        assert!(matches!(error, WriteError::NotAFolder { .. }), "{error}");
         let long = folder.path().join("x".repeat(300));
         for result in [write_atomically(&long, b"x"), check_writable(&long).map(drop)] {
             let error = result.unwrap_err();
-            assert!(matches!(error, ReportError::Io { .. }), "{error}");
+            assert!(matches!(error, WriteError::Io { .. }), "{error}");
         }
         assert_eq!(entries(folder.path()), ["file"]);
         assert_eq!(fs::read(&file).unwrap(), b"old");
@@ -251,13 +302,12 @@ mod tests {
         files.stage(&c, b"x").unwrap();
         fs::create_dir(&c).unwrap();
         let error = files.commit().unwrap_err();
-        assert!(matches!(&error, ReportError::Partly { placed, .. } if *placed == [a.clone()]), "{error}");
+        assert!(matches!(&error, WriteError::Partly { placed, .. } if *placed == [a.clone()]), "{error}");
         assert_eq!(error.path(), c);
         assert!(error.to_string().contains(a.to_str().unwrap()), "{error}");
         assert_eq!(entries(folder.path()), ["a", "b", "c"]);
     }
 
-    #[cfg(unix)]
     #[test]
     fn a_link_to_nothing_is_followed() {
         use std::os::unix::fs::symlink;
@@ -272,23 +322,21 @@ mod tests {
         assert_eq!(fs::read(&link).unwrap(), b"x");
         symlink("gone/x", folder.path().join("lost")).unwrap();
         let error = write_atomically(&folder.path().join("lost"), b"x").unwrap_err();
-        assert!(matches!(error, ReportError::NoFolder { .. }), "{error}");
+        assert!(matches!(error, WriteError::NoFolder { .. }), "{error}");
         symlink("circle", folder.path().join("circle")).unwrap();
         let error = write_atomically(&folder.path().join("circle"), b"x").unwrap_err();
-        assert!(matches!(error, ReportError::Io { .. }), "{error}");
+        assert!(matches!(error, WriteError::Io { .. }), "{error}");
     }
 
-    #[cfg(target_os = "linux")]
     #[test]
     fn a_folder_that_takes_no_files() {
         let error = check_writable(Path::new("/proc/x")).unwrap_err();
-        assert!(matches!(error, ReportError::NoNewFiles { .. }), "{error}");
+        assert!(matches!(error, WriteError::NoNewFiles { .. }), "{error}");
     }
 
-    #[cfg(unix)]
     #[test]
     fn follows_links_keeps_permissions_and_spares_devices() {
-        use std::os::unix::fs::{PermissionsExt, symlink};
+        use std::os::unix::fs::symlink;
         let folder = tempfile::tempdir().unwrap();
         let (file, link) = (folder.path().join("file"), folder.path().join("link"));
         fs::write(&file, b"old").unwrap();
@@ -302,10 +350,8 @@ mod tests {
         assert!(!fs::metadata("/dev/null").unwrap().is_file());
     }
 
-    #[cfg(unix)]
     #[test]
     fn a_folder_without_write_permission() {
-        use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let locked = folder.path().join("locked");
         fs::create_dir(&locked).unwrap();
@@ -315,10 +361,28 @@ mod tests {
         match result {
             Ok(()) => assert_eq!(entries(&locked), ["x"]),
             Err(error) => {
-                assert!(matches!(error, ReportError::NoPermission { .. }), "{error}");
+                assert!(matches!(error, WriteError::NoPermission { .. }), "{error}");
                 assert!(entries(&locked).is_empty());
             }
         }
         fs::set_permissions(&locked, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    /// What replaces a private file is private from its first byte on.
+    #[test]
+    fn a_private_file_is_private_all_the_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, b"old").unwrap();
+        for mode in [0o600, 0o640, 0o644, 0o4755] {
+            fs::set_permissions(&file, fs::Permissions::from_mode(mode)).unwrap();
+            let temporary = temporary_beside(&file, &file, PRIVATE).unwrap();
+            assert_eq!(temporary.as_file().metadata().unwrap().mode() & 0o777, 0o600);
+            let mut files = AtomicFiles::default();
+            files.stage(&file, b"new").unwrap();
+            assert_eq!(files.staged[0].temporary.as_file().metadata().unwrap().mode() & 0o7777, mode & 0o777);
+            files.commit().unwrap();
+            assert_eq!(fs::metadata(&file).unwrap().mode() & 0o7777, mode & 0o777);
+        }
     }
 }

@@ -1,0 +1,10 @@
+//! What the program does among hostile users, damaged files and machines at their limits.
+
+mod files;
+mod limits;
+mod tune;
+
+/// The binary in a fresh folder, as the other tests run it.
+#[path = "../cli/support/mod.rs"]
+#[allow(dead_code)]
+mod support;
