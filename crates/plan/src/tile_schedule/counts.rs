@@ -1,7 +1,7 @@
 use counterpoint_mask::{Band, Range};
 
 use super::sweep::Sweep;
-use super::walk::Walk;
+use super::walk::{RunSink, Walk};
 use super::{TileDirection, TileScheduleConfig, TileScheduleError, check_rows, fit, turned};
 
 /// A mask for which tiles of several sizes are counted: what costs are predicted by, without writing schedules out.
@@ -34,6 +34,25 @@ pub(crate) struct AlikeTiles {
     pub(crate) begin: Option<i32>,
 }
 
+/// Counts the runs of one tile.
+struct CountedRuns {
+    block: usize,
+    bounded_blocks: u64,
+    /// Where the first run begins.
+    begin: Option<i32>,
+}
+
+impl RunSink for CountedRuns {
+    fn whole(&mut self, columns: &Range) {
+        self.begin.get_or_insert(columns.start as i32);
+    }
+
+    fn bounded<'a>(&mut self, columns: &Range, _: impl Iterator<Item = &'a Band>) {
+        self.begin.get_or_insert(columns.start as i32);
+        self.bounded_blocks += columns.len().div_ceil(self.block) as u64;
+    }
+}
+
 impl TileCounting {
     /// As of [`TileSchedule::new`](super::TileSchedule::new).
     pub(crate) fn new(
@@ -56,7 +75,8 @@ impl TileCounting {
         config.validate()?;
         let most = self.own_rows.div_ceil(tile_rows) + self.bands.len();
         let mut counts = TileCounts { alike: Vec::with_capacity(most), ..TileCounts::default() };
-        let mut walk = Walk::new(self.direction, block, config.blocks, None, 0);
+        let counted = CountedRuns { block, bounded_blocks: 0, begin: None };
+        let mut walk = Walk::new(counted, block, config.blocks, None);
         let mut sweep = Sweep::new(&self.bands);
         let mut stretches = fit::fit(&self.bands, self.own_rows, &config);
         // Full tiles go on into what follows.
@@ -72,13 +92,9 @@ impl TileCounting {
             while start < stretch.end {
                 let rows = Range::new(start, (start + tile_rows).min(stretch.end));
                 let touching = sweep.touching(&rows);
-                walk.runs.clear();
-                walk.bounds.clear();
+                (walk.sink.bounded_blocks, walk.sink.begin) = (0, None);
                 let blocks = walk.tile(&rows, touching);
-                let bounded = walk.runs.iter().filter(|run| run.bound_begin < run.bound_end);
-                let bounded: u64 =
-                    bounded.map(|run| ((run.end - run.start) as u64).div_ceil(block as u64)).sum();
-                let begin = walk.runs.first().map(|run| run.start);
+                let CountedRuns { bounded_blocks: bounded, begin, .. } = walk.sink;
                 let alike_to = sweep.alike_to(&rows).min(stretch.end);
                 let more = match alike_to == stretch.end {
                     true => (alike_to - rows.end).div_ceil(tile_rows),

@@ -32,7 +32,7 @@ use counterpoint_mask::{Band, Range};
 use chains::Chains;
 use split::{Cut, Parts};
 use sweep::Sweep;
-use walk::Walk;
+use walk::{Walk, WrittenRuns};
 
 /// Most query or key rows of a schedule: sums of a row and a diagonal then fit an `i32`.
 pub const MAX_TILE_SCHEDULE_ROWS: usize = 1 << 29;
@@ -117,20 +117,21 @@ impl TileSchedule {
         }
         let count = stretches.iter().map(|stretch| stretch.len().div_ceil(config.tile_rows)).sum();
         let walked_arrival = config.arrival.filter(|_| direction == TileDirection::Forward);
-        let mut walk = Walk::new(direction, config.block, config.blocks, walked_arrival, count);
+        let written = WrittenRuns::new(direction, count);
+        let mut walk = Walk::new(written, config.block, config.blocks, walked_arrival);
         let mut sweep = Sweep::new(&turned);
         let mut tiles = Vec::with_capacity(count);
         for stretch in &stretches {
             let mut start = stretch.start;
             while start < stretch.end {
                 let rows = Range::new(start, (start + config.tile_rows).min(stretch.end));
-                let run_begin = walk.runs.len() as u32;
+                let run_begin = walk.sink.runs.len() as u32;
                 let blocks = walk.tile(&rows, sweep.touching(&rows));
                 tiles.push(Tile {
                     start: rows.start as i32,
                     end: rows.end as i32,
                     run_begin,
-                    run_end: walk.runs.len() as u32,
+                    run_end: walk.sink.runs.len() as u32,
                     partial: -1,
                     blocks: blocks as u32,
                     number: tiles.len() as u32,
@@ -139,7 +140,7 @@ impl TileSchedule {
                 start = rows.end;
             }
         }
-        let (runs, bounds) = (walk.runs, walk.bounds);
+        let WrittenRuns { runs, bounds, .. } = walk.sink;
         for (what, entries) in [("runs", runs.len()), ("bounds", bounds.len())] {
             if entries > u32::MAX as usize {
                 return Err(TileScheduleError::TooFine { what, entries, limit: u32::MAX as usize });

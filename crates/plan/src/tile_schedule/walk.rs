@@ -4,18 +4,59 @@ use super::coverage::{Coverage, full_columns};
 use super::sweep::piece;
 use super::{NO_LIMIT, TileBound, TileDirection, TilePlacement, TileRun};
 
-/// Lays the walks of tiles out as runs and bounds.
+/// What becomes of the runs of blocks of which a tile's walk consists: written for a kernel, or counted.
+pub(super) trait RunSink {
+    /// Blocks of these columns that every row of the tile sees whole.
+    fn whole(&mut self, columns: &Range);
+
+    /// Blocks of these columns for which `pieces` are tested.
+    fn bounded<'a>(&mut self, columns: &Range, pieces: impl Iterator<Item = &'a Band>);
+}
+
+/// Runs and bounds as kernels read them.
+#[derive(Debug)]
+pub(super) struct WrittenRuns {
+    direction: TileDirection,
+    pub(super) runs: Vec<TileRun>,
+    pub(super) bounds: Vec<TileBound>,
+}
+
+impl WrittenRuns {
+    /// Expects about so many `tiles`.
+    pub(super) fn new(direction: TileDirection, tiles: usize) -> Self {
+        // Most tiles have a full run and one across a diagonal or the end of a document. More would have to be moved.
+        Self { direction, runs: Vec::with_capacity(3 * tiles), bounds: Vec::with_capacity(2 * tiles) }
+    }
+}
+
+impl RunSink for WrittenRuns {
+    fn whole(&mut self, columns: &Range) {
+        self.bounded(columns, std::iter::empty());
+    }
+
+    fn bounded<'a>(&mut self, columns: &Range, pieces: impl Iterator<Item = &'a Band>) {
+        let bound_begin = self.bounds.len() as u32;
+        let direction = self.direction;
+        self.bounds.extend(pieces.map(|piece| bound(&direction.turn(&piece.clip(&piece.q_range, columns)))));
+        self.runs.push(TileRun {
+            start: columns.start as i32,
+            end: columns.end as i32,
+            bound_begin,
+            bound_end: self.bounds.len() as u32,
+        });
+    }
+}
+
+/// Lays the walks of tiles out as runs of blocks.
 ///
 /// The steps of a tile's walk are as many as its bounds change, not as many as its blocks.
 #[derive(Debug)]
-pub(super) struct Walk {
-    direction: TileDirection,
+pub(super) struct Walk<S> {
+    pub(super) sink: S,
     block: usize,
     placement: TilePlacement,
     /// A column that no block holds together with those before it.
     cut: usize,
-    pub(super) runs: Vec<TileRun>,
-    pub(super) bounds: Vec<TileBound>,
     pieces: Vec<Band>,
     coverage: Coverage,
     /// Pieces that the current block touches, ascending.
@@ -24,23 +65,13 @@ pub(super) struct Walk {
     listed: Vec<usize>,
 }
 
-impl Walk {
-    /// Expects about so many `tiles`.
-    pub(super) fn new(
-        direction: TileDirection,
-        block: usize,
-        placement: TilePlacement,
-        cut: Option<usize>,
-        tiles: usize,
-    ) -> Self {
+impl<S: RunSink> Walk<S> {
+    pub(super) fn new(sink: S, block: usize, placement: TilePlacement, cut: Option<usize>) -> Self {
         Self {
-            direction,
+            sink,
             block,
             placement,
             cut: cut.unwrap_or(usize::MAX),
-            // Most tiles have a full run and one across a diagonal or the end of a document. More would have to be moved.
-            runs: Vec::with_capacity(3 * tiles),
-            bounds: Vec::with_capacity(2 * tiles),
             pieces: Vec::new(),
             coverage: Coverage::default(),
             live: Vec::new(),
@@ -129,28 +160,19 @@ impl Walk {
             let start = column + before * block;
             if full.end >= start + block {
                 if before > 0 {
-                    self.bounded(piece, &Range::new(column, start));
+                    self.sink.bounded(&Range::new(column, start), std::iter::once(piece));
                 }
                 let whole = (full.end - start) / block;
                 column = start + whole * block;
-                self.run(&Range::new(start, column));
+                self.sink.whole(&Range::new(start, column));
                 count = before + whole;
             }
         }
         if column < end {
-            self.bounded(piece, &Range::new(column, end));
+            self.sink.bounded(&Range::new(column, end), std::iter::once(piece));
             count += blocks(end - column);
         }
         count
-    }
-
-    /// Appends a run with one bound.
-    fn bounded(&mut self, piece: &Band, columns: &Range) {
-        self.run(columns);
-        self.bounds.push(bound(&self.direction.turn(&piece.clip(&piece.q_range, columns))));
-        if let Some(run) = self.runs.last_mut() {
-            run.bound_end += 1;
-        }
     }
 
     fn blocks(&mut self, rows: &Range, pieces: &[Band]) -> usize {
@@ -178,7 +200,7 @@ impl Walk {
             {
                 let count = (range.end - start) / block;
                 self.close(pieces, open.take());
-                self.run(&Range::new(start, start + count * block));
+                self.sink.whole(&Range::new(start, start + count * block));
                 blocks += count;
                 column = start + count * block;
                 continue;
@@ -218,25 +240,7 @@ impl Walk {
     /// Appends the open run with its bounds.
     fn close(&mut self, pieces: &[Band], open: Option<Range>) {
         let Some(columns) = open else { return };
-        for &index in &self.listed {
-            let piece = &pieces[index];
-            self.bounds.push(bound(&self.direction.turn(&piece.clip(&piece.q_range, &columns))));
-        }
-        let begin = self.bounds.len() - self.listed.len();
-        self.run(&columns);
-        if let Some(run) = self.runs.last_mut() {
-            run.bound_begin = begin as u32;
-        }
-    }
-
-    fn run(&mut self, columns: &Range) {
-        let bounds = self.bounds.len() as u32;
-        self.runs.push(TileRun {
-            start: columns.start as i32,
-            end: columns.end as i32,
-            bound_begin: bounds,
-            bound_end: bounds,
-        });
+        self.sink.bounded(&columns, self.listed.iter().map(|&index| &pieces[index]));
     }
 }
 
