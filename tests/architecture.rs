@@ -15,6 +15,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("counterpoint-cuda", &["files", "mask", "plan", "schedule", "exec"]),
     ("counterpoint-report", &["mask", "plan", "schedule"]),
     ("counterpoint", &["mask", "plan", "schedule", "exec", "cuda", "report"]),
+    ("counterpoint-python", &["mask", "plan", "schedule", "exec", "report"]),
     ("counterpoint-cli", &["files", "mask", "plan", "schedule", "exec", "cuda", "report"]),
 ];
 

@@ -91,6 +91,23 @@ impl Band {
         }
     }
 
+    /// The pairs of this band that `other` does not hold: at most six bands, none empty, disjoint.
+    pub fn without(&self, other: &Band) -> impl Iterator<Item = Band> + use<> {
+        let shared = self.intersect(other);
+        let pieces = if shared.is_empty() {
+            [Some(*self), None, None, None, None, None]
+        } else {
+            let (above, rest) = self.cut_rows(shared.q_range.start);
+            let (rows, below) = rest.cut_rows(shared.q_range.end);
+            let (left, rest) = rows.cut_cols(shared.k_range.start);
+            let (columns, right) = rest.cut_cols(shared.k_range.end);
+            let under = Band { diag_max: columns.diag_max.min(shared.diag_min - 1), ..columns };
+            let over = Band { diag_min: columns.diag_min.max(shared.diag_max + 1), ..columns };
+            [Some(above), Some(below), Some(left), Some(right), Some(under), Some(over)]
+        };
+        pieces.into_iter().flatten().filter_map(|piece| piece.trim())
+    }
+
     /// The rows before `at`, and the rows from `at` on.
     pub fn cut_rows(&self, at: usize) -> (Band, Band) {
         let (above, below) = self.q_range.cut(at);

@@ -110,6 +110,24 @@ pub enum MaskError {
         /// Documents on the key side.
         keys: usize,
     },
+    /// A piece of a tree that continues no earlier piece.
+    #[error(
+        "parents[{piece}] is {parent}; a piece continues an earlier one, so its parent must be below {piece}"
+    )]
+    Parent {
+        /// Index of the piece.
+        piece: usize,
+        /// The parent that was given.
+        parent: usize,
+    },
+    /// Global tokens in a window of cross attention.
+    #[error(
+        "{global} global tokens in a window of cross attention: they are defined for self-attention alone"
+    )]
+    GlobalTokens {
+        /// How many were asked for.
+        global: usize,
+    },
     /// A block of no tokens.
     #[error("{field} is 0; a block needs at least one token")]
     EmptyBlock {

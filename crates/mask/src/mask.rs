@@ -23,6 +23,21 @@ impl Mask {
     /// A sequence of no tokens or of more than [`MAX_SEQLEN`]; a range outside the sequence, empty or reversed; two
     /// slices that share a pair.
     pub fn new(seqlen_q: usize, seqlen_k: usize, slices: Vec<AttnSlice>) -> Result<Self, MaskError> {
+        Self::check_ranges(seqlen_q, seqlen_k, &slices)?;
+        let bands: Vec<Band> = slices.iter().map(AttnSlice::band).collect();
+        if let Some(overlap) = find_overlap(&bands) {
+            let (first, second) = (overlap.first, overlap.second);
+            return Err(MaskError::Overlap { first, second, row: overlap.row, col: overlap.col });
+        }
+        Ok(Self { seqlen_q, seqlen_k, slices })
+    }
+
+    /// Everything that [`Mask::new`] refuses but overlaps.
+    pub(crate) fn check_ranges(
+        seqlen_q: usize,
+        seqlen_k: usize,
+        slices: &[AttnSlice],
+    ) -> Result<(), MaskError> {
         for (axis, seqlen) in [("q", seqlen_q), ("k", seqlen_k)] {
             if seqlen == 0 {
                 return Err(MaskError::EmptySequence { axis });
@@ -45,12 +60,7 @@ impl Mask {
                 }
             }
         }
-        let bands: Vec<Band> = slices.iter().map(AttnSlice::band).collect();
-        if let Some(overlap) = find_overlap(&bands) {
-            let (first, second) = (overlap.first, overlap.second);
-            return Err(MaskError::Overlap { first, second, row: overlap.row, col: overlap.col });
-        }
-        Ok(Self { seqlen_q, seqlen_k, slices })
+        Ok(())
     }
 
     /// Query rows.

@@ -38,22 +38,31 @@ pub struct MaskDrawing<'a> {
 impl MaskDrawing<'_> {
     /// A complete SVG file. It follows the reader's light or dark theme.
     pub fn render(&self) -> String {
+        self.with_style(&GRIDS)
+    }
+
+    /// The same with at most 128 cells along an axis, for notebooks, which keep every drawing: at most about 0.1 MB.
+    pub fn render_small(&self) -> String {
+        self.with_style(&GRIDS[2..])
+    }
+
+    fn with_style(&self, grids: &[usize]) -> String {
         let style = format!("{}{}", color_properties("svg.mask"), include_str!("svg/mask.css"));
-        self.draw(&format!("<style>{style}</style>"))
+        self.draw(&format!("<style>{style}</style>"), grids)
     }
 
     /// The drawing for a page that has `mask.css` and the colours already.
     pub(crate) fn render_inline(&self) -> String {
-        self.draw("")
+        self.draw("", &GRIDS)
     }
 
-    fn draw(&self, style: &str) -> String {
+    fn draw(&self, style: &str, grids: &[usize]) -> String {
         let frame = Frame::of(self.mask, self.plan.is_some());
-        let (cells, raster) = GRIDS
+        let (cells, raster) = grids
             .iter()
             .map(|&grid| self.cells(&frame, grid))
             .find(|(cells, _)| cells.len() <= CELL_BYTES)
-            .unwrap_or_else(|| self.cells(&frame, GRIDS[GRIDS.len() - 1]));
+            .unwrap_or_else(|| self.cells(&frame, grids[grids.len() - 1]));
 
         let title = escape(self.title);
         let (sq, sk) = (self.mask.seqlen_q(), self.mask.seqlen_k());

@@ -3,6 +3,8 @@
 mod block;
 mod document;
 mod question;
+mod tree;
+mod union;
 mod window;
 
 pub use window::Window;

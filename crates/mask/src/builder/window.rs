@@ -48,4 +48,42 @@ impl Mask {
         }
         drawing.finish()
     }
+
+    /// Cross attention in a window: where a document has `n` queries and `m` keys, query `i` sees key `j` when
+    /// `i - left <= j - (m - n) <= i + right`, so the last query is aligned to the last key. `window.global` must be 0:
+    /// which keys are global is not said by an alignment to the end.
+    ///
+    /// # Errors
+    /// As [`Mask::cross_full`]; [`MaskError::GlobalTokens`].
+    pub fn cross_sliding_window(
+        queries: impl Into<Documents>,
+        keys: impl Into<Documents>,
+        window: Window,
+    ) -> Result<Self, MaskError> {
+        let (queries, keys) = (queries.into(), keys.into());
+        if queries == keys {
+            return Self::sliding_window(queries, window);
+        }
+        if window.global > 0 {
+            return Err(MaskError::GlobalTokens { global: window.global });
+        }
+        if queries.count() != keys.count() {
+            return Err(MaskError::DocumentCount { queries: queries.count(), keys: keys.count() });
+        }
+        let mut drawing = Drawing::new(queries.seqlen(), keys.seqlen())?;
+        for (q, k) in queries.ranges().zip(keys.ranges()) {
+            let aligned = k.end as i64 - q.end as i64;
+            let far = q.len().saturating_add(k.len());
+            let limit = |side: Option<usize>| side.unwrap_or(far).min(far) as i64;
+            let band = Band {
+                diag_min: aligned - limit(window.left),
+                diag_max: aligned + limit(window.right),
+                ..Band::full(q, k)
+            };
+            for slice in band.to_slices() {
+                drawing.add(slice.q_range, slice.k_range, slice.mask_type)?;
+            }
+        }
+        drawing.finish()
+    }
 }

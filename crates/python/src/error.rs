@@ -1,0 +1,113 @@
+//! Errors of the engine as the exceptions of `counterpoint.errors`, and panics as `InternalError`.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use counterpoint_exec::ExecError;
+use counterpoint_mask::MaskError;
+use counterpoint_plan::PlanError;
+use counterpoint_schedule::SimulateError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// An error that has a class in `counterpoint.errors`.
+pub(crate) trait Raised: std::fmt::Display {
+    /// The class.
+    fn class(&self) -> &'static str;
+
+    /// Attributes of the exception beside its sentence.
+    fn attributes(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+}
+
+impl Raised for MaskError {
+    fn class(&self) -> &'static str {
+        "MaskError"
+    }
+}
+
+impl Raised for PlanError {
+    fn class(&self) -> &'static str {
+        "PlanError"
+    }
+}
+
+impl Raised for SimulateError {
+    fn class(&self) -> &'static str {
+        "PlanError"
+    }
+}
+
+impl Raised for ExecError {
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Tensor { .. } => "TensorError",
+            Self::Policy { .. } => "PolicyError",
+            Self::BadCollective { .. } | Self::CollectiveMismatch { .. } | Self::CollectiveOrder { .. } => {
+                "MismatchError"
+            }
+            Self::Stalled(_) => "StalledError",
+            Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
+            Self::OutOfMemory { .. } => "OutOfMemoryError",
+            Self::Device { .. } => "DeviceError",
+            Self::Rendezvous(_) => "PeerError",
+            _ => "Error",
+        }
+    }
+
+    fn attributes(&self) -> Vec<(&'static str, u64)> {
+        match self {
+            Self::Policy { rank, .. }
+            | Self::Program { rank, .. }
+            | Self::BadCollective { rank, .. }
+            | Self::RankPanicked { rank, .. }
+            | Self::Device { rank, .. } => vec![("rank", *rank as u64)],
+            Self::CollectiveMismatch { rank, peer, .. } | Self::CollectiveOrder { rank, peer, .. } => {
+                vec![("rank", *rank as u64), ("peer", *peer as u64)]
+            }
+            Self::OutOfMemory { needed, available, .. } => {
+                vec![("needed", *needed), ("available", *available)]
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The exception of `class` in `counterpoint.errors`.
+pub(crate) fn raise(py: Python<'_>, class: &str, message: &str, attributes: &[(&str, u64)]) -> PyErr {
+    let made = (|| {
+        let errors = py.import("counterpoint.errors")?;
+        let keywords = PyDict::new(py);
+        for (name, value) in attributes {
+            keywords.set_item(name, value)?;
+        }
+        errors.getattr("of")?.call((class, message), Some(&keywords))
+    })();
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
+}
+
+/// Runs a part of the engine without Python's lock; its errors and panics become exceptions.
+pub(crate) fn engine<T, E>(py: Python<'_>, work: impl FnOnce() -> Result<T, E> + Send) -> PyResult<T>
+where
+    T: Send,
+    E: Raised + Send,
+{
+    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(raise(py, error.class(), &error.to_string(), &error.attributes())),
+        Err(panic) => {
+            let message = format!("this is a bug in counterpoint, please report it: {}", text(&*panic));
+            Err(raise(py, "InternalError", &message, &[]))
+        }
+    }
+}
+
+/// What a panic says.
+fn text(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
+}

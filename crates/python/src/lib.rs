@@ -1,0 +1,30 @@
+//! The compiled module `counterpoint._native`: masks, plans, ranks and reports as Python objects. What needs PyTorch is in Python.
+
+// Not a workspace lint.
+#![warn(clippy::unwrap_used)]
+
+mod error;
+mod integers;
+mod mask;
+
+use pyo3::prelude::*;
+
+/// The compiled part of the package counterpoint.
+#[pymodule]
+mod _native {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::mask::Mask;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+
+    /// Panics inside the engine's guard: what a test of `InternalError` calls.
+    #[pyfunction]
+    fn _panic(py: Python<'_>, message: String) -> PyResult<()> {
+        crate::error::engine::<(), counterpoint_mask::MaskError>(py, || panic!("{message}"))
+    }
+}
