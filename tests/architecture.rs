@@ -88,14 +88,16 @@ fn only_crate_cuda_names_a_gpu_library() {
 }
 
 #[test]
-fn unsafe_code_lives_in_crate_cuda_and_one_file() {
-    let allowed = root().join("crates/exec/src/kernel/matmul.rs");
+fn unsafe_code_lives_in_crate_cuda_and_two_files() {
+    // The matrix product calls BLAS-like routines with pointers; tensors of another library, such as PyTorch's, are pointers.
+    let allowed = ["crates/exec/src/kernel/matmul.rs", "crates/exec/src/cpu/host_view.rs"]
+        .map(|path| root().join(path));
     let cuda = root().join("crates/cuda");
     let words = ["unsafe {", "unsafe fn", "unsafe impl", "allow(unsafe_code)"];
     for (path, line, text) in code_lines(&root().join("crates")) {
         let found = words.iter().any(|word| text.contains(word));
         assert!(
-            !found || path == allowed || path.starts_with(&cuda),
+            !found || allowed.contains(&path) || path.starts_with(&cuda),
             "{}:{line} is unsafe: {text}",
             path.display()
         );

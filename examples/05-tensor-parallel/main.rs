@@ -1,15 +1,15 @@
 //! Lesson 5: tensor-parallel linear layers: a transformer's MLP over ranks, its communication under its products.
 //!
-//! Run it with `cargo run --example 05-tensor-parallel`. Two ranks, threads of this process; with GPUs the machine is a
-//! `counterpoint::cuda::CudaMachine` and nothing else changes. The first layer splits its output features and the second its
+//! Run it with `cargo run --example 05-tensor-parallel`. Two ranks, threads of this process; with GPUs the group is
+//! `Group::connect` on a `counterpoint::cuda::CudaMachine` and nothing else changes. The first layer splits its output features and the second its
 //! input features, so what the one gives lies on the ranks as the other takes it. Activations outside are split by tokens
 //! (sequence parallelism).
 
 use std::error::Error;
 
 use counterpoint::exec::{
-    ColumnParallelLinear, CpuMachine, HostTensor, LayerGradient, LayerOverlap, LinearOptions, LinearScratch,
-    LinearTensor, RowParallelLinear,
+    ColumnParallelLinear, Group, HostTensor, LayerGradient, LayerOverlap, LinearOptions, LinearTensor,
+    RowParallelLinear, WorldConfig,
 };
 use counterpoint::plan::{CostModel, DType, WaveGroups};
 use counterpoint::schedule::OverlapPolicy;
@@ -20,9 +20,8 @@ const FEATURES: usize = 16;
 const HIDDEN: usize = 32;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let machine = CpuMachine::new(0, None)?;
-    // Layers of a rank run one after the other, so that all of them share the memory of what they gather.
-    let mut scratch = LinearScratch::new();
+    // Joined once. Layers of a rank run one after the other, so that all of them share the memory of what they gather.
+    let group = Group::local(RANKS, WorldConfig::default())?;
 
     // A pass is cut into groups of tokens: one is multiplied while another travels. No bit of a result depends on it. Without this line
     // each pass overlaps as is predicted to be fastest on the machine.
@@ -32,11 +31,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         gradient: LayerGradient::Deferred { into: Some(DType::F32), limit: 2 },
         ..LinearOptions::new(DType::F32)
     };
-    let mut up =
-        ColumnParallelLinear::new(&machine, RANKS, [TOKENS, FEATURES, HIDDEN], &options, &mut scratch)?;
-    let mut down =
-        RowParallelLinear::new(&machine, RANKS, [TOKENS, HIDDEN, FEATURES], &options, &mut scratch)?;
-    println!("{} bytes of memory in common", scratch.bytes());
+    let mut up = ColumnParallelLinear::new(&group, [TOKENS, FEATURES, HIDDEN], &options)?;
+    let mut down = RowParallelLinear::new(&group, [TOKENS, HIDDEN, FEATURES], &options)?;
+    println!("{} bytes of memory in common", group.scratch_bytes());
 
     // `scatter` gives every rank its part of a whole tensor; a trainer has the parts already.
     let (up_weight, down_weight) = (tensor(HIDDEN, FEATURES, 1), tensor(FEATURES, HIDDEN, 2));
@@ -70,7 +67,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     assert!(up.gather(LinearTensor::Weight, &up_grad)?.to_f64().iter().any(|sum| *sum != 0.0));
 
     // What does not divide is refused with figures.
-    match ColumnParallelLinear::new(&machine, RANKS, [TOKENS, FEATURES, 33], &options, &mut scratch) {
+    match ColumnParallelLinear::new(&group, [TOKENS, FEATURES, 33], &options) {
         Err(error) => println!("refused: {error}"),
         Ok(_) => return Err("33 features were divided over 2 ranks".into()),
     }

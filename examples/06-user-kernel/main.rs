@@ -11,7 +11,7 @@ use std::sync::Arc;
 use counterpoint::cuda::kernel::UserKernelSource;
 use counterpoint::cuda::{CudaMachine, Timing};
 use counterpoint::exec::{
-    Backend, CpuMachine, CpuUserPart, HostTensor, Machine, Prepared, World, WorldConfig,
+    Backend, CpuMachine, CpuUserPart, Group, HostTensor, Machine, Prepared, WorldConfig,
 };
 use counterpoint::mask::Range;
 use counterpoint::plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
@@ -129,11 +129,8 @@ fn gather(ranks: usize, part: usize) -> GroupPart {
 }
 
 fn run<M: Machine>(machine: &M, ranks: usize) -> Result<(), Box<dyn Error>> {
-    let world = World::new(ranks, WorldConfig::default());
-    let mut prepared = Vec::new();
-    for (rank, (backend, transport)) in machine.connect(&world)?.into_iter().enumerate() {
-        prepared.push(Prepared::new(program(rank, ranks), backend, transport)?);
-    }
+    let group = Group::connect(machine, ranks, WorldConfig::default())?;
+    let mut prepared = group.prepare(|rank| program(rank, ranks), None)?;
     for (rank, prepared) in prepared.iter_mut().enumerate() {
         for part in 0..PARTS {
             let name = format!("x_{part}");

@@ -8,11 +8,13 @@ use std::thread;
 use std::time::Duration;
 
 use counterpoint_exec::{
-    Backend, CollectiveCall, Ends, ExecError, Machine, OpPlace, Transport, World, WorldConfig,
+    Backend, CollectiveCall, CollectiveContext, Ends, ExecError, Machine, OpPlace, Transport, World,
+    WorldConfig,
 };
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, ReduceOp, StreamKind, StreamSpec,
+    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, OverlapPolicy, ReduceOp,
+    StreamKind, StreamSpec,
 };
 
 use crate::backend::{exec_error, lock};
@@ -220,6 +222,8 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
         let buffers = specs.iter().map(|spec| backend.allocate(spec)).collect::<Result<Vec<_>, _>>()?;
         let tensors = (0..TENSORS).map(|t| (BufferId(t), BufferId(TENSORS + t))).collect();
         let place = OpPlace::new(0, "bench");
+        let policy = OverlapPolicy::default();
+        let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None };
         let prepared = match collective {
             BenchCollective::GroupCast => {
                 let op = GroupCast {
@@ -229,7 +233,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
                     arrive: None,
                     delivery: None,
                 };
-                transport.prepare_cast(&place, &op, &specs)?
+                transport.prepare_cast(&place, &op, &context)?
             }
             BenchCollective::GroupReduce => {
                 let op = GroupReduce {
@@ -241,7 +245,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
                     reduce_dtype: DType::F32,
                     arrive: None,
                 };
-                transport.prepare_reduce(&place, &op, &specs)?
+                transport.prepare_reduce(&place, &op, &context)?
             }
         };
         let failed = |error| exec_error(rank, "the preparation of a benchmark", error);
@@ -254,7 +258,7 @@ impl<'a, M: Machine<Backend = CudaBackend>> Rank<'a, M> {
 
     fn stream(&self) -> Result<CudaStream, ExecError> {
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
-        self.ends.0.create_stream(&spec)
+        self.ends.0.create_stream(&spec, &OverlapPolicy::default())
     }
 
     /// A call of the collective, as often as wanted.

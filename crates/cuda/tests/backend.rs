@@ -5,9 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use counterpoint_cuda::{CudaMachine, GraphRun, Timing};
+use counterpoint_cuda::{CudaBackend, CudaMachine, GraphRun, Timing};
 use counterpoint_exec::{
-    Backend, CpuMachine, ExecError, HostData, HostTensor, Machine, Prepared, Transport, World, WorldConfig,
+    Backend, CpuMachine, ExecError, HostData, HostTensor, Machine, OpPlace, Prepared, Transport, World,
+    WorldConfig,
 };
 use counterpoint_mask::Range;
 use counterpoint_plan::{DType, GroupPart, OwnedSplit, RemoteSplit};
@@ -199,7 +200,7 @@ fn a_graph_gives_the_same_results() {
     let direct = outputs(&rank);
     let mut graph = GraphRun::capture(&mut rank).unwrap();
     for name in ["both", "last"] {
-        graph.prepared().backend().poison(graph.prepared().buffer(name).unwrap()).unwrap();
+        poison(graph.prepared(), name);
     }
     graph.start().unwrap();
     graph.finish().unwrap();
@@ -242,9 +243,7 @@ fn a_graph_holds_several_ranks() {
     let mut graph = GraphRun::capture_ranks(&mut ranks).unwrap();
     for _ in 0..3 {
         for rank in graph.passes()[0].iter() {
-            ["both", "last"]
-                .iter()
-                .for_each(|name| rank.backend().poison(rank.buffer(name).unwrap()).unwrap());
+            ["both", "last"].iter().for_each(|name| poison(rank, name));
         }
         graph.start().unwrap();
         graph.finish().unwrap();
@@ -307,4 +306,11 @@ fn f64_is_refused_with_a_reason() {
         matches!(&error, ExecError::Program { reason, .. } if reason.contains("`last` is F64")),
         "{error}"
     );
+}
+
+/// NaN in every element of an output, before anything else is enqueued.
+fn poison<T: Transport<CudaBackend>>(rank: &Prepared<CudaBackend, T>, name: &str) {
+    let (backend, stream) = (rank.backend(), &*rank.streams()[0]);
+    backend.poison(stream, &OpPlace::new(0, "poison"), vec![rank.buffer(name).unwrap().clone()]).unwrap();
+    backend.synchronize(&[stream]).unwrap();
 }

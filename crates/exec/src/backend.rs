@@ -1,4 +1,7 @@
+//! Where the operations of a rank run: the face of a device.
+
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use counterpoint_plan::DType;
@@ -15,6 +18,30 @@ pub enum RunTimes {
     /// Of the whole, as one span on a rank's first stream. Where time stamps are operations themselves, they hold up others: on a single
     /// hardware queue one behind a product lets nothing pass until that has ended.
     Whole,
+    /// None: what calls of a [`Group`](crate::Group) take, of which nobody collects times.
+    Nothing,
+}
+
+/// What is the same for all operations of a run.
+#[derive(Clone, Copy, Debug)]
+pub struct RunContext<'a> {
+    /// Name of the Program.
+    pub program: &'a str,
+    /// What its Program asks of the backend.
+    pub policy: &'a OverlapPolicy,
+    /// What spans are measured from.
+    pub origin: Instant,
+    /// Which times the run takes.
+    pub times: RunTimes,
+}
+
+/// How a call uses a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BufferAccess {
+    /// It only reads.
+    Read,
+    /// It writes, and may read.
+    Write,
 }
 
 /// Where the operations of one rank run: streams, events, memory and kernels.
@@ -22,13 +49,13 @@ pub enum RunTimes {
 /// Everything that is "enqueued" only takes its place on a stream and returns at once; nothing in a run waits for the host,
 /// so that a run may become a CUDA graph. Handles are cheap to clone and may stand for borrowed memory or a borrowed
 /// stream: who owns what is the backend's business. A clone of a backend is the same rank's.
-pub trait Backend: Clone + Send {
-    /// A queue whose operations run in order.
-    type Stream: Send;
+pub trait Backend: Clone + Send + Sync {
+    /// A queue whose operations run in order. Programs of a group share them.
+    type Stream: Send + Sync;
     /// Marks a point of a stream. May be recorded once in every run.
-    type Event: Clone + Send;
+    type Event: Clone + Send + Sync;
     /// A dense tensor.
-    type Buffer: Clone + Send;
+    type Buffer: Clone + Send + Sync;
     /// Counts starts of communication operations; only grows.
     type Barrier: Clone + Send;
     /// A counter that streams raise and wait for; only grows.
@@ -93,11 +120,32 @@ pub trait Backend: Clone + Send {
     /// Shape and element type of a buffer.
     fn layout(&self, buffer: &Self::Buffer) -> (Vec<usize>, DType);
 
-    /// A new stream.
+    /// Whether two tensors have a byte of memory in common.
+    fn overlap(&self, a: &Self::Buffer, b: &Self::Buffer) -> bool;
+
+    /// Whether operations take a tensor as it lies; where not, calls of a group copy it ([`Backend::copy`]).
+    fn is_dense(&self, _buffer: &Self::Buffer) -> bool {
+        true
+    }
+
+    /// Refuses a tensor that operations of this rank cannot use, such as one on another device.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] with the reason.
+    fn check_buffer(
+        &self,
+        _name: &str,
+        _buffer: &Self::Buffer,
+        _access: BufferAccess,
+    ) -> Result<(), ExecError> {
+        Ok(())
+    }
+
+    /// A new stream for Programs of this policy.
     ///
     /// # Errors
     /// When the system has none left.
-    fn create_stream(&self, spec: &StreamSpec) -> Result<Self::Stream, ExecError>;
+    fn create_stream(&self, spec: &StreamSpec, policy: &OverlapPolicy) -> Result<Self::Stream, ExecError>;
 
     /// A new event.
     ///
@@ -123,15 +171,20 @@ pub trait Backend: Clone + Send {
     /// [`ExecError::Program`] when its tensors do not fit it.
     fn prepare(&self, program: &Program, index: usize) -> Result<Self::Kernel, ExecError>;
 
-    /// Begins a run: spans are measured from `origin`, and counts of barriers and values of signals start anew. The
-    /// counters themselves go on growing, since late operations of an earlier run may still read them.
+    /// The first error of the world, or `Ok` while there is none: what a call asks before it enqueues anything.
+    ///
+    /// # Errors
+    /// That error.
+    fn check(&self) -> Result<(), ExecError>;
+
+    /// Begins to enqueue a run: counts of barriers and values of signals start anew. The counters themselves go on growing, since
+    /// late operations of an earlier run may still read them.
     ///
     /// # Errors
     /// When the device has failed.
     fn begin_run(
         &self,
-        program: &str,
-        origin: Instant,
+        run: &RunContext<'_>,
         barriers: &[Self::Barrier],
         signals: &[Self::Signal],
     ) -> Result<(), ExecError>;
@@ -143,7 +196,7 @@ pub trait Backend: Clone + Send {
     ///
     /// # Errors
     /// When the device has failed.
-    fn start_together(ranks: &[(&Self, &[Self::Stream])]) -> Result<(), ExecError>
+    fn start_together(ranks: &[(&Self, &[Arc<Self::Stream>])]) -> Result<(), ExecError>
     where
         Self: Sized,
     {
@@ -151,16 +204,11 @@ pub trait Backend: Clone + Send {
         Ok(())
     }
 
-    /// Which times runs take from the next one on. Backends whose times cost nothing always take all of them.
-    fn take_times(&self, times: RunTimes) {
-        let _ = times;
-    }
-
     /// Marks the begin of a run on its `streams`, before anything of it is enqueued, where the time of the whole is taken.
     ///
     /// # Errors
     /// When the device has failed.
-    fn mark_begin(&self, streams: &[Self::Stream]) -> Result<(), ExecError> {
+    fn mark_begin(&self, streams: &[Arc<Self::Stream>]) -> Result<(), ExecError> {
         let _ = streams;
         Ok(())
     }
@@ -169,16 +217,36 @@ pub trait Backend: Clone + Send {
     ///
     /// # Errors
     /// When the device has failed.
-    fn mark_end(&self, streams: &[Self::Stream]) -> Result<(), ExecError> {
+    fn mark_end(&self, streams: &[Arc<Self::Stream>]) -> Result<(), ExecError> {
         let _ = streams;
         Ok(())
     }
 
-    /// Fills a buffer with NaN where the backend is set to do so. Called between runs only.
+    /// Whether what a run must write is filled with NaN before it, so that an element that no operation wrote shows.
+    fn poisons(&self) -> bool;
+
+    /// Enqueues filling buffers with NaN.
     ///
     /// # Errors
-    /// When an operation still uses it.
-    fn poison(&self, buffer: &Self::Buffer) -> Result<(), ExecError>;
+    /// See [`Backend::launch`].
+    fn poison(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        buffers: Vec<Self::Buffer>,
+    ) -> Result<(), ExecError>;
+
+    /// Enqueues a copy of a tensor into another of the same shape and type.
+    ///
+    /// # Errors
+    /// See [`Backend::launch`].
+    fn copy(
+        &self,
+        stream: &Self::Stream,
+        place: &OpPlace,
+        from: &Self::Buffer,
+        to: &Self::Buffer,
+    ) -> Result<(), ExecError>;
 
     /// Enqueues a compute operation. `buffers` and `signals` are the Program's tables; a kernel may raise a signal while it runs.
     ///
@@ -204,6 +272,18 @@ pub trait Backend: Clone + Send {
     /// # Errors
     /// See [`Backend::launch`].
     fn wait(&self, stream: &Self::Stream, place: &OpPlace, event: &Self::Event) -> Result<(), ExecError>;
+
+    /// Sleeps until the event's last record has happened. Fails when nothing at all moves for the limit.
+    ///
+    /// # Errors
+    /// The first error of the world.
+    fn wait_on_host(&self, event: &Self::Event) -> Result<(), ExecError>;
+
+    /// Whether it has; never sleeps.
+    ///
+    /// # Errors
+    /// The first error of the world.
+    fn has_happened(&self, event: &Self::Event) -> Result<bool, ExecError>;
 
     /// What is enqueued after this starts once `arrivals` operations have arrived in this run.
     ///

@@ -1,13 +1,17 @@
+//! Group collectives by themselves, without a Program.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{
-    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, ReduceOp, StreamKind, StreamSpec,
+    Accumulate, BufferId, BufferRole, BufferSpec, GroupCast, GroupReduce, OverlapPolicy, ReduceOp,
+    StartOrder, StreamKind, StreamSpec,
 };
 
 use crate::{
-    Backend, CollectiveCall, CpuBackend, CpuTransport, ExecError, OpPlace, SlowLink, Transport, World,
+    Backend, CollectiveCall, CollectiveContext, CpuBackend, CpuTransport, ExecError, OpPlace, SlowLink,
+    Transport, World,
 };
 
 /// Group collectives by themselves, without a Program: one rank's end of them, with a stream of its own.
@@ -56,7 +60,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// When the backend has no stream left.
     pub fn new(backend: B, transport: T) -> Result<Self, ExecError> {
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
-        let stream = backend.create_stream(&spec)?;
+        let stream = backend.create_stream(&spec, &OverlapPolicy::default())?;
         Ok(Self { backend, transport, stream, calls: AtomicUsize::new(0) })
     }
 
@@ -91,13 +95,15 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         let table = Table::new(&self.backend, tensors);
         let op = GroupCast {
             part: Arc::new(part.clone()),
-            tensors: table.pairs,
+            tensors: table.pairs.clone(),
             wire_dtype,
             arrive: None,
             delivery: None,
         };
         let place = self.place(label);
-        let collective = self.transport.prepare_cast(&place, &op, &table.specs)?;
+        let collective = self.transport.prepare_cast(&place, &op, &table.context());
+        // Others may be waiting for this rank already: they are to hear of it.
+        let collective = collective.map_err(|error| self.backend.fail(error))?;
         self.enqueue(&place, &collective, &table.buffers)
     }
 
@@ -117,7 +123,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         let Reduce { op, accumulate, wire_dtype, reduce_dtype } = reduce;
         let op = GroupReduce {
             part: Arc::new(part.clone()),
-            tensors: table.pairs,
+            tensors: table.pairs.clone(),
             op,
             accumulate,
             wire_dtype,
@@ -125,7 +131,8 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
             arrive: None,
         };
         let place = self.place(label);
-        let collective = self.transport.prepare_reduce(&place, &op, &table.specs)?;
+        let collective = self.transport.prepare_reduce(&place, &op, &table.context());
+        let collective = collective.map_err(|error| self.backend.fail(error))?;
         self.enqueue(&place, &collective, &table.buffers)
     }
 
@@ -182,6 +189,9 @@ impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
     }
 }
 
+/// Rows are moved as the transport likes best.
+static POLICY: OverlapPolicy = OverlapPolicy::new(StartOrder::Concurrent);
+
 /// Buffers of one call as the table that operations index; a buffer passed twice has two entries.
 struct Table<B: Backend> {
     buffers: Vec<B::Buffer>,
@@ -198,6 +208,10 @@ impl<B: Backend> Table<B> {
             table.pairs.push((input, output));
         }
         table
+    }
+
+    fn context(&self) -> CollectiveContext<'_> {
+        CollectiveContext { buffers: &self.specs, policy: &POLICY, plan: None }
     }
 
     fn push(&mut self, backend: &B, buffer: &B::Buffer, name: String, role: BufferRole) -> BufferId {

@@ -37,6 +37,37 @@ pub enum ExecError {
         /// The operation or buffer, what is wrong with it and what to do.
         reason: String,
     },
+    /// Ranks called plans of different contents.
+    #[error(
+        "ranks {rank} and {peer} run different plans: {what} is {own} on rank {rank} and {other} on rank {peer}; give all ranks the \
+         same mask, spec and configuration, and have them call their plans in the same order"
+    )]
+    PlanDiffers {
+        /// The rank that noticed.
+        rank: usize,
+        /// The other.
+        peer: usize,
+        /// What is different.
+        what: String,
+        /// As this rank has it.
+        own: String,
+        /// As the other has it.
+        other: String,
+    },
+    /// A rank ended the group by [`Group::fail`](crate::Group::fail).
+    #[error("rank {rank} gave up: {reason}")]
+    GaveUp {
+        /// The rank.
+        rank: usize,
+        /// Its own words.
+        reason: String,
+    },
+    /// A call of a group that has been closed.
+    #[error("the group of rank {rank} is closed; join a new one")]
+    Closed {
+        /// The rank.
+        rank: usize,
+    },
     /// Two operations that no event, barrier or signal orders used one buffer at the same time, one of them writing.
     #[error(
         "data race on buffer `{buffer}` of rank {owner}: {wanted} while {held}; order them with an event"

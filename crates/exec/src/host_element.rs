@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use crate::HostData;
 
 /// An element type of a [`HostTensor`](crate::HostTensor): where it is stored and how it is converted.
-pub trait HostElement: Copy + Send + Sync + PartialEq + std::fmt::Debug + 'static {
+pub trait HostElement: bytemuck::Pod + Send + Sync + PartialEq + std::fmt::Debug {
     /// The type in which it is summed: f64 for f64, else f32.
     type Accumulator: Accumulator;
     /// Its name as a value.

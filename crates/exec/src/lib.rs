@@ -24,6 +24,7 @@ mod error;
 mod fault;
 mod frame;
 mod global_buffer;
+mod group;
 mod host_element;
 mod interpreter;
 pub mod kernel;
@@ -52,28 +53,35 @@ pub use attention::{
     RankProblem, RanksRun, RunConfig, SlowLink, SlowNetwork, rank_outputs, run_attention, run_attention_on,
     run_attention_ranks,
 };
-pub use backend::{Backend, RunTimes};
+pub use backend::{Backend, BufferAccess, RunContext, RunTimes};
 pub use bench::{AttentionBench, MATMUL_SIZE, Rate, Seconds, bench_attention};
 pub use calibrate::calibrate;
 pub use check::{
     CheckReport, RelativeTo, TensorCheck, check_attention, check_sample, compare_with_reference,
 };
 pub use communicator::{Communicator, Handle, Reduce};
-pub use cpu::{CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, KernelBarrier};
+pub use cpu::{
+    CpuBackend, CpuBuffer, CpuEvent, CpuKernel, CpuSignal, CpuStream, CpuUserPart, HostView, KernelBarrier,
+    MemoryKeeper,
+};
 pub use cpu_transport::{CpuCollective, CpuTransport};
 pub use environment::EnvironmentVariable;
 pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
+pub use group::{
+    AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors, Group, GroupRank, PlanDifference,
+    PlanIdentity, RankOf, Ticket,
+};
 pub use host_element::{Accumulator, HostElement};
-pub use interpreter::Prepared;
+pub use interpreter::{Call, Prepared};
 pub use layout::{dispatch, undispatch};
 pub use linear::{
     CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerGradient,
     LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs,
-    LinearRun, LinearSample, LinearScratch, LinearTensor, MeasureError, MeasuredClock, PlannedPass,
-    PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm, check_linear,
-    check_linear_part, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
+    LinearRun, LinearSample, LinearTensor, MeasureError, MeasuredClock, PlannedPass, PlannedPasses,
+    PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm, check_linear, check_linear_part,
+    gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
@@ -91,6 +99,6 @@ pub use rendezvous::{
     RendezvousError, RunStart,
 };
 pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
-pub use tensor::{HostData, HostTensor};
-pub use transport::{CollectiveCall, Transport};
+pub use tensor::{HostData, HostTensor, TensorMut, TensorRef};
+pub use transport::{CollectiveCall, CollectiveContext, Transport};
 pub use world::{Awaited, Blocker, StreamStatus, World, WorldConfig};

@@ -1,3 +1,5 @@
+//! Tensors in host memory: owned, and borrowed by operations.
+
 use std::ops::Range;
 
 use counterpoint_plan::DType;
@@ -151,6 +153,21 @@ impl HostTensor {
         })
     }
 
+    /// To read.
+    pub fn view(&self) -> TensorRef<'_> {
+        TensorRef { shape: &self.shape, dtype: self.dtype(), bytes: self.bytes() }
+    }
+
+    /// To read and write.
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        let dtype = self.dtype();
+        let bytes = with_host_element!(dtype, T => match T::slice_mut(&mut self.data) {
+            Some(elements) => bytemuck::cast_slice_mut(elements),
+            None => &mut [],
+        });
+        TensorMut { shape: &self.shape, dtype, bytes }
+    }
+
     /// The elements as they lie in memory.
     pub(crate) fn bytes(&self) -> &[u8] {
         with_host_element!(self.dtype(), T => bytemuck::cast_slice(self.as_slice::<T>().unwrap_or(&[])))
@@ -179,10 +196,117 @@ impl HostTensor {
             HostData::F16(v) => v.resize(len, f16::ZERO),
         }
     }
+}
+
+/// A dense tensor in host memory that an operation reads, whoever owns it.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorRef<'a> {
+    shape: &'a [usize],
+    dtype: DType,
+    bytes: &'a [u8],
+}
+
+impl<'a> TensorRef<'a> {
+    /// Elements of this type and shape, as they lie in memory.
+    pub(crate) fn new(shape: &'a [usize], dtype: DType, bytes: &'a [u8]) -> Self {
+        debug_assert_eq!(bytes.len(), shape.iter().product::<usize>() * dtype.size());
+        Self { shape, dtype, bytes }
+    }
+
+    /// Shape; the first axis is rows (tokens).
+    pub fn shape(&self) -> &'a [usize] {
+        self.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Elements of one row.
+    pub fn row_elements(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    /// The elements, when they are of type `T`.
+    pub fn as_slice<T: HostElement>(&self) -> Option<&'a [T]> {
+        if T::DTYPE == self.dtype { bytemuck::try_cast_slice(self.bytes).ok() } else { None }
+    }
+
+    /// A copy of its own.
+    pub fn to_tensor(&self) -> HostTensor {
+        HostTensor::from_bytes(self.shape.to_vec(), self.dtype, self.bytes)
+    }
+}
+
+/// A dense tensor in host memory that an operation writes, whoever owns it.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    shape: &'a [usize],
+    dtype: DType,
+    bytes: &'a mut [u8],
+}
+
+impl<'a> TensorMut<'a> {
+    /// Elements of this type and shape, as they lie in memory.
+    pub(crate) fn new(shape: &'a [usize], dtype: DType, bytes: &'a mut [u8]) -> Self {
+        debug_assert_eq!(bytes.len(), shape.iter().product::<usize>() * dtype.size());
+        Self { shape, dtype, bytes }
+    }
+
+    /// Shape; the first axis is rows (tokens).
+    pub fn shape(&self) -> &'a [usize] {
+        self.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Elements of one row.
+    pub fn row_elements(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    /// To read.
+    pub fn view(&self) -> TensorRef<'_> {
+        TensorRef { shape: self.shape, dtype: self.dtype, bytes: self.bytes }
+    }
+
+    /// The same for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> TensorMut<'_> {
+        TensorMut { shape: self.shape, dtype: self.dtype, bytes: self.bytes }
+    }
+
+    /// The elements, to write, when they are of type `T`.
+    pub fn as_mut_slice<T: HostElement>(&mut self) -> Option<&mut [T]> {
+        if T::DTYPE == self.dtype { bytemuck::try_cast_slice_mut(self.bytes).ok() } else { None }
+    }
+
+    /// Likewise, for as long as the tensor is borrowed.
+    pub(crate) fn into_slice<T: HostElement>(self) -> Option<&'a mut [T]> {
+        if T::DTYPE == self.dtype { bytemuck::try_cast_slice_mut(self.bytes).ok() } else { None }
+    }
+
+    /// The elements as they lie in memory.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes
+    }
 
     /// NaN everywhere.
     pub(crate) fn fill_nan(&mut self) {
-        with_host_element!(self.dtype(), T => {
+        with_host_element!(self.dtype, T => {
             self.as_mut_slice::<T>().unwrap_or(&mut []).fill(T::from_f32(f32::NAN));
         });
     }

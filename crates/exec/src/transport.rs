@@ -1,8 +1,10 @@
+//! What moves rows between ranks: the face of a transport, and what it is given.
+
 use counterpoint_schedule::{
     BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy, Program,
 };
 
-use crate::{Backend, ExecError, OpPlace};
+use crate::{Backend, ExecError, OpPlace, PlanIdentity};
 
 /// Moves rows between ranks for one rank of a [`Backend`]. The n-th collective that one rank enqueues meets the n-th of
 /// every other, whatever streams they are on.
@@ -10,7 +12,7 @@ use crate::{Backend, ExecError, OpPlace};
 /// Enqueueing has three steps, each of which may wait on the host until the peers have taken the one before. Ranks with a
 /// thread each take them at once ([`Transport::enqueue`]); one thread that enqueues for several ranks takes each step for
 /// all of them.
-pub trait Transport<B: Backend>: Send {
+pub trait Transport<B: Backend>: Send + Sync {
     /// A collective made ready to run many times.
     type Collective: Send;
     /// A collective that is being enqueued.
@@ -22,24 +24,16 @@ pub trait Transport<B: Backend>: Send {
     /// Ranks that take part.
     fn world_size(&self) -> usize;
 
-    /// Has the collectives that are prepared from now on be moved as a Program's policy says, where the backend has not refused it.
+    /// Checks this rank's part of a group-cast and makes it ready, to be moved as the context's policy says.
     ///
     /// # Errors
-    /// [`ExecError::Policy`] when it has nothing that moves them so.
-    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        let _ = policy;
-        Ok(())
-    }
-
-    /// Checks this rank's part of a group-cast and makes it ready. `specs` is the table that its buffer ids index.
-    ///
-    /// # Errors
-    /// [`ExecError::BadCollective`] when the part does not fit the tensors: nothing has been sent then.
+    /// [`ExecError::BadCollective`] when the part does not fit the tensors: nothing has been sent then; [`ExecError::Policy`] when
+    /// the transport has nothing that moves rows so.
     fn prepare_cast(
         &self,
         place: &OpPlace,
         op: &GroupCast,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<Self::Collective, ExecError>;
 
     /// Likewise for a group-reduce.
@@ -50,7 +44,7 @@ pub trait Transport<B: Backend>: Send {
         &self,
         place: &OpPlace,
         op: &GroupReduce,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<Self::Collective, ExecError>;
 
     /// Makes a product that is reduced over ranks ready as one operation, or gives `None` where there is none that does both:
@@ -133,6 +127,18 @@ pub trait Transport<B: Backend>: Send {
         self.fetch(call, &mut meeting)?;
         self.end(call, meeting)
     }
+}
+
+/// What a collective is made ready for. One transport serves many Programs, so that what differs between them comes with each
+/// collective.
+#[derive(Clone, Copy, Debug)]
+pub struct CollectiveContext<'a> {
+    /// The table that its buffer ids index.
+    pub buffers: &'a [BufferSpec],
+    /// How rows are to be moved.
+    pub policy: &'a OverlapPolicy,
+    /// The plan that it belongs to, compared between ranks when the collective is first called.
+    pub plan: Option<&'a PlanIdentity>,
 }
 
 /// A collective to be enqueued.

@@ -1,3 +1,5 @@
+//! What the ranks of a group share: the first error, limits, and who is doing what.
+
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -151,6 +153,31 @@ impl World {
         match monitor.wait_until(deadline, || self.has_failed(), ready) {
             Some(result) => Ok(result),
             None => Err(self.failure().map_or(WaitEnd::Limit, WaitEnd::Failed)),
+        }
+    }
+
+    /// On the host: sleeps until a monitor's value is `reached`, as long as operations of any rank begin or end within the limit.
+    pub(crate) fn wait_while_moving<T>(
+        &self,
+        rank: usize,
+        place: &str,
+        monitor: &Monitor<T>,
+        reached: impl Fn(&T) -> bool,
+        awaited: impl Fn() -> Awaited,
+    ) -> Result<(), ExecError> {
+        let began = Instant::now();
+        // Waits inside operations report better than this one can, so they come first.
+        let limit = self.config.limit.saturating_add(self.config.limit / 16);
+        loop {
+            let progress = self.last_progress().max(began);
+            match self.wait(monitor, after(progress, limit), |value| reached(value).then_some(())) {
+                Ok(()) => return self.check(),
+                Err(WaitEnd::Failed(error)) => return Err(error),
+                Err(WaitEnd::Limit) if self.last_progress().max(began) > progress => {}
+                Err(WaitEnd::Limit) => {
+                    return Err(self.fail(self.stalled(rank, place.to_owned(), progress, awaited())));
+                }
+            }
         }
     }
 

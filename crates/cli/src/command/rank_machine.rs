@@ -198,7 +198,7 @@ pub(crate) trait AttentionRuns: Send {
     fn run(&mut self, pass: Pass) -> Result<Timeline, ExecError>;
 
     /// Which times runs take from the next one on.
-    fn take_times(&self, times: RunTimes);
+    fn take_times(&mut self, times: RunTimes);
 
     /// The results, in the process that has them, with the `times` of what was run.
     fn finish(self: Box<Self>, plan: &Plan, times: RanksRun) -> Result<Option<AttentionRun>, ExecError>;
@@ -244,7 +244,7 @@ impl<M: Machine, H: Deref<Target = M> + Send> AttentionRuns for RunsHere<M, H> {
         run_pass(&mut self.prepared, &self.machine, pass)
     }
 
-    fn take_times(&self, times: RunTimes) {
+    fn take_times(&mut self, times: RunTimes) {
         self.prepared.take_times(times);
     }
 
@@ -271,7 +271,7 @@ impl AttentionRuns for RunsOfProcess<'_> {
         self.told(timeline)
     }
 
-    fn take_times(&self, times: RunTimes) {
+    fn take_times(&mut self, times: RunTimes) {
         self.prepared.take_times(times);
     }
 

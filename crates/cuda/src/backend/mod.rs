@@ -28,10 +28,11 @@ mod watch;
 mod waves;
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Backend, ExecError, HostData, HostTensor, OpPlace, RunTimes};
+use counterpoint_exec::{Awaited, Backend, ExecError, HostData, HostTensor, OpPlace, RunContext};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
     BufferRole, BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
@@ -83,7 +84,7 @@ impl Backend for CudaBackend {
     }
 
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        self.follow_policy(policy)
+        self.can_follow(policy)
     }
 
     fn available_memory(&self) -> Option<u64> {
@@ -154,13 +155,19 @@ impl Backend for CudaBackend {
         (buffer.shape().to_vec(), buffer.dtype())
     }
 
-    fn create_stream(&self, spec: &StreamSpec) -> Result<CudaStream, ExecError> {
+    fn overlap(&self, a: &CudaBuffer, b: &CudaBuffer) -> bool {
+        let bytes = |buffer: &CudaBuffer| buffer.address()..buffer.address() + buffer.memory().len() as u64;
+        let (a, b) = (bytes(a), bytes(b));
+        a.start < b.end && b.start < a.end
+    }
+
+    fn create_stream(&self, spec: &StreamSpec, policy: &OverlapPolicy) -> Result<CudaStream, ExecError> {
         let (part, priority) = match spec.kind {
             StreamKind::Compute => (Part::Computation, StreamPriority::Low),
             StreamKind::Communication => (Part::Communication, StreamPriority::High),
         };
-        let stream = match &*lock(&self.0.partition) {
-            Some(partition) => Stream::on(partition, &self.0.device, part),
+        let stream = match self.partition(policy)? {
+            Some(partition) => Stream::on(&partition, &self.0.device, part),
             None => Stream::new(&self.0.device, priority),
         };
         let stream = stream.map_err(|error| self.error(&format_args!("stream {}", spec.name), error))?;
@@ -186,10 +193,13 @@ impl Backend for CudaBackend {
         CudaKernel::new(self, program, index)
     }
 
+    fn check(&self) -> Result<(), ExecError> {
+        self.0.world.check()
+    }
+
     fn begin_run(
         &self,
-        program: &str,
-        origin: Instant,
+        run: &RunContext<'_>,
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
@@ -197,20 +207,22 @@ impl Backend for CudaBackend {
         signals.iter().for_each(CudaSignal::begin_run);
         {
             let mut current = lock(&self.0.program);
-            *current = (program.to_owned(), current.1 + 1);
+            *current = (run.program.to_owned(), current.1 + 1);
         }
+        self.0.margin.store(run.policy.sm_margin().try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
+        *lock(&self.0.times) = run.times;
         if self.takes_times() {
-            let clock = self.0.clock.of_run(origin, &self.0.setup);
+            let clock = self.0.clock.of_run(run.origin, &self.0.setup);
             *lock(&self.0.run) = Some(clock.map_err(|error| self.error(&"the begin of a run", error))?);
         }
         Ok(())
     }
 
-    fn start_together(ranks: &[(&Self, &[CudaStream])]) -> Result<(), ExecError> {
+    fn start_together(ranks: &[(&Self, &[Arc<CudaStream>])]) -> Result<(), ExecError> {
         match ranks {
             [(first, _), ..] if first.takes_times() => {
                 let streams: Vec<&Stream> =
-                    ranks.iter().flat_map(|(_, streams)| *streams).map(CudaStream::queue).collect();
+                    ranks.iter().flat_map(|(_, streams)| *streams).map(|stream| stream.queue()).collect();
                 let held = first.0.start_line.hold(first.device(), ranks.len(), &streams);
                 held.map_err(|error| first.error(&"the start of a run", error))
             }
@@ -218,28 +230,42 @@ impl Backend for CudaBackend {
         }
     }
 
-    fn take_times(&self, times: RunTimes) {
-        self.0.whole_runs.store(times == RunTimes::Whole, Ordering::Relaxed);
-    }
-
-    fn mark_begin(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+    fn mark_begin(&self, streams: &[Arc<CudaStream>]) -> Result<(), ExecError> {
         let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
         first.begin_run().map_err(|error| self.error(&"the begin of a run", error))
     }
 
-    fn mark_end(&self, streams: &[CudaStream]) -> Result<(), ExecError> {
+    fn mark_end(&self, streams: &[Arc<CudaStream>]) -> Result<(), ExecError> {
         self.0.start_line.enqueued();
         let Some(first) = streams.first().filter(|_| self.times_whole_runs()) else { return Ok(()) };
         first.end_run().map_err(|error| self.error(&"the end of a run", error))
     }
 
-    fn poison(&self, buffer: &CudaBuffer) -> Result<(), ExecError> {
-        if !self.0.world.config().poison || self.is_capturing() {
-            return Ok(());
-        }
+    fn poisons(&self) -> bool {
+        self.0.world.config().poison && !self.is_capturing()
+    }
+
+    fn poison(
+        &self,
+        stream: &CudaStream,
+        _place: &OpPlace,
+        buffers: Vec<CudaBuffer>,
+    ) -> Result<(), ExecError> {
         // All bits set are NaN in every floating-point type.
-        let filled = buffer.memory().fill(&self.0.setup, 0xff);
-        filled.and_then(|()| self.0.setup.synchronize()).map_err(|error| self.error(&"poisoning", error))
+        let fill = |buffer: &CudaBuffer| buffer.memory().fill(stream.queue(), 0xff);
+        buffers.iter().try_for_each(fill).map_err(|error| self.error(&"poisoning", error))
+    }
+
+    fn copy(
+        &self,
+        _stream: &CudaStream,
+        place: &OpPlace,
+        _from: &CudaBuffer,
+        _to: &CudaBuffer,
+    ) -> Result<(), ExecError> {
+        // Tensors on devices are dense, so that none is copied.
+        let reason = "no tensor of a device is strided".to_owned();
+        Err(ExecError::Device { rank: self.0.rank, place: place.to_string(), reason })
     }
 
     fn launch(
@@ -261,6 +287,30 @@ impl Backend for CudaBackend {
 
     fn wait(&self, stream: &CudaStream, place: &OpPlace, event: &Event) -> Result<(), ExecError> {
         self.enqueue(stream, place, SpanKind::Wait, |stream| stream.wait(event))
+    }
+
+    fn wait_on_host(&self, event: &Event) -> Result<(), ExecError> {
+        let began = Instant::now();
+        let limit = self.0.world.config().limit;
+        while !self.has_happened(event)? {
+            if began.elapsed() > limit {
+                let awaited = Awaited {
+                    name: "the end of a call".to_owned(),
+                    evidence: "its event has not happened".to_owned(),
+                    blocker: None,
+                };
+                let place = "the end of a call".to_owned();
+                return Err(self.fail(self.0.world.stalled(self.0.rank, place, began, awaited)));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        // What devices say only when they are asked.
+        self.synchronize(&[])
+    }
+
+    fn has_happened(&self, event: &Event) -> Result<bool, ExecError> {
+        self.0.world.check()?;
+        event.is_done().map_err(|error| self.error(&"the end of a call", error))
     }
 
     fn await_barrier(

@@ -1,7 +1,6 @@
 //! What a policy asks of a backend.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use counterpoint_exec::ExecError;
 use counterpoint_schedule::{HardwareQueues, OverlapPolicy, WorkerShare};
@@ -11,24 +10,32 @@ use super::counters::lock;
 use crate::partition::Partition;
 
 impl CudaBackend {
-    /// Takes from `policy` what this backend does for it.
-    pub(super) fn follow_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        let refused = |reason| ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason };
+    /// Whether this backend can do what `policy` asks for.
+    pub(super) fn can_follow(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
         policy_check(policy, crate::environment::max_connections().as_deref())
-            .map_err(|reason| refused(reason.to_owned()))?;
-        self.0.margin.store(policy.sm_margin().try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
-        *lock(&self.0.partition) = match policy.workers {
-            WorkerShare::Common | WorkerShare::Margin(_) => None,
-            WorkerShare::Partition(workers) => {
-                let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
-                let hint = "use sm-margin=N";
-                Some(Arc::new(
-                    partition
-                        .map_err(|error| refused(format!("this GPU cannot be parted ({error}); {hint}")))?,
-                ))
-            }
-        };
-        Ok(())
+            .map_err(|reason| self.refused(policy, reason.to_owned()))
+    }
+
+    /// The multiprocessors that `policy` gives to communication and to computation, where it parts them. Kept for the next streams
+    /// of a policy that parts them so.
+    pub(super) fn partition(&self, policy: &OverlapPolicy) -> Result<Option<Arc<Partition>>, ExecError> {
+        let WorkerShare::Partition(workers) = policy.workers else { return Ok(None) };
+        let mut known = lock(&self.0.partition);
+        if let Some((_, partition)) = known.iter().find(|(of, _)| *of == workers) {
+            return Ok(Some(partition.clone()));
+        }
+        let partition = Partition::new(&self.0.device, workers.try_into().unwrap_or(u32::MAX));
+        let hint = "use sm-margin=N";
+        let partition =
+            Arc::new(partition.map_err(|error| {
+                self.refused(policy, format!("this GPU cannot be parted ({error}); {hint}"))
+            })?);
+        known.push((workers, partition.clone()));
+        Ok(Some(partition))
+    }
+
+    fn refused(&self, policy: &OverlapPolicy, reason: String) -> ExecError {
+        ExecError::Policy { rank: self.0.rank, policy: policy.to_string(), reason }
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use counterpoint_exec::{ExecError, OpPlace, World};
+use counterpoint_exec::{ExecError, OpPlace, RunTimes, World};
 use counterpoint_schedule::SpanKind;
 
 use super::clock::{Clock, RunClock};
@@ -39,8 +39,8 @@ pub(super) struct Rank {
     pub(super) run: Mutex<Option<RunClock>>,
     /// A graph takes no times, and what is captured does not run now.
     pub(super) capturing: AtomicBool,
-    /// Whether times are those of whole runs.
-    pub(super) whole_runs: AtomicBool,
+    /// Which times the run takes that is being enqueued.
+    pub(super) times: Mutex<RunTimes>,
     /// Waits on the device that may have given up, with their operations' labels.
     pub(super) missed_waits: Mutex<Vec<(String, Arc<MissedWait>)>>,
     /// Likewise waits for kernels.
@@ -50,8 +50,8 @@ pub(super) struct Rank {
     /// And exchanges by other means, which have no limit on the device.
     pub(super) exchanges: Mutex<Vec<Arc<ExchangeMarks>>>,
     pub(super) last_calls: Mutex<LastCalls>,
-    /// Multiprocessors of communication and of computation, where the policy parts them.
-    pub(super) partition: Mutex<Option<Arc<Partition>>>,
+    /// Multiprocessors of communication and of computation, of the policies that part them, by the number of the former.
+    pub(super) partition: Mutex<Vec<(usize, Arc<Partition>)>>,
     /// Multiprocessors that computation leaves to communication; 0 where the policy says nothing of it.
     pub(super) margin: AtomicU32,
     pub(super) others: OtherKernels,
@@ -83,7 +83,7 @@ impl CudaBackend {
             clock,
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
-            whole_runs: AtomicBool::new(false),
+            times: Mutex::default(),
             missed_waits: Mutex::default(),
             signals: Mutex::default(),
             links: Mutex::default(),
@@ -132,16 +132,16 @@ impl CudaBackend {
 
     /// Whether operations take times.
     pub(crate) fn timed(&self) -> bool {
-        self.takes_times() && !self.0.whole_runs.load(Ordering::Relaxed)
+        self.takes_times() && *lock(&self.0.times) == RunTimes::Operations
     }
 
     /// Whether the time of a whole run is taken instead.
     pub(super) fn times_whole_runs(&self) -> bool {
-        self.takes_times() && self.0.whole_runs.load(Ordering::Relaxed)
+        self.takes_times() && *lock(&self.0.times) == RunTimes::Whole
     }
 
     pub(super) fn takes_times(&self) -> bool {
-        self.0.timing == Timing::Spans && !self.is_capturing()
+        self.0.timing == Timing::Spans && !self.is_capturing() && *lock(&self.0.times) != RunTimes::Nothing
     }
 
     /// Multiprocessors that the policy leaves to communication. A kernel that takes more holds up the computation after it, whose

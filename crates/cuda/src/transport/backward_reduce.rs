@@ -3,7 +3,7 @@
 //! they say by a meeting inside a kernel, it adds what has come to its own share, in the order of ranks.
 
 use counterpoint_exec::collective::{Collective, Pattern, PeerRows};
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
+use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     self as schedule, Accumulate, BufferId, BufferSpec, Program, ReduceOp, SpanKind,
@@ -91,8 +91,8 @@ impl CudaTransport {
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { abort, .. } = &self.means else { return Ok(None) };
         let schedule::BackwardReduce { backward, reduce } = op;
-        let mut collective =
-            Collective::reduce(self.rank, self.world.size(), place, reduce, &program.buffers)?;
+        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
         let shares: Vec<BufferId> = reduce.tensors.iter().map(|tensor| tensor.0).collect();
         let alike = shares == [backward.dk, backward.dv]
             && reduce.op == ReduceOp::Sum

@@ -2,7 +2,7 @@
 //! of the first run tells each rank where the others take rows in; from then on a run is one launch.
 
 use counterpoint_exec::collective::Collective;
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
+use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_schedule::{self as schedule, BufferId, BufferRole, Program, RowBlock};
 
@@ -82,7 +82,8 @@ impl CudaTransport {
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { abort, .. } = &self.means else { return Ok(None) };
-        let collective = Collective::cast(self.rank, self.world.size(), place, &op.cast, &program.buffers)?;
+        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let collective = Collective::cast(self.rank, self.world.size(), place, &op.cast, &context)?;
         let Some(Fitting { spec, own, all, b }) = fitting(op, &collective, program) else { return Ok(None) };
         let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();

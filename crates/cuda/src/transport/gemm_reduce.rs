@@ -2,7 +2,7 @@
 //! run tells each rank where the others take parts of tiles in; from then on a run is one launch.
 
 use counterpoint_exec::collective::Collective;
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace};
+use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace};
 use counterpoint_mask::Range;
 use counterpoint_plan::DType;
 use counterpoint_schedule::{self as schedule, Accumulate, BufferId, GroupCast, Program, ReduceOp};
@@ -101,8 +101,8 @@ impl CudaTransport {
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
         let Means::Link { abort, .. } = &self.means else { return Ok(None) };
-        let collective =
-            Collective::reduce(self.rank, self.world.size(), place, &op.reduce, &program.buffers)?;
+        let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
+        let collective = Collective::reduce(self.rank, self.world.size(), place, &op.reduce, &context)?;
         let Some(Fitting { spec, a, b, sums }) = fitting(op, &collective, program) else { return Ok(None) };
         let make = || -> Result<Option<(Collective, Work)>, CudaError> {
             let setup = backend.setup();

@@ -6,10 +6,9 @@
 
 use std::ops::Range;
 
-use counterpoint_exec::{CollectiveCall, ExecError, OpPlace, Transport};
+use counterpoint_exec::{CollectiveCall, CollectiveContext, ExecError, OpPlace, Transport};
 use counterpoint_schedule::{
-    Accumulate, BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, OverlapPolicy,
-    Program, ReduceOp,
+    Accumulate, BackwardReduce, CastGemm, GemmReduce, GroupCast, GroupReduce, Program, ReduceOp,
 };
 
 use super::{CudaCollective, CudaMeeting, CudaTransport};
@@ -97,19 +96,15 @@ impl Transport<CudaBackend> for LevelledTransport {
         self.levels[0].1.world_size()
     }
 
-    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        self.levels.iter_mut().try_for_each(|(_, transport)| transport.follow(policy))
-    }
-
     fn prepare_cast(
         &self,
         place: &OpPlace,
         op: &GroupCast,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<LevelledCollective, ExecError> {
         let prepare = |(level, transport): &(Level, CudaTransport)| {
             let part = op.part.shared_with(|rank| level.has(rank)).into();
-            transport.prepare_cast(place, &GroupCast { part, ..op.clone() }, specs)
+            transport.prepare_cast(place, &GroupCast { part, ..op.clone() }, context)
         };
         self.levels.iter().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
     }
@@ -118,7 +113,7 @@ impl Transport<CudaBackend> for LevelledTransport {
         &self,
         place: &OpPlace,
         op: &GroupReduce,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<LevelledCollective, ExecError> {
         if op.op == ReduceOp::Avg && self.levels.len() > 1 {
             let reason = "an average is not taken in two steps; sum, or use another transport".to_owned();
@@ -128,7 +123,7 @@ impl Transport<CudaBackend> for LevelledTransport {
         let prepare = |(at, (level, transport)): (usize, &(Level, CudaTransport))| {
             let part = op.part.shared_with(|rank| level.has(rank)).into();
             let accumulate = if at == 0 { op.accumulate } else { Accumulate::Continue };
-            transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, specs)
+            transport.prepare_reduce(place, &GroupReduce { part, accumulate, ..op.clone() }, context)
         };
         self.levels.iter().enumerate().map(prepare).collect::<Result<_, _>>().map(LevelledCollective)
     }

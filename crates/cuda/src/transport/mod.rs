@@ -37,7 +37,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use counterpoint_exec::collective::{Board, Collective};
-use counterpoint_exec::{ExecError, OpPlace, Rendezvous, Transport, World};
+use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
     BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Mover, OverlapPolicy, Program,
 };
@@ -69,8 +69,6 @@ pub struct CudaTransport {
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     means: Means,
-    /// What the policy wants rows to be moved by.
-    mover: Mover,
 }
 
 impl CudaTransport {
@@ -84,7 +82,7 @@ impl CudaTransport {
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
             let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-            Self { world, board, rank, device, next, prepared, peers: None, means, mover: Mover::Transport }
+            Self { world, board, rank, device, next, prepared, peers: None, means }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
@@ -100,31 +98,41 @@ impl CudaTransport {
         let peers = PeerProcesses::connect(rendezvous, world, device, name)?;
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-        let (rank, peers, mover) = (rendezvous.rank(), Some(peers), Mover::Transport);
-        Ok(Self { world, board, rank, device, next, prepared, peers, means, mover })
+        let (rank, peers) = (rendezvous.rank(), Some(peers));
+        Ok(Self { world, board, rank, device, next, prepared, peers, means })
     }
 
     fn prepare(
         &self,
         place: &OpPlace,
         collective: Result<Collective, ExecError>,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<CudaCollective, ExecError> {
+        self.check_policy(context.policy)?;
         let checked = collective.and_then(|collective| {
             let outputs: Vec<BufferSpec> =
-                collective.tensors.iter().map(|(_, output)| specs[output.0].clone()).collect();
+                collective.tensors.iter().map(|(_, output)| context.buffers[output.0].clone()).collect();
             rows::check(&collective, &outputs).map_err(|reason| ExecError::BadCollective {
                 rank: self.rank,
                 collective: place.to_string(),
                 reason,
             })?;
             let work = self
-                .work(&collective, &outputs)
+                .work(&collective, &outputs, context.policy.mover)
                 .map_err(|error| exec_error(self.rank, &format!("the preparation of {place}"), error))?;
             Ok(self.collective(collective, outputs, work))
         });
         // A bad part leaves the other ranks without this one: they are told why instead of being let wait.
         checked.map_err(|error| self.world.fail(error))
+    }
+
+    /// Refuses what nothing here moves rows by.
+    fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
+        if matches!(self.means, Means::Exchange(_)) && policy.mover == Mover::CopyEngine {
+            let reason = "NCCL moves the rows of this transport; leave copy-engine out".to_owned();
+            return Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason });
+        }
+        Ok(())
     }
 
     fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
@@ -139,12 +147,12 @@ impl CudaTransport {
     }
 
     /// How rows of a collective are moved. All ranks must find the same, so it depends on what they agree on only.
-    fn work(&self, collective: &Collective, outputs: &[BufferSpec]) -> Result<Work, CudaError> {
+    fn work(&self, collective: &Collective, outputs: &[BufferSpec], mover: Mover) -> Result<Work, CudaError> {
         let pull = || {
             rows::load(&self.device, collective, outputs)?;
             Ok(Work::Pull(Mutex::new(None)))
         };
-        let by_engines = match (&self.means, self.mover) {
+        let by_engines = match (&self.means, mover) {
             (Means::Exchange(_), _) => false,
             (Means::Push, _) | (_, Mover::CopyEngine) => true,
             // As `Program::validate` trusts: beside a kernel that waits for rows nothing else may need a multiprocessor.
@@ -160,7 +168,7 @@ impl CudaTransport {
                 pull()
             }
             _ if by_engines => {
-                let pace = if self.mover == Mover::Fused { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
+                let pace = if mover == Mover::Fused { CopyPace::BESIDE_KERNELS } else { CopyPace::Full };
                 push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),
@@ -187,31 +195,22 @@ impl Transport<CudaBackend> for CudaTransport {
         self.world.size()
     }
 
-    fn follow(&mut self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        if matches!(self.means, Means::Exchange(_)) && policy.mover == Mover::CopyEngine {
-            let reason = "NCCL moves the rows of this transport; leave copy-engine out".to_owned();
-            return Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason });
-        }
-        self.mover = policy.mover;
-        Ok(())
-    }
-
     fn prepare_cast(
         &self,
         place: &OpPlace,
         op: &GroupCast,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<CudaCollective, ExecError> {
-        self.prepare(place, Collective::cast(self.rank, self.world.size(), place, op, specs), specs)
+        self.prepare(place, Collective::cast(self.rank, self.world.size(), place, op, context), context)
     }
 
     fn prepare_reduce(
         &self,
         place: &OpPlace,
         op: &GroupReduce,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<CudaCollective, ExecError> {
-        self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
+        self.prepare(place, Collective::reduce(self.rank, self.world.size(), place, op, context), context)
     }
 
     fn prepare_gemm_reduce(

@@ -1,4 +1,7 @@
+//! Distributed attention from tensors to tensors.
+
 mod prepared;
+mod programs;
 mod ranks;
 mod whole;
 
@@ -8,9 +11,10 @@ use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
 use counterpoint_schedule::{OverlapPolicy, Timeline};
 
 pub use self::prepared::{PreparedAttention, PreparedRank, RankBuffer, rank_outputs};
+pub(crate) use self::programs::{backward_program, forward_program, plan_identity};
 pub use self::ranks::{RankProblem, RanksRun, run_attention_ranks};
 use crate::layout::dispatch;
-use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes};
+use crate::{CpuMachine, ExecError, FaultInjection, HostTensor, Machine, Pass, RunTimes, WorldConfig};
 
 /// Tensors in global token order, or a rank's rows of them; shapes as in [`AttentionSpec`].
 #[derive(Clone, Debug, PartialEq)]
@@ -106,6 +110,13 @@ impl Default for RunConfig {
             times: RunTimes::Operations,
             faults: Vec::new(),
         }
+    }
+}
+
+impl RunConfig {
+    /// What of it a group needs to know.
+    pub fn world(&self) -> WorldConfig {
+        WorldConfig { limit: self.limit, poison: self.poison, faults: self.faults.clone() }
     }
 }
 

@@ -1,14 +1,14 @@
-use std::ops::Range;
-use std::sync::Arc;
+//! Attention made ready on tensors of its own, to be run and measured again and again.
 
-use counterpoint_schedule::{
-    BufferRole, GradientReduction, KeyBlocks, Program, Timeline, lower_attention_backward,
-    lower_attention_forward,
-};
+use std::ops::Range;
+
+use counterpoint_schedule::{BufferRole, Program, Timeline};
 
 use super::{AttentionInputs, AttentionOutputs, RankProblem, RunConfig};
+use super::{backward_program, forward_program, plan_identity};
 use crate::{
-    Backend, ExecError, HostTensor, Machine, Pass, Prepared, RunTimes, Transport, World, WorldConfig,
+    Backend, ExecError, Group, HostTensor, Machine, Pass, PlanIdentity, Prepared, RunTimes, Transport,
+    WorldConfig,
 };
 
 /// A rank of a machine, with one pass made ready.
@@ -35,7 +35,7 @@ impl<M: Machine> PreparedAttention<M> {
         config: &RunConfig,
         inputs: Vec<AttentionInputs>,
     ) -> Result<Self, ExecError> {
-        let setup = Setup::new(machine, problem, config, &inputs)?;
+        let mut setup = Setup::new(machine, problem, config, &inputs)?;
         let own = |program: &Program| program.bytes(|role| role != BufferRole::Input);
         let backward = setup.backward.iter().map(own).fold(0, u64::saturating_add);
         machine.check_memory(bytes(&setup.forward).saturating_add(backward), problem.host_bytes)?;
@@ -125,8 +125,8 @@ impl<M: Machine> PreparedAttention<M> {
     }
 
     /// Which times runs take from the next one on.
-    pub fn take_times(&self, times: RunTimes) {
-        self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
+    pub fn take_times(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
     }
 
     /// The ranks' forwards and backwards, for those who enqueue them another way.
@@ -159,7 +159,10 @@ pub fn rank_outputs<B: Backend, T: Transport<B>>(
 /// What both passes of a problem need.
 pub(super) struct Setup<'a, M: Machine> {
     machine: &'a M,
-    world: Arc<World>,
+    group: Option<Group<M>>,
+    config: WorldConfig,
+    ranks: usize,
+    identity: PlanIdentity,
     pub(super) here: Range<usize>,
     pub(super) forward: Vec<Program>,
     pub(super) backward: Vec<Program>,
@@ -181,37 +184,50 @@ impl<'a, M: Machine> Setup<'a, M> {
         for (rank, inputs) in plan.ranks[here.clone()].iter().zip(inputs) {
             inputs.check((rank.q_rows, rank.k_rows), spec)?;
         }
-        let (blocks, reduction) = match config.deterministic {
-            true => (KeyBlocks::Aligned, GradientReduction::Deterministic),
-            false => (KeyBlocks::Suited, GradientReduction::PerStage),
-        };
-        let forward =
-            here.clone().map(|rank| lower_attention_forward(plan, rank, spec, config.policy, blocks));
+        let RunConfig { policy, deterministic, .. } = *config;
+        let forward = here.clone().map(|rank| forward_program(plan, rank, spec, policy, deterministic));
         let backward = here
             .clone()
             .filter(|_| pass == Pass::ForwardBackward)
-            .map(|rank| lower_attention_backward(plan, rank, spec, config.policy, reduction));
-        let world_config =
-            WorldConfig { limit: config.limit, poison: config.poison, faults: config.faults.clone() };
+            .map(|rank| backward_program(plan, rank, spec, policy, deterministic));
         Ok(Self {
             machine,
-            world: World::new(plan.ranks.len(), world_config),
+            group: None,
+            config: config.world(),
+            ranks: plan.ranks.len(),
+            identity: plan_identity(plan, spec, policy, deterministic),
             forward: forward.collect(),
             backward: backward.collect(),
             here,
         })
     }
 
-    fn prepare(&self, programs: &[Program]) -> Result<Vec<PreparedRank<M>>, ExecError> {
-        let ranks = programs.iter().cloned().zip(self.machine.connect(&self.world)?);
-        ranks
-            .map(|(program, (backend, transport))| PreparedRank::<M>::new(program, backend, transport))
-            .collect()
+    /// Of all passes, connected by the first.
+    fn group(&mut self) -> Result<Group<M>, ExecError> {
+        match &self.group {
+            Some(group) => Ok(group.clone()),
+            None => {
+                let group = Group::connect(self.machine, self.ranks, self.config.clone())?;
+                Ok(self.group.insert(group).clone())
+            }
+        }
+    }
+
+    fn prepare(&self, group: &Group<M>, programs: &[Program]) -> Result<Vec<PreparedRank<M>>, ExecError> {
+        let first = self.here.start;
+        let prepared = group.prepare(|rank| programs[rank - first].clone(), Some(&self.identity));
+        // Other ranks wait for this one by now: they are to hear of it.
+        prepared.map_err(|error| group.fail_with(error.of_rank(first)))
     }
 
     /// The ranks' forwards, and the inputs where they are.
-    pub(super) fn prepare_forward(&self, inputs: Vec<AttentionInputs>) -> Result<WithInputs<M>, ExecError> {
-        let mut forward = self.prepare(&self.forward)?;
+    pub(super) fn prepare_forward(
+        &mut self,
+        inputs: Vec<AttentionInputs>,
+    ) -> Result<WithInputs<M>, ExecError> {
+        let group = self.group()?;
+        let mut forward = self.prepare(&group, &self.forward)?;
+        forward.iter_mut().try_for_each(Prepared::own_outputs)?;
         let mut local = Vec::with_capacity(forward.len());
         for (prepared, inputs) in forward.iter_mut().zip(inputs) {
             let inputs = LocalInputs::<M>::upload(inputs, prepared.backend())?;
@@ -223,11 +239,13 @@ impl<'a, M: Machine> Setup<'a, M> {
 
     /// The ranks' backwards, of what their forwards left.
     pub(super) fn prepare_backward(
-        &self,
+        &mut self,
         local: &[LocalInputs<M>],
         ForwardResults { out, lse }: ForwardResults<M>,
     ) -> Result<Vec<PreparedRank<M>>, ExecError> {
-        let mut backward = self.prepare(&self.backward)?;
+        let group = self.group()?;
+        let mut backward = self.prepare(&group, &self.backward)?;
+        backward.iter_mut().try_for_each(Prepared::own_outputs)?;
         for ((prepared, local), (out, lse)) in backward.iter_mut().zip(local).zip(out.into_iter().zip(lse)) {
             local.bind(prepared)?;
             prepared.bind("out", out)?;

@@ -1,9 +1,11 @@
+//! Attention of the ranks of one process, run and measured once.
+
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::Timeline;
 
 use super::prepared::{ForwardResults, PreparedRank, Setup, add_gradients, bytes, forward_outputs, run_once};
 use super::{AttentionInputs, AttentionOutputs, RunConfig};
-use crate::{Backend, ExecError, Machine, Pass, RunTimes};
+use crate::{ExecError, Machine, Pass, RunTimes};
 
 /// What ranks are to compute.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +60,7 @@ pub fn run_attention_ranks<M: Machine>(
     config: &RunConfig,
     inputs: Vec<AttentionInputs>,
 ) -> Result<RanksRun, ExecError> {
-    let setup = Setup::new(machine, problem, config, &inputs)?;
+    let mut setup = Setup::new(machine, problem, config, &inputs)?;
     // The two run one after the other; results are gathered while the last one's buffers are alive.
     let most = bytes(&setup.forward).max(bytes(&setup.backward));
     machine.check_memory(most, problem.host_bytes)?;
@@ -92,7 +94,7 @@ fn run_measured<M: Machine>(
     for _ in 0..config.warmups {
         timeline = Some(run(ranks)?);
     }
-    ranks.iter().for_each(|rank| rank.backend().take_times(config.times));
+    ranks.iter_mut().for_each(|rank| rank.take_times(config.times));
     let mut last = run(ranks)?;
     let mut seconds = vec![last.duration()];
     for _ in 1..config.samples {

@@ -71,10 +71,21 @@ impl<P> Post<P> {
     /// Whether the part of `peer` fits this one of `rank` in collective `sequence`.
     ///
     /// # Errors
-    /// [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
+    /// [`ExecError::PlanDiffers`] when it is another plan's, [`ExecError::CollectiveOrder`] when it is another collective, [`ExecError::CollectiveMismatch`] when tensors or splits
     /// do not fit.
     pub fn meet(&self, rank: usize, sequence: u64, peer: usize, other: &Self) -> Result<(), ExecError> {
         let (own_contract, other_contract) = (&self.collective.contract, &other.collective.contract);
+        if let (Some(own), Some(theirs)) = (&own_contract.plan, &other_contract.plan)
+            && let Some(difference) = own.difference(theirs)
+        {
+            return Err(ExecError::PlanDiffers {
+                rank,
+                peer,
+                what: difference.what,
+                own: difference.own,
+                other: difference.other,
+            });
+        }
         if own_contract.kind != other_contract.kind || self.place.label != other.place.label {
             return Err(ExecError::CollectiveOrder {
                 rank,

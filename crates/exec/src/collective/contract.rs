@@ -1,9 +1,11 @@
+//! A rank's part in a group collective, checked, and what all ranks must agree on.
+
 use counterpoint_plan::{DType, GroupPart};
 use counterpoint_schedule::{Accumulate, BufferId, BufferSpec, GroupCast, GroupReduce, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 use super::pattern::Pattern;
-use crate::{ExecError, OpPlace};
+use crate::{CollectiveContext, ExecError, OpPlace, PlanIdentity};
 
 /// One rank's part in a group collective, checked.
 #[derive(Clone, Debug)]
@@ -27,6 +29,8 @@ pub struct Contract {
     pub kind: String,
     /// Its tensors, in order.
     pub tensors: Vec<WireTensor>,
+    /// The plan that it belongs to.
+    pub plan: Option<PlanIdentity>,
 }
 
 /// One tensor of a collective.
@@ -54,7 +58,7 @@ pub struct Reduction {
 }
 
 impl Collective {
-    /// Rank `rank`'s part in a group-cast among `world_size` ranks. `specs` is the table that its buffer ids index.
+    /// Rank `rank`'s part in a group-cast among `world_size` ranks.
     ///
     /// # Errors
     /// [`ExecError::BadCollective`] when the part does not fit the tensors.
@@ -63,10 +67,10 @@ impl Collective {
         world_size: usize,
         place: &OpPlace,
         op: &GroupCast,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<Self, ExecError> {
         let check = Check { rank, world_size, place };
-        let tensors = check.tensors(&op.tensors, specs)?;
+        let tensors = check.tensors(&op.tensors, context.buffers)?;
         for (input, output) in &tensors {
             if input.dtype != output.dtype {
                 let (from, to) = (&input.name, &output.name);
@@ -86,7 +90,11 @@ impl Collective {
         let kind = delivery_parts
             .map_or("group_cast".to_owned(), |parts| format!("group_cast told of in {parts} parts"));
         Ok(Self {
-            contract: Contract { kind, tensors: tensors.iter().map(wire).collect() },
+            contract: Contract {
+                kind,
+                tensors: tensors.iter().map(wire).collect(),
+                plan: context.plan.cloned(),
+            },
             pattern: Pattern::of_cast(&op.part),
             tensors: op.tensors.clone(),
             reduction: None,
@@ -103,10 +111,10 @@ impl Collective {
         world_size: usize,
         place: &OpPlace,
         op: &GroupReduce,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<Self, ExecError> {
         let check = Check { rank, world_size, place };
-        let tensors = check.tensors(&op.tensors, specs)?;
+        let tensors = check.tensors(&op.tensors, context.buffers)?;
         if op.op == ReduceOp::Lse {
             check.lse_pairs(&tensors)?;
         }
@@ -127,6 +135,7 @@ impl Collective {
             contract: Contract {
                 kind: format!("group_reduce {:?} in {:?}", op.op, op.reduce_dtype),
                 tensors: tensors.iter().enumerate().map(wire).collect(),
+                plan: context.plan.cloned(),
             },
             pattern,
             tensors: op.tensors.clone(),

@@ -1,13 +1,16 @@
+//! Tensors that the CPU backend's operations share, of this crate's memory or of somebody else's.
+
 use std::fmt;
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
 use counterpoint_plan::DType;
 use counterpoint_schedule::BufferSpec;
 
+use super::host_view::{Extent, HostView};
 use crate::monitor::lock;
 use crate::place::host_place;
-use crate::{ExecError, HostTensor, OpPlace};
+use crate::{BufferAccess, ExecError, HostTensor, OpPlace, TensorMut, TensorRef};
 
 /// A tensor that the CPU backend's operations share. Cloning it clones a handle.
 ///
@@ -26,9 +29,40 @@ struct Inner {
 
 /// What buffers of a slot have in common; a buffer of its own has one of its own.
 struct Memory {
-    /// Of the shape and type of the buffer that was written last.
-    tensor: RwLock<HostTensor>,
+    stored: RwLock<Stored>,
     users: Mutex<Vec<User>>,
+    /// Where memory of somebody else is, and what may be done with it.
+    borrowed: Option<Borrowed>,
+}
+
+struct Borrowed {
+    extent: Extent,
+    access: BufferAccess,
+    is_dense: bool,
+}
+
+/// Where the elements are.
+enum Stored {
+    /// Here. Of the shape and type of the buffer that was written last.
+    Owned(HostTensor),
+    /// Where somebody else has them.
+    Borrowed(HostView),
+}
+
+impl Stored {
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Owned(tensor) => tensor.shape(),
+            Self::Borrowed(view) => view.shape(),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self {
+            Self::Owned(tensor) => tensor.dtype(),
+            Self::Borrowed(view) => view.dtype(),
+        }
+    }
 }
 
 /// Who uses a buffer, for errors.
@@ -52,6 +86,19 @@ impl fmt::Debug for CpuBuffer {
     }
 }
 
+impl Memory {
+    fn new(stored: Stored) -> Arc<Self> {
+        let borrowed = match &stored {
+            Stored::Owned(_) => None,
+            Stored::Borrowed(view) => {
+                let (extent, access, is_dense) = (view.extent(), view.access(), view.is_dense());
+                Some(Borrowed { extent, access, is_dense })
+            }
+        };
+        Arc::new(Self { stored: RwLock::new(stored), users: Mutex::default(), borrowed })
+    }
+}
+
 impl CpuBuffer {
     /// A buffer of rank `owner` that holds `tensor`; `name` is for errors.
     pub fn new(owner: usize, name: &str, tensor: HostTensor) -> Self {
@@ -60,8 +107,43 @@ impl CpuBuffer {
             name: name.to_owned(),
             shape: tensor.shape().to_vec(),
             dtype: tensor.dtype(),
-            memory: Arc::new(Memory { tensor: RwLock::new(tensor), users: Mutex::default() }),
+            memory: Memory::new(Stored::Owned(tensor)),
         }))
+    }
+
+    /// A buffer of rank `owner` in the memory of somebody else, read and written in place; `name` is for errors. A strided one can
+    /// only be given to calls of a [`Group`](crate::Group), which copy it to or from dense memory, once each.
+    pub fn borrowed(owner: usize, name: &str, view: HostView) -> Self {
+        Self(Arc::new(Inner {
+            owner,
+            name: name.to_owned(),
+            shape: view.shape().to_vec(),
+            dtype: view.dtype(),
+            memory: Memory::new(Stored::Borrowed(view)),
+        }))
+    }
+
+    /// Whether its elements lie one after the other.
+    pub fn is_dense(&self) -> bool {
+        self.0.memory.borrowed.as_ref().is_none_or(|borrowed| borrowed.is_dense)
+    }
+
+    pub(super) fn check_access(&self, access: BufferAccess) -> Result<(), String> {
+        match &self.0.memory.borrowed {
+            Some(Borrowed { access: BufferAccess::Read, .. }) if access == BufferAccess::Write => {
+                Err("is written, and its memory was borrowed for reading".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn overlaps(&self, other: &Self) -> bool {
+        let (own, other) = (&self.0.memory, &other.0.memory);
+        match (&own.borrowed, &other.borrowed) {
+            _ if Arc::ptr_eq(own, other) => true,
+            (Some(a), Some(b)) => a.extent.overlaps(&b.extent),
+            _ => false,
+        }
     }
 
     /// A buffer that takes turns with this one in the same memory.
@@ -95,7 +177,15 @@ impl CpuBuffer {
     /// # Errors
     /// [`ExecError::DataRace`] while an operation writes it.
     pub fn tensor(&self) -> Result<HostTensor, ExecError> {
-        Ok(self.read(self.0.owner, &host_place())?.clone())
+        let guard = self.access_stored(self.0.owner)?;
+        Ok(match &*guard {
+            Stored::Owned(tensor) => tensor.clone(),
+            Stored::Borrowed(view) => {
+                let mut dense = HostTensor::zeros(view.shape().to_vec(), view.dtype());
+                view.gather(dense.view_mut().bytes_mut());
+                dense
+            }
+        })
     }
 
     /// A copy of some rows.
@@ -103,12 +193,14 @@ impl CpuBuffer {
     /// # Errors
     /// As [`CpuBuffer::tensor`]; [`ExecError::Tensor`] when it does not have them.
     pub fn rows(&self, rows: Range<usize>) -> Result<HostTensor, ExecError> {
-        let tensor = self.read(self.0.owner, &host_place())?;
-        if rows.start > rows.end || rows.end > tensor.rows() {
-            let reason = format!("it has {} rows and not {rows:?}", tensor.rows());
+        if rows.start > rows.end || rows.end > self.shape()[0] {
+            let reason = format!("it has {} rows and not {rows:?}", self.shape()[0]);
             return Err(ExecError::Tensor { name: self.name().to_owned(), reason });
         }
-        Ok(tensor.some_rows(rows))
+        match &*self.access_stored(self.0.owner)? {
+            Stored::Owned(tensor) => Ok(tensor.some_rows(rows)),
+            Stored::Borrowed(_) => Ok(self.tensor()?.some_rows(rows)),
+        }
     }
 
     /// Replaces its contents.
@@ -126,7 +218,11 @@ impl CpuBuffer {
             );
             return Err(ExecError::Tensor { name: self.name().to_owned(), reason });
         }
-        *self.write(self.0.owner, &host_place())? = tensor;
+        let mut guard = self.write(self.0.owner, &host_place())?;
+        match &mut *guard.stored {
+            Stored::Owned(stored) => *stored = tensor,
+            Stored::Borrowed(view) => view.scatter(tensor.bytes()),
+        }
         Ok(())
     }
 
@@ -136,34 +232,47 @@ impl CpuBuffer {
         Arc::strong_count(&self.0)
     }
 
+    /// For the host, to read, whether dense or not.
+    fn access_stored(&self, rank: usize) -> Result<RwLockReadGuard<'_, Stored>, ExecError> {
+        let user = User { rank, place: host_place(), verb: "reads" };
+        self.lock_to_read(&user)
+    }
+
+    fn lock_to_read(&self, user: &User) -> Result<RwLockReadGuard<'_, Stored>, ExecError> {
+        let stored = match self.0.memory.stored.try_read() {
+            Ok(stored) => stored,
+            // A writer that panicked has failed the world already; nobody will look at what it left.
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Err(self.race(user)),
+        };
+        if stored.shape() != self.shape() || stored.dtype() != self.dtype() {
+            let held = "its memory holds another buffer by now".to_owned();
+            return Err(self.conflict(user, held));
+        }
+        Ok(stored)
+    }
+
     /// For an operation of `rank`, to read.
     pub(crate) fn read(&self, rank: usize, place: &OpPlace) -> Result<ReadGuard<'_>, ExecError> {
         let user = User { rank, place: place.clone(), verb: "reads" };
-        let tensor = match self.0.memory.tensor.try_read() {
-            Ok(tensor) => tensor,
-            // A writer that panicked has failed the world already; nobody will look at what it left.
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Err(self.race(&user)),
-        };
-        if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
-            let held = "its memory holds another buffer by now".to_owned();
-            return Err(self.conflict(&user, held));
-        }
-        Ok(ReadGuard { tensor, _using: self.using(user) })
+        let stored = self.lock_to_read(&user)?;
+        Ok(ReadGuard { stored, _using: self.using(user) })
     }
 
     /// For an operation of `rank`, to write.
     pub(crate) fn write(&self, rank: usize, place: &OpPlace) -> Result<WriteGuard<'_>, ExecError> {
         let user = User { rank, place: place.clone(), verb: "writes" };
-        let mut tensor = match self.0.memory.tensor.try_write() {
-            Ok(tensor) => tensor,
+        let mut stored = match self.0.memory.stored.try_write() {
+            Ok(stored) => stored,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(self.race(&user)),
         };
-        if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
+        if let Stored::Owned(tensor) = &mut *stored
+            && (tensor.shape() != self.shape() || tensor.dtype() != self.dtype())
+        {
             tensor.reshape(self.shape(), self.dtype());
         }
-        Ok(WriteGuard { tensor, _using: self.using(user) })
+        Ok(WriteGuard { stored, _using: self.using(user) })
     }
 
     fn using(&self, user: User) -> Using<'_> {
@@ -202,34 +311,71 @@ impl Drop for Using<'_> {
 /// Read access of one operation. The tensor is unlocked before its user leaves the list (fields drop in order), so that a
 /// race finds a name.
 pub(crate) struct ReadGuard<'a> {
-    tensor: RwLockReadGuard<'a, HostTensor>,
+    stored: RwLockReadGuard<'a, Stored>,
     _using: Using<'a>,
 }
 
-impl Deref for ReadGuard<'_> {
-    type Target = HostTensor;
+impl ReadGuard<'_> {
+    pub(crate) fn view(&self) -> TensorRef<'_> {
+        match &*self.stored {
+            Stored::Owned(tensor) => tensor.view(),
+            Stored::Borrowed(view) => view.view(),
+        }
+    }
 
-    fn deref(&self) -> &HostTensor {
-        &self.tensor
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.stored.shape()
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.stored.dtype()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.shape().iter().product()
     }
 }
 
 /// Write access of one operation.
 pub(crate) struct WriteGuard<'a> {
-    tensor: RwLockWriteGuard<'a, HostTensor>,
+    stored: RwLockWriteGuard<'a, Stored>,
     _using: Using<'a>,
 }
 
-impl Deref for WriteGuard<'_> {
-    type Target = HostTensor;
+impl WriteGuard<'_> {
+    pub(crate) fn view(&mut self) -> TensorMut<'_> {
+        match &mut *self.stored {
+            Stored::Owned(tensor) => tensor.view_mut(),
+            Stored::Borrowed(view) => view.view_mut(),
+        }
+    }
 
-    fn deref(&self) -> &HostTensor {
-        &self.tensor
+    pub(crate) fn shape(&self) -> &[usize] {
+        self.stored.shape()
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.stored.dtype()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.shape().iter().product()
     }
 }
 
-impl DerefMut for WriteGuard<'_> {
-    fn deref_mut(&mut self) -> &mut HostTensor {
-        &mut self.tensor
+/// Copies one tensor to another of the same shape and type, one of which may be strided.
+pub(super) fn copy(from: &CpuBuffer, to: &CpuBuffer, rank: usize, place: &OpPlace) -> Result<(), ExecError> {
+    let from = from.read(rank, place)?;
+    let mut to = to.write(rank, place)?;
+    match (&*from.stored, &mut *to.stored) {
+        (Stored::Borrowed(from), Stored::Owned(to)) => from.gather(to.view_mut().bytes_mut()),
+        (Stored::Owned(from), Stored::Borrowed(to)) => to.scatter(from.bytes()),
+        (Stored::Owned(from), Stored::Owned(to)) => to.view_mut().bytes_mut().copy_from_slice(from.bytes()),
+        (Stored::Borrowed(from), Stored::Borrowed(to)) => {
+            let mut dense = HostTensor::zeros(from.shape().to_vec(), from.dtype());
+            from.gather(dense.view_mut().bytes_mut());
+            to.scatter(dense.bytes());
+        }
     }
+    Ok(())
 }

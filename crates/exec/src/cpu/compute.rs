@@ -1,3 +1,7 @@
+//! The compute operations of the CPU backend: which kernel each runs, on which tensors.
+
+use std::sync::Arc;
+
 use counterpoint_mask::Range;
 use counterpoint_schedule::{
     ArrivingKeys, AttentionBackward, AttentionDelta, AttentionFinish, AttentionForward, AttentionState,
@@ -20,7 +24,7 @@ use crate::{ExecError, OpPlace};
 /// A compute operation of the CPU backend, its tensors checked.
 #[derive(Clone)]
 pub struct CpuKernel {
-    op: Op,
+    op: Arc<Op>,
     user_kernels: CpuUserKernels,
 }
 
@@ -31,8 +35,8 @@ impl CpuKernel {
         user_kernels: &CpuUserKernels,
     ) -> Result<Self, ExecError> {
         check_operands(program, index)?;
-        let op = program.ops[index].op.clone();
-        if let Op::UserKernel(user) = &op
+        let op = Arc::new(program.ops[index].op.clone());
+        if let Op::UserKernel(user) = &*op
             && user_kernels.get(&user.kernel).is_none()
         {
             let (name, label) = (&user.kernel, &program.ops[index].label);
@@ -68,7 +72,7 @@ impl CpuKernel {
     ) -> Result<(), ExecError> {
         let access = Access { rank, place, buffers, delivered };
         let dtype = |id: BufferId| buffers[id.0].dtype();
-        match &self.op {
+        match &*self.op {
             Op::AttentionForward(op) => {
                 with_host_element!(dtype(op.q), T => forward::<T>(op, &access, workers))
             }
@@ -408,11 +412,11 @@ fn head_shape(q: &ReadGuard<'_>, k: &ReadGuard<'_>, v: &ReadGuard<'_>) -> HeadSh
 /// Elements of a tensor whose type `check_operands` has seen: for any other it would be empty, and the kernel would refuse
 /// its length.
 fn elements<'a, T: HostElement>(tensor: &'a ReadGuard<'_>) -> &'a [T] {
-    tensor.as_slice().unwrap_or(&[])
+    tensor.view().as_slice().unwrap_or(&[])
 }
 
 fn elements_mut<'a, T: HostElement>(tensor: &'a mut WriteGuard<'_>) -> &'a mut [T] {
-    tensor.as_mut_slice().unwrap_or(&mut [])
+    tensor.view().into_slice().unwrap_or(&mut [])
 }
 
 /// Gives an operation its tensors.

@@ -1,3 +1,5 @@
+//! A number that only grows: what events, kernel barriers and signals of the CPU backend are made of.
+
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -72,6 +74,32 @@ impl Counter {
     /// The counter is at least `value` from here on.
     pub(crate) fn raise(&self, value: u64) {
         self.reached.update(|reached| *reached = (*reached).max(value));
+    }
+
+    /// Whether all that is enqueued has happened.
+    pub(crate) fn is_reached(&self) -> bool {
+        let issued = self.issued();
+        self.reached.peek(|reached| *reached >= issued)
+    }
+
+    /// On the host: sleeps until all that has been enqueued so far has happened, as long as anything moves.
+    pub(crate) fn wait_on_host(&self, world: &World, rank: usize) -> Result<(), ExecError> {
+        let (target, by) = {
+            let issued = lock(&self.issued);
+            (issued.value, issued.by.clone())
+        };
+        let awaited = || Awaited {
+            name: by.as_ref().map_or_else(|| self.what.to_owned(), |(_, place)| place.to_string()),
+            evidence: "no operation of any rank began or ended meanwhile".to_owned(),
+            blocker: by.as_ref().map(|(status, _)| Blocker::Stream(status.clone())),
+        };
+        world.wait_while_moving(
+            rank,
+            "the end of a call",
+            &self.reached,
+            |reached| *reached >= target,
+            awaited,
+        )
     }
 
     /// On a stream's thread: sleeps until the counter has reached the absolute value `target`.

@@ -4,13 +4,15 @@ mod buffer;
 mod compute;
 mod counter;
 mod event;
+mod host_view;
 mod kernel_barrier;
 mod signal;
 mod stream;
 mod user_kernel;
 
+use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Instant;
 
 use counterpoint_plan::DType;
@@ -24,18 +26,18 @@ pub use buffer::CpuBuffer;
 pub(crate) use buffer::{ReadGuard, WriteGuard};
 pub use compute::CpuKernel;
 pub use event::CpuEvent;
+pub use host_view::{HostView, MemoryKeeper};
 pub use kernel_barrier::KernelBarrier;
 pub use signal::CpuSignal;
 pub use stream::CpuStream;
-pub(crate) use stream::{StreamShared, panic_message};
+pub(crate) use stream::{ProgramPart, StreamShared, panic_message};
 pub(crate) use user_kernel::CpuUserKernels;
 pub use user_kernel::CpuUserPart;
 
 use crate::memory::available_memory;
 use crate::monitor::lock;
-use crate::place::host_place;
 use crate::world::World;
-use crate::{Backend, ExecError, HostTensor, OpPlace};
+use crate::{Backend, BufferAccess, ExecError, HostTensor, OpPlace, RunContext, RunTimes};
 
 /// One rank of the CPU backend.
 #[derive(Clone)]
@@ -48,9 +50,11 @@ pub struct CpuBackend {
     user_kernels: CpuUserKernels,
 }
 
+#[derive(Clone)]
 struct Run {
     program: Arc<str>,
     origin: Instant,
+    is_timed: bool,
 }
 
 impl CpuBackend {
@@ -70,7 +74,8 @@ impl CpuBackend {
         Self { user_kernels, ..self }
     }
 
-    /// A pool of as many threads as the machine has cores, less `sm_margin`, but at least one.
+    /// A pool of as many threads as the machine has cores, less `sm_margin`, but at least one: the process's, which all groups and
+    /// machines that ask for as many threads share.
     ///
     /// # Errors
     /// [`ExecError::Thread`] when the system gives no threads.
@@ -81,17 +86,7 @@ impl CpuBackend {
     /// Likewise for one of `processes` that share the machine.
     pub(crate) fn workers_of(processes: usize, sm_margin: usize) -> Result<Arc<ThreadPool>, ExecError> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let cores = cores / processes.max(1);
-        rayon::ThreadPoolBuilder::new()
-            .num_threads(cores.saturating_sub(sm_margin).max(1))
-            .thread_name(|index| format!("worker {index}"))
-            .build()
-            .map(Arc::new)
-            .map_err(|error| ExecError::Thread {
-                rank: 0,
-                stream: "workers".to_owned(),
-                reason: error.to_string(),
-            })
+        pool_of((cores / processes.max(1)).saturating_sub(sm_margin).max(1))
     }
 
     /// What the ranks share.
@@ -99,9 +94,33 @@ impl CpuBackend {
         &self.world
     }
 
-    pub(crate) fn program(&self) -> Option<Arc<str>> {
-        lock(&self.run).as_ref().map(|run| run.program.clone())
+    /// What operations that are enqueued now belong to.
+    pub(crate) fn part(&self) -> ProgramPart {
+        let run = lock(&self.run).clone();
+        let is_timed = run.as_ref().is_some_and(|run| run.is_timed);
+        ProgramPart { program: run.map(|run| run.program), is_timed }
     }
+}
+
+/// The process's pool of so many threads. It goes with the last that uses it.
+fn pool_of(threads: usize) -> Result<Arc<ThreadPool>, ExecError> {
+    static POOLS: OnceLock<Mutex<HashMap<usize, Weak<ThreadPool>>>> = OnceLock::new();
+    let mut pools = lock(POOLS.get_or_init(Mutex::default));
+    if let Some(pool) = pools.get(&threads).and_then(Weak::upgrade) {
+        return Ok(pool);
+    }
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|index| format!("worker {index}"))
+        .build()
+        .map(Arc::new)
+        .map_err(|error| ExecError::Thread {
+            rank: 0,
+            stream: "workers".to_owned(),
+            reason: error.to_string(),
+        })?;
+    pools.insert(threads, Arc::downgrade(&pool));
+    Ok(pool)
 }
 
 impl Backend for CpuBackend {
@@ -172,7 +191,19 @@ impl Backend for CpuBackend {
         (buffer.shape().to_vec(), buffer.dtype())
     }
 
-    fn create_stream(&self, spec: &StreamSpec) -> Result<CpuStream, ExecError> {
+    fn overlap(&self, a: &CpuBuffer, b: &CpuBuffer) -> bool {
+        a.overlaps(b)
+    }
+
+    fn is_dense(&self, buffer: &CpuBuffer) -> bool {
+        buffer.is_dense()
+    }
+
+    fn check_buffer(&self, name: &str, buffer: &CpuBuffer, access: BufferAccess) -> Result<(), ExecError> {
+        buffer.check_access(access).map_err(|reason| ExecError::Tensor { name: name.to_owned(), reason })
+    }
+
+    fn create_stream(&self, spec: &StreamSpec, _policy: &OverlapPolicy) -> Result<CpuStream, ExecError> {
         CpuStream::new(&self.world, self.rank, &spec.name, spec.kind)
     }
 
@@ -192,24 +223,51 @@ impl Backend for CpuBackend {
         CpuKernel::new(program, index, &self.user_kernels)
     }
 
+    fn check(&self) -> Result<(), ExecError> {
+        self.world.check()
+    }
+
     fn begin_run(
         &self,
-        program: &str,
-        origin: Instant,
+        run: &RunContext<'_>,
         barriers: &[KernelBarrier],
         signals: &[CpuSignal],
     ) -> Result<(), ExecError> {
-        *lock(&self.run) = Some(Run { program: program.into(), origin });
+        let is_timed = run.times != RunTimes::Nothing;
+        *lock(&self.run) = Some(Run { program: run.program.into(), origin: run.origin, is_timed });
         barriers.iter().for_each(|barrier| barrier.0.begin_run());
         signals.iter().for_each(|signal| signal.0.begin_run());
         Ok(())
     }
 
-    fn poison(&self, buffer: &CpuBuffer) -> Result<(), ExecError> {
-        if self.world.config().poison {
-            buffer.write(self.rank, &host_place())?.fill_nan();
-        }
-        Ok(())
+    fn poisons(&self) -> bool {
+        self.world.config().poison
+    }
+
+    fn poison(&self, stream: &CpuStream, place: &OpPlace, buffers: Vec<CpuBuffer>) -> Result<(), ExecError> {
+        let (rank, at) = (self.rank, place.clone());
+        // No part of the Program: neither measured nor struck by faults.
+        stream.push(ProgramPart::default(), place, move |_| {
+            buffers.iter().try_for_each(|buffer| {
+                buffer.write(rank, &at)?.view().fill_nan();
+                Ok::<(), ExecError>(())
+            })?;
+            Ok(None)
+        })
+    }
+
+    fn copy(
+        &self,
+        stream: &CpuStream,
+        place: &OpPlace,
+        from: &CpuBuffer,
+        to: &CpuBuffer,
+    ) -> Result<(), ExecError> {
+        let (rank, at, from, to) = (self.rank, place.clone(), from.clone(), to.clone());
+        stream.push(self.part(), place, move |_| {
+            buffer::copy(&from, &to, rank, &at)?;
+            Ok(Some(SpanKind::Compute))
+        })
     }
 
     fn launch(
@@ -229,7 +287,7 @@ impl Backend for CpuBackend {
             let last = counter.issue_value(stream, place, most);
             (counter, last - most)
         });
-        stream.push(self.program(), place, move |stream| {
+        stream.push(self.part(), place, move |stream| {
             let delivered = || delivered.as_ref().map_or(Ok(()), |point| point.wait(stream, &at));
             let raise = |value| {
                 if let Some((counter, base)) = &raised {
@@ -244,7 +302,7 @@ impl Backend for CpuBackend {
     fn record(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
         let counter = event.0.clone();
         counter.issue_step(stream, place);
-        stream.push(self.program(), place, move |_| {
+        stream.push(self.part(), place, move |_| {
             counter.step();
             Ok(None)
         })
@@ -253,7 +311,16 @@ impl Backend for CpuBackend {
     fn wait(&self, stream: &CpuStream, place: &OpPlace, event: &CpuEvent) -> Result<(), ExecError> {
         let (counter, at) = (event.0.clone(), place.clone());
         let target = counter.issued();
-        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.part(), place, move |stream| counter.wait(stream, &at, target))
+    }
+
+    fn wait_on_host(&self, event: &CpuEvent) -> Result<(), ExecError> {
+        event.0.wait_on_host(&self.world, self.rank)
+    }
+
+    fn has_happened(&self, event: &CpuEvent) -> Result<bool, ExecError> {
+        self.world.check()?;
+        Ok(event.0.is_reached())
     }
 
     fn await_barrier(
@@ -265,7 +332,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let (counter, at) = (barrier.0.clone(), place.clone());
         let target = counter.absolute(arrivals);
-        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.part(), place, move |stream| counter.wait(stream, &at, target))
     }
 
     fn signal(
@@ -277,7 +344,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let counter = signal.0.clone();
         let absolute = counter.issue_value(stream, place, value);
-        stream.push(self.program(), place, move |_| {
+        stream.push(self.part(), place, move |_| {
             counter.raise(absolute);
             Ok(None)
         })
@@ -292,7 +359,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), ExecError> {
         let (counter, at) = (signal.0.clone(), place.clone());
         let target = counter.absolute(value);
-        stream.push(self.program(), place, move |stream| counter.wait(stream, &at, target))
+        stream.push(self.part(), place, move |stream| counter.wait(stream, &at, target))
     }
 
     fn synchronize(&self, streams: &[&CpuStream]) -> Result<(), ExecError> {

@@ -1,3 +1,5 @@
+//! A stream of the CPU backend: a thread and its queue.
+
 use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +9,7 @@ use std::time::Instant;
 use counterpoint_schedule::{Span, SpanKind, StreamKind};
 
 use crate::monitor::{Monitor, lock};
-use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World, after};
+use crate::world::{Awaited, Blocker, StreamStatus, World};
 use crate::{ExecError, OpPlace};
 
 /// A stream of the CPU backend: a thread fed by a queue. Dropping it lets the thread end once its queue is empty; the
@@ -43,9 +45,17 @@ struct Measured {
 /// What an operation does on the stream's thread. `Ok(Some(kind))` asks for a span.
 type Work = Box<dyn FnOnce(&StreamShared) -> Result<Option<SpanKind>, ExecError> + Send>;
 
+/// What an operation belongs to.
+#[derive(Clone, Default)]
+pub(crate) struct ProgramPart {
+    /// The Program, where it is a run's: what faults are looked for by.
+    pub(crate) program: Option<Arc<str>>,
+    /// Whether its times are collected.
+    pub(crate) is_timed: bool,
+}
+
 struct Job {
-    /// Only operations of a Program's run are measured: nobody collects the spans of others.
-    program: Option<Arc<str>>,
+    part: ProgramPart,
     place: OpPlace,
     work: Work,
 }
@@ -83,13 +93,13 @@ impl CpuStream {
 
     pub(crate) fn push(
         &self,
-        program: Option<Arc<str>>,
+        part: ProgramPart,
         place: &OpPlace,
         work: impl FnOnce(&StreamShared) -> Result<Option<SpanKind>, ExecError> + Send + 'static,
     ) -> Result<(), ExecError> {
         self.shared.world.check()?;
         self.shared.queued.update(|queued| queued.given += 1);
-        let job = Job { program, place: place.clone(), work: Box::new(work) };
+        let job = Job { part, place: place.clone(), work: Box::new(work) };
         // The thread and its receiver live as long as this sender: sending cannot fail.
         self.queue.send(job).ok();
         Ok(())
@@ -98,30 +108,14 @@ impl CpuStream {
     /// Sleeps until everything that was pushed before has finished.
     pub(crate) fn synchronize(&self) -> Result<(), ExecError> {
         let shared = &*self.shared;
-        let world = &*shared.world;
-        let began = Instant::now();
         let target = shared.queued.peek(|queued| queued.given);
-        // Waits inside operations report better than this one can, so they come first.
-        let limit = world.config().limit.saturating_add(world.config().limit / 16);
-        loop {
-            let progress = world.last_progress().max(began);
-            let end = world
-                .wait(&shared.queued, after(progress, limit), |queued| (queued.done >= target).then_some(()));
-            match end {
-                Ok(()) => return world.check(),
-                Err(WaitEnd::Failed(error)) => return Err(error),
-                Err(WaitEnd::Limit) if world.last_progress().max(began) > progress => {}
-                Err(WaitEnd::Limit) => {
-                    let awaited = Awaited {
-                        name: format!("its own stream {}", shared.status.name),
-                        evidence: "no operation of any rank began or ended meanwhile".to_owned(),
-                        blocker: Some(Blocker::Stream(shared.status.clone())),
-                    };
-                    let place = "the end of a run".to_owned();
-                    return Err(world.fail(world.stalled(shared.rank, place, progress, awaited)));
-                }
-            }
-        }
+        let awaited = || Awaited {
+            name: format!("its own stream {}", shared.status.name),
+            evidence: "no operation of any rank began or ended meanwhile".to_owned(),
+            blocker: Some(Blocker::Stream(shared.status.clone())),
+        };
+        let place = "the end of a run";
+        shared.world.wait_while_moving(shared.rank, place, &shared.queued, |q| q.done >= target, awaited)
     }
 
     /// Spans measured since the last call, in seconds since `origin`.
@@ -157,7 +151,7 @@ impl StreamShared {
     }
 
     fn perform(&self, job: Job, occurrences: &mut HashMap<usize, u64>) {
-        let Job { program, place, work } = job;
+        let Job { part: ProgramPart { program, is_timed }, place, work } = job;
         self.status.begin(&place);
         self.world.note_progress();
         let faults = self.world.config().faults.iter();
@@ -175,7 +169,7 @@ impl StreamShared {
         }));
         let end = Instant::now();
         match result {
-            Ok(Ok(Some(kind))) if program.is_some() => {
+            Ok(Ok(Some(kind))) if is_timed => {
                 lock(&self.measured).push(Measured { place, kind, start, end });
             }
             Ok(Ok(_)) => {}

@@ -1,19 +1,21 @@
+//! Users' own kernels on the CPU.
+
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use counterpoint_schedule::{BufferId, UserKernel};
 
 use super::compute::Access;
-use crate::{ExecError, HostTensor};
+use crate::{ExecError, TensorMut, TensorRef};
 
 /// One part of a user's own kernel: which it is, what it reads and what it writes, in the Program's order.
 pub struct CpuUserPart<'a> {
     /// Counted from 0.
     pub part: usize,
     /// What it reads.
-    pub reads: Vec<&'a HostTensor>,
+    pub reads: Vec<TensorRef<'a>>,
     /// What it writes.
-    pub writes: Vec<&'a mut HostTensor>,
+    pub writes: Vec<TensorMut<'a>>,
 }
 
 /// What a user's own kernel does on the CPU.
@@ -50,8 +52,8 @@ pub(super) fn run(
         let mut writes = of.writes.iter().map(write).collect::<Result<Vec<_>, _>>()?;
         body(CpuUserPart {
             part,
-            reads: reads.iter().map(|guard| &**guard).collect(),
-            writes: writes.iter_mut().map(|guard| &mut **guard).collect(),
+            reads: reads.iter().map(|guard| guard.view()).collect(),
+            writes: writes.iter_mut().map(|guard| guard.view()).collect(),
         });
         drop((reads, writes));
         raise(part as u64 + 1);

@@ -1,3 +1,5 @@
+//! One collective of the CPU transport, on a stream's thread.
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +12,7 @@ use crate::collective::{Board, Collective, PeerRows, Post, Reduction, Waiter, Wi
 use crate::cpu::{CpuBuffer, ReadGuard, StreamShared, WriteGuard};
 use crate::monitor::lock;
 use crate::world::after;
-use crate::{ExecError, HostTensor, OpPlace, SlowLink};
+use crate::{ExecError, HostTensor, OpPlace, SlowLink, TensorMut, TensorRef};
 
 /// One collective on its way.
 pub(super) struct Call {
@@ -33,11 +35,13 @@ impl Call {
         // Both held to the end: whoever writes an input or touches an output meanwhile is a data race.
         let inputs: Vec<ReadGuard<'_>> =
             self.inputs.iter().map(|input| input.read(self.rank, &self.place)).collect::<Result<_, _>>()?;
-        let mut outputs: Vec<WriteGuard<'_>> = self
+        let mut guards: Vec<WriteGuard<'_>> = self
             .outputs
             .iter()
             .map(|output| output.write(self.rank, &self.place))
             .collect::<Result<_, _>>()?;
+
+        let mut outputs: Vec<TensorMut<'_>> = guards.iter_mut().map(WriteGuard::view).collect();
 
         let mut began = Instant::now();
         let own = self.board.publish(
@@ -57,7 +61,7 @@ impl Call {
                 for ((input, output), wire) in
                     tensors.iter().zip(&mut outputs).zip(&self.collective.contract.tensors)
                 {
-                    convert::copy_rows(input, from, output, to, wire.wire);
+                    convert::copy_rows(*input, from, output, to, wire.wire);
                 }
             })?,
             Some(reduction) => self.reduce(stream, &own, &mut began, reduction, &mut outputs)?,
@@ -86,7 +90,7 @@ impl Call {
             let packed: Vec<HostTensor> = inputs
                 .iter()
                 .zip(&self.collective.contract.tensors)
-                .map(|(input, tensor)| convert::pack_rows(input, rows, tensor.wire))
+                .map(|(input, tensor)| convert::pack_rows(input.view(), rows, tensor.wire))
                 .collect();
             let bytes: Vec<&[u8]> = packed.iter().map(HostTensor::bytes).collect();
             courier.send(
@@ -105,13 +109,13 @@ impl Call {
         stream: &StreamShared,
         own: &Post<Rows>,
         began: &mut Instant,
-        mut take: impl FnMut(&[&HostTensor], Range, Range),
+        mut take: impl FnMut(&[TensorRef<'_>], Range, Range),
     ) -> Result<(), ExecError> {
         for peer in &self.collective.pattern.incoming {
             let post = self.board.post_of(&stream.world, &self.waiter(stream), peer.rank, self.sequence)?;
             own.meet(self.rank, self.sequence, peer.rank, &post)?;
             *began = (*began).max(post.at);
-            let mut take_all = |inputs: &[&HostTensor]| {
+            let mut take_all = |inputs: &[TensorRef<'_>]| {
                 for (&from, &to) in post.collective.pattern.to(self.rank).iter().zip(&peer.rows) {
                     take(inputs, from, to);
                 }
@@ -122,9 +126,9 @@ impl Call {
                         .iter()
                         .map(|input| input.read(self.rank, &self.place))
                         .collect::<Result<_, _>>()?;
-                    take_all(&inputs.iter().map(|input| &**input).collect::<Vec<_>>());
+                    take_all(&inputs.iter().map(ReadGuard::view).collect::<Vec<_>>());
                 }
-                Rows::Arrived(inputs) => take_all(&inputs.iter().collect::<Vec<_>>()),
+                Rows::Arrived(inputs) => take_all(&inputs.iter().map(HostTensor::view).collect::<Vec<_>>()),
             }
             self.board.acknowledge(peer.rank, self.sequence, self.rank);
             if let Some(courier) = self.courier.as_ref().filter(|_| peer.rank != self.rank) {
@@ -140,31 +144,32 @@ impl Call {
         own: &Post<Rows>,
         began: &mut Instant,
         reduction: &Reduction,
-        outputs: &mut [WriteGuard<'_>],
+        outputs: &mut [TensorMut<'_>],
     ) -> Result<(), ExecError> {
         let mut workspaces = lock(&self.workspaces);
         let wires = &self.collective.contract.tensors;
         {
-            let mut sums: Vec<&mut HostTensor> = Vec::with_capacity(outputs.len());
+            let mut sums: Vec<TensorMut<'_>> = Vec::with_capacity(outputs.len());
             for (index, (output, workspace)) in outputs.iter_mut().zip(workspaces.iter_mut()).enumerate() {
-                let sum = match workspace {
+                let mut sum = match workspace {
                     Some(workspace) => {
+                        let mut workspace = workspace.view_mut();
                         if reduction.accumulate == Accumulate::Continue {
-                            convert::convert_all(output, workspace);
+                            convert::convert_all(output.view(), &mut workspace);
                         }
                         workspace
                     }
-                    None => &mut **output,
+                    None => output.reborrow(),
                 };
                 if reduction.accumulate == Accumulate::Start {
-                    reduce::set_identity(reduction.op, index, sum);
+                    reduce::set_identity(reduction.op, index, &mut sum);
                 }
                 sums.push(sum);
             }
             self.receive(stream, own, began, |inputs, from, to| match reduction.op {
                 ReduceOp::Sum | ReduceOp::Avg => {
                     for ((input, sum), wire) in inputs.iter().zip(&mut sums).zip(wires) {
-                        reduce::add_rows(input, from, wire.wire, sum, to);
+                        reduce::add_rows(*input, from, wire.wire, sum, to);
                     }
                 }
                 ReduceOp::Lse => {
@@ -173,7 +178,7 @@ impl Call {
                     for ((input, sum), wire) in pairs {
                         let (out, lse) = sum.split_at_mut(1);
                         let wire = (wire[0].wire, wire[1].wire);
-                        reduce::merge_rows((input[0], input[1]), from, wire, (out[0], lse[0]), to);
+                        reduce::merge_rows((input[0], input[1]), from, wire, (&mut out[0], &mut lse[0]), to);
                     }
                 }
             })?;
@@ -187,7 +192,7 @@ impl Call {
             let Some(workspace) = workspace else { continue };
             for (row, &operands) in reduction.operands.iter().enumerate().take(output.rows()) {
                 if operands > own || own == 0 {
-                    convert::convert_row(workspace, row, output);
+                    convert::convert_row(workspace.view(), row, output);
                 }
             }
         }

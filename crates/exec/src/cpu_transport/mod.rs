@@ -26,7 +26,7 @@ pub(crate) use self::message::PeerMessage;
 use crate::collective::{Board, Collective, Payload};
 use crate::cpu::{CpuBackend, CpuBuffer};
 use crate::world::World;
-use crate::{CollectiveCall, ExecError, HostTensor, OpPlace, SlowLink, Transport};
+use crate::{CollectiveCall, CollectiveContext, ExecError, HostTensor, OpPlace, SlowLink, Transport};
 
 /// Where the rows of a published part are.
 pub(crate) enum Rows {
@@ -87,21 +87,13 @@ impl CpuTransport {
         collective: Result<Collective, ExecError>,
         specs: &[BufferSpec],
     ) -> Result<CpuCollective, ExecError> {
-        let collective = Arc::new(self.report(collective)?);
+        let collective = Arc::new(collective?);
         let workspace = |&(_, output): &(BufferId, BufferId)| {
             let (spec, reduction) = (&specs[output.0], collective.reduction.as_ref()?);
             (spec.dtype != reduction.dtype).then(|| HostTensor::zeros(spec.shape.clone(), reduction.dtype))
         };
         let workspaces = Arc::new(Mutex::new(collective.tensors.iter().map(workspace).collect()));
         Ok(CpuCollective { collective, workspaces })
-    }
-
-    /// A bad part leaves the other ranks without this one: tell them why instead of letting them wait.
-    fn report<T>(&self, result: Result<T, ExecError>) -> Result<T, ExecError> {
-        if let Err(error) = &result {
-            self.world.fail(error.clone());
-        }
-        result
     }
 }
 
@@ -131,18 +123,18 @@ impl Transport<CpuBackend> for CpuTransport {
         &self,
         place: &OpPlace,
         op: &GroupCast,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<CpuCollective, ExecError> {
-        self.prepare(Collective::cast(self.rank, self.world.size(), place, op, specs), specs)
+        self.prepare(Collective::cast(self.rank, self.world.size(), place, op, context), context.buffers)
     }
 
     fn prepare_reduce(
         &self,
         place: &OpPlace,
         op: &GroupReduce,
-        specs: &[BufferSpec],
+        context: &CollectiveContext<'_>,
     ) -> Result<CpuCollective, ExecError> {
-        self.prepare(Collective::reduce(self.rank, self.world.size(), place, op, specs), specs)
+        self.prepare(Collective::reduce(self.rank, self.world.size(), place, op, context), context.buffers)
     }
 
     fn begin(&self, call: &CollectiveCall<'_, CpuBackend, CpuCollective>) -> Result<(), ExecError> {
@@ -171,7 +163,7 @@ impl Transport<CpuBackend> for CpuTransport {
         let barrier = barrier.cloned();
         let delivered = signal.zip(call.collective.delivery_parts);
         let delivered = delivered.map(|(signal, parts)| signal.expect(stream, place, parts as u64));
-        stream.push(backend.program(), place, move |stream| {
+        stream.push(backend.part(), place, move |stream| {
             if let Some(barrier) = barrier {
                 barrier.arrive();
             }
@@ -202,7 +194,7 @@ mod tests {
     use std::sync::Arc;
 
     use counterpoint_plan::{DType, GroupPart};
-    use counterpoint_schedule::{BufferRole, StreamKind, StreamSpec};
+    use counterpoint_schedule::{BufferRole, OverlapPolicy, StreamKind, StreamSpec};
 
     use super::*;
     use crate::{Backend, WorldConfig};
@@ -225,7 +217,9 @@ mod tests {
         for rank in &ranks {
             let backend = CpuBackend::new(&world, rank.rank, workers.clone());
             let kind = StreamKind::Communication;
-            let stream = backend.create_stream(&StreamSpec { name: "s".into(), kind }).unwrap();
+            let policy = OverlapPolicy::default();
+            let spec = StreamSpec { name: "s".into(), kind };
+            let stream = backend.create_stream(&spec, &policy).unwrap();
             let op = GroupCast {
                 part: Arc::new(GroupPart::all_gather_v(rank.rank, &[1, 0])),
                 tensors: vec![(BufferId(0), BufferId(1))],
@@ -233,7 +227,10 @@ mod tests {
                 arrive: None,
                 delivery: None,
             };
-            let collective = rank.prepare_cast(&place, &op, &specs).unwrap();
+            let collective = {
+                let context = CollectiveContext { buffers: &specs, policy: &policy, plan: None };
+                rank.prepare_cast(&place, &op, &context).unwrap()
+            };
             let buffers = specs.each_ref().map(|spec| backend.allocate(spec).unwrap());
             running.push((backend, stream, collective, buffers));
         }

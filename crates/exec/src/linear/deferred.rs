@@ -1,10 +1,12 @@
+//! Gradients of a layer's weight that are computed later.
+
 use std::collections::VecDeque;
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{BufferRole, OverlapPolicy, Timeline, lower_linear_weight_gradient};
 
-use super::layer::{Maker, Rank, RankBuffers};
-use crate::{Backend, ExecError, Machine, Prepared};
+use super::layer::{Rank, RankBuffers, prepare};
+use crate::{Backend, ExecError, Group, Machine, Prepared};
 
 /// Gradients of a layer's weight that wait to be computed.
 pub(super) struct Deferred<M: Machine> {
@@ -27,7 +29,7 @@ struct Kept<M: Machine> {
 
 impl<M: Machine> Deferred<M> {
     pub(super) fn new(
-        maker: &mut Maker<'_, M>,
+        group: &Group<M>,
         (plan, policy): (&LinearPlan, OverlapPolicy),
         into: Option<DType>,
         limit: usize,
@@ -42,7 +44,8 @@ impl<M: Machine> Deferred<M> {
         if let Some(reason) = reason {
             return Err(ExecError::Tensor { name: "dweight".to_owned(), reason });
         }
-        let ranks = maker.prepare(plan, |rank| lower_linear_weight_gradient(plan, rank, into, policy))?;
+        let ranks =
+            prepare(group, plan, policy, |rank| lower_linear_weight_gradient(plan, rank, into, policy))?;
         Ok(Self { ranks, limit, waiting: VecDeque::new(), free: Vec::new(), current: Vec::new() })
     }
 

@@ -4,7 +4,7 @@ use counterpoint_plan::{
 };
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, lower_linear_forward};
 
-use crate::{Backend, ExecError, HostTensor, Machine, Prepared, World, WorldConfig};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, Prepared, WorldConfig};
 
 /// A Program made ready on a rank of a machine.
 pub type PreparedOn<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
@@ -147,12 +147,9 @@ impl GemmCollectiveSpec {
             name: "the product".to_owned(),
             reason: error.to_string(),
         })?;
-        let world = World::new(self.ranks, config);
-        let ends = machine.connect(&world)?.into_iter().enumerate();
-        let prepared = ends.map(|(rank, (backend, transport))| {
-            Prepared::new(lower_linear_forward(&plan, rank, policy), backend, transport)
-        });
-        prepared.collect()
+        let group = Group::connect(machine, self.ranks, config)?;
+        let prepared = group.prepare(|rank| lower_linear_forward(&plan, rank, policy), None);
+        prepared.map_err(|error| group.fail_with(error))
     }
 }
 

@@ -1,43 +1,19 @@
-use std::sync::Arc;
+//! A tensor-parallel linear layer, made ready on a group.
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
-    BufferSpec, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
+    OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
 };
 
 use super::deferred::Deferred;
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::shard::Shard;
-use crate::{
-    Backend, ExecError, GlobalBuffer, HostTensor, Machine, Prepared, RunConfig, RunTimes, World, WorldConfig,
-};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes};
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
 /// A tensor of each rank that is in this process, in the order of ranks.
 pub type RankBuffers<M> = Vec<<<M as Machine>::Backend as Backend>::Buffer>;
-
-/// Scratch memory of the ranks that are in this process, for all layers that are made with it: none of them runs while another
-/// does.
-pub struct LinearScratch<M: Machine>(Vec<GlobalBuffer<M::Backend>>);
-
-impl<M: Machine> Default for LinearScratch<M> {
-    fn default() -> Self {
-        Self(Vec::new())
-    }
-}
-
-impl<M: Machine> LinearScratch<M> {
-    /// Without any memory yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Bytes of all ranks.
-    pub fn bytes(&self) -> u64 {
-        self.0.iter().map(GlobalBuffer::bytes).sum()
-    }
-}
 
 /// What a layer does with the gradient of its weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -110,7 +86,7 @@ pub struct LayerPass<M: Machine> {
     pub timeline: Timeline,
 }
 
-/// A tensor-parallel linear layer on the ranks of a machine, prepared once to run many times; see
+/// A tensor-parallel linear layer on a group, prepared once to run many times; see
 /// [`ColumnParallelLinear`](crate::ColumnParallelLinear) and [`RowParallelLinear`](crate::RowParallelLinear).
 ///
 /// Each call runs all ranks that are in this process, and waits for them. Buffers are those of ranks: parts of whole tensors as
@@ -124,48 +100,42 @@ pub struct LinearLayer<M: Machine> {
 }
 
 impl<M: Machine> LinearLayer<M> {
-    /// Lowers the passes of `plan` for the ranks here, both under the policy of `run`, and makes them ready. Scratch buffers are views
-    /// of `scratch`.
+    /// Lowers the passes of `plan` for the ranks here, both under `policy`, and makes them ready. Scratch buffers are views of the
+    /// group's.
     ///
     /// # Errors
     /// [`ExecError::Tensor`] for a queue of no or too many gradients; [`ExecError::OutOfMemory`]; when the machine has no way to
     /// follow the policy, or no kernels for the type.
     pub fn new(
-        machine: &M,
+        group: &Group<M>,
         plan: LinearPlan,
         gradient: LayerGradient,
-        run: &RunConfig,
-        scratch: &mut LinearScratch<M>,
+        policy: OverlapPolicy,
     ) -> Result<Self, ExecError> {
-        let pass = PlannedPass { plan, policy: run.policy };
-        let passes = PlannedPasses { forward: pass.clone(), backward: pass };
-        Self::with_passes(machine, passes, gradient, run, scratch)
+        let pass = PlannedPass { plan, policy };
+        Self::with_passes(group, PlannedPasses { forward: pass.clone(), backward: pass }, gradient)
     }
 
-    /// The same with a plan and a policy of its own for each pass; that of `run` is not looked at.
+    /// The same with a plan and a policy of its own for each pass.
     ///
     /// # Errors
     /// As [`LinearLayer::new`].
     pub fn with_passes(
-        machine: &M,
+        group: &Group<M>,
         passes: PlannedPasses,
         gradient: LayerGradient,
-        run: &RunConfig,
-        scratch: &mut LinearScratch<M>,
     ) -> Result<Self, ExecError> {
         let PlannedPasses { forward, backward: PlannedPass { plan, policy } } = passes;
-        let mut maker = Maker::new(machine, &plan, run, scratch);
         let deferred = match gradient {
             LayerGradient::Deferred { into, limit } => {
-                Some(Deferred::new(&mut maker, (&plan, policy), into, limit)?)
+                Some(Deferred::new(group, (&plan, policy), into, limit)?)
             }
             _ => None,
         };
         let of_backward = gradient.of_backward();
         let backward =
-            maker.prepare(&plan, |rank| lower_linear_backward(&plan, rank, of_backward, policy))?;
-        let run = &RunConfig { policy: forward.policy, ..run.clone() };
-        Ok(Self { backward, deferred, gradient, ..Self::forward_only(machine, forward.plan, run, scratch)? })
+            prepare(group, &plan, policy, |rank| lower_linear_backward(&plan, rank, of_backward, policy))?;
+        Ok(Self { backward, deferred, gradient, ..Self::forward_only(group, forward.plan, forward.policy)? })
     }
 
     /// The same without a backward.
@@ -173,13 +143,11 @@ impl<M: Machine> LinearLayer<M> {
     /// # Errors
     /// As [`LinearLayer::new`].
     pub fn forward_only(
-        machine: &M,
+        group: &Group<M>,
         plan: LinearPlan,
-        run: &RunConfig,
-        scratch: &mut LinearScratch<M>,
+        policy: OverlapPolicy,
     ) -> Result<Self, ExecError> {
-        let mut maker = Maker::new(machine, &plan, run, scratch);
-        let forward = maker.prepare(&plan, |rank| lower_linear_forward(&plan, rank, run.policy))?;
+        let forward = prepare(group, &plan, policy, |rank| lower_linear_forward(&plan, rank, policy))?;
         let gradient = LayerGradient::Frozen;
         Ok(Self { forward, backward: Vec::new(), deferred: None, gradient, plan })
     }
@@ -326,8 +294,8 @@ impl<M: Machine> LinearLayer<M> {
     }
 
     /// Which times passes take from the next one on, in their timelines.
-    pub fn take_times(&self, times: RunTimes) {
-        self.forward.iter().chain(&self.backward).for_each(|rank| rank.backend().take_times(times));
+    pub fn take_times(&mut self, times: RunTimes) {
+        self.forward.iter_mut().chain(&mut self.backward).for_each(|rank| rank.take_times(times));
     }
 
     /// Gradients of the weight that wait.
@@ -359,37 +327,35 @@ impl<M: Machine> LinearLayer<M> {
     }
 }
 
-/// What makes the ranks of a layer's Programs.
-pub(super) struct Maker<'a, M: Machine> {
-    machine: &'a M,
-    world: Arc<World>,
-    scratch: &'a mut LinearScratch<M>,
+/// A layer's Programs on the ranks here.
+pub(super) fn prepare<M: Machine>(
+    group: &Group<M>,
+    plan: &LinearPlan,
+    policy: OverlapPolicy,
+    lower: impl Fn(usize) -> Program,
+) -> Result<Vec<Rank<M>>, ExecError> {
+    if plan.tp_size != group.world_size() {
+        let reason =
+            format!("is split over {} ranks, and the group has {}", plan.tp_size, group.world_size());
+        return Err(ExecError::Tensor { name: "layer".to_owned(), reason });
+    }
+    group.prepare(lower, Some(&identity(plan, policy)))
 }
 
-impl<'a, M: Machine> Maker<'a, M> {
-    fn new(machine: &'a M, plan: &LinearPlan, run: &RunConfig, scratch: &'a mut LinearScratch<M>) -> Self {
-        let config = WorldConfig { limit: run.limit, poison: run.poison, faults: run.faults.clone() };
-        Self { machine, world: World::new(plan.tp_size, config), scratch }
-    }
-
-    pub(super) fn prepare(
-        &mut self,
-        plan: &LinearPlan,
-        lower: impl Fn(usize) -> Program,
-    ) -> Result<Vec<Rank<M>>, ExecError> {
-        let here = self.machine.ranks_here(plan.tp_size);
-        let programs: Vec<Program> = here.clone().map(lower).collect();
-        let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
-        self.machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
-        self.scratch.0.resize_with(self.scratch.0.len().max(here.len()), GlobalBuffer::new);
-        let ends = self.machine.connect(&self.world)?;
-        let ranks = programs.into_iter().zip(ends).zip(&mut self.scratch.0);
-        ranks
-            .map(|((program, (backend, transport)), scratch)| {
-                Prepared::with_scratch(program, backend, transport, scratch)
-            })
-            .collect()
-    }
+/// What all ranks must have alike of a layer.
+fn identity(plan: &LinearPlan, policy: OverlapPolicy) -> PlanIdentity {
+    let spec = &plan.spec;
+    PlanIdentity::new([
+        ("ranks", plan.tp_size.to_string()),
+        ("layer", format!("{:?}, {:?}", spec.kind, spec.activations).to_lowercase()),
+        ("tokens", spec.tokens.to_string()),
+        ("in_features", spec.in_features.to_string()),
+        ("out_features", spec.out_features.to_string()),
+        ("bias", spec.has_bias.to_string()),
+        ("dtype", format!("{:?}", spec.dtype).to_lowercase()),
+        ("policy", policy.to_string()),
+        ("groups", plan.groups().to_string()),
+    ])
 }
 
 pub(super) fn check_present(name: &str, given: bool, wanted: bool) -> Result<(), ExecError> {

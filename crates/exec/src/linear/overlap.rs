@@ -1,3 +1,5 @@
+//! How a layer's passes overlap.
+
 use counterpoint_plan::{
     CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, SUMMING_WORKERS,
     WaveGroups,
@@ -5,7 +7,6 @@ use counterpoint_plan::{
 use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
 
 use super::layer::LayerGradient;
-use crate::Machine;
 
 /// How the passes of a layer share a machine. Results have the same bits however they do.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,13 +43,14 @@ pub struct PlannedPasses {
 }
 
 impl LayerOverlap {
-    /// The passes of a layer over `tp_size` ranks of `machine`.
+    /// The passes of a layer over `tp_size` ranks of a machine that has these ways to overlap
+    /// ([`Machine::pass_overlaps`](crate::Machine::pass_overlaps)).
     ///
     /// # Errors
     /// As [`LinearPlan::new`].
-    pub fn passes<M: Machine>(
+    pub fn passes(
         &self,
-        machine: &M,
+        ways: &[PassOverlap],
         spec: LinearSpec,
         tp_size: usize,
         gradient: LayerGradient,
@@ -65,7 +67,6 @@ impl LayerOverlap {
             }
             Self::Predicted(cost) => cost,
         };
-        let ways = machine.pass_overlaps(tp_size);
         let pass = |direction: LinearDirection| {
             // Where workers are threads, what overlaps takes nothing from each other, and groups do.
             if ways.is_empty() {
@@ -108,11 +109,9 @@ mod tests {
     use counterpoint_plan::{Activations, DType, LinearKind};
 
     use super::*;
-    use crate::CpuMachine;
 
     #[test]
     fn groups_are_for_policies_that_overlap_by_them() {
-        let machine = CpuMachine::new(0, None).unwrap();
         let (kind, activations) = (LinearKind::Column, Activations::Replicated);
         let (tokens, in_features, out_features) = (8192, 8192, 14336);
         let spec = LinearSpec {
@@ -128,7 +127,7 @@ mod tests {
         cost.link.bytes_per_second /= 4.0;
         let groups = |policy, groups| {
             let overlap = LayerOverlap::Policy(policy, groups, cost);
-            let passes = overlap.passes(&machine, spec, 2, LayerGradient::Written).unwrap();
+            let passes = overlap.passes(&[], spec, 2, LayerGradient::Written).unwrap();
             passes.backward.plan.groups()
         };
         let fused = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };

@@ -1,10 +1,12 @@
+//! Column- and row-parallel layers.
+
 use std::ops::{Deref, DerefMut};
 
 use counterpoint_plan::{Activations, DType, LinearKind, LinearSpec};
 
-use super::layer::{LayerGradient, LinearLayer, LinearScratch};
+use super::layer::{LayerGradient, LinearLayer};
 use super::overlap::LayerOverlap;
-use crate::{ExecError, Machine, RunConfig};
+use crate::{ExecError, Group, Machine};
 
 /// What a tensor-parallel layer is beside its sizes.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,10 +19,8 @@ pub struct LinearOptions {
     pub dtype: DType,
     /// What becomes of the gradient of the weight.
     pub gradient: LayerGradient,
-    /// How communication is brought to run under computation; the policy of `run` is not looked at.
+    /// How communication is brought to run under computation.
     pub overlap: LayerOverlap,
-    /// Limits and test tools.
-    pub run: RunConfig,
 }
 
 impl LinearOptions {
@@ -32,24 +32,21 @@ impl LinearOptions {
             dtype,
             gradient: LayerGradient::Accumulated(dtype.accumulator()),
             overlap: LayerOverlap::default(),
-            run: RunConfig::default(),
         }
     }
 
     fn layer<M: Machine>(
         &self,
-        machine: &M,
+        group: &Group<M>,
         kind: LinearKind,
-        tp_size: usize,
         [tokens, in_features, out_features]: [usize; 3],
-        scratch: &mut LinearScratch<M>,
     ) -> Result<LinearLayer<M>, ExecError> {
-        let Self { activations, has_bias, dtype, gradient, ref overlap, ref run } = *self;
+        let Self { activations, has_bias, dtype, gradient, ref overlap } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
         let passes = overlap
-            .passes(machine, spec, tp_size, gradient)
+            .passes(group.pass_overlaps(), spec, group.world_size(), gradient)
             .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })?;
-        LinearLayer::with_passes(machine, passes, gradient, run, scratch)
+        LinearLayer::with_passes(group, passes, gradient)
     }
 }
 
@@ -62,17 +59,15 @@ impl LinearOptions {
 ///
 /// ```
 /// use counterpoint_exec::{
-///     ColumnParallelLinear, CpuMachine, HostTensor, LinearOptions, LinearScratch, LinearTensor,
+///     ColumnParallelLinear, Group, HostTensor, LinearOptions, LinearTensor, WorldConfig,
 /// };
 /// use counterpoint_plan::DType;
 ///
 /// # fn main() -> Result<(), counterpoint_exec::ExecError> {
-/// let machine = CpuMachine::new(0, None)?;
-/// let mut scratch = LinearScratch::new();
-/// let (ranks, tokens, features, hidden) = (2, 8, 4, 6);
+/// let group = Group::local(2, WorldConfig::default())?;
+/// let (tokens, features, hidden) = (8, 4, 6);
 /// let options = LinearOptions::new(DType::F32);
-/// let mut layer =
-///     ColumnParallelLinear::new(&machine, ranks, [tokens, features, hidden], &options, &mut scratch)?;
+/// let mut layer = ColumnParallelLinear::new(&group, [tokens, features, hidden], &options)?;
 /// let filled = |rows, columns, value| HostTensor::from_vec(vec![rows, columns], vec![value; rows * columns]);
 ///
 /// let weight = layer.scatter(LinearTensor::Weight, &filled(hidden, features, 0.5f32))?;
@@ -105,7 +100,7 @@ macro_rules! parallel {
     ($name:ident, $kind:expr, $split:literal) => {
         impl<M: Machine> $name<M> {
             #[doc = concat!(
-                "A layer of `[tokens, in_features, out_features]`, those of all ranks, over `tp_size` ranks, which share the ",
+                "A layer of `[tokens, in_features, out_features]`, those of all ranks, over the ranks of a group, which share the ",
                 $split,
                 " features."
             )]
@@ -113,13 +108,11 @@ macro_rules! parallel {
             /// # Errors
             /// As [`LinearLayer::new`]; [`ExecError::Tensor`] for sizes that are 0 or do not divide over the ranks.
             pub fn new(
-                machine: &M,
-                tp_size: usize,
+                group: &Group<M>,
                 sizes: [usize; 3],
                 options: &LinearOptions,
-                scratch: &mut LinearScratch<M>,
             ) -> Result<Self, ExecError> {
-                options.layer(machine, $kind, tp_size, sizes, scratch).map(Self)
+                options.layer(group, $kind, sizes).map(Self)
             }
         }
 

@@ -1,9 +1,11 @@
+//! A linear layer run once, from tensors to tensors.
+
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::WeightGradient;
 
-use super::layer::{LayerGradient, LinearLayer, LinearScratch, LinearTensor, RankBuffers, check_present};
+use super::layer::{LayerGradient, LinearLayer, LinearTensor, RankBuffers, check_present};
 use super::{LinearInputs, LinearOutputs, LinearRun};
-use crate::{CpuMachine, ExecError, HostTensor, Machine, RunConfig};
+use crate::{CpuMachine, ExecError, Group, HostTensor, Machine, RunConfig};
 
 /// How to run a layer.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,11 +51,13 @@ pub fn run_linear_on<M: Machine>(
             LayerGradient::Deferred { into: main_grad.map(|(weight, _)| weight.dtype()), limit: 1 }
         }
     };
-    let scratch = &mut LinearScratch::new();
-    let mut layer = match inputs.dy {
-        Some(_) => LinearLayer::new(machine, plan.clone(), gradient, &config.run, scratch)?,
-        None => LinearLayer::forward_only(machine, plan.clone(), &config.run, scratch)?,
+    let group = Group::connect(machine, plan.tp_size, config.run.world())?;
+    let layer = match inputs.dy {
+        Some(_) => LinearLayer::new(&group, plan.clone(), gradient, config.run.policy),
+        None => LinearLayer::forward_only(&group, plan.clone(), config.run.policy),
     };
+    // Other ranks wait for this one by now: they are to hear of it.
+    let mut layer = layer.map_err(|error| group.fail_with(error))?;
     let weight = layer.scatter(LinearTensor::Weight, &inputs.weight)?;
     let bias = scatter(&layer, LinearTensor::Bias, inputs.bias.as_ref())?;
     layer.bind_weight(&weight, bias.as_ref())?;

@@ -1,13 +1,12 @@
 //! Programs on the ranks of a machine, to be timed: made ready, run some times, and their results looked at.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use counterpoint_schedule::{BufferRole, BufferSpec, Program, Timeline};
 
 use super::contents::Contents;
 use super::reference::half_unit;
-use crate::{Backend, ExecError, Machine, Prepared, World, WorldConfig};
+use crate::{Backend, ExecError, Group, Machine, Prepared, WorldConfig};
 
 /// How things are timed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,14 +33,12 @@ pub(super) fn run<M: Machine>(
     lower: impl Fn(usize) -> Program,
 ) -> Result<(Vec<Timeline>, Vec<TimedRank<M>>), ExecError> {
     let config = WorldConfig { limit: timing.limit, poison: true, ..WorldConfig::default() };
-    let world: Arc<World> = World::new(ranks, config);
     let programs: Vec<Program> = (0..ranks).map(lower).collect();
     let bytes = programs.iter().flat_map(|program| &program.buffers).map(BufferSpec::bytes);
     machine.check_memory(bytes.fold(0, u64::saturating_add), 0)?;
-    let ends = programs.into_iter().zip(machine.connect(&world)?);
-    let mut prepared: Vec<TimedRank<M>> = ends
-        .map(|(program, (backend, transport))| Prepared::new(program, backend, transport))
-        .collect::<Result<_, _>>()?;
+    let group = Group::connect(machine, ranks, config)?;
+    let prepared = group.prepare(|rank| programs[rank].clone(), None);
+    let mut prepared: Vec<TimedRank<M>> = prepared.map_err(|error| group.fail_with(error))?;
     for rank in &mut prepared {
         let inputs = rank.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
         for (index, spec) in inputs.cloned().enumerate().collect::<Vec<_>>() {

@@ -1,9 +1,9 @@
 //! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
 
 use counterpoint_exec::{
-    ColumnParallelLinear, CpuMachine, ExecError, HostTensor, LayerGradient, LayerOverlap, LinearInputs,
-    LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearScratch, LinearTensor, RowParallelLinear,
-    check_linear_part,
+    ColumnParallelLinear, CpuMachine, ExecError, Group, HostTensor, LayerGradient, LayerOverlap,
+    LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearTensor, RowParallelLinear,
+    WorldConfig, check_linear_part,
 };
 use counterpoint_plan::{Activations, CostModel, DType, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
@@ -46,7 +46,7 @@ fn sum(tensors: &[HostTensor]) -> HostTensor {
 }
 
 fn options(gradient: LayerGradient, activations: Activations) -> LinearOptions {
-    let mut options = LinearOptions {
+    LinearOptions {
         gradient,
         activations,
         overlap: LayerOverlap::Policy(
@@ -55,9 +55,7 @@ fn options(gradient: LayerGradient, activations: Activations) -> LinearOptions {
             CostModel::H200,
         ),
         ..LinearOptions::new(DType::F32)
-    };
-    options.run.poison = true;
-    options
+    }
 }
 
 /// Runs micro-batches through a layer that adds its gradients to one `main_grad`; compares all results with the definition.
@@ -95,8 +93,7 @@ fn micro_batches(layer: &mut LinearLayer<CpuMachine>, count: usize) -> Vec<usize
 
 #[test]
 fn queues_hold_as_many_gradients_as_they_may() {
-    let machine = CpuMachine::new(0, None).unwrap();
-    let mut scratch = LinearScratch::new();
+    let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     for activations in [Activations::Replicated, Activations::SequenceParallel] {
         for (gradient, wanted) in [
             (LayerGradient::Accumulated(DType::F32), [0, 0, 0, 0, 0]),
@@ -104,11 +101,9 @@ fn queues_hold_as_many_gradients_as_they_may() {
             (LayerGradient::Deferred { into: Some(DType::F32), limit: 3 }, [1, 2, 3, 3, 3]),
         ] {
             let options = options(gradient, activations);
-            let mut column =
-                ColumnParallelLinear::new(&machine, RANKS, [TOKENS, 5, 6], &options, &mut scratch).unwrap();
+            let mut column = ColumnParallelLinear::new(&group, [TOKENS, 5, 6], &options).unwrap();
             assert_eq!(micro_batches(&mut column, 5), wanted);
-            let mut row =
-                RowParallelLinear::new(&machine, RANKS, [TOKENS, 9, 4], &options, &mut scratch).unwrap();
+            let mut row = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options).unwrap();
             assert_eq!(micro_batches(&mut row, 5), wanted);
         }
     }
@@ -118,19 +113,15 @@ fn queues_hold_as_many_gradients_as_they_may() {
 /// same memory between.
 #[test]
 fn layers_follow_each_other_and_share_memory() {
-    let machine = CpuMachine::new(0, None).unwrap();
+    let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     let (features, hidden) = (8, 12);
     let options = options(LayerGradient::Frozen, Activations::SequenceParallel);
-    let mut alone = LinearScratch::new();
-    let up = |scratch: &mut LinearScratch<CpuMachine>, hidden| {
-        ColumnParallelLinear::new(&machine, RANKS, [TOKENS, features, hidden], &options, scratch).unwrap()
-    };
-    let mut first = up(&mut alone, hidden);
-    let bytes = alone.bytes();
-    let mut second = up(&mut alone, hidden);
-    assert_eq!((alone.bytes(), bytes > 0), (bytes, true));
-    let mut down =
-        RowParallelLinear::new(&machine, RANKS, [TOKENS, hidden, features], &options, &mut alone).unwrap();
+    let up = |hidden| ColumnParallelLinear::new(&group, [TOKENS, features, hidden], &options).unwrap();
+    let mut first = up(hidden);
+    let bytes = group.scratch_bytes();
+    let mut second = up(hidden);
+    assert_eq!((group.scratch_bytes(), bytes > 0), (bytes, true));
+    let mut down = RowParallelLinear::new(&group, [TOKENS, hidden, features], &options).unwrap();
 
     let (w1, w2) = (whole(hidden, features, 3), whole(features, hidden, 4));
     for layer in [&mut first, &mut second] {
@@ -152,14 +143,12 @@ fn layers_follow_each_other_and_share_memory() {
 /// What each rank has is right by itself, and one wrong element of any of its tensors is found, at its place in the whole.
 #[test]
 fn parts_of_results_are_judged_by_rank() {
-    let machine = CpuMachine::new(0, None).unwrap();
+    let group = Group::local(RANKS, WorldConfig::default()).unwrap();
     for activations in [Activations::Replicated, Activations::SequenceParallel] {
         let options = options(LayerGradient::Written, activations);
-        let scratch = &mut LinearScratch::new();
-        let mut column =
-            ColumnParallelLinear::new(&machine, RANKS, [TOKENS, 5, 6], &options, scratch).unwrap();
+        let mut column = ColumnParallelLinear::new(&group, [TOKENS, 5, 6], &options).unwrap();
         judge_parts(&mut column);
-        let mut row = RowParallelLinear::new(&machine, RANKS, [TOKENS, 9, 4], &options, scratch).unwrap();
+        let mut row = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options).unwrap();
         judge_parts(&mut row);
     }
 }
@@ -206,8 +195,7 @@ fn judge_parts(layer: &mut LinearLayer<CpuMachine>) {
 
 #[test]
 fn what_does_not_fit_is_named() {
-    let machine = CpuMachine::new(0, None).unwrap();
-    let scratch = &mut LinearScratch::new();
+    let group = Group::local(2, WorldConfig::default()).unwrap();
     let refused = |error: ExecError, words: &[&str]| {
         let text = error.to_string();
         for word in words {
@@ -215,17 +203,17 @@ fn what_does_not_fit_is_named() {
         }
     };
     let frozen = options(LayerGradient::Frozen, Activations::SequenceParallel);
-    let new = |gradient, sizes, scratch: &mut _| {
+    let new = |gradient, sizes| {
         let options = LinearOptions { gradient, ..frozen.clone() };
-        ColumnParallelLinear::new(&machine, 2, sizes, &options, scratch).map(|_| ()).unwrap_err()
+        ColumnParallelLinear::new(&group, sizes, &options).map(|_| ()).unwrap_err()
     };
-    refused(new(LayerGradient::Frozen, [8, 4, 7], scratch), &["out_features", "7", "2 ranks"]);
+    refused(new(LayerGradient::Frozen, [8, 4, 7]), &["out_features", "7", "2 ranks"]);
     let none = LayerGradient::Deferred { into: Some(DType::F32), limit: 0 };
-    refused(new(none, [8, 4, 6], scratch), &["queue of 0"]);
+    refused(new(none, [8, 4, 6]), &["queue of 0"]);
     let nowhere = LayerGradient::Deferred { into: None, limit: 2 };
-    refused(new(nowhere, [8, 4, 6], scratch), &["queue of 2", "main_grad"]);
+    refused(new(nowhere, [8, 4, 6]), &["queue of 2", "main_grad"]);
 
-    let mut layer = ColumnParallelLinear::new(&machine, 2, [8, 4, 6], &frozen, scratch).unwrap();
+    let mut layer = ColumnParallelLinear::new(&group, [8, 4, 6], &frozen).unwrap();
     refused(
         layer.scatter(LinearTensor::Input, &whole(7, 4, 0)).map(|_| ()).unwrap_err(),
         &["input", "[8, 4]", "[7, 4]"],

@@ -4,6 +4,7 @@ mod all_to_all;
 mod attention;
 mod attention_kernels;
 mod gemm_collective;
+mod group;
 mod hosting;
 mod linear;
 mod linear_layers;

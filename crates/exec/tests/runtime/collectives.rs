@@ -4,7 +4,7 @@ use counterpoint_exec::{
     Communicator, CpuBackend, CpuBuffer, CpuTransport, HostTensor, Reduce, World, WorldConfig,
 };
 use counterpoint_plan::{DType, GroupPart};
-use counterpoint_schedule::{Accumulate, ReduceOp};
+use counterpoint_schedule::{Accumulate, OverlapPolicy, ReduceOp};
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -386,7 +386,7 @@ fn a_handle_orders_another_stream() {
     let receiving = ranks[1].group_cast("cast", &parts[1], &[(&from[1], &to[1])], DType::F64).unwrap();
     let backend = ranks[1].backend();
     let spec = StreamSpec { name: "other".into(), kind: StreamKind::Compute };
-    let other = backend.create_stream(&spec).unwrap();
+    let other = backend.create_stream(&spec, &OverlapPolicy::default()).unwrap();
     receiving.wait(&other).unwrap();
     assert_eq!(to[1].tensor().map(|tensor| tensor.to_f64()).unwrap_or(vec![0.0]), [0.0]);
     ranks[0].group_cast("cast", &parts[0], &[(&from[0], &to[0])], DType::F64).unwrap().synchronize().unwrap();

@@ -108,7 +108,7 @@ impl<'a> Bench<'a> {
         let Way { runs, times, crossing, .. } = way;
         // Time stamps of operations hold up others.
         let taken = if round < WARM_UPS { RunTimes::Operations } else { RunTimes::Whole };
-        runs.iter().for_each(|runs| runs.take_times(taken));
+        runs.iter_mut().for_each(|runs| runs.take_times(taken));
         let before = self.ranks.sent_between_nodes();
         let slowest = match &mut runs[..] {
             [alone] => Some(alone.run(pass).map_err(ended)?),
@@ -126,7 +126,7 @@ impl<'a> Bench<'a> {
         let RanksRun { forward, backward, forward_seconds, backward_seconds, .. } = times;
         let seconds = if pass == Pass::Forward { forward_seconds } else { backward_seconds };
         match (taken, pass) {
-            (RunTimes::Whole, _) => seconds.push(timeline.duration()),
+            (RunTimes::Whole | RunTimes::Nothing, _) => seconds.push(timeline.duration()),
             (RunTimes::Operations, Pass::Forward) => *forward = timeline,
             (RunTimes::Operations, Pass::ForwardBackward) => *backward = Some(timeline),
         }

@@ -1,8 +1,8 @@
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{
-    ExecError, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
-    LinearSample, LinearScratch, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig,
-    RunTimes, check_linear_part,
+    ExecError, Group, HostTensor, LayerGradient, LayerOverlap, LinearInputs, LinearLayer, LinearOutputs,
+    LinearSample, LinearTensor, Machine, PlannedPass, PlannedPasses, RankBuffers, RunConfig, RunTimes,
+    WorldConfig, check_linear_part,
 };
 use counterpoint_plan::{CostModel, DType, LinearPlan, LinearSpec, TunedPlans, WaveGroups};
 use counterpoint_report::Statistics;
@@ -80,7 +80,10 @@ impl Case<'_> {
         peers: &mut Peers<Known>,
         joined: impl Fn(Measured) -> Result<Option<Measured>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
-        let scratch = &mut LinearScratch::new();
+        let config =
+            WorldConfig { limit: RunConfig::default().limit, poison: false, ..WorldConfig::default() };
+        let group =
+            Group::connect(machine, self.tp_size, config).map_err(|source| CliError::Run { source })?;
         let mut tensors = None;
         let sequential = OverlapPolicy::new(StartOrder::Sequential);
         let named = |policy, groups| LayerOverlap::Policy(policy, groups, self.cost);
@@ -102,7 +105,7 @@ impl Case<'_> {
         for (overlap, how) in asked {
             let planned = self.passes(machine, &how)?;
             if !ways.iter().any(|way| way.overlap == overlap && way.planned == planned) {
-                ways.push(self.prepare(machine, overlap, planned, &mut tensors, scratch)?);
+                ways.push(self.prepare(&group, overlap, planned, &mut tensors)?);
             }
         }
         let Some(tensors) = &tensors else { return Ok(Vec::new()) };
@@ -123,26 +126,27 @@ impl Case<'_> {
     }
 
     fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
-        overlap.passes(machine, self.spec, self.tp_size, GRADIENT).map_err(|error| CliError::Flag {
-            flag: "--shapes",
-            value: self.shape.map(|size| size.to_string()).join(":"),
-            reason: error.to_string(),
-        })
+        overlap.passes(machine.pass_overlaps(self.tp_size), self.spec, self.tp_size, GRADIENT).map_err(
+            |error| CliError::Flag {
+                flag: "--shapes",
+                value: self.shape.map(|size| size.to_string()).join(":"),
+                reason: error.to_string(),
+            },
+        )
     }
 
     /// A layer that runs so, with its results checked.
     fn prepare<M: Machine>(
         &self,
-        machine: &M,
+        group: &Group<M>,
         overlap: String,
         planned: PlannedPasses,
         tensors: &mut Option<Tensors<M>>,
-        scratch: &mut LinearScratch<M>,
     ) -> Result<Way<M>, CliError> {
         let failed = |source| CliError::Run { source };
-        let run = RunConfig { poison: false, ..RunConfig::default() };
-        let layer = LinearLayer::with_passes(machine, planned.clone(), GRADIENT, &run, scratch);
-        let mut layer = layer.map_err(failed)?;
+        let layer = LinearLayer::with_passes(group, planned.clone(), GRADIENT);
+        // Other ranks wait for this one by now: they are to hear of it.
+        let mut layer = layer.map_err(|error| failed(group.fail_with(error)))?;
         let tensors = match tensors {
             Some(tensors) => tensors,
             None => tensors.insert(self.upload(&layer)?),

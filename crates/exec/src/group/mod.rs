@@ -1,0 +1,161 @@
+//! The group: ranks that work together, joined once for the life of a process, and the plans that are called on them.
+
+mod attention;
+mod end;
+mod identity;
+mod rank;
+mod ticket;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use counterpoint_plan::PassOverlap;
+use counterpoint_schedule::Program;
+
+pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
+pub use self::identity::{PlanDifference, PlanIdentity};
+pub(crate) use self::rank::CallOrder;
+pub use self::rank::GroupRank;
+pub use self::ticket::Ticket;
+use crate::{Backend, Call, CpuMachine, ExecError, Machine, Prepared, PreparedRank, World, WorldConfig};
+
+/// A rank of a machine's group.
+pub type RankOf<M> = Arc<GroupRank<<M as Machine>::Backend, <M as Machine>::Transport>>;
+
+/// Ranks that work together, joined once, collectively: all of one process, or one of this process and others of other processes.
+///
+/// A group holds what is made once and used by everything that its ranks run: the connection between them, their streams, their
+/// scratch memory, and the place of the first error. Making a plan ready on it ([`Group::prepare`], [`Group::attention`]) and dropping
+/// a plan are local: no other rank is asked or waited for. Calls follow each other on the ranks' streams. All ranks make the same
+/// calls in the same order.
+///
+/// After its first error a group is of no use: every call gives that error at once. Drop it and join a new one.
+pub struct Group<M: Machine> {
+    world_size: usize,
+    here: Range<usize>,
+    ranks: Vec<RankOf<M>>,
+    pass_overlaps: &'static [PassOverlap],
+}
+
+impl<M: Machine> Clone for Group<M> {
+    fn clone(&self) -> Self {
+        let Self { world_size, here, ranks, pass_overlaps } = self;
+        Self { world_size: *world_size, here: here.clone(), ranks: ranks.clone(), pass_overlaps }
+    }
+}
+
+impl Group<CpuMachine> {
+    /// A group of `world_size` ranks that are threads of this process.
+    ///
+    /// # Errors
+    /// [`ExecError::Thread`] when the system gives no threads.
+    pub fn local(world_size: usize, config: WorldConfig) -> Result<Self, ExecError> {
+        Self::connect(&CpuMachine::new(0, None)?, world_size, config)
+    }
+}
+
+impl<M: Machine> Group<M> {
+    /// Connects `world_size` ranks of a machine. Every process of a machine of several calls it, as often as the others.
+    ///
+    /// # Errors
+    /// When the machine has too little of something; when a rank does not come within the limit.
+    pub fn connect(machine: &M, world_size: usize, config: WorldConfig) -> Result<Self, ExecError> {
+        let world = World::new(world_size, config);
+        let ends = machine.connect(&world)?;
+        Ok(Self {
+            here: machine.ranks_here(world_size),
+            ranks: ends.into_iter().map(|(backend, transport)| GroupRank::new(backend, transport)).collect(),
+            pass_overlaps: machine.pass_overlaps(world_size),
+            world_size,
+        })
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Those that are in this process.
+    pub fn ranks_here(&self) -> Range<usize> {
+        self.here.clone()
+    }
+
+    /// Those that are in this process, in their order.
+    pub fn ranks(&self) -> &[RankOf<M>] {
+        &self.ranks
+    }
+
+    /// The ways in which passes of linear layers can overlap here; see [`Machine::pass_overlaps`].
+    pub fn pass_overlaps(&self) -> &'static [PassOverlap] {
+        self.pass_overlaps
+    }
+
+    /// Bytes of scratch memory of the ranks here.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.ranks.iter().map(|rank| rank.scratch_bytes()).sum()
+    }
+
+    /// Makes a Program ready for each rank here, from what `lower` gives for it. Local, on any thread, and at any time. `plan` is
+    /// what ranks compare in the first call.
+    ///
+    /// # Errors
+    /// As [`Prepared::on`]; the group is as before.
+    pub fn prepare(
+        &self,
+        lower: impl Fn(usize) -> Program,
+        plan: Option<&PlanIdentity>,
+    ) -> Result<Vec<PreparedRank<M>>, ExecError> {
+        self.ranks.iter().map(|rank| Prepared::on(rank, lower(rank.rank()), plan)).collect()
+    }
+
+    /// Whether all is well; never sleeps.
+    ///
+    /// # Errors
+    /// [`ExecError::Closed`]; the first error of any rank, as far as it is known here.
+    pub fn poll(&self) -> Result<(), ExecError> {
+        self.ranks.iter().try_for_each(|rank| rank.check())
+    }
+
+    /// Ends the group for all ranks, which hear `reason` from whatever they wait for: what a rank does that cannot go on. Gives the
+    /// group's error, which is another where that came first.
+    pub fn fail(&self, reason: impl Into<String>) -> ExecError {
+        self.fail_with(ExecError::GaveUp { rank: self.here.start, reason: reason.into() })
+    }
+
+    /// Likewise with an error as the reason.
+    pub fn fail_with(&self, error: ExecError) -> ExecError {
+        let told = self.ranks.iter().map(|rank| rank.backend().fail(error.clone()));
+        told.reduce(|first, _| first).unwrap_or(error)
+    }
+
+    /// Ends the group, collectively: returns once all calls of all ranks have ended. From then on it takes no calls. Dropping a group
+    /// without it waits for no one; calls that other ranks make then fail when they need this one.
+    ///
+    /// # Errors
+    /// The first error of any rank; [`ExecError::Stalled`] with the rank that does not close within the limit.
+    pub fn close(&self) -> Result<(), ExecError> {
+        let last = self.prepare(|rank| end::program(rank, self.world_size), None)?;
+        let tensors = last.iter().map(end::tensors).collect::<Result<Vec<_>, _>>()?;
+        let calls = last.iter().zip(&tensors).map(|(rank, tensors)| Call::new(rank, tensors, None));
+        let tickets = Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)?;
+        self.ranks.iter().for_each(|rank| rank.close());
+        tickets.iter().try_for_each(Ticket::wait)?;
+        self.synchronize_streams()
+    }
+
+    /// Sleeps until all calls of the ranks here have ended.
+    ///
+    /// # Errors
+    /// The first error of any rank.
+    pub fn synchronize(&self) -> Result<(), ExecError> {
+        for rank in &self.ranks {
+            let last = rank.order().last.clone();
+            last.map_or(Ok(()), |(_, ended)| rank.backend().wait_on_host(&ended))?;
+        }
+        self.ranks.iter().try_for_each(|rank| rank.backend().check())
+    }
+
+    fn synchronize_streams(&self) -> Result<(), ExecError> {
+        self.ranks.iter().try_for_each(|rank| rank.synchronize())
+    }
+}

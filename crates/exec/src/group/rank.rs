@@ -1,0 +1,178 @@
+//! One rank of a group: what all Programs that run on it share.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use counterpoint_schedule::{
+    BufferRole, BufferSpec, OverlapPolicy, Program, StreamKind, StreamSpec, WorkerShare,
+};
+
+use super::ticket::EventPool;
+use crate::monitor::lock;
+use crate::{Backend, ExecError, GlobalBuffer, Transport};
+
+/// One rank of a group, in this process: its backend, its connection to the other ranks, its streams and its scratch memory.
+///
+/// Calls follow each other: one begins when the one before has ended on all streams. So they share scratch memory, and a rank needs
+/// as much of it as the largest of its Programs, however many are prepared. What runs at the same time is within a call:
+/// communication under computation.
+pub struct GroupRank<B: Backend, T: Transport<B>> {
+    backend: B,
+    transport: T,
+    shared: Mutex<Shared<B>>,
+    /// Held while a call is enqueued, so that the collectives of one call follow each other.
+    order: Mutex<CallOrder<B>>,
+    events: EventPool<B>,
+    is_closed: AtomicBool,
+}
+
+struct Shared<B: Backend> {
+    streams: Vec<SharedStream<B>>,
+    scratch: GlobalBuffer<B>,
+}
+
+struct SharedStream<B: Backend> {
+    kind: StreamKind,
+    /// Multiprocessors that a policy gives to communication, which a device's streams are made for.
+    partition: Option<usize>,
+    stream: Arc<B::Stream>,
+}
+
+/// What orders a rank's calls.
+pub(crate) struct CallOrder<B: Backend> {
+    /// The end of the last call, and the stream that it was recorded on.
+    pub(crate) last: Option<(Arc<B::Stream>, B::Event)>,
+    /// Recorded where a call's other streams begin.
+    pub(crate) fork: Option<B::Event>,
+    /// Recorded where they end.
+    pub(crate) joins: Vec<B::Event>,
+}
+
+impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
+    /// Takes over a rank's backend and its connection.
+    pub fn new(backend: B, transport: T) -> Arc<Self> {
+        Arc::new(Self {
+            backend,
+            transport,
+            shared: Mutex::new(Shared { streams: Vec::new(), scratch: GlobalBuffer::new() }),
+            order: Mutex::new(CallOrder { last: None, fork: None, joins: Vec::new() }),
+            events: EventPool::default(),
+            is_closed: AtomicBool::new(false),
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.backend.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.backend.world_size()
+    }
+
+    /// The backend, to make buffers.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// Its connection to the other ranks.
+    pub fn transport(&self) -> &T {
+        &self.transport
+    }
+
+    /// Bytes of scratch memory that its Programs share.
+    pub fn scratch_bytes(&self) -> u64 {
+        lock(&self.shared).scratch.bytes()
+    }
+
+    /// Number of streams that it has.
+    pub fn num_streams(&self) -> usize {
+        lock(&self.shared).streams.len()
+    }
+
+    /// Whether a call may be enqueued.
+    ///
+    /// # Errors
+    /// [`ExecError::Closed`]; the group's first error.
+    pub fn check(&self) -> Result<(), ExecError> {
+        if self.is_closed.load(Ordering::Acquire) {
+            return Err(ExecError::Closed { rank: self.rank() });
+        }
+        self.backend.check()
+    }
+
+    pub(crate) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+    }
+
+    /// Sleeps until everything on its streams has ended.
+    pub(crate) fn synchronize(&self) -> Result<(), ExecError> {
+        let streams: Vec<_> = lock(&self.shared).streams.iter().map(|shared| shared.stream.clone()).collect();
+        self.backend.synchronize(&streams.iter().map(|stream| &**stream).collect::<Vec<_>>())
+    }
+
+    pub(crate) fn order(&self) -> MutexGuard<'_, CallOrder<B>> {
+        lock(&self.order)
+    }
+
+    pub(crate) fn events(&self) -> &EventPool<B> {
+        &self.events
+    }
+
+    /// The streams of a Program: the first of each kind for its first of that kind, and so on. New ones are made only for a Program
+    /// that has more than any before.
+    pub(crate) fn streams_for(&self, program: &Program) -> Result<Vec<Arc<B::Stream>>, ExecError> {
+        let mut shared = lock(&self.shared);
+        let partition = partition_of(&program.policy);
+        let mut taken: Vec<Arc<B::Stream>> = Vec::with_capacity(program.streams.len());
+        for spec in &program.streams {
+            let fits = |known: &&SharedStream<B>| {
+                known.kind == spec.kind
+                    && known.partition == partition
+                    && !taken.iter().any(|stream| Arc::ptr_eq(stream, &known.stream))
+            };
+            let stream = match shared.streams.iter().find(fits) {
+                Some(known) => known.stream.clone(),
+                None => {
+                    let stream = Arc::new(self.backend.create_stream(spec, &program.policy)?);
+                    shared.streams.push(SharedStream { kind: spec.kind, partition, stream: stream.clone() });
+                    stream
+                }
+            };
+            taken.push(stream);
+        }
+        Ok(taken)
+    }
+
+    /// A stream of the rank for work of the caller's own, which calls can be ordered with.
+    ///
+    /// # Errors
+    /// When the system has none left.
+    pub fn create_stream(&self, name: &str, kind: StreamKind) -> Result<B::Stream, ExecError> {
+        self.backend.create_stream(&StreamSpec { name: name.to_owned(), kind }, &OverlapPolicy::default())
+    }
+
+    /// Memory that is needed within a call only.
+    pub(crate) fn scratch(&self, spec: &BufferSpec) -> Result<B::Buffer, ExecError> {
+        lock(&self.shared).scratch.view(&self.backend, spec)
+    }
+
+    /// Refuses a Program whose scratch and carried buffers cannot fit.
+    pub(crate) fn check_memory(&self, program: &Program) -> Result<(), ExecError> {
+        let carried = program.bytes(|role| role == BufferRole::Carried);
+        let scratch = program.bytes(|role| role == BufferRole::Scratch);
+        let needed = carried.saturating_add(scratch.saturating_sub(self.scratch_bytes()));
+        match self.backend.available_memory().filter(|available| *available < needed) {
+            Some(available) => Err(ExecError::OutOfMemory { rank: Some(self.rank()), needed, available }),
+            None => Ok(()),
+        }
+    }
+}
+
+fn partition_of(policy: &OverlapPolicy) -> Option<usize> {
+    match policy.workers {
+        WorkerShare::Partition(workers) => Some(workers),
+        WorkerShare::Common | WorkerShare::Margin(_) => None,
+    }
+}

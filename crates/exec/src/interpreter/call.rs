@@ -1,0 +1,203 @@
+//! Calls of a prepared Program on tensors of the caller: checked first, then enqueued behind each other without waiting.
+
+use std::time::Instant;
+
+use counterpoint_schedule::{BufferRole, BufferSpec};
+
+use super::enqueue::{Enqueue, enqueue_all};
+use super::{Prepared, begins_anew, given, is_bound};
+use crate::group::{CallOrder, Ticket};
+use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
+
+/// A call of a prepared Program: its tensors have been checked, and nothing has been enqueued.
+pub struct Call<'a, B: Backend, T: Transport<B>> {
+    prepared: &'a Prepared<B, T>,
+    /// Every buffer of the Program, all dense.
+    table: Vec<B::Buffer>,
+    /// Tensors of the caller that are strided, each with its dense copy: those that the Program reads, and those that it writes.
+    read: Vec<(B::Buffer, B::Buffer)>,
+    written: Vec<(B::Buffer, B::Buffer)>,
+    /// The caller's, where it has one.
+    stream: Option<&'a B::Stream>,
+}
+
+impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
+    /// A call that reads and writes these tensors, by the names of the Program's inputs and outputs; for others those count that were
+    /// bound ([`Prepared::bind`]). With a `stream` it begins once all that the stream was given before has ended, and what the stream
+    /// is given later begins once the call has ended.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] with the tensor that is missing, unknown, of another shape or type, of memory that cannot be used so, or
+    /// that shares memory with one that is written; [`ExecError::Closed`]; the group's first error. Nothing has been enqueued then.
+    pub fn new(
+        prepared: &'a Prepared<B, T>,
+        tensors: &[(&str, B::Buffer)],
+        stream: Option<&'a B::Stream>,
+    ) -> Result<Self, ExecError> {
+        prepared.group_rank().check()?;
+        let mut bound = prepared.buffers.clone();
+        for (name, buffer) in tensors {
+            bound[prepared.check_tensor(name, buffer)?] = Some(buffer.clone());
+        }
+        let specs = &prepared.program().buffers;
+        check_overlaps(prepared, &bound)?;
+        let mut call = Self {
+            prepared,
+            table: Vec::with_capacity(specs.len()),
+            read: Vec::new(),
+            written: Vec::new(),
+            stream,
+        };
+        for (spec, buffer) in specs.iter().zip(bound) {
+            let Some(buffer) = buffer else {
+                let reason = format!("is needed by `{}` and was not given", prepared.program().name);
+                return Err(ExecError::Tensor { name: spec.name.clone(), reason });
+            };
+            let dense = call.dense(spec, buffer)?;
+            call.table.push(dense);
+        }
+        Ok(call)
+    }
+
+    /// The tensor, or dense memory that it is copied to and from.
+    fn dense(&mut self, spec: &BufferSpec, buffer: B::Buffer) -> Result<B::Buffer, ExecError> {
+        let rank = self.prepared.group_rank();
+        if !is_bound(spec.role) || rank.backend().is_dense(&buffer) {
+            return Ok(buffer);
+        }
+        let dense = rank.scratch(&BufferSpec { name: format!("dense {}", spec.name), ..spec.clone() })?;
+        if given(spec.role) {
+            self.read.push((buffer.clone(), dense.clone()));
+        }
+        if spec.role != BufferRole::Input {
+            self.written.push((buffer, dense.clone()));
+        }
+        Ok(dense)
+    }
+
+    /// Enqueues the call behind the rank's earlier ones, and returns at once.
+    ///
+    /// Ranks of one process may meet on the host while they enqueue: each needs a thread of its own then, or all of them
+    /// [`Call::enqueue_ranks`].
+    ///
+    /// # Errors
+    /// The group's first error.
+    pub fn enqueue(self) -> Result<Ticket<B>, ExecError> {
+        let rank = self.prepared.backend().rank();
+        let gone = || ExecError::Closed { rank };
+        Self::enqueue_ranks(vec![self])?.pop().ok_or_else(gone)
+    }
+
+    /// Enqueues the calls of several ranks, one each, from this thread.
+    ///
+    /// # Errors
+    /// The group's first error.
+    pub fn enqueue_ranks(calls: Vec<Self>) -> Result<Vec<Ticket<B>>, ExecError> {
+        let mut orders: Vec<_> = calls.iter().map(|call| call.prepared.group_rank().order()).collect();
+        calls.iter().try_for_each(|call| call.prepared.group_rank().check())?;
+        let origin = Instant::now();
+        let mut queues = Vec::with_capacity(calls.len());
+        for (call, order) in calls.iter().zip(&mut orders) {
+            let queue =
+                Enqueue::of_table(call.prepared, call.table.clone()).begin(origin, RunTimes::Nothing)?;
+            call.begin(order).map_err(|error| call.prepared.backend().fail(error))?;
+            queues.push(queue);
+        }
+        enqueue_all(&mut queues)?;
+        let ends = calls.iter().zip(&mut orders);
+        ends.map(|(call, order)| call.end(order).map_err(|error| call.prepared.backend().fail(error)))
+            .collect()
+    }
+
+    fn place(&self, label: &str) -> OpPlace {
+        OpPlace::new(self.prepared.program().ops.len(), label)
+    }
+
+    /// Has all streams of the call begin behind the rank's last call and the caller's stream.
+    fn begin(&self, order: &mut CallOrder<B>) -> Result<(), ExecError> {
+        let (backend, streams) = (self.prepared.backend(), self.prepared.streams());
+        let [first, others @ ..] = streams else { return Ok(()) };
+        let place = self.place("the begin of a call");
+        if let Some((on, ended)) = &order.last
+            && !std::sync::Arc::ptr_eq(on, first)
+        {
+            backend.wait(first, &place, ended)?;
+        }
+        if let Some(stream) = self.stream {
+            let ready = self.prepared.group_rank().events().take(backend)?;
+            backend.record(stream, &place, &ready)?;
+            backend.wait(first, &place, &ready)?;
+            self.prepared.group_rank().events().put(ready);
+        }
+        if backend.poisons() {
+            let specs = self.prepared.program().buffers.iter();
+            let written = specs.zip(&self.table).filter(|(spec, _)| begins_anew(spec.role));
+            backend.poison(first, &place, written.map(|(_, buffer)| buffer.clone()).collect())?;
+        }
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, strided, dense);
+        self.read.iter().try_for_each(copied)?;
+        if others.is_empty() {
+            return Ok(());
+        }
+        let fork = match &order.fork {
+            Some(fork) => fork.clone(),
+            None => order.fork.insert(backend.create_event()?).clone(),
+        };
+        backend.record(first, &place, &fork)?;
+        others.iter().try_for_each(|stream| backend.wait(stream, &place, &fork))
+    }
+
+    /// Has the first stream end last, and the caller's behind it.
+    fn end(&self, order: &mut CallOrder<B>) -> Result<Ticket<B>, ExecError> {
+        let (backend, streams) = (self.prepared.backend(), self.prepared.streams());
+        let events = self.prepared.group_rank().events();
+        let place = self.place(&format!("the end of `{}`", self.prepared.program().name));
+        let ended = events.take(backend)?;
+        let [first, others @ ..] = streams else {
+            return Ok(Ticket::new(backend, ended, place, events));
+        };
+        for (index, stream) in others.iter().enumerate() {
+            if order.joins.len() <= index {
+                order.joins.push(backend.create_event()?);
+            }
+            backend.record(stream, &place, &order.joins[index])?;
+            backend.wait(first, &place, &order.joins[index])?;
+        }
+        let copied = |(strided, dense): &(B::Buffer, B::Buffer)| backend.copy(first, &place, dense, strided);
+        self.written.iter().try_for_each(copied)?;
+        backend.record(first, &place, &ended)?;
+        if let Some(stream) = self.stream {
+            backend.wait(stream, &place, &ended)?;
+        }
+        order.last = Some((first.clone(), ended.clone()));
+        Ok(Ticket::new(backend, ended, place, events))
+    }
+}
+
+/// Refuses tensors of which one is written and shares memory with another.
+fn check_overlaps<B: Backend, T: Transport<B>>(
+    prepared: &Prepared<B, T>,
+    bound: &[Option<B::Buffer>],
+) -> Result<(), ExecError> {
+    let specs = prepared.program().buffers.iter().zip(bound);
+    let given: Vec<(&BufferSpec, &B::Buffer)> = specs
+        .filter_map(|(spec, buffer)| Some((spec, buffer.as_ref()?)))
+        .filter(|(spec, _)| is_bound(spec.role))
+        .collect();
+    for (at, (spec, buffer)) in given.iter().enumerate() {
+        let access = if spec.role == BufferRole::Input { BufferAccess::Read } else { BufferAccess::Write };
+        prepared.backend().check_buffer(&spec.name, buffer, access)?;
+        for (other, memory) in &given[..at] {
+            let written = [spec, other].into_iter().find(|spec| spec.role != BufferRole::Input);
+            if let Some(written) = written
+                && prepared.backend().overlap(buffer, memory)
+            {
+                let read = if written.name == spec.name { &other.name } else { &spec.name };
+                let reason =
+                    format!("is written, and shares memory with {read}; give each memory of its own");
+                return Err(ExecError::Tensor { name: written.name.clone(), reason });
+            }
+        }
+    }
+    Ok(())
+}

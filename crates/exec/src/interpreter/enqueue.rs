@@ -1,0 +1,147 @@
+//! How the runs of a process's ranks are put on their streams: operation by operation, all ranks from one thread.
+
+use std::time::Instant;
+
+use super::Prepared;
+use super::steps::{PlacedStep, Step};
+use crate::{Backend, CollectiveCall, ExecError, OpPlace, RunContext, RunTimes, Transport};
+
+/// Enqueues what every rank has before its next collective, then that collective's steps, each for all ranks, and so on. A
+/// computation of each rank in turn, so that all ranks start together.
+pub(super) fn enqueue_all<B: Backend, T: Transport<B>>(
+    queues: &mut [Enqueue<'_, B, T>],
+) -> Result<(), ExecError> {
+    loop {
+        let mut meetings: Vec<Option<Meeting<'_, B, T>>> = queues.iter().map(|_| None).collect();
+        let mut under_way: Vec<usize> = (0..queues.len()).collect();
+        while !under_way.is_empty() {
+            let mut left = Vec::with_capacity(under_way.len());
+            for rank in under_way {
+                match queues[rank].advance()? {
+                    Reached::Computation => left.push(rank),
+                    Reached::Collective(meeting) => meetings[rank] = Some(meeting),
+                    Reached::End => {}
+                }
+            }
+            under_way = left;
+        }
+        let meetings = queues.iter().zip(meetings).filter_map(|(queue, met)| Some((queue, met?)));
+        let mut meetings: Vec<_> = meetings.collect();
+        if meetings.is_empty() {
+            return Ok(());
+        }
+        meetings.iter_mut().try_for_each(|(queue, meeting)| queue.fetch(meeting))?;
+        meetings.into_iter().try_for_each(|(queue, meeting)| queue.end(meeting))?;
+    }
+}
+
+/// A rank's run that is being enqueued.
+pub(super) struct Enqueue<'a, B: Backend, T: Transport<B>> {
+    rank: &'a Prepared<B, T>,
+    /// Every buffer of the Program.
+    table: Vec<B::Buffer>,
+    /// Index of the first step that is not yet enqueued whole.
+    next: usize,
+}
+
+impl<'a, B: Backend, T: Transport<B>> Enqueue<'a, B, T> {
+    /// A run over the buffers that are bound.
+    pub(super) fn of_bound(rank: &'a Prepared<B, T>) -> Result<Self, ExecError> {
+        let mut named = rank.program.buffers.iter().zip(&rank.buffers);
+        if let Some((spec, _)) = named.find(|(_, buffer)| buffer.is_none()) {
+            let reason = "is an input and was never bound".to_owned();
+            return Err(rank.backend().fail(ExecError::Tensor { name: spec.name.clone(), reason }));
+        }
+        Ok(Self { rank, table: rank.buffers.iter().flatten().cloned().collect(), next: 0 })
+    }
+
+    /// A run over these buffers.
+    pub(super) fn of_table(rank: &'a Prepared<B, T>, table: Vec<B::Buffer>) -> Self {
+        Self { rank, table, next: 0 }
+    }
+
+    /// Tells the backend of it.
+    pub(super) fn begin(self, origin: Instant, times: RunTimes) -> Result<Self, ExecError> {
+        let Prepared { program, barriers, signals, .. } = self.rank;
+        let run = RunContext { program: &program.name, policy: &program.policy, origin, times };
+        let backend = self.rank.backend();
+        backend.begin_run(&run, barriers, signals).map_err(|error| backend.fail(error))?;
+        Ok(self)
+    }
+
+    /// Enqueues operations up to the next computation, which is, or the next collective, which it begins.
+    fn advance(&mut self) -> Result<Reached<'a, B, T>, ExecError> {
+        let Prepared { rank, streams, events, barriers, signals, steps, .. } = self.rank;
+        let (backend, transport) = (rank.backend(), rank.transport());
+        let mut enqueue = || {
+            while let Some(PlacedStep { place, stream, step }) = steps.get(self.next) {
+                let stream = &*streams[*stream];
+                self.next += 1;
+                match step {
+                    Step::Compute(kernel) => {
+                        backend.launch(stream, place, kernel, &self.table, signals)?;
+                        return Ok(Reached::Computation);
+                    }
+                    Step::Collective { collective, arrive, signal } => {
+                        let barrier = arrive.map(|barrier| &barriers[barrier]);
+                        let signal = signal.map(|signal| &signals[signal]);
+                        let buffers = &self.table;
+                        let call =
+                            CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+                        let meeting = transport.begin(&call)?;
+                        let meeting = Meeting { place, stream, collective, barrier, signal, meeting };
+                        return Ok(Reached::Collective(meeting));
+                    }
+                    Step::Record(event) => backend.record(stream, place, &events[*event])?,
+                    Step::Wait(event) => backend.wait(stream, place, &events[*event])?,
+                    Step::Await { barrier, arrivals } => {
+                        backend.await_barrier(stream, place, &barriers[*barrier], *arrivals)?;
+                    }
+                    Step::Signal { signal, value } => {
+                        backend.signal(stream, place, &signals[*signal], *value)?;
+                    }
+                    Step::WaitSignal { signal, value } => {
+                        backend.wait_signal(stream, place, &signals[*signal], *value)?;
+                    }
+                }
+            }
+            Ok(Reached::End)
+        };
+        enqueue().map_err(|error| backend.fail(error))
+    }
+
+    fn fetch(&self, meeting: &mut Meeting<'a, B, T>) -> Result<(), ExecError> {
+        let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
+        let Meeting { place, stream, collective, barrier, signal, ref mut meeting } = *meeting;
+        let buffers = &self.table;
+        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+        transport.fetch(&call, meeting).map_err(|error| backend.fail(error))
+    }
+
+    fn end(&self, meeting: Meeting<'a, B, T>) -> Result<(), ExecError> {
+        let (backend, transport) = (self.rank.rank.backend(), self.rank.rank.transport());
+        let Meeting { place, stream, collective, barrier, signal, meeting } = meeting;
+        let buffers = &self.table;
+        let call = CollectiveCall { backend, stream, place, collective, buffers, barrier, signal };
+        transport.end(&call, meeting).map_err(|error| backend.fail(error))
+    }
+}
+
+/// How far a rank's run has been enqueued.
+enum Reached<'a, B: Backend, T: Transport<B>> {
+    /// Behind a computation.
+    Computation,
+    /// Within a collective.
+    Collective(Meeting<'a, B, T>),
+    End,
+}
+
+/// A collective that a rank has begun.
+struct Meeting<'a, B: Backend, T: Transport<B>> {
+    place: &'a OpPlace,
+    stream: &'a B::Stream,
+    collective: &'a T::Collective,
+    barrier: Option<&'a B::Barrier>,
+    signal: Option<&'a B::Signal>,
+    meeting: T::Meeting,
+}
