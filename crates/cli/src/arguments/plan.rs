@@ -15,7 +15,8 @@ Examples:
   counterpoint plan --mask causal:64k --cp-size 8
   counterpoint plan --mask varlen-causal:lengths=@documents.txt --cp-size 16 --nodes 2
   counterpoint plan --mask mask.json --cp-size 4 --dispatch zigzag --json
-  counterpoint plan --mask causal:64k --cp-size 8 --report plan.html")]
+  counterpoint plan --mask causal:64k --cp-size 8 --report plan.html
+  counterpoint plan --mask causal:4k --cp-size 4 --program 1")]
 pub(crate) struct PlanArguments {
     /// A JSON file or a builder expression; see `counterpoint mask --help`
     #[arg(long, value_name = "MASK")]
@@ -38,6 +39,10 @@ pub(crate) struct PlanArguments {
     /// Write a report to open in a browser
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
+
+    /// Print the Programs of a rank, or of all ranks when no rank is named, one line an operation, and nothing else
+    #[arg(long, value_name = "RANK", num_args = 0..=1, conflicts_with_all = ["json", "report"])]
+    pub(crate) program: Option<Option<usize>>,
 
     /// Print one JSON document and nothing else
     #[arg(long)]

@@ -17,6 +17,7 @@ mod mask;
 mod nodes;
 mod plan;
 mod prediction;
+mod programs;
 mod pytorch;
 mod rank_machine;
 mod selftest;

@@ -12,6 +12,7 @@ use counterpoint_schedule::{GradientReduction, OverlapPolicy};
 use super::comparison::traffic_rows;
 use super::nodes::topology;
 use super::prediction::{Prediction, rank_seconds};
+use super::programs;
 use super::solution::Solution;
 use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
 use crate::error::CliError;
@@ -39,9 +40,14 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         topology,
         cost: profile.cost,
     };
+    let ranks = arguments.program.map(|rank| programs::ranks(rank, arguments.cp_size)).transpose()?;
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
+    if let Some(ranks) = ranks {
+        drop(progress);
+        return console::print(&programs::text(&solution.plan, &spec, ranks));
+    }
     let machine = profile.machine;
     let told = Told { arguments, mask: &mask, spec, machine, config, solution };
     if arguments.json && arguments.report.is_none() {

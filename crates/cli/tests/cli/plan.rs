@@ -214,3 +214,26 @@ fn ranks_that_own_nothing_are_told_of() {
     assert!(told.contains("2 of 4 ranks own no rows: there are 2 chunks of 512 rows"), "{told}");
     assert_eq!(folder.run(&format!("{line} 256")).ok().stderr, "");
 }
+
+#[test]
+fn programs_are_printed_one_line_an_operation() {
+    let folder = Folder::new();
+    let line = "plan --mask causal:2k --cp-size 2 --dispatch zigzag --stages 2 --chunk-size 256 --program";
+    let all = folder.run(line).ok().stdout;
+    for rank in 0..2 {
+        let one = folder.run(&format!("{line} {rank}")).ok().stdout;
+        assert!(
+            one.starts_with(&format!("attention forward, rank {rank} of 2, policy concurrent\n")),
+            "{one}"
+        );
+        assert!(one.contains(&format!("\nattention backward, rank {rank} of 2, policy concurrent\n")));
+        assert!(all.contains(&one), "all ranks hold rank {rank}");
+        for words in
+            ["buffer q ", "group_cast k[1024,8,128] -> ", "attention_forward q=q[1024,8,128] ", "# delta"]
+        {
+            assert!(one.contains(words), "{words}\n{one}");
+        }
+    }
+    folder.refuses(&format!("{line} 2"), &["--program 2 is not a rank", "ranks 0 to 1"]);
+    folder.refuses(&format!("{line} --json"), &["--program", "--json"]);
+}

@@ -1,0 +1,39 @@
+//! `counterpoint plan --program`: the operations that the ranks of a plan run.
+
+use std::fmt::Write;
+use std::ops::Range;
+
+use counterpoint_plan::{AttentionSpec, Plan};
+use counterpoint_schedule::{
+    GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
+};
+
+use crate::error::CliError;
+
+/// The ranks to print: `rank`, or all of them.
+pub(super) fn ranks(rank: Option<usize>, cp_size: usize) -> Result<Range<usize>, CliError> {
+    match rank {
+        None => Ok(0..cp_size),
+        Some(rank) if rank < cp_size => Ok(rank..rank + 1),
+        Some(rank) => Err(CliError::Flag {
+            flag: "--program",
+            value: rank.to_string(),
+            reason: format!("is not a rank: --cp-size {cp_size} has ranks 0 to {}", cp_size - 1),
+        }),
+    }
+}
+
+/// The forward and the backward of each rank, as they are lowered unless other options are given.
+pub(super) fn text(plan: &Plan, spec: &AttentionSpec, ranks: Range<usize>) -> String {
+    let policy = OverlapPolicy::default();
+    let (blocks, reduction) = (KeyBlocks::default(), GradientReduction::default());
+    let mut out = String::new();
+    for rank in ranks {
+        if !out.is_empty() {
+            out.push('\n');
+        }
+        let _ = writeln!(out, "{}", lower_attention_forward(plan, rank, spec, policy, blocks));
+        let _ = write!(out, "{}", lower_attention_backward(plan, rank, spec, policy, reduction));
+    }
+    out
+}
