@@ -128,6 +128,28 @@ pub enum MaskError {
         /// How many were asked for.
         global: usize,
     },
+    /// Another number of prefixes than of documents.
+    #[error(
+        "{prefixes} prefixes cannot be those of {documents} documents; give one for all, or one for each"
+    )]
+    PrefixCount {
+        /// Documents.
+        documents: usize,
+        /// Prefixes.
+        prefixes: usize,
+    },
+    /// A prefix longer than its document.
+    #[error(
+        "the prefix of document {document} has {prefix} tokens and the document only {length}; give a prefix of at most {length}"
+    )]
+    PrefixTooLong {
+        /// Position of the document, counted from 0.
+        document: usize,
+        /// Tokens of its prefix.
+        prefix: usize,
+        /// Tokens of the document.
+        length: usize,
+    },
     /// A block of no tokens.
     #[error("{field} is 0; a block needs at least one token")]
     EmptyBlock {

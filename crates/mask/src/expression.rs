@@ -3,14 +3,15 @@
 //! ```text
 //! mask       = path | builder ":" arguments
 //! arguments  = [ value { "," value } ] { "," option "=" value { "," value } }
-//! value      = size | size ";" size | bits | "@" file
+//! value      = size | size ";" size | bits | "all" | "@" file
 //! size       = digits [ "k" | "M" ]            1024 and 1024 * 1024 tokens
 //! ```
 //!
 //! The values before the first option are the sequence: one size (`S` in [`BUILDERS`]), or for the varlen builders
 //! the cumulative starts of the documents, from 0 to the length of the sequence (`STARTS`). Instead of starts,
-//! `lengths=` takes the documents' lengths. A list can stand in a file: `lengths=@FILE`, one value a line; empty lines
-//! are skipped. A document may have length 0. Options come in any order.
+//! `lengths=` takes the documents' lengths. A list can stand in a file: `lengths=@FILE`, values apart by commas, blanks or
+//! line ends. Brackets around a list, as Python prints it, change nothing: `varlen-causal:[0, 12, 30]`, also in a file. A
+//! document may have length 0. Options come in any order.
 //!
 //! Cross attention: `full`, `causal` and their varlen forms take `keys=`, the keys' size or starts (or `key-lengths=`).
 //! `shared-question:128;300,200` separates the question from the answers' lengths by a semicolon. `block-sparse` takes
@@ -88,14 +89,14 @@ pub const BUILDERS: &[Builder] = &[
     },
     Builder {
         name: "sliding-window",
-        arguments: "S[,left=N][,right=N][,global=N]",
-        meaning: "left tokens before, right tokens after, and the first global tokens always",
+        arguments: "S,left=N,right=N[,global=N]",
+        meaning: "left tokens before, right tokens after (0: causal, all: no limit), and the first global tokens always",
         options: &["left", "right", "global"],
         build: |a| Mask::sliding_window(a.sequence()?, window(a)?),
     },
     Builder {
         name: "varlen-sliding-window",
-        arguments: "STARTS[,left=N][,right=N][,global=N]",
+        arguments: "STARTS,left=N,right=N[,global=N]",
         meaning: "a sliding window inside each document",
         options: &["lengths", "left", "right", "global"],
         build: |a| Mask::sliding_window(a.documents()?, window(a)?),
@@ -119,14 +120,18 @@ pub const BUILDERS: &[Builder] = &[
         arguments: "S,prefix=N",
         meaning: "causal, and the first tokens are seen by all",
         options: &["prefix"],
-        build: |a| Mask::prefix_lm(a.sequence()?, a.size("prefix")?),
+        build: |a| Mask::prefix_lm_each(a.sequence()?, &[a.size("prefix")?]),
     },
     Builder {
         name: "varlen-prefix-lm",
-        arguments: "STARTS,prefix=N",
-        meaning: "prefix-lm inside each document",
+        arguments: "STARTS,prefix=N[,N,...]",
+        meaning: "prefix-lm inside each document, with one prefix for all or one for each",
         options: &["lengths", "prefix"],
-        build: |a| Mask::prefix_lm(a.documents()?, a.size("prefix")?),
+        build: |a| {
+            let documents = a.documents()?;
+            let prefixes = a.prefixes(&documents)?;
+            Mask::prefix_lm_each(documents, &prefixes)
+        },
     },
     Builder {
         name: "shared-question",
@@ -166,16 +171,12 @@ pub const BUILDERS: &[Builder] = &[
 ];
 
 fn window(arguments: &Arguments) -> Result<Window, MaskError> {
-    let window = Window {
-        left: arguments.optional_size("left")?,
-        right: arguments.optional_size("right")?,
+    Ok(Window {
+        left: arguments.limit("left", "left=N, or left=all for no limit")?,
+        // Programs disagree about what a window without it means, so it is not guessed.
+        right: arguments.limit("right", "right=0 for a causal window, right=N, or right=all for no limit")?,
         global: arguments.optional_size("global")?.unwrap_or(0),
-    };
-    if window.left.is_none() && window.right.is_none() {
-        let problem = "missing; give left=N, right=N or both (a missing one has no limit)";
-        return Err(arguments.wrong("left", problem));
-    }
-    Ok(window)
+    })
 }
 
 impl Mask {

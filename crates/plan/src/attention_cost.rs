@@ -1,8 +1,9 @@
 use counterpoint_mask::Band;
 use serde::{Deserialize, Serialize};
 
+use crate::cost::{COSTS, MOST_WORKERS, check_figure};
 use crate::tile_schedule::{TileCounting, TileCounts};
-use crate::{AttentionSpec, CostModel, PlanError, TileDirection};
+use crate::{AttentionSpec, CostModel, MAX_TILE_SIZE, PlanError, TileDirection};
 
 /// One attention operation, as far as its time goes.
 #[derive(Clone, Copy, Debug)]
@@ -139,11 +140,7 @@ impl TileCosts {
 
     /// Whether times can be predicted with it.
     pub(crate) fn validate(&self) -> Result<(), PlanError> {
-        let refused =
-            |field, value: f64, wanted| Err(PlanError::Cost { field, value: value.to_string(), wanted });
-        if self.workers == 0 {
-            return refused("tiles.workers", 0.0, "at least 1");
-        }
+        check_figure("tiles.workers", self.workers, 1..=MOST_WORKERS)?;
         for kernel in [&self.forward, &self.backward] {
             let sizes = [
                 ("tiles.tile_rows", kernel.tile_rows),
@@ -151,13 +148,10 @@ impl TileCosts {
                 ("tiles.staged_block", kernel.staged_block),
                 ("tiles.pack", kernel.pack),
             ];
-            for (field, size) in sizes {
-                if size == 0 || size > crate::MAX_TILE_SIZE {
-                    return refused(field, size as f64, "a number of rows or heads from 1 to 65,536");
-                }
-            }
+            sizes.into_iter().try_for_each(|(field, size)| check_figure(field, size, 1..=MAX_TILE_SIZE))?;
             if kernel.tile_rows % kernel.pack != 0 {
-                return refused("tiles.pack", kernel.pack as f64, "a divisor of tile_rows");
+                let (value, wanted) = (kernel.pack.to_string(), "a divisor of tile_rows".to_owned());
+                return Err(PlanError::Cost { field: "tiles.pack", value, wanted });
             }
             let costs = [
                 ("tiles.block_columns", kernel.block_columns),
@@ -168,11 +162,7 @@ impl TileCosts {
                 ("tiles.slowdown", kernel.slowdown),
                 ("tiles.slowdown_seconds", kernel.slowdown_seconds),
             ];
-            for (field, cost) in costs {
-                if !(cost.is_finite() && cost >= 0.0) {
-                    return refused(field, cost, "finite and at least 0");
-                }
-            }
+            costs.into_iter().try_for_each(|(field, cost)| check_figure(field, cost, COSTS))?;
         }
         Ok(())
     }

@@ -1,3 +1,6 @@
+use std::fmt::{Debug, Display};
+use std::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{PlanError, TileCosts, WorkerSharing};
@@ -16,6 +19,26 @@ impl Link {
     pub fn seconds(&self, bytes: u64) -> f64 {
         if bytes == 0 { 0.0 } else { self.alpha_seconds + bytes as f64 / self.bytes_per_second }
     }
+}
+
+/// Rates and costs of any machine, by a wide margin: what is predicted of the largest problem with the worst of them stays far
+/// within the range of f64, so nothing that follows from a profile need look out for infinities.
+pub(crate) const RATES: RangeInclusive<f64> = 1e-6..=1e30;
+pub(crate) const COSTS: RangeInclusive<f64> = 0.0..=1e9;
+/// Workers of a device, by a wide margin.
+pub(crate) const MOST_WORKERS: usize = 1 << 20;
+
+/// Refuses a figure that is not within `wanted`.
+pub(crate) fn check_figure<T: PartialOrd + Display + Debug>(
+    field: &'static str,
+    value: T,
+    wanted: RangeInclusive<T>,
+) -> Result<(), PlanError> {
+    if wanted.contains(&value) {
+        return Ok(());
+    }
+    let wanted = format!("from {:?} to {:?}", wanted.start(), wanted.end());
+    Err(PlanError::Cost { field, value: value.to_string(), wanted })
 }
 
 /// What work costs on a machine, calibrated by measurement.
@@ -70,7 +93,7 @@ impl CostModel {
     /// Whether times can be predicted with it.
     ///
     /// # Errors
-    /// A rate that is not above 0, a cost that is below 0, anything that is not finite.
+    /// A figure that no machine could have: predicted times would overflow.
     pub fn validate(&self) -> Result<(), PlanError> {
         let rates = [
             ("forward_flops_per_second", self.forward_flops_per_second),
@@ -85,24 +108,8 @@ impl CostModel {
             ("link.alpha_seconds", self.link.alpha_seconds),
             ("network.alpha_seconds", self.network.alpha_seconds),
         ];
-        for (field, value) in rates {
-            if !(value.is_finite() && value > 0.0) {
-                return Err(PlanError::Cost {
-                    field,
-                    value: value.to_string(),
-                    wanted: "finite and above 0",
-                });
-            }
-        }
-        for (field, value) in costs {
-            if !(value.is_finite() && value >= 0.0) {
-                return Err(PlanError::Cost {
-                    field,
-                    value: value.to_string(),
-                    wanted: "finite and at least 0",
-                });
-            }
-        }
+        rates.into_iter().try_for_each(|(field, rate)| check_figure(field, rate, RATES))?;
+        costs.into_iter().try_for_each(|(field, seconds)| check_figure(field, seconds, COSTS))?;
         self.sharing.map_or(Ok(()), |sharing| sharing.validate())?;
         self.tiles.map_or(Ok(()), |tiles| tiles.validate())
     }

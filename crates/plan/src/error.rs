@@ -58,7 +58,7 @@ pub enum PlanError {
         /// What was given.
         value: String,
         /// What it must be.
-        wanted: &'static str,
+        wanted: String,
     },
     /// A linear layer cannot be split so.
     #[error("{field} is {value}; a tensor-parallel linear layer wants {wanted}")]

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::cost::{COSTS, check_figure};
 use crate::{CostModel, PlanError, WorkerSharing};
 
 /// The version of the format. It changes with the meaning of a field, not when one is added.
@@ -127,8 +128,34 @@ impl MachineProfile {
             return Err(ProfileError::Version { found: version });
         }
         let profile: Self = serde_json::from_str(text).map_err(form)?;
-        profile.cost.validate()?;
+        profile.validate()?;
         Ok(profile)
+    }
+
+    /// Whether times can be predicted with what it holds.
+    ///
+    /// # Errors
+    /// A figure that no machine could have; sizes of collectives that do not ascend.
+    pub fn validate(&self) -> Result<(), ProfileError> {
+        self.cost.validate()?;
+        for transport in &self.transports {
+            for (field, points) in
+                [("transports.cast", &transport.cast), ("transports.reduce", &transport.reduce)]
+            {
+                points.iter().try_for_each(|point| check_figure(field, point.seconds, COSTS))?;
+                let sizes = points.iter().map(|point| point.bytes);
+                let mut pairs = sizes.clone().zip(sizes.skip(1));
+                if let Some((_, bytes)) = pairs.find(|(before, bytes)| bytes <= before) {
+                    let (value, wanted) = (format!("{bytes} bytes"), "ascending by size".to_owned());
+                    return Err(PlanError::Cost { field, value, wanted }.into());
+                }
+            }
+        }
+        for policy in &self.policies {
+            check_figure("policies.seconds", policy.seconds, COSTS)?;
+            check_figure("policies.efficiency", policy.efficiency, -COSTS.end()..=*COSTS.end())?;
+        }
+        Ok(())
     }
 
     /// The profile as a file holds it.
@@ -178,7 +205,8 @@ fn between(points: &[LinkPoint], bytes: u64) -> Option<f64> {
         a.seconds + part * (b.seconds - a.seconds)
     };
     let inside = points.windows(2).find(|pair| bytes <= pair[1].bytes);
-    Some(inside.map_or(last.seconds * bytes as f64 / last.bytes as f64, |pair| share(&pair[0], &pair[1])))
+    let beyond = || last.seconds * bytes as f64 / last.bytes.max(1) as f64;
+    Some(inside.map_or_else(beyond, |pair| share(&pair[0], &pair[1])))
 }
 
 #[cfg(test)]
@@ -218,6 +246,12 @@ mod tests {
         let mut profile = MachineProfile::h200();
         profile.cost.tiles.as_mut().unwrap().workers = 0;
         assert!(matches!(refused(&profile.to_json()), ProfileError::Cost(_)));
+        // Sizes that do not ascend.
+        let mut profile = MachineProfile::h200();
+        let point = |bytes| LinkPoint { bytes, seconds: 1e-3 };
+        let (cast, reduce) = (vec![point(8), point(4)], Vec::new());
+        profile.transports.push(TransportMeasurement { transport: "x".to_owned(), cast, reduce });
+        assert!(refused(&profile.to_json()).to_string().contains("transports.cast"));
         let error = MachineProfile::h200().check_machine("NVIDIA B200").unwrap_err().to_string();
         assert!(error.contains("NVIDIA H200") && error.contains("NVIDIA B200"), "{error}");
         assert_eq!(MachineProfile::h200().check_machine("NVIDIA H200"), Ok(()));

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 
-use crate::PlanError;
+use crate::cost::{MOST_WORKERS, check_figure};
+use crate::{MAX_TILE_SIZE, PlanError};
 
 /// How the computation and the communication of one rank get in each other's way. Without it, what overlaps costs nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,18 +39,11 @@ impl WorkerSharing {
     }
 
     pub(crate) fn validate(&self) -> Result<(), PlanError> {
-        let error =
-            |field, value: usize, wanted| Err(PlanError::Cost { field, value: value.to_string(), wanted });
-        if self.workers == 0 {
-            return error("sharing.workers", 0, "at least 1");
-        }
-        if self.communication >= self.workers {
-            return error("sharing.communication", self.communication, "below sharing.workers");
-        }
-        match self.gemm_tile.contains(&0) {
-            true => error("sharing.gemm_tile", 0, "at least 1 by 1"),
-            false => Ok(()),
-        }
+        check_figure("sharing.workers", self.workers, 1..=MOST_WORKERS)?;
+        check_figure("sharing.communication", self.communication, 0..=self.workers - 1)?;
+        self.gemm_tile
+            .into_iter()
+            .try_for_each(|size| check_figure("sharing.gemm_tile", size, 1..=MAX_TILE_SIZE))
     }
 }
 

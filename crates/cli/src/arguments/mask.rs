@@ -23,7 +23,8 @@ fn help() -> String {
     let mut text = "\
 MASK is a path to a JSON file, or one of the expressions below. Sizes (S, N)
 take k and M, 1024 and 1024 x 1024. STARTS are cumulative, as in 0,100,400;
-lengths=100,300 means the same, and lengths=@FILE reads one length a line.
+lengths=100,300 means the same, and lengths=@FILE reads them from a file, apart
+by commas, blanks or line ends. A list may stand in brackets: '[0, 100, 400]'.
 
 "
     .to_owned();

@@ -60,7 +60,7 @@ pub(crate) use value::{DISPATCHES, OverlapChoice, dispatch_name, dtype_name, sca
 MASK is a path to a JSON file or an expression, such as:
   causal:64k                            each token sees itself and what is before it
   varlen-causal:lengths=300,4000,96     packed documents, causal inside each
-  varlen-causal:lengths=@documents.txt  the same, one length a line
+  varlen-causal:lengths=@documents.txt  the same, lengths from a file
   sliding-window:32k,left=1023,right=0  itself and 1,023 tokens before
 `counterpoint mask --help` has the whole list.
 

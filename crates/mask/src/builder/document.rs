@@ -47,9 +47,26 @@ impl Mask {
     /// See [`Mask::full`].
     pub fn prefix_lm(documents: impl Into<Documents>, prefix: usize) -> Result<Self, MaskError> {
         let documents = documents.into();
+        let prefixes: Vec<usize> = documents.ranges().map(|document| prefix.min(document.len())).collect();
+        Self::prefix_lm_each(documents, &prefixes)
+    }
+
+    /// As [`Mask::prefix_lm`], with a prefix for each document.
+    ///
+    /// # Errors
+    /// See [`Mask::full`]; another number of prefixes than of documents; a prefix longer than its document.
+    pub fn prefix_lm_each(documents: impl Into<Documents>, prefixes: &[usize]) -> Result<Self, MaskError> {
+        let documents = documents.into();
+        if documents.count() != prefixes.len() {
+            return Err(MaskError::PrefixCount { documents: documents.count(), prefixes: prefixes.len() });
+        }
         let mut drawing = Drawing::new(documents.seqlen(), documents.seqlen())?;
-        for document in documents.ranges() {
-            let (head, tail) = document.cut(document.start.saturating_add(prefix));
+        for (index, (document, &prefix)) in documents.ranges().zip(prefixes).enumerate() {
+            let length = document.len();
+            if prefix > length {
+                return Err(MaskError::PrefixTooLong { document: index, prefix, length });
+            }
+            let (head, tail) = document.cut(document.start + prefix);
             drawing.add(head, head, MaskType::Full)?;
             drawing.add(tail, document, MaskType::Causal)?;
         }

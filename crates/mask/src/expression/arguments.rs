@@ -159,6 +159,26 @@ impl<'a> Arguments<'a> {
         Ok(blocks)
     }
 
+    /// A limit that must be given: a size, or `all` for none. `how` says how to write it.
+    pub(super) fn limit(&self, field: &'static str, how: &str) -> Result<Option<usize>, MaskError> {
+        match self.option(field) {
+            None => Err(self.wrong(field, format!("missing; give {how}"))),
+            Some(["all"]) => Ok(None),
+            Some(_) => self.optional_size(field),
+        }
+    }
+
+    /// The prefix of every document: one for all that have tokens, or one for each.
+    pub(super) fn prefixes(&self, documents: &Documents) -> Result<Vec<usize>, MaskError> {
+        let Some(values) = self.option("prefix") else {
+            return Err(self.wrong("prefix", "missing; write prefix=N, or one for each document"));
+        };
+        Ok(match self.numbers("prefix", values)?[..] {
+            [prefix] => documents.ranges().map(|range| if range.is_empty() { 0 } else { prefix }).collect(),
+            ref prefixes => prefixes.to_vec(),
+        })
+    }
+
     /// A size that must be given.
     pub(super) fn size(&self, field: &'static str) -> Result<usize, MaskError> {
         self.optional_size(field)?.ok_or_else(|| self.wrong(field, format!("missing; write {field}=N")))
@@ -183,11 +203,11 @@ impl<'a> Arguments<'a> {
         self.items(field, values)?.iter().map(|(place, item)| self.number(place, item)).collect()
     }
 
-    /// The items of a list and the name of each one's place; `@FILE` stands for the lines of a file.
+    /// The items of a list and the name of each one's place; `@FILE` stands for the items in a file. Either may be in brackets.
     fn items(&self, field: &str, values: &[&str]) -> Result<Vec<(String, String)>, MaskError> {
         let Some(path) = values.first().and_then(|value| value.strip_prefix('@')) else {
             let named = |(index, value): (usize, &&str)| (format!("{field}[{index}]"), (*value).to_owned());
-            return Ok(values.iter().enumerate().map(named).collect());
+            return self.without_brackets(field, values.iter().enumerate().map(named).collect());
         };
         if values.len() > 1 {
             return Err(self.wrong(field, format!("nothing may follow the file {path:?}")));
@@ -196,8 +216,47 @@ impl<'a> Arguments<'a> {
             .map_err(|problem| self.wrong(field, format!("cannot read {path:?}: {problem}")))?;
         // Some editors write a byte order mark in front.
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let lines = text.lines().map(str::trim).enumerate().filter(|(_, line)| !line.is_empty());
-        Ok(lines.map(|(index, line)| (format!("{field}: {path}:{}", index + 1), line.to_owned())).collect())
+        let mut items = Vec::new();
+        for (index, line) in text.lines().map(str::trim).enumerate() {
+            let place = format!("{field}: {path}:{}", index + 1);
+            // A comma may end a line; two in a row leave something out.
+            for part in line.strip_suffix(',').unwrap_or(line).split(',').filter(|_| !line.is_empty()) {
+                let words = part.split_whitespace().map(str::to_owned);
+                let before = items.len();
+                items.extend(words.map(|word| (place.clone(), word)));
+                if items.len() == before {
+                    return Err(self
+                        .wrong(&place, "nothing stands between two commas; give a value or leave one out"));
+                }
+            }
+        }
+        self.without_brackets(field, items)
+    }
+
+    /// The items of a list that may stand in brackets, and these from its first and last item.
+    fn without_brackets(
+        &self,
+        field: &str,
+        mut items: Vec<(String, String)>,
+    ) -> Result<Vec<(String, String)>, MaskError> {
+        let bare = |item: &mut String, rest: Option<&str>| -> Option<bool> {
+            let rest = rest?.trim().to_owned();
+            *item = rest;
+            Some(item.is_empty())
+        };
+        let opened = items.first_mut().and_then(|(_, item)| bare(item, item.clone().strip_prefix('[')));
+        let closed = items.last_mut().and_then(|(_, item)| bare(item, item.clone().strip_suffix(']')));
+        if opened.is_some() != closed.is_some() {
+            return Err(self.wrong(field, "a list begins with [ and ends with ], or has neither"));
+        }
+        // A bracket may stand alone, on a line of its own.
+        if closed == Some(true) {
+            items.pop();
+        }
+        if opened == Some(true) && !items.is_empty() {
+            items.remove(0);
+        }
+        Ok(items)
     }
 
     /// Digits, with `k` or `M` behind them for 1024 or 1024 * 1024.
