@@ -57,12 +57,15 @@ pub(crate) fn note_development_build() {
     }
 }
 
-/// How tables on standard output are drawn: coloured on a terminal unless `NO_COLOR` is set, as wide as the terminal.
+/// How tables on standard output are drawn: coloured on a terminal unless `NO_COLOR` is set, as wide as the terminal, or as `COLUMNS`
+/// says where there is none.
 pub(crate) fn style() -> Style {
+    let asked = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    let asked = asked.filter(|columns: &u16| *columns > 0);
     if !io::stdout().is_terminal() {
-        return Style::PLAIN;
+        return Style { width: asked, ..Style::PLAIN };
     }
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let width = terminal_size::terminal_size().map(|(width, _)| width.0);
-    Style { color: !no_color, width }
+    Style { color: !no_color, width: width.or(asked) }
 }

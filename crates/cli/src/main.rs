@@ -22,17 +22,18 @@ mod tuned;
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::FromArgMatches;
 
 use arguments::Arguments;
 
 fn main() -> ExitCode {
     interrupt::install();
     report_panics_in_one_line();
-    let result = match Arguments::try_parse() {
+    let parsed = arguments::command().try_get_matches();
+    let result = match parsed.and_then(|matches| Arguments::from_arg_matches(&matches)) {
         Ok(arguments) => command::run(arguments.command),
         Err(error) if error.use_stderr() => Err(arguments::usage_error(&error)),
-        Err(help) => console::print(&help.render().to_string()),
+        Err(help) => console::print(&arguments::help_text(&help)),
     };
     interrupt::stay_if_ending();
     match result {

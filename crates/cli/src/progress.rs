@@ -1,6 +1,10 @@
-use std::time::Duration;
+//! What a command is doing, on standard error.
+
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::console;
 
 /// What is being done, with the time it has taken, on stderr and only where that is a terminal. Cleared when dropped.
 #[derive(Debug)]
@@ -58,6 +62,59 @@ impl Bar {
 }
 
 impl Drop for Bar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// Between two lines of a [`Ticker`] where standard error is not a terminal.
+const EVERY: Duration = Duration::from_secs(5);
+/// Between two looks of one that is a terminal.
+const REDRAWN: Duration = Duration::from_millis(200);
+
+/// How far something is that takes minutes, on stderr: a line that is drawn again where that is a terminal, else a line every few
+/// seconds, so that a log shows it too. Cleared when dropped.
+#[derive(Debug)]
+pub(crate) struct Ticker {
+    bar: ProgressBar,
+    name: &'static str,
+    began: Instant,
+    told: Instant,
+}
+
+impl Ticker {
+    /// Of what has this name. Nothing is shown until something is said.
+    pub(crate) fn new(name: &'static str) -> Self {
+        let bar = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {prefix}: {wide_msg} ({elapsed})") {
+            bar.set_style(style);
+        }
+        bar.set_prefix(name);
+        Self { bar, name, began: Instant::now(), told: Instant::now() }
+    }
+
+    /// Says how far it is, if it is time to.
+    pub(crate) fn tell(&mut self, text: impl FnOnce() -> String) {
+        let drawn = !self.bar.is_hidden();
+        if self.told.elapsed() < if drawn { REDRAWN } else { EVERY } {
+            return;
+        }
+        self.told = Instant::now();
+        if drawn {
+            self.bar.set_message(text());
+            self.bar.tick();
+        } else {
+            console::note(&format!("{}, {} s: {}", self.name, self.began.elapsed().as_secs(), text()));
+        }
+    }
+
+    /// Lets something be printed that the line would be in the way of.
+    pub(crate) fn aside<T>(&self, print: impl FnOnce() -> T) -> T {
+        self.bar.suspend(print)
+    }
+}
+
+impl Drop for Ticker {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

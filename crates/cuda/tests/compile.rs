@@ -1,6 +1,8 @@
 //! Every kernel that ships compiles, and is what its launch needs. Needs NVRTC, no GPU.
 
+use std::io::Write;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use counterpoint_cuda::kernel::{MatrixUnit, SharedLayout, Specialisation, shared_layouts, specialisations};
 use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
@@ -23,7 +25,16 @@ fn all_that_ship() {
         return;
     }
     let all = specialisations();
-    let report = examine(&all, &CubinCache::from_environment(), |_| {}).unwrap();
+    let (mut done, mut told) = (0, Instant::now());
+    let report = examine(&all, &CubinCache::from_environment(), |name| {
+        done += 1;
+        if told.elapsed() >= Duration::from_secs(5) {
+            told = Instant::now();
+            // Not by a macro, whose lines the test's harness would keep to itself.
+            let _ = writeln!(std::io::stderr(), "compiled {done} of {} kernels; {name}", all.len());
+        }
+    })
+    .unwrap();
     assert!(report.failed.is_empty(), "{:#?}", report.failed);
     assert_eq!(report.kernels.len(), all.len());
 }

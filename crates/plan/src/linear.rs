@@ -1,6 +1,8 @@
 //! Tensor-parallel linear layers: which part of weight and tokens a rank has, and in which groups of tokens a layer is
 //! computed so that one group travels while another is multiplied.
 
+use std::fmt;
+
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +30,26 @@ pub enum Activations {
     Replicated,
     /// Its own tokens (sequence parallelism, Korthikanti et al. 2022): inputs are all-gathered, sums reduce-scattered.
     SequenceParallel,
+}
+
+impl fmt::Display for LinearKind {
+    /// The name on the command line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            LinearKind::Column => "column",
+            LinearKind::Row => "row",
+        })
+    }
+}
+
+impl fmt::Display for Activations {
+    /// The name on the command line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Activations::Replicated => "replicated",
+            Activations::SequenceParallel => "sequence-parallel",
+        })
+    }
 }
 
 /// A linear layer `y = x W^T + bias` over the ranks of a tensor-parallel group. `x` is `[tokens, in_features]`, `y` is

@@ -1,13 +1,18 @@
-use comfy_table::{
-    Attribute, Cell, CellAlignment, Color, ContentArrangement, ContentLineStyle, LineStyle, Table, TableStyle,
-};
+//! The one printer of tables for terminals: columns that name a row always stay, figures go when there is no room for them.
 
 mod bench;
 mod check;
+mod grid;
+mod live;
 mod plan;
+
+use comfy_table::CellAlignment;
+use unicode_width::UnicodeWidthStr;
 
 pub use bench::{BenchRow, Rate, Verified, bench_table};
 pub use check::check_table;
+use grid::{Grid, Tone, plain};
+pub use live::LiveTable;
 pub(crate) use plan::chunk_list;
 pub use plan::{ComparisonRow, comparison_table, plan_table};
 
@@ -23,39 +28,69 @@ pub struct Style {
 impl Style {
     /// No colour, any width: for files and pipes.
     pub const PLAIN: Style = Style { color: false, width: None };
+
+    /// Columns that a line may take.
+    fn limit(&self) -> usize {
+        self.width.map_or(usize::MAX, usize::from)
+    }
 }
 
-/// A tone of a cell. Always besides words, never instead of them.
+/// Whether a narrow terminal may lose a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Tone {
-    Plain,
-    Good,
-    Bad,
-    Soft,
+enum Keep {
+    /// Never: it says what the row is of.
+    Name,
+    /// The highest rank goes first, 0 never.
+    Figure(u8),
 }
 
-/// A column, and how soon it goes when the terminal is narrow: the highest `rank` first, 0 never.
+/// A column of a table. What names a row always stays; of figures the highest `rank` goes first where the terminal is narrow, 0 never.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
     header: &'static str,
     alignment: CellAlignment,
-    rank: u8,
+    keep: Keep,
+    /// Characters that a [`LiveTable`] leaves for its cells.
+    width: usize,
 }
 
 impl Column {
-    /// What stands above it.
-    pub const fn header(&self) -> &'static str {
-        self.header
+    /// What stands above it, in one line.
+    pub fn header(&self) -> String {
+        self.header.replace('\n', " ")
     }
 
-    /// A column of words.
+    /// A column of words that say what a row is of.
+    pub const fn name(header: &'static str) -> Self {
+        Self { header, alignment: CellAlignment::Left, keep: Keep::Name, width: 0 }
+    }
+
+    /// A column of numbers that say what a row is of, such as ranks or sizes.
+    pub const fn number_name(header: &'static str) -> Self {
+        Self { header, alignment: CellAlignment::Right, keep: Keep::Name, width: 0 }
+    }
+
+    /// A column of words that say something of the row.
     pub const fn text(header: &'static str, rank: u8) -> Self {
-        Self { header, alignment: CellAlignment::Left, rank }
+        Self { header, alignment: CellAlignment::Left, keep: Keep::Figure(rank), width: 0 }
     }
 
-    /// A column of numbers.
+    /// A column of numbers that say something of the row.
     pub const fn number(header: &'static str, rank: u8) -> Self {
-        Self { header, alignment: CellAlignment::Right, rank }
+        Self { header, alignment: CellAlignment::Right, keep: Keep::Figure(rank), width: 0 }
+    }
+
+    /// With room for cells of so many characters in a [`LiveTable`], whose rows are not known when it begins.
+    pub const fn wide(self, width: usize) -> Self {
+        Self { width, ..self }
+    }
+
+    /// A cell as it stands among names on a line of their own: a number with what it counts.
+    fn label(&self, cell: &str) -> String {
+        match self.alignment {
+            CellAlignment::Right => format!("{} {cell}", self.header()),
+            _ => cell.to_owned(),
+        }
     }
 }
 
@@ -66,137 +101,68 @@ pub fn table(columns: &[Column], rows: impl IntoIterator<Item = Vec<String>>, st
     grid.render(style)
 }
 
-/// Columns and rows of text, drawn to fit. A number that is broken over two lines is misread, so a narrow terminal
-/// loses whole columns, and a line below says which.
-struct Grid {
-    columns: Vec<Column>,
-    rows: Vec<Vec<(String, Tone)>>,
-}
-
-impl Grid {
-    fn new(columns: Vec<Column>) -> Self {
-        Self { columns, rows: Vec::new() }
-    }
-
-    fn row(&mut self, cells: Vec<(String, Tone)>) {
-        debug_assert_eq!(cells.len(), self.columns.len());
-        self.rows.push(cells);
-    }
-
-    /// Characters of column `index` with the gap to the next.
-    fn column_width(&self, index: usize) -> usize {
-        let cells = self.rows.iter().map(|row| row[index].0.chars().count());
-        cells.chain([self.columns[index].header.chars().count()]).max().unwrap_or(0) + 2
-    }
-
-    fn render(&self, style: &Style) -> String {
-        let mut shown: Vec<usize> = (0..self.columns.len()).collect();
-        let mut hidden: Vec<usize> = Vec::new();
-        if let Some(limit) = style.width {
-            let widths: Vec<usize> = (0..self.columns.len()).map(|index| self.column_width(index)).collect();
-            while shown.iter().map(|&index| widths[index]).sum::<usize>() > usize::from(limit) {
-                let last = shown.iter().enumerate().rev().max_by_key(|&(_, &index)| self.columns[index].rank);
-                let Some((at, _)) = last.filter(|&(_, &index)| self.columns[index].rank > 0) else { break };
-                hidden.push(shown.remove(at));
+/// `text` with lines that are no longer than the terminal is wide, broken between words; what a line goes on with is indented.
+pub fn fold(text: &str, style: &Style) -> String {
+    let mut out = String::with_capacity(text.len());
+    for line in text.split_inclusive('\n') {
+        let (line, end) = line.strip_suffix('\n').map_or((line, ""), |line| (line, "\n"));
+        let indent = &line[..line.len() - line.trim_start().len()];
+        out.push_str(indent);
+        let mut used = 0;
+        for word in line[indent.len()..].split(' ') {
+            let width = width_of(word);
+            if used > 0 && indent.len() + used + 1 + width > style.limit() {
+                out.push('\n');
+                out.push_str(indent);
+                out.push_str("  ");
+                used = 2;
+            } else if used > 0 {
+                out.push(' ');
+                used += 1;
             }
+            out.push_str(word);
+            used += width;
         }
-        let mut out = self.draw(&shown, style);
-        if !hidden.is_empty() {
-            hidden.sort_unstable();
-            let names: Vec<&str> = hidden.iter().map(|&index| self.columns[index].header).collect();
-            out.push_str(&format!("(no room for: {})\n", names.join(", ")));
-        }
-        out
+        out.push_str(end);
     }
-
-    fn draw(&self, shown: &[usize], style: &Style) -> String {
-        let mut table = Table::new();
-        table
-            .load_style(
-                TableStyle::new()
-                    .header_lines(ContentLineStyle::none())
-                    .header_separator(LineStyle::none().fill('─'))
-                    .content_lines(ContentLineStyle::none()),
-            )
-            .set_content_arrangement(ContentArrangement::Disabled);
-        // The library looks at the terminal and the environment unless told not to; the caller has decided.
-        table.force_no_tty();
-        if style.color {
-            table.enforce_styling();
-        }
-        table.set_header(shown.iter().map(|&index| {
-            let column = &self.columns[index];
-            Cell::new(column.header).set_alignment(column.alignment).add_attribute(Attribute::Bold)
-        }));
-        for row in &self.rows {
-            table.add_row(shown.iter().map(|&index| {
-                let (text, tone) = &row[index];
-                let cell = Cell::new(text).set_alignment(self.columns[index].alignment);
-                match tone {
-                    Tone::Plain => cell,
-                    Tone::Good => cell.fg(Color::Green),
-                    Tone::Bad => cell.fg(Color::Red),
-                    Tone::Soft => cell.add_attribute(Attribute::Dim),
-                }
-            }));
-        }
-        let mut out: String =
-            table.lines().flat_map(|line| [line.trim_end().to_owned(), "\n".to_owned()]).collect();
-        if !style.color {
-            debug_assert!(!out.contains('\u{1b}'));
-        }
-        out.shrink_to_fit();
-        out
-    }
+    out
 }
 
-fn plain(text: impl Into<String>) -> (String, Tone) {
-    (text.into(), Tone::Plain)
+/// Columns of a terminal that the longest line of `text` takes.
+fn width_of(text: &str) -> usize {
+    text.split('\n').map(UnicodeWidthStr::width).max().unwrap_or(0)
+}
+
+/// `parts`, joined, on as many lines as it takes; a part that is longer than a line has one of its own.
+fn wrapped(parts: &[String], separator: &str, limit: usize) -> String {
+    let mut out = String::new();
+    let mut used = 0;
+    for (at, part) in parts.iter().enumerate() {
+        let separator = if at + 1 < parts.len() { separator } else { "" };
+        let width = width_of(part) + width_of(separator.trim_end());
+        if used > 0 && used + width > limit {
+            out.truncate(out.trim_end_matches(' ').len());
+            out.push('\n');
+            used = 0;
+        }
+        out.push_str(part);
+        out.push_str(separator);
+        used += width_of(part) + width_of(separator);
+    }
+    out.push('\n');
+    out
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn grid() -> Grid {
-        let mut grid = Grid::new(vec![
-            Column::number("rank", 0),
-            Column::number("tokens", 2),
-            Column::text("chunks", 3),
-            Column::number("area", 1),
-        ]);
-        for rank in 0..3 {
-            grid.row(vec![
-                plain(rank.to_string()),
-                plain("262,144"),
-                plain("0–3, 12"),
-                ("1,234,567".into(), if rank == 1 { Tone::Bad } else { Tone::Plain }),
-            ]);
-        }
-        grid
-    }
-
     #[test]
-    fn a_narrow_terminal_loses_whole_columns_and_says_so() {
-        let wide = grid().render(&Style::PLAIN);
-        assert!(wide.contains("chunks") && wide.contains("262,144") && !wide.contains("no room"), "{wide}");
-        for limit in 12..60 {
-            let text = grid().render(&Style { color: false, width: Some(limit) });
-            let table: Vec<&str> = text.lines().filter(|line| !line.starts_with("(no room")).collect();
-            assert_eq!(table.len(), 5, "{text}");
-            for line in &table {
-                assert!(line.chars().count() <= usize::from(limit.max(17)), "{limit}: {line:?}");
-            }
-            assert!(text.contains("rank"));
-        }
-        let narrow = grid().render(&Style { color: false, width: Some(20) });
-        assert!(narrow.contains("(no room for: tokens, chunks)"), "{narrow}");
-        assert!(narrow.contains("1,234,567"));
-    }
-
-    #[test]
-    fn color_only_when_asked() {
-        assert!(!grid().render(&Style::PLAIN).contains('\u{1b}'));
-        assert!(grid().render(&Style { color: true, width: None }).contains('\u{1b}'));
+    fn long_lines_are_broken_between_words() {
+        let style = |width| Style { color: false, width };
+        let text = "one two three\n  four five six\n\nseven\n";
+        assert_eq!(fold(text, &style(None)), text);
+        assert_eq!(fold(text, &style(Some(80))), text);
+        assert_eq!(fold(text, &style(Some(9))), "one two\n  three\n  four\n    five\n    six\n\nseven\n");
     }
 }

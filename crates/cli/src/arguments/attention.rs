@@ -22,8 +22,9 @@ global token order whatever the dispatch was.
 
 Everything is checked first, then computed; then files are written, all of them
 or none. A link is followed to the file that it names, also where that is not
-there yet; a device or a pipe is written to before the files are. Results that --check finds out of bounds are written too, to be
-looked at; the exit status is then 1.
+there yet; a device or a pipe is written to before the files are. Results that
+--check finds out of bounds are written too, to be looked at; the exit status is
+then 1.
 
 Examples:
   counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\

@@ -145,6 +145,12 @@ pub(crate) enum BenchTpPass {
     Backward,
 }
 
+impl std::fmt::Display for BenchTpPass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.to_possible_value().map_or(Ok(()), |value| f.pad(value.get_name()))
+    }
+}
+
 /// Who computes plain products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchTpProducts {

@@ -11,6 +11,7 @@ mod bench_gemm;
 mod bench_gemm_collective;
 mod bench_tp;
 mod doctor;
+mod help;
 mod mask;
 mod plan;
 mod planning;
@@ -21,7 +22,8 @@ mod tune;
 mod usage;
 mod value;
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use clap_complete::Shell;
 
 pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
 pub(crate) use bench::{
@@ -34,6 +36,7 @@ pub(crate) use bench_gemm::{BenchGemmArguments, BenchGemmLayout};
 pub(crate) use bench_gemm_collective::BenchGemmCollectiveArguments;
 pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
+pub(crate) use help::{command, documented, help_text};
 pub(crate) use mask::MaskArguments;
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
@@ -70,9 +73,11 @@ Examples:
   counterpoint attention --mask varlen-causal:lengths=600,1448 --cp-size 4 \\
       --backward --check --report report.html
 
-Notes and errors go to standard error. A reader of standard output that goes away
-(| head) is no error, and standard output that is closed (>&-) counts as
-/dev/null; one that refuses what is written (a full disk) is exit status 1.
+Notes, progress and errors go to standard error. Tables fit the terminal, or
+COLUMNS where there is none; NO_COLOR leaves colours out; --json is for programs
+(docs/json.md). If the reader of standard output goes away (| head), that is not
+an error; standard output that is closed (>&-) counts as /dev/null; one that
+refuses what is written (a full disk) is exit status 1.
 
 Exit status: 0 done; 1 it ran and a check or the run failed; 2 bad usage or bad
 input; 3 the machine lacks what was asked for; 130 interrupted."
@@ -133,6 +138,33 @@ Examples:
     Tune(TuneCommand),
     Selftest(SelftestArguments),
     Doctor(DoctorArguments),
+    Completions(CompletionsArguments),
+    Man(ManArguments),
+}
+
+/// Print a shell's completions of this command line
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  counterpoint completions bash > ~/.local/share/bash-completion/completions/counterpoint
+  counterpoint completions zsh > ~/.zfunc/_counterpoint
+  counterpoint completions fish > ~/.config/fish/completions/counterpoint.fish")]
+pub(crate) struct CompletionsArguments {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: Shell,
+}
+
+/// Print the manual page of this program, or of one of its commands
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  counterpoint man | man -l -
+  counterpoint man bench tp | man -l -
+  counterpoint man > ~/.local/share/man/man1/counterpoint.1")]
+pub(crate) struct ManArguments {
+    /// A command, such as `attention` or `bench tp`
+    pub(crate) command: Vec<String>,
 }
 
 #[cfg(test)]
@@ -143,5 +175,6 @@ mod tests {
     fn well_formed() {
         use clap::CommandFactory;
         Arguments::command().debug_assert();
+        command().debug_assert();
     }
 }

@@ -9,8 +9,10 @@ use super::Group;
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Random masks, shapes and options are run forward and backward and compared with
-the f64 reference; every check prints its seed. The last line is one row of
-figures. Exit status 1 when any check failed, 3 without the device.
+the f64 reference. Checks that fail are printed with their seeds, then a table of
+the groups of checks and one row of figures; with --verbose every check is. How
+far it is stands on standard error. Exit status 1 when any check failed, 3 without
+the device.
 
 Examples:
   counterpoint selftest
@@ -19,7 +21,7 @@ Examples:
   counterpoint selftest --device cuda --only gemm
   counterpoint selftest --device cuda --stress
   counterpoint selftest --compile-only
-  counterpoint selftest --compile-only --only attention_forward")]
+  counterpoint selftest --compile-only --only attention_forward --verbose")]
 pub(crate) struct SelftestArguments {
     /// What to examine
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
@@ -52,6 +54,10 @@ pub(crate) struct SelftestArguments {
     /// Let jobs of several processes take N times as long: for tools that slow them down
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100), conflicts_with = "compile_only")]
     pub(crate) patience: u32,
+
+    /// Print a line for every check, or with --compile-only for every kernel
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) verbose: bool,
 
     /// Print one JSON document and nothing else
     #[arg(long)]

@@ -35,7 +35,7 @@ pub(crate) fn size(text: &str) -> Result<usize, String> {
 
 /// A number of bytes, with `K`, `M` or `G` (or the same in lower case) for powers of 1024, as nccl-tests takes them.
 pub(crate) fn bytes(text: &str) -> Result<u64, String> {
-    let wrong = || format!("`{text}` is no number of bytes; give one such as 65536, 64K, 8M or 1G");
+    let wrong = || format!("`{text}` is not a number of bytes; give one such as 65536, 64K, 8M or 1G");
     let (digits, shift) = match text.as_bytes().last().map(u8::to_ascii_lowercase) {
         Some(b'k') => (&text[..text.len() - 1], 10),
         Some(b'm') => (&text[..text.len() - 1], 20),
@@ -56,7 +56,7 @@ pub(crate) fn bytes(text: &str) -> Result<u64, String> {
 pub(crate) fn heads(text: &str) -> Result<(usize, usize), String> {
     let wrong = || {
         format!(
-            "`{text}` is no pair of heads; give query and key heads, the first a multiple of the second, such as 64:8"
+            "`{text}` is not a pair of heads; give query and key heads, the first a multiple of the second, such as 64:8"
         )
     };
     let (q, kv) = text.split_once(':').ok_or_else(wrong)?;
@@ -66,7 +66,7 @@ pub(crate) fn heads(text: &str) -> Result<(usize, usize), String> {
 
 /// Rows, columns and terms of a matrix product, such as `8192:8192:3584`.
 pub(crate) fn product(text: &str) -> Result<[usize; 3], String> {
-    let wrong = || format!("`{text}` is no product; give m, n and k, such as 8192:8192:3584 or 4k:4k:4k");
+    let wrong = || format!("`{text}` is not a product; give m, n and k, such as 8192:8192:3584 or 4k:4k:4k");
     let sizes: Vec<_> = text.split(':').map(size).collect::<Result<_, _>>().map_err(|_| wrong())?;
     sizes.try_into().map_err(|_| wrong())
 }
@@ -91,7 +91,7 @@ pub(crate) fn ranks(text: &str) -> Result<usize, String> {
 pub(crate) fn groups(text: &str) -> Result<WaveGroups, String> {
     let wrong = || {
         format!(
-            "`{text}` are no groups; give auto, a number such as 4, or the rows of each, such as 256+512+256"
+            "`{text}` does not name groups; give auto, a number such as 4, or the rows of each, such as 256+512+256"
         )
     };
     if text == "auto" {
@@ -276,13 +276,9 @@ pub(crate) fn gradient_shares() -> impl TypedValueParser<Value = GradientShares>
     named(GRADIENT_SHARES)
 }
 
-/// The element types as the command line names them.
-const DTYPES: [(&str, DType); 4] =
-    [("f64", DType::F64), ("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
-
 /// An element type.
 pub(crate) fn dtype() -> impl TypedValueParser<Value = DType> {
-    named(DTYPES)
+    named(DType::ALL.map(|dtype| (dtype.name(), dtype)))
 }
 
 /// A transport between GPUs.
@@ -297,7 +293,7 @@ pub(crate) fn dispatch_name(algorithm: DispatchAlgorithm) -> &'static str {
 
 /// The name of an element type.
 pub(crate) fn dtype_name(dtype: DType) -> &'static str {
-    name_of(DTYPES, dtype)
+    dtype.name()
 }
 
 fn name_of<T: PartialEq, const N: usize>(names: [(&'static str, T); N], value: T) -> &'static str {

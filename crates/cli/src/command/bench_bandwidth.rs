@@ -92,8 +92,8 @@ fn measure<M: Machine>(
         return Ok(());
     }
     let columns = [
-        Column::text("collective", 0),
-        Column::number("size", 0),
+        Column::name("collective"),
+        Column::number_name("size"),
         Column::number("median", 0),
         Column::number("min", 3),
         Column::number("algbw", 2),

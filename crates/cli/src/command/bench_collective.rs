@@ -1,6 +1,5 @@
 //! `counterpoint bench group-cast` and `bench group-reduce`.
 
-use std::fmt::Write;
 use std::sync::Arc;
 
 use counterpoint_cuda::collective_bench::{
@@ -9,7 +8,7 @@ use counterpoint_cuda::collective_bench::{
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
 use counterpoint_exec::{Facet, Rendezvous};
 use counterpoint_plan::{DType, MachineProfile, Topology};
-use counterpoint_report::Statistics;
+use counterpoint_report::{Column, LiveTable, Statistics};
 use serde::Serialize;
 
 use super::launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_sizes};
@@ -153,10 +152,11 @@ impl Ranks {
         let ranks = self.count();
         let mut transports = arguments.transports.clone();
         transports.sort_by_key(|transport| *transport != TransportKind::Nccl);
+        let table = LiveTable::new(&COLUMNS, &console::style());
         if self.prints() {
             console::note_development_build();
             if !arguments.json {
-                console::print(&self.header(collective)?)?;
+                console::print(&(self.title(collective)? + &table.header()))?;
             }
         }
         let mut wrong = Vec::new();
@@ -180,7 +180,7 @@ impl Ranks {
                     if arguments.json {
                         console::print_json(Schema::BenchGroupCollective, &row)?
                     } else {
-                        console::print(&line(&row))?
+                        console::print(&table.row(row.cells()))?
                     }
                 }
             }
@@ -192,7 +192,7 @@ impl Ranks {
         Err(CliError::CheckFailed { what: format!("rows in the wrong place: {}", wrong.join("; ")) })
     }
 
-    fn header(&self, collective: BenchCollective) -> Result<String, CliError> {
+    fn title(&self, collective: BenchCollective) -> Result<String, CliError> {
         let name = match collective {
             BenchCollective::GroupCast => "group-cast",
             BenchCollective::GroupReduce => "group-reduce",
@@ -209,26 +209,7 @@ impl Ranks {
             }
         };
         let ranks = console::count(self.count(), "rank");
-        let columns = format!(
-            "{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7}\n",
-            "size",
-            "count",
-            "type",
-            "redop",
-            "transport",
-            "time",
-            "min",
-            "max",
-            "algbw",
-            "busbw",
-            "#wrong",
-            "vs nccl"
-        );
-        let units = format!(
-            "{:>12} {:>11} {:>5} {:>5} {:>11} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
-            "(B)", "(elements)", "", "", "", "(us)", "(us)", "(us)", "(GB/s)", "(GB/s)"
-        );
-        Ok(format!("{name}, {ranks} on {place}\n{columns}{units}"))
+        Ok(format!("{name}, {ranks} on {place}\n"))
     }
 }
 
@@ -301,16 +282,39 @@ fn row(
     })
 }
 
-fn line(row: &Row) -> String {
-    let Row { size, count, dtype, redop, transport, seconds, algbw, busbw, wrong, ratio, .. } = row;
-    let [time, min, max] = [seconds.median, seconds.min, seconds.max].map(|seconds| 1e6 * seconds);
-    let mut line = format!(
-        "{size:>12} {count:>11} {dtype:>5} {redop:>5} {transport:>11} {time:>9.1} {min:>9.1} {max:>9.1} {algbw:>9.1} \
-         {busbw:>9.1} {wrong:>6}"
-    );
-    if let Some(ratio) = ratio {
-        let _ = write!(line, " {ratio:>6.2}x");
+/// As nccl-tests names them.
+const COLUMNS: [Column; 12] = [
+    Column::number_name("size\n(B)").wide(10),
+    Column::number("count\n(elements)", 6).wide(10),
+    Column::name("type").wide(4),
+    Column::name("redop").wide(5),
+    Column::name("transport").wide(12),
+    Column::number("time\n(us)", 0).wide(9),
+    Column::number("min\n(us)", 4).wide(9),
+    Column::number("max\n(us)", 5).wide(9),
+    Column::number("algbw\n(GB/s)", 3).wide(7),
+    Column::number("busbw\n(GB/s)", 1).wide(7),
+    Column::number("#wrong", 7).wide(6),
+    Column::number("vs nccl", 2).wide(7),
+];
+
+impl Row {
+    fn cells(&self) -> [String; 12] {
+        let Self { size, count, dtype, redop, transport, seconds, algbw, busbw, wrong, ratio, .. } = self;
+        let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
+        [
+            size.to_string(),
+            count.to_string(),
+            (*dtype).to_owned(),
+            (*redop).to_owned(),
+            transport.clone(),
+            us(seconds.median),
+            us(seconds.min),
+            us(seconds.max),
+            format!("{algbw:.1}"),
+            format!("{busbw:.1}"),
+            wrong.to_string(),
+            ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{ratio:.2}x")),
+        ]
     }
-    line.push('\n');
-    line
 }

@@ -6,7 +6,8 @@ use counterpoint_plan::{
     AttentionSpec, DType, DispatchAlgorithm, GradientShares, Plan, PlanConfig, chunk_work, received_rows,
 };
 use counterpoint_report::{
-    BenchRow, ComparisonRow, Statistics, Style, Verified, comparison_table, format_count, format_seconds,
+    BenchRow, ComparisonRow, Statistics, Style, Verified, comparison_table, fold, format_count,
+    format_seconds,
 };
 use serde::Serialize;
 
@@ -293,14 +294,14 @@ impl Group {
         out.push_str(&comparison_table(case.cp_size, &rows, style));
         for row in &self.rows {
             let Statistics { count, median, min, max, .. } = row.row.seconds;
-            let _ = writeln!(
-                out,
-                "  {}: whole plan in {} (min {}, max {}, {count} solves)",
+            let line = format!(
+                "  {}: whole plan in {} (min {}, max {}, {count} solves)\n",
                 row.dispatch,
                 format_seconds(median),
                 format_seconds(min),
                 format_seconds(max),
             );
+            out.push_str(&fold(&line, style));
         }
         out.push('\n');
         out

@@ -12,6 +12,7 @@ mod bench_plan;
 mod bench_tp;
 mod comparison;
 mod doctor;
+mod documents;
 mod launched;
 mod mask;
 mod nodes;
@@ -54,5 +55,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Tune(command) => tune::run(&command),
         Command::Selftest(arguments) => selftest::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Completions(arguments) => documents::completions(&arguments),
+        Command::Man(arguments) => documents::man(&arguments),
     }
 }

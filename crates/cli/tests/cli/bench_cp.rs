@@ -97,7 +97,7 @@ fn ways_of_pytorch_stand_beside_ours() {
         assert!((peer["ratio"].as_f64().unwrap() / ratio - 1.0).abs() < 1e-9, "{peer}");
     }
     let text = folder.run_with(command, &variables).ok().stdout;
-    assert_eq!(text.lines().filter(|line| line.starts_with("ulysses ")).count(), 2, "{text}");
+    assert_eq!(text.lines().filter(|line| line.starts_with(" ulysses ")).count(), 2, "{text}");
 }
 
 /// Nothing side by side hides nothing, and there is nothing to compare it with.

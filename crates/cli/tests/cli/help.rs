@@ -2,7 +2,7 @@
 
 use crate::support::Folder;
 
-const LEVELS: [&str; 22] = [
+const LEVELS: [&str; 24] = [
     "",
     "attention",
     "plan",
@@ -25,6 +25,8 @@ const LEVELS: [&str; 22] = [
     "tune gemm",
     "selftest",
     "doctor",
+    "completions",
+    "man",
 ];
 
 #[test]
@@ -43,6 +45,44 @@ fn every_level_has_examples() {
         assert_eq!(ran.stderr, "");
     }
     assert!(folder.run("--version").ok().stdout.starts_with("counterpoint "));
+}
+
+/// What can be pasted is the same at every width, and so is what stands around it.
+#[test]
+fn examples_are_never_wrapped() {
+    let folder = Folder::new();
+    for level in LEVELS {
+        let examples = |columns: &str| {
+            let help = folder.run_with(&format!("{level} --help"), &[("COLUMNS", columns)]).ok().stdout;
+            let (options, examples) = help.split_once("Examples:\n").unwrap();
+            let limit: usize = columns.parse().unwrap();
+            let options: Vec<&str> = options.lines().take_while(|line| !line.starts_with("Usage:")).collect();
+            assert!(options.iter().all(|line| line.chars().count() <= limit), "{level} at {columns}");
+            examples.to_owned()
+        };
+        let wide = examples("110");
+        assert!(examples("60") == wide && examples("80") == wide, "{level}\n{wide}\n{}", examples("60"));
+    }
+}
+
+#[test]
+fn shells_get_completions_and_man_gets_pages() {
+    let folder = Folder::new();
+    for (shell, words) in [
+        ("bash", ["complete -F", "--cp-size"]),
+        ("zsh", ["#compdef counterpoint", "--cp-size"]),
+        ("fish", ["complete -c counterpoint", "cp-size"]),
+    ] {
+        let script = folder.run(&format!("completions {shell}")).ok().stdout;
+        assert!(words.iter().all(|word| script.contains(word)), "{shell}");
+    }
+    folder.refuses("completions csh-of-old", &["csh-of-old", "bash"]);
+    let page = folder.run("man").ok().stdout;
+    assert!(page.contains(".TH counterpoint 1") && page.contains("Exit status: 0 done"), "{page}");
+    let page = folder.run("man bench tp").ok().stdout;
+    assert!(page.contains(".TH counterpoint-bench-tp 1") && page.contains("\\-\\-activations"), "{page}");
+    folder.refuses("man bench pt", &["`pt`", "counterpoint-bench", "tp"]);
+    folder.refuses("man plan tp", &["counterpoint-plan", "`tp`"]);
 }
 
 /// Every example of the mask, the plan and small attention runs as it stands.

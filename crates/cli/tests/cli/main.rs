@@ -20,3 +20,4 @@ mod selftest;
 mod simulate;
 mod support;
 mod tune;
+mod width;

@@ -27,7 +27,17 @@ fn json_has_the_keys_of_the_interface_and_adds_up() {
         let plan = folder.run(&line).ok().json();
         assert_eq!(
             keys(&plan),
-            ["area", "balance", "chunk_size", "comm", "cp_size", "num_chunks", "ranks", "solve_seconds"]
+            [
+                "area",
+                "balance",
+                "chunk_size",
+                "comm",
+                "cp_size",
+                "num_chunks",
+                "ranks",
+                "schema",
+                "solve_seconds"
+            ]
         );
         assert_eq!(
             keys(&plan["comm"]),

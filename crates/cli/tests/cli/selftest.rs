@@ -9,17 +9,46 @@ use crate::support::Folder;
 #[test]
 fn the_cpu_proves_itself_and_prints_seeds_and_one_row_of_figures() {
     let folder = Folder::new();
-    let ran = folder.run("selftest --quick").ok();
+    let ran = folder.run("selftest --quick --verbose").ok();
     let lines: Vec<&str> = ran.stdout.lines().collect();
     let (last, rest) = lines.split_last().unwrap();
-    let table = rest.iter().position(|line| line.starts_with("group ")).unwrap();
-    assert_eq!(rest.len() - table - 1, 3, "{}", ran.stdout);
+    let table = rest.iter().position(|line| line.starts_with(" group ")).unwrap();
+    assert_eq!(rest.len() - table - 2, 3, "{}", ran.stdout);
     let (took, checks): (Vec<&str>, Vec<&str>) =
         rest[..table].iter().partition(|line| line.starts_with("took "));
     assert_eq!(took.len(), 3, "{}", ran.stdout);
     assert!(checks.len() > 25, "{}", checks.len());
     assert!(checks.iter().all(|line| line.starts_with("ok ") && line.contains(", seed ")), "{}", ran.stdout);
     assert!(last.contains(&format!("{} passed, 0 failed", checks.len())), "{last}");
+    // Without --verbose the table and the row of figures are all that there is to say.
+    let brief = folder.run("selftest --quick").ok();
+    assert_eq!(brief.stdout.lines().count(), rest.len() - table + 1, "{}", brief.stdout);
+    assert!(brief.stdout.lines().last().unwrap().contains(&format!("{} passed", checks.len())));
+}
+
+/// Where standard error is not a terminal a line every few seconds says how far it is.
+#[test]
+fn it_says_how_far_it_is_while_it_runs() {
+    let mut selftest = Command::new(env!("CARGO_BIN_EXE_counterpoint"))
+        .args(["selftest", "--only", "cpu"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let stderr = std::io::BufReader::new(selftest.stderr.take().unwrap());
+    let mut told =
+        std::io::BufRead::lines(stderr).map(Result::unwrap).filter(|line| line.starts_with("selftest, "));
+    // The second comes from checks that a process has made and not yet handed over.
+    let lines: Vec<String> = told.by_ref().take(2).collect();
+    selftest.kill().unwrap();
+    selftest.wait().unwrap();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    let made = |line: &str| -> usize {
+        let (_, rest) = line.split_once(" s: ").unwrap();
+        rest.split_once(" check").unwrap().0.replace(',', "").parse().unwrap()
+    };
+    assert!(made(&lines[1]) > made(&lines[0]) && lines[1].contains("0 failed; 0 of 1 part"), "{lines:?}");
+    assert!(lines[1].contains("examining cpu"), "{lines:?}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ pub struct SimulationReport<'a> {
     /// What was simulated, as (name, value).
     pub setup: Vec<(String, String)>,
     /// Names of the table's columns; the first names the row.
-    pub columns: Vec<&'a str>,
+    pub columns: Vec<String>,
     /// Its rows, each with a cell for every column.
     pub rows: Vec<Vec<String>>,
     /// Timelines by name.

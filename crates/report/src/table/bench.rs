@@ -1,3 +1,5 @@
+//! Measured cases, as tables and JSON have them.
+
 use serde::Serialize;
 
 use super::{Column, Grid, Style, Tone, plain};
@@ -68,17 +70,17 @@ pub struct BenchRow {
 /// Measured cases, one row each.
 pub fn bench_table(rows: &[BenchRow], style: &Style) -> String {
     let mut grid = Grid::new(vec![
-        Column::text("what", 0),
-        Column::text("shape", 1),
-        Column::text("dtype", 6),
-        Column::text("mask", 5),
-        Column::number("ranks", 7),
+        Column::name("what"),
+        Column::name("shape"),
+        Column::name("dtype"),
+        Column::name("mask"),
+        Column::number_name("ranks"),
         Column::number("median", 0),
-        Column::number("min", 8),
-        Column::number("max", 9),
-        Column::number("rate", 2),
-        Column::number("vs baseline", 3),
-        Column::number("error", 4),
+        Column::number("min", 4),
+        Column::number("max", 5),
+        Column::number("rate", 1),
+        Column::number("vs baseline", 2),
+        Column::number("error", 3),
     ]);
     for row in rows {
         let rate = match row.rate {

@@ -1,11 +1,13 @@
+//! Errors against the reference.
+
 use super::{Column, Grid, Style, Tone, plain};
 use crate::CheckFigures;
 
 /// Errors against the reference, one row a tensor.
 pub fn check_table(check: &CheckFigures, style: &Style) -> String {
     let mut grid = Grid::new(vec![
-        Column::text("tensor", 0),
-        Column::text("measure", 1),
+        Column::name("tensor"),
+        Column::name("measure"),
         Column::number("error", 0),
         Column::number("bound", 2),
         Column::text("", 0),

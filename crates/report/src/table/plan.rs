@@ -1,3 +1,5 @@
+//! A plan, rank by rank, and beside other ways to dispatch.
+
 use counterpoint_plan::{Plan, RankPlan};
 
 use super::{Column, Grid, Style, Tone, plain};
@@ -18,7 +20,7 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
     let received: Vec<u64> = plan.ranks.iter().map(RankPlan::recv_rows).collect();
     let sent: Vec<u64> = plan.ranks.iter().map(RankPlan::send_rows).collect();
     let mut columns = vec![
-        Column::number("rank", 0),
+        Column::number_name("rank"),
         Column::text("chunks", 5),
         Column::number("tokens", 4),
         Column::number("area", 0),
@@ -146,7 +148,7 @@ pub struct ComparisonRow {
 /// Ways of dispatching one mask over `ranks` ranks, one row each; rows received are shown as the mean of a rank.
 pub fn comparison_table(ranks: usize, rows: &[ComparisonRow], style: &Style) -> String {
     let mut grid = Grid::new(vec![
-        Column::text("dispatch", 0),
+        Column::name("dispatch"),
         Column::number("solved in", 2),
         Column::number("balance", 1),
         Column::number("recv rows / rank", 0),

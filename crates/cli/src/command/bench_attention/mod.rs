@@ -6,7 +6,7 @@ mod overlap;
 
 use counterpoint_exec::{CheckReport, HostTensor};
 use counterpoint_plan::{AttentionSpec, DType};
-use counterpoint_report::{BenchRow, Style, Verified, bench_table};
+use counterpoint_report::{BenchRow, Style, Verified, bench_table, fold};
 use serde::Serialize;
 
 use crate::arguments::{BenchAttentionArguments, Device};
@@ -128,11 +128,9 @@ impl Section {
 
     pub(super) fn text(&self, style: &Style) -> String {
         let rows: Vec<BenchRow> = self.rows.iter().map(|row| row.row.clone()).collect();
-        let mut out = format!("{}\n{}", self.title, bench_table(&rows, style));
+        let mut out = fold(&format!("{}\n", self.title), style) + &bench_table(&rows, style);
         for finding in &self.findings {
-            out.push_str("  ");
-            out.push_str(finding);
-            out.push('\n');
+            out.push_str(&fold(&format!("  {finding}\n"), style));
         }
         out.push('\n');
         out

@@ -1,7 +1,7 @@
 use std::process::Command;
 
 use counterpoint_exec::Pass;
-use counterpoint_report::{BenchRow, Rate, Statistics};
+use counterpoint_report::{BenchRow, Column, Rate, Statistics, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -43,8 +43,18 @@ pub(super) struct PeerRow {
     ratio: f64,
 }
 
-const HEADER: &str = "PyTorch beside ours, which ran in turns with it: its time over ours\n\
-                      by          mask    pass      tokens a rank  heads        us  TFLOP/s   ours us  ratio\n";
+const TITLE: &str = "PyTorch beside ours, which ran in turns with it: its time over ours\n";
+const COLUMNS: [Column; 9] = [
+    Column::name("by"),
+    Column::name("mask"),
+    Column::name("pass"),
+    Column::number_name("tokens a rank"),
+    Column::name("heads"),
+    Column::number("us", 1),
+    Column::number("TFLOP/s", 3),
+    Column::number("ours us", 2),
+    Column::number("ratio", 0),
+];
 
 /// Starts PyTorch's context parallelisms, if any are asked for, in the machine's own `python3`: a process a GPU.
 pub(super) fn start(arguments: &BenchCpArguments, sizes: &Sizes) -> Result<Peers<Known>, CliError> {
@@ -118,25 +128,25 @@ pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
     if rows.is_empty() {
         return Ok(());
     }
-    console::print(HEADER)?;
-    rows.iter().try_for_each(|row| console::print(&row.line()))?;
-    console::print("\n")
+    console::print(
+        &(TITLE.to_owned() + &table(&COLUMNS, rows.iter().map(PeerRow::cells), &console::style()) + "\n"),
+    )
 }
 
 impl PeerRow {
-    fn line(&self) -> String {
-        format!(
-            "{:10}  {:6}  {:8}  {:13}  {:5}  {:8.1}  {:7.1}  {:8.1}  {:5.3}\n",
-            self.by,
-            self.mask,
-            self.pass,
-            self.tokens_per_rank,
+    fn cells(&self) -> Vec<String> {
+        let tenths = |value: f64| format!("{value:.1}");
+        vec![
+            self.by.clone(),
+            self.mask.clone(),
+            self.pass.clone(),
+            self.tokens_per_rank.to_string(),
             format!("{}:{}", self.heads_q, self.heads_kv),
-            1e6 * self.seconds.median,
-            self.tflops_per_gpu,
-            1e6 * self.ours_seconds,
-            self.ratio,
-        )
+            tenths(1e6 * self.seconds.median),
+            tenths(self.tflops_per_gpu),
+            tenths(1e6 * self.ours_seconds),
+            format!("{:.3}", self.ratio),
+        ]
     }
 }
 

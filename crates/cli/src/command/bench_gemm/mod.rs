@@ -7,7 +7,7 @@ use counterpoint_cuda::kernel::{
     ElementType, Gemm, GemmEpilogue, GemmLibrary, GemmRunner, GemmSpec, TilePair, Warpgroups,
 };
 use counterpoint_cuda::{CudaError, Device};
-use counterpoint_report::Statistics;
+use counterpoint_report::{Column, LiveTable, Statistics};
 use serde::Serialize;
 
 use crate::arguments::{BenchDType, BenchGemmArguments, Device as Where};
@@ -35,12 +35,14 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
         BenchDType::Bf16 => ElementType::Bf16,
         BenchDType::F16 => ElementType::F16,
     };
+    let table = LiveTable::new(&COLUMNS, &console::style());
     if !arguments.json {
         console::print(&format!(
-            "matrix products of {} on {}, beside cuBLASLt {}, by the device's clock in turns\n{HEADER}\n",
+            "matrix products of {} on {}, beside cuBLASLt {}, by the device's clock in turns\n{}",
             element.name(),
             device.properties().name,
-            library.version().version
+            library.version().version,
+            table.header(),
         ))?;
     }
     let (mut best, mut wrong) = (Vec::new(), Vec::new());
@@ -52,7 +54,7 @@ pub(crate) fn run(arguments: &BenchGemmArguments) -> Result<(), CliError> {
                 if arguments.json {
                     console::print_json(Schema::BenchGemm, row)?
                 } else {
-                    console::print(&row.line())?
+                    console::print(&table.row(row.cells()))?
                 }
             } else {
                 wrong.push(format!(
@@ -161,8 +163,21 @@ fn measure(
     Ok(shapes.iter().enumerate().map(row).collect())
 }
 
-const HEADER: &str = "     m      n      k  layout end    tile            ours us  TFLOP/s  cuBLASLt us  TFLOP/s  ratio  \
-                      error    its error";
+const COLUMNS: [Column; 13] = [
+    Column::number_name("m").wide(6),
+    Column::number_name("n").wide(6),
+    Column::number_name("k").wide(6),
+    Column::name("layout").wide(6),
+    Column::name("end").wide(5),
+    Column::name("tile").wide(14),
+    Column::number("ours us", 0).wide(8),
+    Column::number("TFLOP/s", 2).wide(7),
+    Column::number("cuBLASLt us", 3).wide(8),
+    Column::number("its TFLOP/s", 4).wide(7),
+    Column::number("ratio", 1).wide(5),
+    Column::number("error", 5).wide(7),
+    Column::number("its error", 6).wide(7),
+];
 
 impl Row {
     fn name(&self) -> String {
@@ -170,18 +185,24 @@ impl Row {
         format!("{m} x {n} x {k} {layout} in tiles of {tile}")
     }
 
-    fn line(&self) -> String {
-        let Self { m, n, k, layout, epilogue, tile, .. } = self;
-        format!(
-            "{m:6} {n:6} {k:6}  {layout:6} {epilogue:5}  {tile:14} {:8.1}  {:7.1}  {:11.1}  {:7.1}  {:5.3}  {:.1e}  {:.1e}\n",
-            1e6 * self.seconds,
-            self.tflops,
-            1e6 * self.library_seconds,
-            self.library_tflops,
-            self.ratio,
-            self.error,
-            self.library_error
-        )
+    fn cells(&self) -> [String; 13] {
+        let Self { m, n, k, layout, epilogue, tile, ratio, error, library_error, .. } = self;
+        let tenths = |value: f64| format!("{value:.1}");
+        [
+            m.to_string(),
+            n.to_string(),
+            k.to_string(),
+            (*layout).to_owned(),
+            (*epilogue).to_owned(),
+            tile.clone(),
+            tenths(1e6 * self.seconds),
+            tenths(self.tflops),
+            tenths(1e6 * self.library_seconds),
+            tenths(self.library_tflops),
+            format!("{ratio:.3}"),
+            format!("{error:.1e}"),
+            format!("{library_error:.1e}"),
+        ]
     }
 }
 

@@ -9,6 +9,7 @@ use counterpoint_cuda::bench::{GemmCollectiveBench, GemmCollectiveRuns};
 use counterpoint_cuda::{CudaMachine, Timing, TransportKind};
 use counterpoint_exec::{ExecError, GemmCollectiveSpec, GemmOverlap};
 use counterpoint_plan::{CostModel, WaveGroups};
+use counterpoint_report::LiveTable;
 use counterpoint_schedule::OverlapPolicy;
 
 use self::peers::Known;
@@ -28,8 +29,9 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
     let machine = Where::open(arguments)?;
     let mut peers = peers::start(arguments)?;
     console::note_development_build();
+    let table = LiveTable::new(&row::COLUMNS, &console::style());
     if !arguments.json {
-        console::print(&format!("products and collectives on {}\n{}", machine.name(), row::HEADER))?;
+        console::print(&format!("products and collectives on {}\n{}", machine.name(), table.header()))?;
     }
     let (mut last, mut wrong, mut of_peers) = (Vec::new(), Vec::new(), Vec::new());
     let cases = cases::chosen(arguments);
@@ -56,7 +58,7 @@ pub(crate) fn run(arguments: &BenchGemmCollectiveArguments) -> Result<(), CliErr
             } else if arguments.json {
                 console::print_json(Schema::BenchGemmCollective, row)?;
             } else {
-                console::print(&row.line())?;
+                console::print(&table.row(row.cells()))?;
             }
         }
         let beside = peers::rows(&peers, &rows);

@@ -1,7 +1,7 @@
 use std::process::Command;
 
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_report::{Statistics, geometric_mean};
+use counterpoint_report::{Column, Statistics, geometric_mean, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -38,8 +38,20 @@ pub(super) struct PeerRow {
     ours_by: String,
 }
 
-const HEADER: &str = "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n\
-                      collective           m      n      k  by                   us   ours us  ratio    error  ours by\n";
+const TITLE: &str =
+    "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n";
+const COLUMNS: [Column; 10] = [
+    Column::name("collective"),
+    Column::number_name("m"),
+    Column::number_name("n"),
+    Column::number_name("k"),
+    Column::name("by"),
+    Column::number("us", 1),
+    Column::number("ours us", 2),
+    Column::number("ratio", 0),
+    Column::number("error", 4),
+    Column::text("ours by", 3),
+];
 
 /// Starts PyTorch's ways, if any are asked for, in the machine's own `python3`: a process a GPU.
 pub(super) fn start(arguments: &BenchGemmCollectiveArguments) -> Result<Peers<Known>, CliError> {
@@ -92,8 +104,9 @@ pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
     if rows.is_empty() {
         return Ok(());
     }
-    console::print(HEADER)?;
-    rows.iter().try_for_each(|row| console::print(&row.line()))?;
+    console::print(
+        &(TITLE.to_owned() + &table(&COLUMNS, rows.iter().map(PeerRow::cells), &console::style())),
+    )?;
     let mut seen: Vec<(&str, &str)> = Vec::new();
     for row in rows {
         let which = (row.by.as_str(), row.collective);
@@ -115,14 +128,21 @@ pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
 }
 
 impl PeerRow {
-    fn line(&self) -> String {
-        let Self { by, collective, m, n, k, error, ours_by, .. } = self;
-        format!(
-            "{collective:14} {m:6} {n:6} {k:6}  {by:14} {:8.1}  {:8.1}  {:5.3}  {error:.1e}  {ours_by}\n",
-            1e6 * self.seconds,
-            1e6 * self.ours_seconds,
-            self.ratio,
-        )
+    fn cells(&self) -> Vec<String> {
+        let Self { by, collective, m, n, k, error, ours_by, ratio, .. } = self;
+        let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
+        vec![
+            (*collective).to_owned(),
+            m.to_string(),
+            n.to_string(),
+            k.to_string(),
+            by.clone(),
+            us(self.seconds),
+            us(self.ours_seconds),
+            format!("{ratio:.3}"),
+            format!("{error:.1e}"),
+            ours_by.clone(),
+        ]
     }
 }
 

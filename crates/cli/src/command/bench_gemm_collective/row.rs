@@ -1,6 +1,6 @@
 use counterpoint_cuda::bench::GemmCollectiveTimes;
 use counterpoint_exec::GemmCollectiveSpec;
-use counterpoint_report::Statistics;
+use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::OverlapPolicy;
 use serde::Serialize;
 
@@ -39,8 +39,22 @@ pub(super) struct Library {
     pub(super) of_ideal: f64,
 }
 
-pub(super) const HEADER: &str = "collective           m      n      k  overlap                   ours us  cuBLASLt+NCCL us  ratio  \
-                                 product us  collective us  of ideal    error  its error  differ\n";
+pub(super) const COLUMNS: [Column; 14] = [
+    Column::name("collective").wide(14),
+    Column::number_name("m").wide(6),
+    Column::number_name("n").wide(6),
+    Column::number_name("k").wide(6),
+    Column::name("overlap").wide(23),
+    Column::number("ours us", 0).wide(9),
+    Column::number("cuBLASLt+NCCL us", 2),
+    Column::number("ratio", 1).wide(5),
+    Column::number("product us", 4),
+    Column::number("collective us", 4),
+    Column::number("of ideal", 3),
+    Column::number("error", 5).wide(7),
+    Column::number("its error", 7),
+    Column::number("differ", 6),
+];
 
 impl Row {
     /// A row for every policy.
@@ -85,26 +99,28 @@ impl Row {
         self.of_bound <= 1.0 && self.different == 0
     }
 
-    pub(super) fn line(&self) -> String {
+    pub(super) fn cells(&self) -> [String; 14] {
         let Self { collective, m, n, k, asked, overlap, seconds, error, different, .. } = self;
         let chosen = if asked == overlap { overlap.clone() } else { format!("{asked}: {overlap}") };
-        let mut line = format!("{collective:14} {m:6} {n:6} {k:6}  {chosen:23} {:9.1}", 1e6 * seconds);
-        line += &match &self.library {
-            Some(library) => format!(
-                "  {:16.1}  {:5.3}  {:10.1}  {:13.1}  {:8.3}  {error:.1e}    {:.1e}  {different:6}\n",
-                1e6 * library.seconds,
-                library.ratio,
-                1e6 * library.product_seconds,
-                1e6 * library.collective_seconds,
-                library.of_ideal,
-                library.error,
-            ),
-            None => format!(
-                "  {:>16}  {:>5}  {:>10}  {:>13}  {:>8}  {error:.1e}  {:>9}  {different:6}\n",
-                "-", "-", "-", "-", "-", "-"
-            ),
-        };
-        line
+        let of_library =
+            |text: &dyn Fn(&Library) -> String| self.library.as_ref().map_or("–".to_owned(), text);
+        let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
+        [
+            (*collective).to_owned(),
+            m.to_string(),
+            n.to_string(),
+            k.to_string(),
+            chosen,
+            us(*seconds),
+            of_library(&|library| us(library.seconds)),
+            of_library(&|library| format!("{:.3}", library.ratio)),
+            of_library(&|library| us(library.product_seconds)),
+            of_library(&|library| us(library.collective_seconds)),
+            of_library(&|library| format!("{:.3}", library.of_ideal)),
+            format!("{error:.1e}"),
+            of_library(&|library| format!("{:.1e}", library.error)),
+            different.to_string(),
+        ]
     }
 }
 

@@ -6,8 +6,10 @@ use std::process::{Command, Stdio};
 use clap::ValueEnum;
 use serde::Deserialize;
 
+use counterpoint_report::{Column, LiveTable, table as report_table};
+
 use super::peers::{self, PeerRow};
-use super::row::{HEADER, Row};
+use super::row::{COLUMNS, Row};
 use crate::arguments::BenchTpArguments;
 use crate::console;
 use crate::error::CliError;
@@ -34,6 +36,7 @@ enum Line {
 /// ours that have as many. Where a process fails, what was measured until then is kept.
 pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
+    let table = LiveTable::new(&COLUMNS, &console::style());
     let mut ended = Ok(());
     for &connections in &arguments.connections {
         let (lines, end) = in_child(arguments, shapes, connections)?;
@@ -47,8 +50,9 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
         if let (true, Some(first)) = (all.is_empty() && !arguments.json, rows.first()) {
             let Row { device, ranks, .. } = first;
             console::print(&format!(
-                "tensor-parallel linear layers on {device}, {}\n{HEADER}\n",
-                console::count(*ranks, "rank")
+                "tensor-parallel linear layers on {device}, {}\n{}",
+                console::count(*ranks, "rank"),
+                table.header()
             ))?;
         }
         if !arguments.json {
@@ -57,7 +61,7 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
         for row in rows {
             match arguments.json {
                 true => console::print_json(Schema::BenchTp, &row)?,
-                false => console::print(&row.line())?,
+                false => console::print(&table.row(row.cells()))?,
             }
             all.push(row);
         }
@@ -137,9 +141,7 @@ fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
 /// the largest of these parts over the smallest: processes that follow each other find a GPU at other clocks.
 fn spreads(rows: &[Row]) -> String {
     let same = |a: &Row, b: &Row| (a.name(), a.groups) == (b.name(), b.groups);
-    let mut text = "\nby hardware queues: us with each number, the part of the sequential pass in the same process, and the \
-                    largest part over the smallest\n"
-        .to_owned();
+    let mut lines = Vec::new();
     for (at, row) in rows.iter().enumerate() {
         if row.is_sequential() || rows[..at].iter().any(|before| same(before, row)) {
             continue;
@@ -157,16 +159,26 @@ fn spreads(rows: &[Row]) -> String {
         }
         let most = best.iter().map(|(.., part)| *part).fold(0.0, f64::max);
         let least = best.iter().map(|(.., part)| *part).fold(f64::INFINITY, f64::min);
-        let of_queues =
-            |(queues, seconds, part): &(u32, f64, f64)| format!("{queues}: {:.1} ({part:.3})", 1e6 * seconds);
-        let each: Vec<String> = best.iter().map(of_queues).collect();
-        text += &format!(
-            "{}, {}: {}; {:.3}\n",
-            row.name(),
-            console::count(row.groups, "group"),
-            each.join(", "),
-            most / least
-        );
+        for (queues, seconds, part) in best {
+            lines.push(vec![
+                row.name(),
+                row.groups.to_string(),
+                queues.to_string(),
+                format!("{:.1}", 1e6 * seconds),
+                format!("{part:.3}"),
+                format!("{:.3}", most / least),
+            ]);
+        }
     }
-    text
+    let columns = [
+        Column::name("layer"),
+        Column::number_name("groups"),
+        Column::number_name("queues"),
+        Column::number("us", 0),
+        Column::number("of sequential", 1),
+        Column::number("largest / smallest", 1),
+    ];
+    "\nby hardware queues: the part of the sequential pass of the same process, and the largest part over the smallest\n"
+        .to_owned()
+        + &report_table(&columns, lines, &console::style())
 }

@@ -10,7 +10,7 @@ mod row;
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Facet, LinearInputs, RunConfig, random_linear_inputs};
 use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, TunedPlans};
-use counterpoint_report::{TimelinePair, TraceSection, chrome_trace};
+use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::peers::Known;
@@ -88,14 +88,15 @@ fn measure_all(
     let Some((_, first)) = machines.first() else { return Ok(()) };
     let traces = Outputs::check(&[("--trace", arguments.trace.as_deref())])?;
     let tp_size = arguments.tp_size.unwrap_or(first.gpus().max(2));
+    let table = LiveTable::new(&row::COLUMNS, &console::style());
     if first.prints() {
         console::note_development_build();
         if !arguments.json {
             console::print(&format!(
-                "tensor-parallel linear layers on {}, {}\n{}\n",
+                "tensor-parallel linear layers on {}, {}\n{}",
                 first.name(),
                 console::count(tp_size, "rank"),
-                row::HEADER
+                table.header()
             ))?;
         }
     }
@@ -107,8 +108,9 @@ fn measure_all(
     for (shape, spec) in specs(arguments, &shapes, tp_size) {
         let inputs = random_linear_inputs(&spec, None, spec.tokens as u64, true);
         for (transport, machine) in machines {
-            let words = format!("{:?} {:?} {shape:?} {transport}", spec.kind, spec.activations);
-            progress.step(words.to_lowercase());
+            let [tokens, hidden, local] = shape;
+            let LinearSpec { kind, activations, .. } = spec;
+            progress.step(format!("{kind} {activations} {tokens}:{hidden}:{local} {transport}"));
             let on = On { transport: *transport, machine, tuned: &tuned };
             let ours = measure(arguments, (spec, shape), tp_size, on, &inputs, &mut peers)?;
             let beside = peers::rows(&peers, &ours);
@@ -116,7 +118,7 @@ fn measure_all(
                 match &row.wrong {
                     Some(reason) => wrong.push(format!("{}: {reason}", row.name())),
                     None if arguments.json => console::print_json(Schema::BenchTp, &row)?,
-                    None => console::print(&row.line())?,
+                    None => console::print(&table.row(row.cells()))?,
                 }
                 rows.push(row);
             }

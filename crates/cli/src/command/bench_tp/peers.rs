@@ -1,7 +1,7 @@
 use std::process::Command;
 
 use counterpoint_plan::{Activations, LinearKind};
-use counterpoint_report::Statistics;
+use counterpoint_report::{Column, Statistics, table};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -43,17 +43,28 @@ pub(super) struct PeerRow {
     ours_by: String,
 }
 
-const HEADER: &str = "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n\
-                      by        kind    pass      activations        shape               connections        us  TFLOP/s   \
-                      ours us  ratio  ours by\n";
+const TITLE: &str =
+    "\nPyTorch beside the fastest of the rows above, which ran in turns with it: its time over ours\n";
+const COLUMNS: [Column; 11] = [
+    Column::name("by"),
+    Column::name("kind"),
+    Column::name("pass"),
+    Column::name("activations"),
+    Column::name("shape"),
+    Column::number_name("connections"),
+    Column::number("us", 1),
+    Column::number("TFLOP/s", 3),
+    Column::number("ours us", 2),
+    Column::number("ratio", 0),
+    Column::text("ours by", 4),
+];
 
 /// Prints rows, if there are any.
 pub(super) fn print(rows: &[PeerRow]) -> Result<(), CliError> {
     if rows.is_empty() {
         return Ok(());
     }
-    console::print(HEADER)?;
-    rows.iter().try_for_each(|row| console::print(&row.line()))
+    console::print(&(TITLE.to_owned() + &table(&COLUMNS, rows.iter().map(PeerRow::cells), &console::style())))
 }
 
 /// Starts PyTorch's ways to run a tensor-parallel layer, in the machine's own `python3`: a process a GPU for each number of connections
@@ -116,23 +127,22 @@ fn command(script: &Script, arguments: &BenchTpArguments) -> Command {
 }
 
 impl PeerRow {
-    fn line(&self) -> String {
+    fn cells(&self) -> Vec<String> {
         let [tokens, hidden, local] = self.shape;
-        let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-        format!(
-            "{:8}  {:6}  {:8}  {:17}  {:18}  {:>11}  {:8.1}  {:7.1}  {:8.1}  {:5.3}  {}\n",
-            self.by,
-            word(&self.kind),
-            word(&self.pass),
-            word(&self.activations),
+        let tenths = |value: f64| format!("{value:.1}");
+        vec![
+            self.by.clone(),
+            self.kind.to_string(),
+            self.pass.to_string(),
+            self.activations.to_string(),
             format!("{tokens}:{hidden}:{local}"),
-            self.connections,
-            1e6 * self.seconds.median,
-            self.tflops,
-            1e6 * self.ours_seconds,
-            self.ratio,
-            self.ours_by,
-        )
+            self.connections.clone(),
+            tenths(1e6 * self.seconds.median),
+            tenths(self.tflops),
+            tenths(1e6 * self.ours_seconds),
+            format!("{:.3}", self.ratio),
+            self.ours_by.clone(),
+        ]
     }
 }
 

@@ -1,5 +1,5 @@
 use counterpoint_plan::{Activations, LinearKind};
-use counterpoint_report::Statistics;
+use counterpoint_report::{Column, Statistics};
 use counterpoint_schedule::{StartOrder, Timeline};
 use serde::{Deserialize, Serialize};
 
@@ -59,14 +59,29 @@ pub(super) struct Row {
     pub(super) wrong: Option<String>,
 }
 
-pub(super) const HEADER: &str = "kind    pass      activations        shape               policy                                  transport    \
-                                 groups        us  TFLOP/s  sequential     ideal  efficiency  wgrad x  exposed us  of bound";
+pub(super) const COLUMNS: [Column; 15] = [
+    Column::name("kind").wide(6),
+    Column::name("pass").wide(8),
+    Column::name("activations").wide(17),
+    Column::name("shape").wide(18),
+    Column::name("policy").wide(38),
+    Column::name("transport").wide(11),
+    Column::number_name("groups"),
+    Column::number("us", 0).wide(8),
+    Column::number("TFLOP/s", 3),
+    Column::number("sequential", 2),
+    Column::number("ideal", 4).wide(8),
+    Column::number("efficiency", 1),
+    Column::number("wgrad x", 6),
+    Column::number("exposed us", 5),
+    Column::number("of bound", 7),
+];
 
 impl Row {
     pub(super) fn name(&self) -> String {
         let [tokens, hidden, local] = self.shape;
-        let words = format!("{:?} {:?} {:?}", self.kind, self.pass, self.activations).to_lowercase();
-        format!("{words} {tokens}:{hidden}:{local} {} {}", self.policy, self.transport)
+        let Self { kind, pass, activations, policy, transport, .. } = self;
+        format!("{kind} {pass} {activations} {tokens}:{hidden}:{local} {policy} {transport}")
     }
 
     /// Nothing of it runs side by side because that was asked for.
@@ -74,34 +89,28 @@ impl Row {
         self.overlap == StartOrder::Sequential.name()
     }
 
-    pub(super) fn line(&self) -> String {
+    pub(super) fn cells(&self) -> [String; 15] {
         let [tokens, hidden, local] = self.shape;
-        let word = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-        let activations = match self.activations {
-            Activations::Replicated => "replicated",
-            Activations::SequenceParallel => "sequence-parallel",
-        };
-        let share = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
-        format!(
-            "{:6}  {:8}  {:17}  {:18}  {:38}  {:11}  {:6}  {:8.1}  {:>7}  {:10.1}  {:8.1}  {:>10}  {:>7}  {:10.1}  {:8.2}\n",
-            word(&self.kind),
-            word(&self.pass),
-            activations,
+        let us = |seconds: f64| format!("{:.1}", 1e6 * seconds);
+        let none = || "–".to_owned();
+        let efficiency = self.efficiency.zip(self.efficiency_noise);
+        [
+            self.kind.to_string(),
+            self.pass.to_string(),
+            self.activations.to_string(),
             format!("{tokens}:{hidden}:{local}"),
-            self.policy,
-            self.transport,
-            self.groups,
-            1e6 * self.seconds.median,
+            self.policy.clone(),
+            self.transport.clone(),
+            self.groups.to_string(),
+            us(self.seconds.median),
             // Of CPU ranks it is a hundredth or so.
             format!("{:.*}", if self.tflops < 10.0 { 3 } else { 1 }, self.tflops),
-            1e6 * self.sequential_seconds,
-            1e6 * self.ideal_seconds,
-            self.efficiency
-                .zip(self.efficiency_noise)
-                .map_or_else(|| "–".to_owned(), |(efficiency, noise)| format!("{efficiency:.2}±{noise:.2}")),
-            share(self.weight_gradient_slowdown),
-            1e6 * self.exposed_seconds,
-            self.of_bound,
-        )
+            us(self.sequential_seconds),
+            us(self.ideal_seconds),
+            efficiency.map_or_else(none, |(efficiency, noise)| format!("{efficiency:.2}±{noise:.2}")),
+            self.weight_gradient_slowdown.map_or_else(none, |slowdown| format!("{slowdown:.2}")),
+            us(self.exposed_seconds),
+            format!("{:.2}", self.of_bound),
+        ]
     }
 }

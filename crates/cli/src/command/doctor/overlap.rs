@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::process::Command;
 
 use counterpoint_cuda::{CudaError, Device, count_starts};
+use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::DoctorArguments;
@@ -97,13 +98,15 @@ fn describe(rows: &[Row]) -> String {
             row.device, row.rounds
         );
     }
-    for row in rows {
+    let columns = [
+        Column::number_name("connections"),
+        Column::number("by itself", 0),
+        Column::number("with kernel-barrier", 0),
+    ];
+    let lines = rows.iter().map(|row| {
         let queues = row.connections.map_or("default".to_owned(), |connections| connections.to_string());
-        let Row { concurrent, kernel_barrier, .. } = row;
-        let _ = writeln!(
-            text,
-            "  {queues:>7} connections: {concurrent:>6} by itself, {kernel_barrier:>6} with kernel-barrier"
-        );
-    }
+        vec![queues, row.concurrent.to_string(), row.kernel_barrier.to_string()]
+    });
+    text.push_str(&table(&columns, lines, &console::style()));
     text
 }

@@ -4,12 +4,13 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use counterpoint_cuda::kernel::specialisations;
-use counterpoint_cuda::{CompileReport, CubinCache, examine};
+use counterpoint_cuda::{CompileReport, CubinCache, KernelReport, examine};
+use counterpoint_report::{Column, table};
 
 use crate::arguments::SelftestArguments;
 use crate::console;
 use crate::error::CliError;
-use crate::progress::Progress;
+use crate::progress::Ticker;
 use crate::schema::Schema;
 
 /// Compiles every kernel without a GPU and judges what came out.
@@ -20,42 +21,31 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         specialisations().into_iter().filter(|kernel| kernel.source.name().contains(part)).collect();
     if kernels.is_empty() {
         let reason =
-            "is in the name of no kernel; `counterpoint selftest --compile-only` lists them".to_owned();
+            "is in the name of no kernel; `counterpoint selftest --compile-only --verbose` lists them"
+                .to_owned();
         return Err(CliError::Flag { flag: "--only", value: part.to_owned(), reason });
     }
-    let progress = Progress::new();
+    let mut ticker = Ticker::new("selftest --compile-only");
     let mut heard = 0;
     let report = examine(&kernels, &CubinCache::from_environment(), |name| {
         heard += 1;
-        progress.step(format!("{heard} of {} kernels; {name}", kernels.len()));
+        ticker.tell(|| format!("{heard} of {} kernels; {name}", kernels.len()));
     });
-    drop(progress);
+    drop(ticker);
     let report = report.map_err(|source| CliError::Cuda { source })?;
     if arguments.json {
         console::print_json(Schema::SelftestCompile, &report)?;
     } else {
-        console::print(&table(&report, began.elapsed().as_secs_f64()))?;
+        console::print(&text(&report, arguments.verbose, began.elapsed().as_secs_f64()))?;
     }
     verdict(&report)
 }
 
-/// A line a kernel, what is wrong, and a row of figures.
-fn table(report: &CompileReport, seconds: f64) -> String {
+/// What is wrong, and a row of figures; before it, where that was asked for, a line a kernel.
+fn text(report: &CompileReport, verbose: bool, seconds: f64) -> String {
     let mut text = String::new();
-    let name_width = report.kernels.iter().map(|kernel| kernel.name.len()).max().unwrap_or(0).max(6);
-    let mut line = |name: &str, arch: &str, figures: [&str; 4]| {
-        let [registers, local, spilled, hgmma] = figures;
-        let _ = writeln!(
-            text,
-            "{name:name_width$}  {arch:7}  {registers:>9}  {local:>6}  {spilled:>7}  {hgmma:>5}"
-        );
-    };
-    line("kernel", "arch", ["registers", "local", "spilled", "HGMMA"]);
-    for kernel in &report.kernels {
-        let hgmma = kernel.hgmma.map_or("-".to_owned(), |count| count.to_string());
-        let [registers, local, spilled] =
-            [kernel.registers, kernel.local_bytes, kernel.spill_bytes].map(|figure| figure.to_string());
-        line(&kernel.name, &kernel.arch, [&registers, &local, &spilled, &hgmma]);
+    if verbose {
+        text.push_str(&table(&COLUMNS, report.kernels.iter().map(cells), &console::style()));
     }
     for fault in &report.failed {
         let _ = writeln!(text, "FAILED  {}: {}", fault.name, fault.reason);
@@ -64,6 +54,22 @@ fn table(report: &CompileReport, seconds: f64) -> String {
     let faults = console::count(report.failed.len(), "fault");
     let _ = writeln!(text, "NVRTC {}: {kernels} compiled, {faults}, {seconds:.1} s", report.nvrtc);
     text
+}
+
+const COLUMNS: [Column; 6] = [
+    Column::name("kernel"),
+    Column::name("arch"),
+    Column::number("registers", 0),
+    Column::number("local", 2),
+    Column::number("spilled", 1),
+    Column::number("HGMMA", 1),
+];
+
+fn cells(kernel: &KernelReport) -> Vec<String> {
+    let KernelReport { name, arch, registers, local_bytes, spill_bytes, hgmma } = kernel;
+    let figures = [registers, local_bytes, spill_bytes].map(ToString::to_string);
+    let hgmma = hgmma.map_or("–".to_owned(), |count| count.to_string());
+    [name.clone(), arch.clone()].into_iter().chain(figures).chain([hgmma]).collect()
 }
 
 /// An error when a kernel is not what it must be.
@@ -78,7 +84,7 @@ fn verdict(report: &CompileReport) -> Result<(), CliError> {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_cuda::{KernelFault, KernelReport};
+    use counterpoint_cuda::KernelFault;
 
     use super::*;
 
@@ -96,16 +102,18 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_under_their_names() {
+    fn faults_are_told_and_kernels_when_asked() {
         let fault = KernelFault { name: "cast".to_owned(), reason: "spills 8 bytes of registers".to_owned() };
-        let expected = "\
-kernel     arch     registers   local  spilled  HGMMA
-attention  sm_90a         168       0        0     64
-cast       sm_90a         168       0        0      -
-FAILED  cast: spills 8 bytes of registers
-NVRTC 13.0: 2 kernels compiled, 1 fault, 1.5 s
-";
-        assert_eq!(table(&report(vec![fault]), 1.5), expected);
+        let report = report(vec![fault]);
+        let end =
+            "FAILED  cast: spills 8 bytes of registers\nNVRTC 13.0: 2 kernels compiled, 1 fault, 1.5 s\n";
+        assert_eq!(text(&report, false, 1.5), end);
+        let all = text(&report, true, 1.5);
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let lines: Vec<String> = all.lines().map(words).collect();
+        assert_eq!(lines[0], "kernel arch registers local spilled HGMMA");
+        assert_eq!(lines[2..4], ["attention sm_90a 168 0 0 64", "cast sm_90a 168 0 0 –"]);
+        assert!(all.ends_with(end), "{all}");
     }
 
     #[test]

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::SelfCheck;
 
-use super::ledger::{GroupChecks, Ledger};
+use super::ledger::{GroupChecks, Heard, Ledger};
 use super::part::{Part, Place, SLOTS, When};
 use super::worker::Worker;
 use crate::arguments::SelftestArguments;
+use crate::console;
 use crate::error::CliError;
-use crate::progress::Progress;
+use crate::progress::Ticker;
 
 /// Between looks at processes.
 const LOOK: Duration = Duration::from_millis(10);
@@ -32,11 +33,9 @@ pub(super) fn examine(
     let count = parts.len();
     let mut crew = Crew { waiting: parts, busy: Vec::new(), free: vec![SLOTS; gpus] };
     let mut workers: Vec<Worker> = Vec::new();
-    let progress = Progress::new();
+    let mut ticker = Ticker::new("selftest");
     loop {
-        let mut changed = false;
         while let Some((part, gpus)) = crew.next() {
-            changed = true;
             match Worker::start(part.clone(), gpus.clone(), arguments, folder) {
                 Ok(worker) => workers.push(worker),
                 Err(error) => {
@@ -45,7 +44,7 @@ pub(super) fn examine(
                     let lost =
                         |group| GroupChecks::of(group, start.elapsed(), Duration::ZERO, vec![failed.clone()]);
                     let lost = part.groups.iter().copied().map(lost).collect();
-                    ledger.add(part.share, lost)?;
+                    ticker.aside(|| console::print(&ledger.add(part.share, lost)))?;
                 }
             }
         }
@@ -55,22 +54,36 @@ pub(super) fn examine(
                 at += 1;
                 continue;
             }
-            changed = true;
             let worker = workers.remove(at);
             crew.end(&worker.part, &worker.gpus);
             let share = worker.part.share;
-            ledger.add(share, worker.found(start))?;
+            ticker.aside(|| console::print(&ledger.add(share, worker.found(start))))?;
         }
         if workers.is_empty() && crew.waiting.is_empty() {
             return Ok(());
         }
-        if changed {
-            let names: Vec<&str> = workers.iter().map(|worker| worker.part.groups[0].name()).collect();
+        ticker.tell(|| {
             let done = count - crew.waiting.len() - workers.len();
-            progress.step(format!("{done} of {count} parts done; {}", names.join(", ")));
-        }
+            how_far(done, count, &mut workers, ledger.heard())
+        });
         thread::sleep(LOOK);
     }
+}
+
+/// Parts that are done, checks that were made and groups that are being examined, in a line.
+fn how_far(done: usize, parts: usize, workers: &mut [Worker], ended: Heard) -> String {
+    let mut all = ended;
+    let mut names = Vec::new();
+    for worker in workers {
+        let (group, heard) = worker.heard();
+        all.checks += heard.checks;
+        all.failed += heard.failed;
+        names.push(group);
+    }
+    let Heard { checks, failed } = all;
+    let checks = console::count(checks, "check");
+    let parts = console::count(parts, "part");
+    format!("{checks} made, {failed} failed; {done} of {parts} done; examining {}", names.join(", "))
 }
 
 /// What waits, and what is taken.

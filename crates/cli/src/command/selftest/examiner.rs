@@ -1,5 +1,6 @@
 //! One process of a selftest: the groups that it was given, on the GPUs that it sees.
 
+use std::cell::Cell;
 use std::io::{self, Read};
 use std::thread;
 use std::time::Instant;
@@ -16,8 +17,9 @@ use counterpoint_exec::selftest::{
 };
 use counterpoint_exec::{ExecError, Machine, TcpLoopback};
 
-use super::ledger::{Examined, GroupChecks};
+use super::ledger::{Examined, GroupChecks, Heard};
 use super::processes::Bench;
+use super::worker::Step;
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::console;
 use crate::error::CliError;
@@ -44,7 +46,8 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
         (false, Extent::Quick) => Calls::QUICK,
     };
     let SelftestArguments { share, patience, .. } = *arguments;
-    let examiner = Examiner { extent, on_cpu, calls, share, patience, began: Instant::now() };
+    let examiner =
+        Examiner { extent, on_cpu, calls, share, patience, began: Instant::now(), at: Cell::default() };
     let mut groups = Vec::new();
     let mut rest = arguments.groups.as_slice();
     while let Some((&group, others)) = rest.split_first() {
@@ -64,6 +67,8 @@ struct Examiner {
     /// How many times as long jobs of processes may take.
     patience: u32,
     began: Instant,
+    /// The group that is being examined, and the checks that were made so far.
+    at: Cell<(String, Heard)>,
 }
 
 /// How often what meets is called.
@@ -105,6 +110,7 @@ impl From<ExecError> for CannotBegin {
 
 impl Examiner {
     fn examine(&self, group: Group) -> GroupChecks {
+        self.begin(group);
         let began = self.began.elapsed();
         let checks = self.checks(group).unwrap_or_else(|CannotBegin(reason)| {
             vec![SelfCheck::failed("its beginning".to_owned(), 0, reason)]
@@ -113,12 +119,15 @@ impl Examiner {
     }
 
     fn both_families(&self) -> Vec<GroupChecks> {
+        self.begin(Group::Attention);
         let began = self.began.elapsed();
         let groups = [Group::Attention, Group::PortableAttention];
         let found = || -> Result<_, CannotBegin> {
             let native = CudaSubject::open()?;
             let portable = native.portable()?.ok_or_else(|| CannotBegin("it has one family".to_owned()))?;
-            Ok(selftest_attention(&[&native, &portable], self.extent, self.share, |_, _| ()))
+            Ok(selftest_attention(&[&native, &portable], self.extent, self.share, |check, _| {
+                self.heard(check)
+            }))
         };
         let found = found().unwrap_or_else(|CannotBegin(reason)| {
             let failed = SelfCheck::failed("its beginning".to_owned(), 0, reason);
@@ -136,17 +145,21 @@ impl Examiner {
         use TransportKind::{CopyEngine, Nccl, Nvlink};
         let Self { extent, on_cpu, calls, share, .. } = *self;
         match group {
-            Group::Cpu => Ok(attention(&CpuSubject, on_cpu, share)),
-            Group::CpuLinear => Ok(selftest_linear(&CpuSubject, on_cpu, share, 4, |_, _| ())),
+            Group::Cpu => Ok(self.attention(&CpuSubject, on_cpu)),
+            Group::CpuLinear => {
+                Ok(selftest_linear(&CpuSubject, on_cpu, share, 4, |check, _| self.heard(check)))
+            }
             Group::Tcp => self.collectives(&TcpLoopback::default(), on_cpu, 8),
             Group::Guard => Ok(selftest_guard(CudaSubject::open()?.gpu())?),
             Group::Kernels => Ok(CudaSubject::open()?.load_all()),
             Group::PortableKernels => Ok(portable()?.load_all()),
-            Group::Attention => Ok(attention(&CudaSubject::open()?, extent, share)),
-            Group::PortableAttention => Ok(attention(&portable()?, extent, share)),
+            Group::Attention => Ok(self.attention(&CudaSubject::open()?, extent)),
+            Group::PortableAttention => Ok(self.attention(&portable()?, extent)),
             Group::LongSequence => Ok(selftest_long(CudaSubject::open()?.machine())),
             Group::Collectives => self.collectives(CudaSubject::open()?.machine(), extent, 4),
-            Group::Gemm => Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |_, _| ())?),
+            Group::Gemm => {
+                Ok(selftest_gemm(CudaSubject::open()?.gpu(), extent, share, |check, _| self.heard(check))?)
+            }
             Group::Linear => Ok(self.linear(&CudaSubject::open()?, extent, 4)),
             Group::LibraryLinear => Ok(match CudaSubject::open()?.with_cublaslt() {
                 Ok(subject) => self.linear(&subject, Extent::Quick, 4),
@@ -154,7 +167,9 @@ impl Examiner {
                 Err(CudaError::NoCublasLt { .. }) => Vec::new(),
                 Err(error) => return Err(error.into()),
             }),
-            Group::Graphs => Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |_, _| ())),
+            Group::Graphs => {
+                Ok(selftest_graphs(CudaSubject::open()?.machine(), extent, |check, _| self.heard(check)))
+            }
             Group::CompiledKernels => Ok(selftest_cache(CudaSubject::open()?.gpu())?),
             Group::Meetings => Ok(selftest_links(over_gpus(Nvlink)?.machine().devices(), calls.meetings)?),
             Group::Signals => Ok(selftest_signals(over_gpus(Nvlink)?.machine().devices(), calls.signals)?),
@@ -175,7 +190,7 @@ impl Examiner {
             Group::CopyEngineExhaustion => Ok(selftest_exhaustion(over_gpus(CopyEngine)?.machine())?),
             Group::NcclExhaustion => Ok(selftest_exhaustion(over_gpus(Nccl)?.machine())?),
             // Its problems are those of one GPU; what is new is who has which rank.
-            Group::GpusAttention => Ok(attention(&over_gpus(Nvlink)?, Extent::Quick, share)),
+            Group::GpusAttention => Ok(self.attention(&over_gpus(Nvlink)?, Extent::Quick)),
             Group::NvlinkCollectives => self.collectives_over(Nvlink, 1),
             Group::SharedCollectives => self.collectives_over(Nvlink, 2),
             Group::CopyEngineCollectives => self.collectives_over(CopyEngine, 2),
@@ -200,8 +215,37 @@ impl Examiner {
         }
     }
 
+    fn attention(&self, subject: &dyn Subject, extent: Extent) -> Vec<SelfCheck> {
+        selftest_attention(&[subject], extent, self.share, |check, _| self.heard(check)).remove(0)
+    }
+
+    /// Tells whoever started this process that a check was made.
+    fn heard(&self, check: &SelfCheck) {
+        let (group, mut heard) = self.at.take();
+        heard.checks += 1;
+        heard.failed += usize::from(!check.passed);
+        self.at.set((group, heard));
+        self.step();
+    }
+
+    /// Tells that a group begins.
+    fn begin(&self, group: Group) {
+        let (_, heard) = self.at.take();
+        self.at.set((group.name().to_owned(), heard));
+        self.step();
+    }
+
+    fn step(&self) {
+        let step = Step { step: self.at.take() };
+        if let Ok(line) = serde_json::to_string(&step) {
+            // Who does not read it has gone, and this process will end with it.
+            let _ = console::print(&(line + "\n"));
+        }
+        self.at.set(step.step);
+    }
+
     fn collectives<M: Machine>(&self, machine: &M, extent: Extent, most_ranks: usize) -> Checks {
-        Ok(selftest_collectives(machine, extent, self.share, most_ranks, |_, _| ())?)
+        Ok(selftest_collectives(machine, extent, self.share, most_ranks, |check, _| self.heard(check))?)
     }
 
     /// With so many ranks on each GPU, at most.
@@ -212,7 +256,7 @@ impl Examiner {
     }
 
     fn linear(&self, subject: &CudaSubject, extent: Extent, most_ranks: usize) -> Vec<SelfCheck> {
-        selftest_linear(subject, extent, self.share, most_ranks, |_, _| ())
+        selftest_linear(subject, extent, self.share, most_ranks, |check, _| self.heard(check))
     }
 
     /// As [`Examiner::collectives_over`].
@@ -222,7 +266,9 @@ impl Examiner {
     }
 
     fn faults(&self, transport: TransportKind) -> Checks {
-        Ok(selftest_faults(over_gpus(transport)?.machine(), self.extent, self.share, |_, _| ())?)
+        Ok(selftest_faults(over_gpus(transport)?.machine(), self.extent, self.share, |check, _| {
+            self.heard(check)
+        })?)
     }
 
     fn signalled(&self, transport: TransportKind) -> Checks {
@@ -243,10 +289,6 @@ impl Examiner {
     fn processes(&self, examine: impl Fn(&Bench) -> Vec<SelfCheck>) -> Checks {
         Ok(examine(&Bench::new(self.patience)?))
     }
-}
-
-fn attention(subject: &dyn Subject, extent: Extent, share: Share) -> Vec<SelfCheck> {
-    selftest_attention(&[subject], extent, share, |_, _| ()).remove(0)
 }
 
 fn portable() -> Result<CudaSubject, CannotBegin> {

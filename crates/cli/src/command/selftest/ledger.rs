@@ -1,10 +1,13 @@
+//! What a selftest has found so far, and the document of it.
+
 use std::fmt::Write;
 use std::time::Duration;
 
 use counterpoint_exec::selftest::{SelfCheck, Share};
+use counterpoint_report::{Column, table};
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::Group;
+use crate::arguments::{Group, SelftestArguments};
 use crate::console;
 use crate::error::CliError;
 
@@ -12,6 +15,37 @@ use crate::error::CliError;
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Examined {
     pub(super) groups: Vec<GroupChecks>,
+}
+
+/// How far a process is with a group, as it tells the one that started it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Heard {
+    /// Checks that were made, of all groups.
+    pub(super) checks: usize,
+    /// Of these, those that failed.
+    pub(super) failed: usize,
+}
+
+/// Which lines a selftest prints while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Detail {
+    /// None: the document has them.
+    Document,
+    /// Of checks that failed.
+    Failures,
+    /// Of every check, and when each group was examined.
+    Everything,
+}
+
+impl Detail {
+    /// As flags ask for it.
+    pub(super) fn of(arguments: &SelftestArguments) -> Self {
+        match arguments {
+            SelftestArguments { json: true, .. } => Self::Document,
+            SelftestArguments { verbose: true, .. } => Self::Everything,
+            _ => Self::Failures,
+        }
+    }
 }
 
 /// The checks of a group or of a share of it.
@@ -36,7 +70,7 @@ impl GroupChecks {
 pub(super) struct Ledger {
     checks: Vec<(usize, String, SelfCheck)>,
     groups: Vec<GroupFigures>,
-    quiet: bool,
+    detail: Detail,
 }
 
 /// When a group, or a share of it, was examined.
@@ -63,13 +97,19 @@ pub(super) struct SelftestDocument {
 }
 
 impl Ledger {
-    /// `quiet` keeps the lines of single checks to itself.
-    pub(super) fn new(quiet: bool) -> Self {
-        Self { checks: Vec::new(), groups: Vec::new(), quiet }
+    /// Nothing yet.
+    pub(super) fn new(detail: Detail) -> Self {
+        Self { checks: Vec::new(), groups: Vec::new(), detail }
     }
 
-    /// Takes what a process has found.
-    pub(super) fn add(&mut self, share: Share, groups: Vec<GroupChecks>) -> Result<(), CliError> {
+    /// How much was found.
+    pub(super) fn heard(&self) -> Heard {
+        let failed = self.groups.iter().map(|group| group.failed).sum();
+        Heard { checks: self.checks.len(), failed }
+    }
+
+    /// Takes what a process has found, and gives what is to be printed of it.
+    pub(super) fn add(&mut self, share: Share, groups: Vec<GroupChecks>) -> String {
         let mut text = String::new();
         for GroupChecks { group, began, seconds, checks } in groups {
             let failed = checks.iter().filter(|check| !check.passed).count();
@@ -78,18 +118,27 @@ impl Ledger {
             let count = checks.len();
             for mut check in checks {
                 check.name = format!("{group}: {}", check.name);
-                text.push_str(&line(&check));
+                let told = match self.detail {
+                    Detail::Document => false,
+                    Detail::Failures => !check.passed,
+                    Detail::Everything => true,
+                };
+                if told {
+                    text.push_str(&line(&check));
+                }
                 self.checks.push((place, share.clone(), check));
             }
             // Of a selftest that is cut off, this is what tells where its time went.
-            let _ = writeln!(
-                text,
-                "took    {group} {share}, {count} checks: {began:.1} s to {:.1} s",
-                began + seconds
-            );
+            if self.detail == Detail::Everything {
+                let _ = writeln!(
+                    text,
+                    "took    {group} {share}, {count} checks: {began:.1} s to {:.1} s",
+                    began + seconds
+                );
+            }
             self.groups.push(GroupFigures { group, share, checks: count, failed, began, seconds });
         }
-        if self.quiet { Ok(()) } else { console::print(&text) }
+        text
     }
 
     /// The document of all groups, in their order.
@@ -121,14 +170,20 @@ fn line(check: &SelfCheck) -> String {
 impl SelftestDocument {
     /// When each group was examined, and what failed once more.
     pub(super) fn table(&self) -> String {
-        let width = self.groups.iter().map(|group| group.group.len()).max().unwrap_or(0).max(5);
-        let mut text = format!("{:width$}  share  checks  failed  from (s)  took (s)\n", "group");
-        for GroupFigures { group, share, checks, failed, began, seconds } in &self.groups {
-            let _ = writeln!(
-                text,
-                "{group:width$}  {share:>5}  {checks:>6}  {failed:>6}  {began:>8.1}  {seconds:>8.1}"
-            );
-        }
+        let columns = [
+            Column::name("group"),
+            Column::name("share"),
+            Column::number("checks", 1),
+            Column::number("failed", 0),
+            Column::number("from (s)", 3),
+            Column::number("took (s)", 2),
+        ];
+        let rows = self.groups.iter().map(|GroupFigures { group, share, checks, failed, began, seconds }| {
+            let figures =
+                [checks.to_string(), failed.to_string(), format!("{began:.1}"), format!("{seconds:.1}")];
+            [group.clone(), share.clone()].into_iter().chain(figures).collect()
+        });
+        let mut text = table(&columns, rows, &console::style());
         self.checks.iter().filter(|check| !check.passed).for_each(|check| text.push_str(&line(check)));
         text
     }
@@ -170,8 +225,8 @@ mod tests {
     }
 
     fn finished(checks: Vec<SelfCheck>) -> SelftestDocument {
-        let mut ledger = Ledger::new(true);
-        ledger.add(Share::ALL, vec![group(Group::Gemm, checks)]).unwrap();
+        let mut ledger = Ledger::new(Detail::Document);
+        assert_eq!(ledger.add(Share::ALL, vec![group(Group::Gemm, checks)]), "");
         ledger.finish("a device".to_owned(), Duration::from_millis(1500))
     }
 
@@ -202,21 +257,33 @@ mod tests {
 
     #[test]
     fn checks_are_in_the_order_of_groups_whenever_they_came() {
-        let mut ledger = Ledger::new(true);
+        let mut ledger = Ledger::new(Detail::Document);
         let check = |name: &str| vec![SelfCheck::of(name.to_owned(), 0, 0.0, 0.0)];
-        ledger.add(Share::ALL, vec![group(Group::Gemm, check("a"))]).unwrap();
-        ledger.add("2/2".parse().unwrap(), vec![group(Group::Attention, check("c"))]).unwrap();
-        ledger.add("1/2".parse().unwrap(), vec![group(Group::Attention, check("b"))]).unwrap();
+        ledger.add(Share::ALL, vec![group(Group::Gemm, check("a"))]);
+        ledger.add("2/2".parse().unwrap(), vec![group(Group::Attention, check("c"))]);
+        ledger.add("1/2".parse().unwrap(), vec![group(Group::Attention, check("b"))]);
         let document = ledger.finish("a device".to_owned(), Duration::ZERO);
         let names: Vec<&str> = document.checks.iter().map(|check| check.name.as_str()).collect();
         assert_eq!(names, ["attention: b", "attention: c", "gemm: a"]);
-        let first = "group      share  checks  failed  from (s)  took (s)";
-        assert!(document.table().starts_with(first), "{}", document.table());
-        assert!(
-            document.table().contains("gemm         1/1       1       0       2.0       0.5"),
-            "{}",
-            document.table()
-        );
+        let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+        let table: Vec<String> = document.table().lines().map(words).collect();
+        assert_eq!(table[0], "group share checks failed from (s) took (s)");
+        assert!(table.contains(&"gemm 1/1 1 0 2.0 0.5".to_owned()), "{table:?}");
+    }
+
+    #[test]
+    fn failures_are_printed_as_they_come_and_the_rest_when_asked() {
+        let right = SelfCheck::of("causal".to_owned(), 7, 1e-3, 4e-3);
+        let wrong = SelfCheck::of("window".to_owned(), 8, 5e-3, 4e-3);
+        let printed = |detail| {
+            let mut ledger = Ledger::new(detail);
+            let text = ledger.add(Share::ALL, vec![group(Group::Gemm, vec![right.clone(), wrong.clone()])]);
+            assert_eq!(ledger.heard(), Heard { checks: 2, failed: 1 });
+            text
+        };
+        assert_eq!(printed(Detail::Document), "");
+        assert_eq!(printed(Detail::Failures), "FAILED  gemm: window, seed 8: 5.00e-3 of 4.00e-3\n");
+        assert_eq!(printed(Detail::Everything).lines().count(), 3);
     }
 
     #[test]

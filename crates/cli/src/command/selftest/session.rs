@@ -6,7 +6,7 @@ use counterpoint_cuda::{Arch, CudaError, Device, compiler_version};
 use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 
 use super::crew;
-use super::ledger::{GroupChecks, Ledger};
+use super::ledger::{Detail, GroupChecks, Ledger};
 use super::part::{Machine, Part, keep, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
@@ -32,13 +32,13 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     let folder = TemporaryFolder::new().map_err(|error| CliError::CheckFailed {
         what: format!("there is no temporary folder: {error}; set TMPDIR"),
     })?;
-    let mut ledger = Ledger::new(arguments.json);
+    let mut ledger = Ledger::new(Detail::of(arguments));
     crew::examine(parts, machine.gpus, arguments, folder.path(), began, &mut ledger)?;
     if let Some(memory) = memory {
         let at = began.elapsed();
         let checks = memory.after().map_err(failed)?;
         let group = GroupChecks::of(Group::ProcessBitsAfter, at, began.elapsed() - at, checks);
-        ledger.add(Share::ALL, vec![group])?;
+        console::print(&ledger.add(Share::ALL, vec![group]))?;
     }
     let document = ledger.finish(name, began.elapsed());
     if arguments.json {

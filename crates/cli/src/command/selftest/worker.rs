@@ -2,14 +2,15 @@
 
 use std::env;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::selftest::SelfCheck;
+use serde::{Deserialize, Serialize};
 
-use super::ledger::{Examined, GroupChecks};
+use super::ledger::{Examined, GroupChecks, Heard};
 use super::part::{Part, Place};
 use crate::arguments::{Device, SelftestArguments};
 use crate::own_process::OwnProcess;
@@ -26,6 +27,9 @@ pub(super) struct Worker {
     /// It ends when this is closed, so it does not outlive us.
     _open: Option<ChildStdin>,
     text: PathBuf,
+    /// Bytes of what it said that were read while it ran, and what they told.
+    read: u64,
+    heard: (String, Heard),
     began: Instant,
     limit: Duration,
 }
@@ -65,6 +69,8 @@ impl Worker {
             process,
             _open: open,
             text,
+            read: 0,
+            heard: (first.to_owned(), Heard::default()),
             began: Instant::now(),
             limit: LIMIT * arguments.patience,
         })
@@ -79,6 +85,26 @@ impl Worker {
         !self.process.runs()
     }
 
+    /// The group that it is at and how far it is, by what it last said of that.
+    pub(super) fn heard(&mut self) -> (String, Heard) {
+        let mut said = Vec::new();
+        let from = self.read;
+        let more = File::open(&self.text).and_then(|mut file| {
+            file.seek(SeekFrom::Start(from))?;
+            file.read_to_end(&mut said)
+        });
+        // A line that it is still writing is read next time.
+        let whole = said.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        if more.is_ok() {
+            self.read += whole as u64;
+        }
+        let lines = said[..whole].rsplit(|byte| *byte == b'\n');
+        if let Some(Step { step }) = lines.filter_map(|line| serde_json::from_slice(line).ok()).next() {
+            self.heard = step;
+        }
+        self.heard.clone()
+    }
+
     /// What it found, by times that count from `start`. A process that ended without a word is a failed check.
     pub(super) fn found(self, start: Instant) -> Vec<GroupChecks> {
         let status = self.process.status().ok().flatten();
@@ -88,7 +114,8 @@ impl Worker {
         let after = self.began - start;
         let Some(Examined { mut groups }) = document else {
             let status = status.map_or("killed after its limit".to_owned(), |status| status.to_string());
-            let said = text.trim_end().lines().next_back().unwrap_or("nothing");
+            let words = |line: &&str| serde_json::from_str::<Step>(line).is_err();
+            let said = text.trim_end().lines().rfind(words).unwrap_or("nothing");
             let reason = format!("its process ended ({status}) and said: {said}");
             let failed = |group| {
                 let checks = vec![SelfCheck::failed("all of it".to_owned(), 0, reason.clone())];
@@ -99,6 +126,12 @@ impl Worker {
         groups.iter_mut().for_each(|group| group.began += after.as_secs_f64());
         groups
     }
+}
+
+/// A line that a process writes while it examines: the group that it is at, and how far it is.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Step {
+    pub(super) step: (String, Heard),
 }
 
 /// This program; where it compiles on all cores, behind whatever has limits to keep.

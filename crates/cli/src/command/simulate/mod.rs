@@ -8,7 +8,7 @@ use std::path::Path;
 
 use counterpoint_plan::MachineProfile;
 use counterpoint_report::{
-    Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, format_seconds, table,
+    Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, table,
 };
 use counterpoint_schedule::Timeline;
 use serde_json::{Value, json};
@@ -96,7 +96,7 @@ impl Predicted {
             return console::print_json(self.schema, &json!({"setup": setup, "rows": self.json}));
         }
         let setup: Vec<String> = self.setup.iter().map(|(name, value)| format!("{name} {value}")).collect();
-        let mut text = format!("{}: {}\n\n", self.title, setup.join(", "));
+        let mut text = fold(&format!("{}: {}\n\n", self.title, setup.join(", ")), &console::style());
         text.push_str(&table(&self.columns, self.rows.iter().cloned(), &console::style()));
         for (flag, path) in setting.outputs.files() {
             text.push_str(&format!("{} is in {}\n", flag.trim_start_matches('-'), path.display()));
@@ -132,8 +132,8 @@ impl Predicted {
 /// Columns of a table of passes.
 fn pass_columns() -> Vec<Column> {
     vec![
-        Column::text("pass", 0),
-        Column::text("policy", 0),
+        Column::name("pass"),
+        Column::name("policy"),
         Column::number("seconds", 0),
         Column::number("computation", 3),
         Column::number("communication", 2),

@@ -18,9 +18,9 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
     let mask = Mask::parse(&expression, &|_| Err(String::new()))
         .map_err(|source| CliError::MaskExpression { expression, source })?;
     let columns = vec![
-        Column::number("ranks", 0),
+        Column::number_name("ranks"),
         Column::number("replicas", 5),
-        Column::text("policy", 0),
+        Column::name("policy"),
         Column::number("layer forward", 4),
         Column::number("layer backward", 4),
         Column::number("communication", 3),

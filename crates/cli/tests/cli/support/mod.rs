@@ -69,7 +69,7 @@ impl Folder {
             .current_dir(self.folder.path())
             .args(line.split_whitespace())
             .timeout(Duration::from_secs(120));
-        command.env_remove("RUST_BACKTRACE").envs(variables.iter().copied());
+        command.env_remove("RUST_BACKTRACE").env_remove("COLUMNS").envs(variables.iter().copied());
         let output = command.output().unwrap();
         Ran {
             status: output.status.code().unwrap_or_else(|| panic!("{line}: ended by a signal or the limit")),

@@ -77,7 +77,7 @@ impl Found {
             );
         }
         let columns = [
-            Column::text("search", 0),
+            Column::name("search"),
             Column::text("rows of groups", 1),
             Column::number("expected", 2),
             Column::number("measured", 0),

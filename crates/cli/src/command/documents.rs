@@ -1,0 +1,39 @@
+//! `counterpoint completions` and `counterpoint man`.
+
+use clap_mangen::Man;
+
+use crate::arguments::{CompletionsArguments, ManArguments, command, documented};
+use crate::console;
+use crate::error::CliError;
+
+/// The name of this program.
+const NAME: &str = "counterpoint";
+
+/// `counterpoint completions`.
+pub(crate) fn completions(arguments: &CompletionsArguments) -> Result<(), CliError> {
+    let mut script = Vec::new();
+    clap_complete::generate(arguments.shell, &mut command(), NAME, &mut script);
+    console::print(&String::from_utf8_lossy(&script))
+}
+
+/// `counterpoint man`.
+pub(crate) fn man(arguments: &ManArguments) -> Result<(), CliError> {
+    let mut found = documented();
+    found.build();
+    let mut name = NAME.to_owned();
+    for word in &arguments.command {
+        let Some(next) = found.find_subcommand(word) else {
+            let names: Vec<&str> = found.get_subcommands().map(clap::Command::get_name).collect();
+            let message = match names.is_empty() {
+                true => format!("{name} has no commands, and `{word}` was given"),
+                false => format!("`{word}` is not a command of {name}; it has {}", names.join(", ")),
+            };
+            return Err(CliError::Usage { message });
+        };
+        name = format!("{name}-{}", next.get_name());
+        found = next.clone();
+    }
+    let mut page = Vec::new();
+    Man::new(found).render(&mut page).map_err(|source| CliError::Stdout { source })?;
+    console::print(&String::from_utf8_lossy(&page))
+}
