@@ -247,7 +247,7 @@ fn one_of_many_passes_is_picked() {
     let report = SimulationReport {
         title: "Predicted attention",
         setup: vec![("machine".to_owned(), "NVIDIA H200".to_owned())],
-        columns: vec!["pass", "policy", "seconds"],
+        columns: ["pass", "policy", "seconds"].map(str::to_owned).to_vec(),
         rows: rows.to_vec(),
         timelines: timelines.collect(),
     };
