@@ -16,7 +16,7 @@
 #pragma once
 
 #include "ptx/barrier.cuh"
-#include "ptx/flag.cuh"
+#include "wait_limit.cuh"
 
 namespace counterpoint {
 
@@ -56,15 +56,6 @@ struct LinkState {
   u32 parts[kLinkParts];  // blocks that are through with each part
 };
 
-// Told to the host, in its memory.
-struct LinkFault {
-  u64 set;
-  u64 awaited;  // a rank
-  u64 step;     // LinkStep: what it was to do
-  u64 seen;
-  u64 wanted;
-};
-
 // What ranks wait for in each other: to begin a call, to be through with it, to send a piece of its rows
 // or a part of them.
 enum LinkStep : u32 { kLinkBegin = 0, kLinkPass = 1, kLinkSend = 2, kLinkDeliver = 3 };
@@ -82,9 +73,7 @@ struct LinkCall {
   const u64* shifts;
   const LinkSlot* mailbox;
   LinkState* state;
-  LinkFault* fault;
-  const u64* abort;  // in the host's memory: not 0 when nobody needs to wait any more
-  u64 limit;         // of a wait, in nanoseconds
+  WaitLimit limit;
   u32 tensors;
   u32 announce_to;  // ranks, a bit each
   u32 work_on;
@@ -95,10 +84,8 @@ static_assert(sizeof(LinkSlot) == 128 && sizeof(LinkState) == 56, "layouts share
 // them are on other GPUs, and this rank's, without which nobody sends to it, has begun.
 struct LinkArrivals {
   LinkSlot* mailbox;  // null: all rows are there
-  LinkState* state;   // this and the next three as in LinkCall
-  LinkFault* fault;
-  const u64* abort;
-  u64 limit;
+  LinkState* state;   // this and the next as in LinkCall
+  WaitLimit limit;
   u32 senders;  // ranks, a bit each
   u32 parts;
   i32 ends[kLinkParts];  // the row at which each part ends
@@ -107,30 +94,14 @@ struct LinkArrivals {
 // Waits until what `look` gives has come to `wanted`; false when it gave up. `Call` is LinkCall or LinkArrivals.
 template <typename Call, typename Look>
 __device__ __forceinline__ bool link_wait_until(const Call& call, const Look& look_at, u64 wanted, u32 rank, LinkStep step) {
-  constexpr u32 kLooks = 64;  // between looks at the clock
-  // Between looks at the host's word: some milliseconds. Reads of one word over PCIe follow each other, and hundreds of threads
-  // may wait.
-  constexpr u32 kHostLooks = 4096;
-  u64 seen = look_at();
-  if (seen >= wanted) return true;
-  const u64 began = global_nanoseconds();
-  for (u32 look = 1; seen < wanted; ++look) {
-    if (look % kLooks == 0) {
-      const bool late = global_nanoseconds() - began > call.limit;
-      if (late && atomicAdd(&call.state->faults, 1u) == 0) {
-        store_relaxed_system(&call.fault->awaited, rank);
-        store_relaxed_system(&call.fault->step, step);
-        store_relaxed_system(&call.fault->seen, seen);
-        store_relaxed_system(&call.fault->wanted, wanted);
-        store_release_system(&call.fault->set, 1);
-      }
-      // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
-      const bool given_up = late || *reinterpret_cast<volatile u32*>(&call.state->faults) != 0;
-      if (given_up || (look % kHostLooks == 0 && load_relaxed_system(call.abort) != 0)) return false;
-    }
-    seen = look_at();
-  }
-  return true;
+  u64 seen = 0;
+  const auto came = [&] { return (seen = look_at()) >= wanted; };
+  const auto late = [&] {
+    if (atomicAdd(&call.state->faults, 1u) == 0) tell_fault(call.limit, rank, step, seen, wanted);
+  };
+  // Once a wait has given up, those beside it and launches behind it must not each wait as long again.
+  const auto ended = [&] { return *reinterpret_cast<volatile u32*>(&call.state->faults) != 0; };
+  return wait_until(call.limit, came, late, ended);
 }
 
 // The same for a word of another rank's; what was written before it, is read after.

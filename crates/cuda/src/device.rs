@@ -2,8 +2,9 @@ use std::ffi::{c_char, c_int};
 use std::fmt;
 use std::ops::Deref;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute, CUuuid};
 
@@ -11,7 +12,7 @@ use crate::CudaError;
 use crate::arch::{Arch, Capability};
 use crate::function::LoadedKernels;
 use crate::library::{Driver, call};
-use crate::memory::Guards;
+use crate::memory::{Guards, HostRecords, MemoryPool, PoolMemory, StreamEnds};
 
 /// One GPU and its primary context, which is the one that PyTorch and the runtime API use too, and the kernels that are
 /// picked for it. Cheap to clone.
@@ -21,15 +22,23 @@ pub struct Device {
     arch: Arch,
     peers: PeerAccess,
     /// Of what is made by this handle and its clones.
-    releases: Arc<Releases>,
+    scope: Arc<Scope>,
 }
 
-/// Whether what was made for one world is still released when it is dropped.
-#[derive(Debug, Default)]
-struct Releases {
+/// What belongs to one world on one device.
+struct Scope {
+    primary: Arc<Primary>,
     /// See [`Device::release_nothing`].
-    ended: AtomicBool,
+    kept: AtomicBool,
+    /// What its kernels leave for the host.
+    records: HostRecords,
+    pool: Arc<MemoryPool>,
+    /// Of waits among the CTAs of a launch, in nanoseconds.
+    wait_limit: AtomicU64,
 }
+
+/// Of waits among the CTAs of a launch, where nobody says another.
+const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
 /// A device's context as the calling thread's current one. When this goes, the one before is current again: PyTorch, which may
 /// have called, keeps its current device there.
@@ -72,6 +81,8 @@ struct Primary {
     properties: DeviceProperties,
     kernels: LoadedKernels,
     guards: Guards,
+    streams: StreamEnds,
+    pools: Mutex<Vec<Weak<MemoryPool>>>,
     // The first error of releasing something, for which Drop has no result to put it in.
     release_error: Mutex<Option<CudaError>>,
     // Whether something of it was never released, which the context must outlive.
@@ -106,7 +117,7 @@ pub struct DeviceProperties {
 /// Bytes of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Not allocated by anyone.
+    /// Not allocated by anyone, or kept by this process to be used again.
     pub free: usize,
     /// In all.
     pub total: usize,
@@ -179,6 +190,8 @@ impl Device {
             properties,
             kernels: LoadedKernels::default(),
             guards: Guards::default(),
+            streams: StreamEnds::default(),
+            pools: Mutex::default(),
             release_error: Mutex::new(None),
             kept: AtomicBool::new(false),
         };
@@ -187,14 +200,14 @@ impl Device {
 
     fn of(primary: Arc<Primary>) -> Self {
         let arch = Arch::of(primary.properties.capability);
-        Self { primary, arch, peers: PeerAccess::AsTheyDo, releases: Arc::default() }
+        Self { scope: Arc::new(Scope::new(&primary)), primary, arch, peers: PeerAccess::AsTheyDo }
     }
 
     /// The same GPU for one world: when that fails, what was made for it is kept until the process ends, and what was made for others
     /// is not.
     #[must_use]
     pub(crate) fn for_world(&self) -> Self {
-        Self { releases: Arc::default(), ..self.clone() }
+        Self { scope: Arc::new(Scope::new(&self.primary)), ..self.clone() }
     }
 
     /// The number that it was opened with.
@@ -244,7 +257,8 @@ impl Device {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the pointers are to locals of the right type.
         unsafe { call!(driver, cuMemGetInfo_v2(&mut free, &mut total)) }?;
-        Ok(MemoryUse { free, total })
+        let unused: usize = self.pools().iter().map(|pool| pool.unused_bytes(PoolMemory::Device)).sum();
+        Ok(MemoryUse { free: free + unused, total })
     }
 
     /// Waits until everything that was ever enqueued on this device has finished.
@@ -293,16 +307,54 @@ impl Device {
 
     /// Makes this device's context the calling thread's current one, which most calls need, until the guard goes.
     pub(crate) fn bind(&self) -> Result<Bound, CudaError> {
-        let Primary { driver, context, .. } = *self.primary;
-        let mut current = ptr::null_mut();
-        // SAFETY: the pointer is to a local.
-        unsafe { call!(driver, cuCtxGetCurrent(&mut current)) }?;
-        if current == context {
-            return Ok(Bound { driver, before: None });
-        }
-        // SAFETY: the context is retained as long as this value lives.
-        unsafe { call!(driver, cuCtxSetCurrent(context)) }?;
-        Ok(Bound { driver, before: Some(current) })
+        self.primary.bind()
+    }
+
+    /// Memory that was made by this handle and its clones and that nobody has.
+    pub(crate) fn pool(&self) -> &MemoryPool {
+        &self.scope.pool
+    }
+
+    fn pools(&self) -> Vec<Arc<MemoryPool>> {
+        let pools = self.primary.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Frees memory that was made by any handle of this GPU and that nobody has. Waits for all that is enqueued.
+    pub(crate) fn free_unused_memory(&self) -> Result<(), CudaError> {
+        let driver = self.bind()?;
+        self.pools().iter().try_for_each(|pool| pool.free(&driver, false))
+    }
+
+    /// The streams of this GPU.
+    pub(crate) fn stream_ends(&self) -> &StreamEnds {
+        &self.primary.streams
+    }
+
+    /// Where kernels that were made by this handle and its clones leave records for the host.
+    pub(crate) fn host_records(&self) -> &HostRecords {
+        &self.scope.records
+    }
+
+    /// Ends all waits of kernels that were made by this handle and its clones, those that have not begun too.
+    pub(crate) fn stop_waits(&self) {
+        self.scope.records.stop();
+    }
+
+    /// Whether [`Device::stop_waits`] was called, or a wait gave up. Asks no stream, and reads one word.
+    pub(crate) fn waits_have_ended(&self) -> bool {
+        self.scope.records.is_stopped()
+    }
+
+    /// How long CTAs of one launch wait for each other.
+    pub(crate) fn wait_limit(&self) -> Duration {
+        Duration::from_nanos(self.scope.wait_limit.load(Ordering::Relaxed))
+    }
+
+    /// The same for kernels that are made from now on.
+    pub(crate) fn set_wait_limit(&self, limit: Duration) {
+        let nanoseconds = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        self.scope.wait_limit.store(nanoseconds, Ordering::Relaxed);
     }
 
     /// The first error that freeing memory or destroying a stream, event, module or graph of this device met since this
@@ -315,17 +367,14 @@ impl Device {
     /// for an event of a process that is gone. What is kept ends with this process. Other handles go on
     /// ([`Device::for_world`]).
     pub(crate) fn release_nothing(&self) {
-        self.releases.ended.store(true, Ordering::Relaxed);
+        self.scope.kept.store(true, Ordering::Relaxed);
         self.primary.kept.store(true, Ordering::Relaxed);
     }
 
     /// Releases something in a drop, where an error can only be kept for later.
     pub(crate) fn release(&self, release: impl FnOnce(&Driver) -> Result<(), CudaError>) {
-        if self.releases.ended.load(Ordering::Relaxed) {
-            return;
-        }
-        if let Err(error) = self.bind().and_then(|driver| release(&driver)) {
-            self.primary.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        if !self.scope.kept.load(Ordering::Relaxed) {
+            self.primary.release(release);
         }
     }
 
@@ -356,6 +405,52 @@ impl Eq for Device {}
 impl fmt::Debug for Device {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Device({}, {})", self.primary.ordinal, self.primary.properties.name)
+    }
+}
+
+impl Primary {
+    fn bind(&self) -> Result<Bound, CudaError> {
+        let Self { driver, context, .. } = *self;
+        let mut current = ptr::null_mut();
+        // SAFETY: the pointer is to a local.
+        unsafe { call!(driver, cuCtxGetCurrent(&mut current)) }?;
+        if current == context {
+            return Ok(Bound { driver, before: None });
+        }
+        // SAFETY: the context is retained as long as this value lives.
+        unsafe { call!(driver, cuCtxSetCurrent(context)) }?;
+        Ok(Bound { driver, before: Some(current) })
+    }
+
+    fn release(&self, release: impl FnOnce(&Driver) -> Result<(), CudaError>) {
+        if let Err(error) = self.bind().and_then(|driver| release(&driver)) {
+            self.release_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+    }
+}
+
+impl Scope {
+    fn new(primary: &Arc<Primary>) -> Self {
+        let pool = Arc::default();
+        let mut pools = primary.pools.lock().unwrap_or_else(PoisonError::into_inner);
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.push(Arc::downgrade(&pool));
+        Self {
+            pool,
+            primary: primary.clone(),
+            kept: AtomicBool::new(false),
+            records: HostRecords::default(),
+            wait_limit: AtomicU64::new(WAIT_LIMIT.as_nanos() as u64),
+        }
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        if !self.kept.load(Ordering::Relaxed) {
+            // Who still had a buffer or a stream of it, had this scope.
+            self.primary.release(|driver| self.records.free(driver).and(self.pool.free(driver, true)));
+        }
     }
 }
 

@@ -62,7 +62,7 @@ impl Stream {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local; the stream is destroyed in drop.
         unsafe { call!(driver, cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, priority)) }?;
-        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true, _partition: None })))
+        Ok(Self::of(Queue { device: device.clone(), raw, owned: true, _partition: None }))
     }
 
     /// A new stream on one of the sets of a device's multiprocessors.
@@ -74,7 +74,7 @@ impl Stream {
         let priority = if part == Part::Communication { greatest } else { least };
         let raw = partition.stream(part, NON_BLOCKING, priority)?;
         let partition = Some(partition.clone());
-        Ok(Self(Arc::new(Queue { device: device.clone(), raw, owned: true, _partition: partition })))
+        Ok(Self::of(Queue { device: device.clone(), raw, owned: true, _partition: partition }))
     }
 
     /// Someone else's stream, PyTorch's current one say. It is not destroyed when this value goes.
@@ -82,7 +82,12 @@ impl Stream {
     /// # Safety
     /// `raw` is a stream of `device`'s primary context and outlives this value and its clones.
     pub unsafe fn borrow(device: &Device, raw: CUstream) -> Self {
-        Self(Arc::new(Queue { device: device.clone(), raw, owned: false, _partition: None }))
+        Self::of(Queue { device: device.clone(), raw, owned: false, _partition: None })
+    }
+
+    fn of(queue: Queue) -> Self {
+        queue.device.stream_ends().join(queue.raw);
+        Self(Arc::new(queue))
     }
 
     /// Its device.
@@ -135,10 +140,15 @@ impl fmt::Debug for Stream {
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if !self.owned {
-            return;
-        }
-        // SAFETY: made in new. Work that is enqueued still runs; the driver frees the stream after it.
-        self.device.release(|driver| unsafe { call!(driver, cuStreamDestroy_v2(self.raw)) });
+        let ends = self.device.stream_ends();
+        ends.leave(self.raw);
+        self.device.release(|driver| {
+            let marked = ends.mark_end(driver, self.raw);
+            if !self.owned {
+                return marked;
+            }
+            // SAFETY: made in new. Work that is enqueued still runs; the driver frees the stream after it.
+            marked.and(unsafe { call!(driver, cuStreamDestroy_v2(self.raw)) })
+        });
     }
 }

@@ -9,6 +9,7 @@ pub(crate) enum Group {
     CpuLinear,
     Tcp,
     Guard,
+    Callers,
     Kernels,
     PortableKernels,
     Attention,
@@ -60,11 +61,12 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 52] = [
+    pub(crate) const ALL: [Self; 53] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
         Self::Guard,
+        Self::Callers,
         Self::Kernels,
         Self::PortableKernels,
         Self::Attention,
@@ -122,6 +124,7 @@ impl Group {
             Self::CpuLinear => "cpu linear layers",
             Self::Tcp => "collectives through tcp",
             Self::Guard => "guard bytes",
+            Self::Callers => "calls of other libraries",
             Self::Kernels => "all kernels",
             Self::PortableKernels => "all portable kernels",
             Self::Attention => "attention",

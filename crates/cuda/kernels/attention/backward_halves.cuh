@@ -70,7 +70,7 @@ __device__ __forceinline__ bool is_whole(const AttentionBackwardArguments& param
     return false;
   }
   if (leads) {
-    await_value(word, 2 * kTaken + kLeft, params.missed_wait);
+    await_value(word, 2 * kTaken + kLeft, params.wait);
     store_relaxed(word, 0);
   }
   __syncwarp();

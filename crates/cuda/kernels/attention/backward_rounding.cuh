@@ -12,6 +12,7 @@
 #include "attention/backward_walk.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/flag.cuh"
+#include "wait_limit.cuh"
 
 namespace counterpoint {
 
@@ -71,15 +72,18 @@ __device__ __forceinline__ void count_role(const AttentionBackwardArguments& par
   }
 }
 
-// The next slab of the list, when it is summed; none when all are taken. For one thread, which makes its warp see what was added.
+// The next slab of the list, when it is summed; none when all are taken, or the wait for it gave up. For one thread, which makes its
+// warp see what was added.
 __device__ __forceinline__ SummedSlab take_summed(const AttentionBackwardArguments& params) {
   const u32 ticket = add_relaxed(params.rounding, 1);
   if (ticket >= params.rounds) return SummedSlab{0, 0};
-  u32 index = load_relaxed(params.summed + ticket);
-  while (index == 0) {
-    pause_nanoseconds<500>();
+  u32 index = 0;
+  const auto came = [&] {
     index = load_relaxed(params.summed + ticket);
-  }
+    if (index == 0) pause_nanoseconds<500>();
+    return index != 0;
+  };
+  if (!wait_until(params.wait, came, [&] { tell_fault(params.wait, 0, 0, ticket, params.rounds); })) return SummedSlab{0, 0};
   fence_device();
   const u32 heads = params.heads_kv * params.group;
   const u32 slab = (index - 1) / heads;

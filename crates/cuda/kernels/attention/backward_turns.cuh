@@ -8,6 +8,7 @@
 
 #include "attention/backward_dq.cuh"
 #include "ptx/flag.cuh"
+#include "wait_limit.cuh"
 
 namespace counterpoint {
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ u32* turn_counter(const AttentionBackwardArguments& p
 __device__ __forceinline__ void await_turn(const AttentionBackwardArguments& params, const u32* turns, u32 turn) {
   if (turn < params.ordered_from) return;
   // Not until there are exactly so many: those whose turn comes later wait for this one.
-  await_value(turns, turn, params.missed_wait);
+  await_value(turns, turn, params.wait);
 }
 
 // A thread that adds to dq every kAdders-th of what the query warpgroup leaves in shared memory, `adder` first.

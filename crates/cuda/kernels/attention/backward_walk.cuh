@@ -115,7 +115,7 @@ struct AttentionBackwardArguments {
   const TurnSpan* turn_spans;  // with DETERMINISTIC: who adds to dq when
   const u32* turn_begins;      // into turn_spans, for each block of kRows rows
   u32* turns;                  // [counters of turn_spans, heads_q], zero before each launch: how many have added
-  u32* missed_wait;            // 1 when a turn or the other half of a tile never came, in the host's memory
+  WaitLimit wait;              // for a turn, the other half of a tile, or a slab that is summed
   const u32* alone;            // of each tile, 1: its dk and dv go rounded to the next two; or null
   void* rounded_dk;            // elements, rows as dk has them
   void* rounded_dv;

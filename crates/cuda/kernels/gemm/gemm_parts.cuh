@@ -16,6 +16,7 @@
 
 #include "gemm/gemm_work.cuh"
 #include "ptx/flag.cuh"
+#include "wait_limit.cuh"
 
 namespace counterpoint {
 
@@ -151,7 +152,7 @@ __device__ __forceinline__ void gemm_await_handed(const GemmArguments& arguments
                                                   const GemmWalk& walk) {
   u32* handed = arguments.handed + walk.keeper();
   mbarrier_wait(&shared.empty[ring.stage], (ring.round & 1) ^ 1);
-  await_value(handed, 4 * kGemmConsumers, arguments.missed_hand);
+  await_value(handed, 4 * kGemmConsumers, arguments.wait);
   // For the next launch, which begins when this one has ended.
   store_relaxed(handed, 0);
   mbarrier_arrive(&shared.full[ring.stage]);

@@ -9,6 +9,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "wait_limit.cuh"
 
 namespace counterpoint {
 
@@ -81,7 +82,7 @@ struct GemmArguments {
   // [CTAs, 2 warpgroups, kTileN / 8, 128 threads], where there are turns; of the CTAs of every unit where parts are handed over.
   float4* kept;
   u32* handed;                          // then of each of these CTAs: how many of its warps have handed over theirs
-  u32* missed_hand;                     // 1 when they never did, in the host's memory
+  WaitLimit wait;                       // for them
   u32 unit_count;
   u32 splits;    // parts of k, each of which a pair of CTAs computes
   u32 turns;     // or parts of k that a pair computes one after the other: 1 or 2

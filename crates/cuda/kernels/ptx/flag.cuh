@@ -65,18 +65,6 @@ __device__ __forceinline__ u32 add_acquire_release(u32* word, u32 value) {
   return before;
 }
 
-// Waits until a word that other CTAs of the same launch raise is `wanted`. They have all started, so only a fault gets a wait to its
-// limit of polls, some seconds; then `missed`, in the host's memory, becomes 1.
-__device__ __forceinline__ void await_value(const u32* word, u32 wanted, u32* missed) {
-  constexpr u32 kMostPolls = 1u << 26;
-  for (u32 polls = 0; load_acquire(word) != wanted; ++polls) {
-    if (polls == kMostPolls) {
-      *missed = 1;
-      break;
-    }
-  }
-}
-
 // The same among all GPUs and the host: words in a peer's memory or in pinned memory.
 __device__ __forceinline__ u64 load_acquire_system(const u64* word) {
   u64 value;

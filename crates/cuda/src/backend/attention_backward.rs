@@ -109,8 +109,8 @@ impl Backward {
         };
         let kernel = BackwardKernel::new(prepare.setup(), &problem, mode)
             .map_err(|error| prepare.device_error(error))?;
-        if let Some(missed_wait) = kernel.missed_wait() {
-            prepare.watch(missed_wait);
+        if let Some(waits) = kernel.waits() {
+            prepare.watch(waits);
         }
         Ok(Self {
             kernel,

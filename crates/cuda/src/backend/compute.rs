@@ -1,5 +1,3 @@
-use std::sync::Arc;
-
 use counterpoint_exec::{ExecError, check_operands};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare};
@@ -12,7 +10,7 @@ use super::norm::Normalisation;
 use super::user_kernel::UserWork;
 use super::waves::Waves;
 use super::{CudaBackend, CudaBuffer, CudaSignal};
-use crate::kernel::{Cast, GemmLibrary, MissedWait, Scalar, UserKernelSource};
+use crate::kernel::{Cast, CtaWaits, GemmLibrary, Scalar, UserKernelSource};
 use crate::{CudaError, Stream};
 
 /// A compute operation of the CUDA backend, its tensors checked and its kernels loaded.
@@ -184,8 +182,8 @@ impl<'a> Prepare<'a> {
     }
 
     /// Has the end of every run ask whether a wait inside a kernel of this operation gave up.
-    pub(super) fn watch(&self, missed: &Arc<MissedWait>) {
-        self.backend.watch(self.program.ops[self.index].label.clone(), missed.clone());
+    pub(super) fn watch(&self, waits: &CtaWaits) {
+        self.backend.watch(self.program.ops[self.index].label.clone(), waits.clone());
     }
 
     pub(super) fn error(&self, reason: String) -> ExecError {

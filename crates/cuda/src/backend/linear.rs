@@ -220,8 +220,8 @@ impl Prepare<'_> {
             return Err(self.error("no kernel computes it".to_owned()));
         };
         let gemm = Gemm::with_shape(self.setup(), spec, shape).map_err(|error| self.device_error(error))?;
-        if let Some(missed_hand) = gemm.missed_hand() {
-            self.watch(missed_hand);
+        if let Some(waits) = gemm.waits() {
+            self.watch(waits);
         }
         Ok(gemm)
     }

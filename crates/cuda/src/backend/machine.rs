@@ -6,7 +6,7 @@ use counterpoint_plan::{DType, MachineProfile, PassOverlap, WorkerSharing};
 use super::clock::Clock;
 use super::rank::OtherKernels;
 use super::{CudaBackend, exec_error};
-use crate::kernel::{LINK_RANKS, UserKernelSource};
+use crate::kernel::{LINK_BLOCKS, LINK_RANKS, UserKernelSource};
 use crate::nccl::{ConnectedRanks, NcclRank};
 use crate::transport::Means;
 use crate::{CudaError, CudaTransport, Device, EngineUse, TransportKind, compiler_version};
@@ -116,10 +116,10 @@ impl CudaMachine {
         WorkerSharing { workers, communication: self.num_sms as usize, ..WorkerSharing::H200 }
     }
 
-    /// The same, whose transport's kernels take at most `num_sms` multiprocessors.
+    /// The same, whose transport's kernels take at most `num_sms` multiprocessors, and never more than 1,024.
     #[must_use]
     pub fn with_num_sms(mut self, num_sms: u32) -> Self {
-        self.num_sms = num_sms.max(1);
+        self.num_sms = num_sms.clamp(1, LINK_BLOCKS);
         self
     }
 
@@ -206,8 +206,8 @@ impl CudaMachine {
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto
                 if self.meets(world.size()) =>
             {
-                let link = |device: &Device| Means::link(world, device, self.num_sms, self.engines);
-                devices.iter().map(link).collect()
+                let link = |_: &Device| Means::Link { num_sms: self.num_sms, engines: self.engines };
+                Ok(devices.iter().map(link).collect())
             }
             TransportKind::Nvlink | TransportKind::Hierarchical | TransportKind::Auto => {
                 Ok(devices.iter().map(|_| Means::Pull).collect())

@@ -203,6 +203,8 @@ impl Backend for CudaBackend {
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
+        // A wait of an earlier run may have given up since anyone asked.
+        self.poll()?;
         barriers.iter().for_each(CudaBarrier::begin_run);
         signals.iter().for_each(CudaSignal::begin_run);
         {

@@ -13,7 +13,7 @@ use super::machine::{ELEMENT_TYPES, NUM_SMS, PlainProducts, Timing};
 use super::rank::OtherKernels;
 use super::start_line::StartPace;
 use super::{CudaBackend, cost, exec_error};
-use crate::kernel::LINK_RANKS;
+use crate::kernel::{LINK_BLOCKS, LINK_RANKS};
 use crate::memory::{AllocationPlace, OpenedMemory};
 use crate::nccl::{ConnectedRanks, NcclRank, NcclSeat};
 use crate::transport::{Level, LevelledTransport, Means};
@@ -145,10 +145,10 @@ impl CudaProcess {
         })
     }
 
-    /// The same, whose transport's kernels take at most `num_sms` multiprocessors.
+    /// The same, whose transport's kernels take at most `num_sms` multiprocessors, and never more than 1,024.
     #[must_use]
     pub fn with_num_sms(mut self, num_sms: u32) -> Self {
-        self.num_sms = num_sms.max(1);
+        self.num_sms = num_sms.clamp(1, LINK_BLOCKS);
         self
     }
 
@@ -197,22 +197,21 @@ impl CudaProcess {
         Ok(match self.transport {
             TransportKind::Nccl => vec![(Level::World, self.nccl(world, device, number)?)],
             TransportKind::CopyEngine => vec![(Level::World, Means::Push)],
-            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink(world, device)?)],
+            TransportKind::Nvlink | TransportKind::Auto => vec![(Level::World, self.nvlink())],
             TransportKind::Hierarchical => {
                 let each = self.topology.ranks_per_node;
                 let first = self.topology.node(self.rendezvous.rank()) * each;
                 let node = first..(first + each).min(self.topology.world_size);
-                let inside = (Level::Node(node.clone()), self.nvlink(world, device)?);
+                let inside = (Level::Node(node.clone()), self.nvlink());
                 vec![inside, (Level::OtherNodes(node), self.nccl(world, device, number)?)]
             }
         })
     }
 
-    fn nvlink(&self, world: &Arc<World>, device: &Device) -> Result<Means, ExecError> {
+    fn nvlink(&self) -> Means {
         match self.meets {
-            true => Means::link(world, device, self.num_sms, self.engines)
-                .map_err(|error| self.unconnected(error)),
-            false => Ok(Means::Pull),
+            true => Means::Link { num_sms: self.num_sms, engines: self.engines },
+            false => Means::Pull,
         }
     }
 

@@ -12,7 +12,7 @@ use super::counters::lock;
 use super::exchange_marks::{ExchangeMarks, LastCalls};
 use super::start_line::{StartLine, StartPace};
 use super::{CudaSignal, CudaStream, PlainProducts, Timing, exec_error};
-use crate::kernel::{GemmLibrary, LinkEnd, MissedWait, UserKernelSource};
+use crate::kernel::{CtaWaits, GemmLibrary, LinkEnd, UserKernelSource};
 use crate::partition::Partition;
 use crate::{CudaError, Device, Stream, StreamPriority};
 
@@ -42,7 +42,7 @@ pub(super) struct Rank {
     /// Which times the run takes that is being enqueued.
     pub(super) times: Mutex<RunTimes>,
     /// Waits on the device that may have given up, with their operations' labels.
-    pub(super) missed_waits: Mutex<Vec<(String, Arc<MissedWait>)>>,
+    pub(super) waits: Mutex<Vec<(String, CtaWaits)>>,
     /// Likewise waits for kernels.
     pub(super) signals: Mutex<Vec<CudaSignal>>,
     /// Likewise waits of kernels for other ranks.
@@ -72,6 +72,10 @@ impl CudaBackend {
         others: OtherKernels,
         pace: Arc<StartPace>,
     ) -> Result<Self, ExecError> {
+        device.set_wait_limit(world.config().limit);
+        // The host may be held up by what waits behind kernels.
+        let failed = device.clone();
+        world.when_failed(move || failed.stop_waits());
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
         Ok(Self(Arc::new(Rank {
@@ -84,7 +88,7 @@ impl CudaBackend {
             run: Mutex::new(None),
             capturing: AtomicBool::new(false),
             times: Mutex::default(),
-            missed_waits: Mutex::default(),
+            waits: Mutex::default(),
             signals: Mutex::default(),
             links: Mutex::default(),
             exchanges: Mutex::default(),

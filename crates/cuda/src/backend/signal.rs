@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::counters::lock;
-use crate::kernel::{LinkArrivals, MissedSignal, SignalWait, SignalWaits};
+use crate::kernel::{LinkArrivals, MissedWait, SignalWait, SignalWaits, WaitRecord};
 use crate::{CudaError, Event, Stream};
 
 /// A counter that streams and kernels raise and streams wait for, within a run.
@@ -47,7 +47,7 @@ pub(super) struct RaisedCounter {
 struct Waits {
     kernel: SignalWait,
     pages: Vec<SignalWaits>,
-    labels: Vec<String>,
+    records: Vec<(String, WaitRecord)>,
     used: usize,
 }
 
@@ -128,16 +128,10 @@ impl CudaSignal {
     }
 
     /// The first wait for a kernel that gave up, if one did, and its label.
-    pub(super) fn missed(&self) -> Result<Option<(String, MissedSignal)>, CudaError> {
+    pub(super) fn missed(&self) -> Option<(String, MissedWait)> {
         let state = lock(&self.0);
-        let Some(waits) = &state.waits else { return Ok(None) };
-        for (index, label) in waits.labels.iter().enumerate() {
-            let missed = waits.pages[index / SignalWaits::COUNT].missed(index % SignalWaits::COUNT)?;
-            if let Some(missed) = missed {
-                return Ok(Some((label.clone(), missed)));
-            }
-        }
-        Ok(None)
+        let mut records = state.waits.iter().flat_map(|waits| &waits.records);
+        records.find_map(|(label, record)| Some((label.clone(), record.missed()?)))
     }
 
     /// Whether a Program still has it.
@@ -158,20 +152,29 @@ impl State {
             Some(waits) => waits,
             none => {
                 let kernel = SignalWait::new(stream.device())?;
-                none.insert(Waits { kernel, pages: Vec::new(), labels: Vec::new(), used: 0 })
+                none.insert(Waits { kernel, pages: Vec::new(), records: Vec::new(), used: 0 })
             }
         };
         let index = waits.used;
-        if index == waits.labels.len() {
+        if index == waits.records.len() {
             if index == waits.pages.len() * SignalWaits::COUNT {
                 waits.pages.push(SignalWaits::new(&self.setup)?);
             }
-            waits.labels.push(label.to_owned());
+            waits.records.push((label.to_owned(), WaitRecord::new(stream.device())?));
         }
         let (page, at) = (&waits.pages[index / SignalWaits::COUNT], index % SignalWaits::COUNT);
         // SAFETY: the n-th wait of a run is for the same counter in every run, for a Program's operations are the same, and its kernel
         // has been enqueued before it; kernel, counter and this value belong to the prepared Program, which outlives its runs.
-        unsafe { waits.kernel.launch(stream, page, at, counter.address, counter.rise, limit) }?;
+        unsafe {
+            waits.kernel.launch(
+                stream,
+                page,
+                at,
+                counter.address,
+                counter.rise,
+                waits.records[index].1.limit(limit),
+            )
+        }?;
         waits.used += 1;
         Ok(())
     }

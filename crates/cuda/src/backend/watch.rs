@@ -10,7 +10,7 @@ use super::counters::lock;
 use super::exchange_marks::ExchangeMarks;
 use super::rank::Rank;
 use super::{CudaBackend, CudaSignal, CudaStream};
-use crate::kernel::{LinkEnd, LinkStep, MissedRank, MissedSignal, MissedWait};
+use crate::kernel::{CtaWaits, LinkEnd, LinkStep, MissedRank, MissedWait};
 
 /// How long the end of a run is awaited by asking again and again.
 pub(super) const CLOSE_WATCH: Duration = Duration::from_millis(2);
@@ -50,8 +50,8 @@ impl CudaBackend {
     }
 
     /// Has the end of every run ask whether a wait inside a kernel gave up.
-    pub(crate) fn watch(&self, label: String, missed: Arc<MissedWait>) {
-        lock(&self.0.missed_waits).push((label, missed));
+    pub(crate) fn watch(&self, label: String, waits: CtaWaits) {
+        lock(&self.0.waits).push((label, waits));
     }
 
     /// Has the end of every run ask whether a rank was waited for in vain.
@@ -64,12 +64,26 @@ impl CudaBackend {
         lock(&self.0.exchanges).push(exchange);
     }
 
+    /// Whether a wait inside a kernel of this rank's world has given up so far, and who waited for whom: without waiting for anything,
+    /// while kernels run. As long as none has, it reads one word.
+    ///
+    /// # Errors
+    /// The world's error, when it has failed; otherwise what the wait has left, which fails the world.
+    pub fn poll(&self) -> Result<(), ExecError> {
+        self.0.world.check()?;
+        if !self.0.device.waits_have_ended() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let found = self.check_links(began).and_then(|()| self.check_waits());
+        found.and_then(|()| self.check_signals(began)).map_err(|error| self.0.world.fail(error))
+    }
+
     /// Whether all ranks that kernels waited for have come.
     pub(super) fn check_links(&self, began: Instant) -> Result<(), ExecError> {
         let Rank { world, rank, links, exchanges, .. } = &*self.0;
         for (label, link) in lock(links).iter() {
-            let missed = link.missed().map_err(|error| self.error(label, error))?;
-            let Some(MissedRank { rank: awaited, step, seen, wanted }) = missed else { continue };
+            let Some(MissedRank { rank: awaited, step, seen, wanted }) = link.missed() else { continue };
             let of_call =
                 |what: &str| format!("rank {awaited} has {what} call {seen} of it, and not call {wanted}");
             let evidence = match step {
@@ -95,8 +109,7 @@ impl CudaBackend {
         let Rank { world, rank, signals, .. } = &*self.0;
         lock(signals).retain(CudaSignal::is_used);
         for signal in lock(signals).iter() {
-            let missed = signal.missed().map_err(|error| self.error(&"a signal", error))?;
-            let Some((label, MissedSignal { seen, wanted })) = missed else { continue };
+            let Some((label, MissedWait { seen, wanted, .. })) = signal.missed() else { continue };
             let awaited = Awaited {
                 name: format!("a kernel of {:?} that raises the signal", self.0.device),
                 evidence: format!("its counter is at {seen} of {wanted}"),
@@ -109,14 +122,13 @@ impl CudaBackend {
 
     /// Whether every wait inside a kernel came to its end.
     pub(super) fn check_waits(&self) -> Result<(), ExecError> {
-        let Rank { rank, missed_waits, .. } = &*self.0;
-        for (label, missed) in lock(missed_waits).iter() {
-            if let Some(reason) = missed.found().map_err(|error| self.error(label, error))? {
-                let (place, reason) = (format!("`{label}`"), reason.to_owned());
-                return Err(ExecError::Device { rank: *rank, place, reason });
+        let Rank { rank, waits, .. } = &*self.0;
+        for (label, waits) in lock(waits).iter() {
+            if let Some(reason) = waits.found() {
+                return Err(ExecError::Device { rank: *rank, place: format!("`{label}`"), reason });
             }
         }
-        lock(missed_waits).retain(|(_, missed)| Arc::strong_count(missed) > 1);
+        lock(waits).retain(|(_, waits)| waits.is_used());
         Ok(())
     }
 }

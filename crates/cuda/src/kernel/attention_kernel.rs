@@ -1,12 +1,10 @@
 //! Which of the launchers of attention a device takes: those made for Hopper, or the portable ones.
 
-use std::sync::Arc;
-
 use counterpoint_mask::Range;
 
 use super::{
-    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, DqRounding,
-    ForwardMode, ForwardTensors, MissedWait, PortableBackward, PortableForward,
+    AttentionBackward, AttentionForward, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits,
+    DqRounding, ForwardMode, ForwardTensors, PortableBackward, PortableForward,
 };
 use crate::{CudaError, Stream};
 
@@ -81,10 +79,10 @@ impl BackwardKernel {
         }
     }
 
-    /// See [`AttentionBackward::missed_wait`].
-    pub fn missed_wait(&self) -> Option<&Arc<MissedWait>> {
+    /// See [`AttentionBackward::waits`].
+    pub fn waits(&self) -> Option<&CtaWaits> {
         match self {
-            Self::Hopper(kernel) => kernel.missed_wait(),
+            Self::Hopper(kernel) => kernel.waits(),
             Self::Portable(..) => None,
         }
     }

@@ -86,7 +86,6 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
     // Each launcher's module adds its own arguments here.
     let kernels = [
         super::signal_litmus::layouts(),
-        super::signal_wait::layouts(),
         super::attention_backward::layouts(),
         super::attention_delta::layouts(),
         super::attention_finish::layouts(),
@@ -108,6 +107,7 @@ pub fn shared_layouts() -> Vec<SharedLayout> {
         super::row_merge::layouts(),
         super::row_reduce::layouts(),
         super::user_kernel::layouts(),
+        super::wait_limit::layouts(),
     ];
     schedule.into_iter().chain([TensorMap::layout()]).chain(kernels.into_iter().flatten()).collect()
 }

@@ -1,10 +1,9 @@
 use std::time::Duration;
 
-use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
 use counterpoint_schedule::Delivery;
 
-use super::{SharedLayout, shared_layout};
-use crate::{CudaError, DeviceBuffer, PinnedBuffer, Stream};
+use super::{MissedWait, SharedLayout, WaitLimit, WaitRecord, shared_layout};
+use crate::{CudaError, DeviceBuffer, Stream};
 
 /// Ranks that can meet inside their kernels (`kLinkRanks`).
 pub const LINK_RANKS: usize = 16;
@@ -12,6 +11,8 @@ pub const LINK_RANKS: usize = 16;
 pub const LINK_TENSORS: usize = 13;
 /// Parts that a call's rows may be told of in (`kLinkParts`).
 pub const LINK_PARTS: usize = 8;
+/// Blocks of a launch that ranks meet in: each adds to a word that counts a call once it has grown by so much (`kLinkPasses`).
+pub const LINK_BLOCKS: u32 = 1024;
 /// Of tensors that ranks announce, in bytes (`link_place`).
 const ALIGNMENT: u64 = 16;
 
@@ -34,17 +35,6 @@ struct LinkState {
     faults: u32,
     taken: u64,
     parts: [u32; LINK_PARTS],
-}
-
-/// `LinkFault` of the kernels.
-#[derive(Clone, Copy, Debug, NoUninit, AnyBitPattern)]
-#[repr(C)]
-struct LinkFault {
-    set: u64,
-    awaited: u64,
-    step: u64,
-    seen: u64,
-    wanted: u64,
 }
 
 /// A wait inside a kernel that gave up at its limit.
@@ -83,9 +73,7 @@ pub struct LinkCall {
     shifts: u64,
     mailbox: u64,
     state: u64,
-    fault: u64,
-    abort: u64,
-    limit: u64,
+    limit: WaitLimit,
     tensors: u32,
     announce_to: u32,
     work_on: u32,
@@ -98,27 +86,7 @@ const MAILBOX_BYTES: usize = LINK_RANKS * size_of::<LinkSlot>();
 #[derive(Debug)]
 pub struct LinkEnd {
     memory: DeviceBuffer,
-    fault: PinnedBuffer,
-}
-
-/// Lets all waits of a rank's kernels end, whatever they waited for.
-#[derive(Clone, Debug)]
-pub struct LinkAbort(PinnedBuffer);
-
-impl LinkAbort {
-    /// Waits go on.
-    ///
-    /// # Errors
-    /// When the host's memory cannot be pinned.
-    pub fn new(stream: &Stream) -> Result<Self, CudaError> {
-        Ok(Self(PinnedBuffer::new(stream.device(), size_of::<u64>())?))
-    }
-
-    /// Ends them, those that have not begun too.
-    pub fn set(&self) {
-        // A word always fits where one was allocated.
-        let _ = self.0.write(0, &[1u64]);
-    }
+    record: WaitRecord,
 }
 
 /// Whom a rank meets in a collective.
@@ -141,7 +109,7 @@ impl LinkEnd {
         let memory = DeviceBuffer::new(setup.device(), MAILBOX_BYTES + size_of::<LinkState>())?;
         memory.fill(setup, 0)?;
         setup.synchronize()?;
-        Ok(Self { memory, fault: PinnedBuffer::new(setup.device(), size_of::<LinkFault>())? })
+        Ok(Self { memory, record: WaitRecord::new(setup.device())? })
     }
 
     /// What the other ranks write to.
@@ -150,20 +118,15 @@ impl LinkEnd {
     }
 
     /// The first wait that gave up, if one did.
-    ///
-    /// # Errors
-    /// None that a record of its own size could give.
-    pub fn missed(&self) -> Result<Option<MissedRank>, CudaError> {
-        let mut found = [LinkFault::zeroed()];
-        self.fault.read(0, &mut found)?;
-        let [LinkFault { set, awaited, step, seen, wanted }] = found;
+    pub fn missed(&self) -> Option<MissedRank> {
+        let MissedWait { rank, step, seen, wanted } = self.record.missed()?;
         let step = match step {
             0 => LinkStep::Begin,
             1 => LinkStep::Pass,
             2 => LinkStep::Send,
             _ => LinkStep::Deliver,
         };
-        Ok((set != 0).then_some(MissedRank { rank: awaited as usize, step, seen, wanted }))
+        Some(MissedRank { rank, step, seen, wanted })
     }
 
     /// One call of `rank`: the same for every run with the same tensors. `announced` are its tensors that others work on,
@@ -178,7 +141,6 @@ impl LinkEnd {
         peers: &LinkPeers,
         announced: &[u64],
         own: &[u64],
-        abort: &LinkAbort,
         limit: Duration,
     ) -> Result<LinkCall, CudaError> {
         let ranks = peers.mailboxes.iter().map(|(rank, _)| rank + 1).max().unwrap_or(0).max(rank + 1);
@@ -207,9 +169,7 @@ impl LinkEnd {
             shifts: 0,
             mailbox: self.memory.address(),
             state: self.memory.address() + MAILBOX_BYTES as u64,
-            fault: self.fault.device_address(),
-            abort: abort.0.device_address(),
-            limit: u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX),
+            limit: self.record.limit(limit),
             tensors: announced.len() as u32,
             announce_to: mask(&peers.announce_to),
             work_on: mask(&peers.work_on),
@@ -223,9 +183,7 @@ impl LinkEnd {
 pub struct LinkArrivals {
     mailbox: u64,
     state: u64,
-    fault: u64,
-    abort: u64,
-    limit: u64,
+    limit: WaitLimit,
     senders: u32,
     parts: u32,
     ends: [i32; LINK_PARTS],
@@ -233,22 +191,14 @@ pub struct LinkArrivals {
 
 impl LinkArrivals {
     /// Nothing to wait for.
-    pub const NONE: Self = Self {
-        mailbox: 0,
-        state: 0,
-        fault: 0,
-        abort: 0,
-        limit: 0,
-        senders: 0,
-        parts: 0,
-        ends: [0; LINK_PARTS],
-    };
+    pub const NONE: Self =
+        Self { mailbox: 0, state: 0, limit: WaitLimit::NONE, senders: 0, parts: 0, ends: [0; LINK_PARTS] };
 
     /// Those of a call's outputs, once the launch of that call has started, told of in so many `parts`.
     pub fn of(call: &LinkCall, parts: usize) -> Self {
-        let LinkCall { mailbox, state, fault, abort, limit, announce_to: senders, .. } = *call;
+        let LinkCall { mailbox, state, limit, announce_to: senders, .. } = *call;
         let parts = if senders == 0 { return Self::NONE } else { parts.min(LINK_PARTS) as u32 };
-        Self { mailbox, state, fault, abort, limit, senders, parts, ends: [0; LINK_PARTS] }
+        Self { mailbox, state, limit, senders, parts, ends: [0; LINK_PARTS] }
     }
 
     /// Where the rows are `own_rows`, and after them `rows` that come in even parts.
@@ -294,27 +244,10 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
     vec![
         shared_layout!("link_meeting.cuh", LinkSlot { announced, passed, delivered, tensors }),
         shared_layout!("link_meeting.cuh", LinkState { calls, arrived, faults, taken, parts }),
+        shared_layout!("link_meeting.cuh", LinkArrivals { mailbox, state, limit, senders, parts, ends }),
         shared_layout!(
             "link_meeting.cuh",
-            LinkArrivals { mailbox, state, fault, abort, limit, senders, parts, ends }
-        ),
-        shared_layout!("link_meeting.cuh", LinkFault { set, awaited, step, seen, wanted }),
-        shared_layout!(
-            "link_meeting.cuh",
-            LinkCall {
-                slots,
-                announced,
-                own,
-                shifts,
-                mailbox,
-                state,
-                fault,
-                abort,
-                limit,
-                tensors,
-                announce_to,
-                work_on
-            }
+            LinkCall { slots, announced, own, shifts, mailbox, state, limit, tensors, announce_to, work_on }
         ),
     ]
 }

@@ -20,7 +20,6 @@ mod link_copy;
 mod link_litmus;
 mod link_meeting;
 mod link_reduce;
-mod missed_wait;
 mod operand_rows;
 mod portable_backward;
 mod portable_backward_query;
@@ -42,6 +41,7 @@ mod staged_reduce;
 mod start_hold;
 mod start_litmus;
 mod user_kernel;
+mod wait_limit;
 
 pub use attention::{AttentionProblem, ElementType};
 pub use attention_backward::AttentionBackward;
@@ -70,11 +70,10 @@ pub use layout::{SharedLayout, shared_layouts};
 pub use link_copy::{LinkCopy, LinkDelivery, LinkDirection, LinkPhase};
 pub use link_litmus::{LinkLitmus, LitmusResult};
 pub use link_meeting::{
-    LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkEnd, LinkPeers, LinkShifts,
-    LinkStep, MissedRank,
+    LINK_BLOCKS, LINK_PARTS, LINK_RANKS, LINK_TENSORS, LinkArrivals, LinkCall, LinkEnd, LinkPeers,
+    LinkShifts, LinkStep, MissedRank,
 };
 pub use link_reduce::{LinkOperands, LinkReduce, LinkReduceSpec};
-pub use missed_wait::MissedWait;
 pub use portable_backward::PortableBackward;
 pub use portable_forward::PortableForward;
 pub use random_fill::RandomFill;
@@ -85,12 +84,13 @@ pub use row_merge::{RowMerge, RowMergeSpec};
 pub use row_reduce::{ReduceTypes, RowReduce, RowReduceSpec};
 pub use scalar::Scalar;
 pub use signal_litmus::{SignalLitmus, SignalLitmusResult, SignalLitmusRound};
-pub use signal_wait::{MissedSignal, SignalWait, SignalWaits};
+pub use signal_wait::{SignalWait, SignalWaits};
 pub use specialisation::{MatrixUnit, Specialisation, specialisations, specialisations_for};
 pub use staged_reduce::StagedReduce;
 pub(crate) use start_hold::StartHold;
 pub use start_litmus::StartLitmus;
 pub use user_kernel::{UserKernel, UserKernelSource, UserTensor};
+pub use wait_limit::{CtaWaits, MissedWait, WaitLimit, WaitRecord};
 
 /// Blocks of a kernel that goes over memory: as many as its work is worth, and no more than fill the device (2048 threads a
 /// multiprocessor, in blocks of 256).

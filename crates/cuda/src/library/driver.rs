@@ -8,8 +8,8 @@ use cudarc::driver::sys::{
     CUDA_MEMCPY2D, CUcontext, CUdevResource, CUdevResourceDesc, CUdevResourceType, CUdevice,
     CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph, CUgraphExec,
     CUgreenCtx, CUipcEventHandle, CUipcMemHandle, CUlaunchConfig, CUmodule, CUpointer_attribute, CUstream,
-    CUstreamCaptureMode, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill, CUtensorMapInterleave,
-    CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
+    CUstreamCaptureMode, CUstreamCaptureStatus, CUtensorMap, CUtensorMapDataType, CUtensorMapFloatOOBfill,
+    CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapSwizzle, CUuuid,
 };
 use libloading::Library;
 
@@ -43,6 +43,7 @@ function_table! {
         cuStreamSynchronize(stream: CUstream);
         cuStreamQuery(stream: CUstream);
         cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
+        cuStreamIsCapturing(stream: CUstream, status: *mut CUstreamCaptureStatus);
         cuStreamBeginCapture_v2(stream: CUstream, mode: CUstreamCaptureMode);
         cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph);
         cuEventCreate(event: *mut CUevent, flags: c_uint);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::{PinnedBuffer, check_range, explain_allocation, guard};
+use super::pool::Block;
+use super::{PinnedBuffer, PoolMemory, check_range, explain_allocation, guard, take_block};
 use crate::library::call;
 use crate::{CudaError, Device, Stream};
 
@@ -30,11 +31,11 @@ struct Allocation {
 /// Where an allocation comes from, which says how it is released.
 #[derive(Debug)]
 enum MemoryKind {
-    /// `cuMemAlloc`: never from a pool, whose memory peers cannot open.
-    Plain,
-    /// Likewise, with guard bytes around it.
+    /// Of its world's pool.
+    Pooled(Block),
+    /// `cuMemAlloc`, with guard bytes around it.
     Guarded,
-    /// Someone else's.
+    /// Someone else's, or none.
     Borrowed,
 }
 
@@ -44,26 +45,26 @@ impl DeviceBuffer {
     /// # Errors
     /// [`CudaError::OutOfMemory`] when it does not fit.
     pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
-        let mut address = 0;
-        let kind = if device.guards().are_wanted() { MemoryKind::Guarded } else { MemoryKind::Plain };
-        let size = match kind {
-            MemoryKind::Guarded => guard::with_guards(bytes),
-            _ => bytes,
+        let allocated = |address, kind| {
+            let allocation = Allocation { device: device.clone(), address, bytes, kind };
+            Self { allocation: Arc::new(allocation), offset: 0, bytes }
         };
-        if bytes > 0 {
-            explain_allocation(device, "device memory", size, |driver| {
-                // SAFETY: the pointer is to a local; the memory is freed in drop.
-                unsafe { call!(driver, cuMemAlloc_v2(&mut address, size)) }
-            })?;
-            if let MemoryKind::Guarded = kind {
-                address = guard::inner(address);
-            }
+        if bytes == 0 {
+            return Ok(allocated(0, MemoryKind::Borrowed));
         }
-        let allocation = Allocation { device: device.clone(), address, bytes, kind };
-        if bytes > 0 && matches!(allocation.kind, MemoryKind::Guarded) {
-            guard::write(&*device.bind()?, address, bytes)?;
+        if !device.guards().are_wanted() {
+            let block = take_block(device, PoolMemory::Device, bytes)?;
+            return Ok(allocated(block.address, MemoryKind::Pooled(block)));
         }
-        Ok(Self { allocation: Arc::new(allocation), offset: 0, bytes })
+        let mut address = 0;
+        let size = guard::with_guards(bytes);
+        explain_allocation(device, "device memory", size, |driver| {
+            // SAFETY: the pointer is to a local; the memory is freed in drop.
+            unsafe { call!(driver, cuMemAlloc_v2(&mut address, size)) }
+        })?;
+        let guarded = allocated(guard::inner(address), MemoryKind::Guarded);
+        guard::write(&*device.bind()?, guarded.address(), bytes)?;
+        Ok(guarded)
     }
 
     /// New memory with a copy of `values`. Waits until they have been copied.
@@ -89,6 +90,13 @@ impl DeviceBuffer {
     /// The device whose memory it is.
     pub fn device(&self) -> &Device {
         &self.allocation.device
+    }
+
+    /// Whether its allocation stays when it is dropped, until its world ends: then it may be a later buffer's.
+    pub(crate) fn stays_allocated(&self) -> bool {
+        let MemoryKind::Pooled(block) = self.allocation.kind else { return false };
+        self.device().pool().export(block.address);
+        true
     }
 
     /// Its first byte's address on the device.
@@ -188,7 +196,7 @@ impl DeviceBuffer {
         }
         let driver = stream.device().bind()?;
         let to = self.address() + offset as u64;
-        // SAFETY: both ranges are inside their memory, which Drop frees only after what is enqueued.
+        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
         unsafe { call!(driver, cuMemcpyAsync(to, source.address(), source.bytes, stream.raw())) }
     }
 
@@ -225,7 +233,7 @@ impl DeviceBuffer {
             return Ok(());
         }
         let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, which their Drops free only after what is enqueued.
+        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
         unsafe {
             let from = pinned.address().add(pinned_offset).cast();
             call!(driver, cuMemcpyHtoDAsync_v2(self.address(), from, self.bytes, stream.raw()))
@@ -247,7 +255,7 @@ impl DeviceBuffer {
             return Ok(());
         }
         let driver = stream.device().bind()?;
-        // SAFETY: both ranges are inside their memory, which their Drops free only after what is enqueued.
+        // SAFETY: both ranges are inside their memory, which nobody else has before what is enqueued has run.
         unsafe {
             let to = pinned.address().add(pinned_offset).cast();
             call!(driver, cuMemcpyDtoHAsync_v2(to, self.address(), self.bytes, stream.raw()))
@@ -263,7 +271,7 @@ impl DeviceBuffer {
             return Ok(());
         }
         let driver = stream.device().bind()?;
-        // SAFETY: the range is inside its memory, which Drop frees only after what is enqueued.
+        // SAFETY: the range is inside its memory, which nobody else has before what is enqueued has run.
         unsafe { call!(driver, cuMemsetD8Async(self.address(), byte, self.bytes, stream.raw())) }
     }
 
@@ -276,7 +284,7 @@ impl DeviceBuffer {
             return Ok(());
         }
         let driver = stream.device().bind()?;
-        // SAFETY: the range is inside its memory, which Drop frees only after what is enqueued.
+        // SAFETY: the range is inside its memory, which nobody else has before what is enqueued has run.
         unsafe { call!(driver, cuMemsetD32Async(self.address(), word, self.bytes / 4, stream.raw())) }
     }
 }
@@ -284,18 +292,15 @@ impl DeviceBuffer {
 impl Drop for Allocation {
     fn drop(&mut self) {
         match self.kind {
-            MemoryKind::Plain if self.bytes > 0 => self.device.release(|driver| {
-                // SAFETY: made by cuMemAlloc in new; cuMemFree waits for the work that uses it.
-                unsafe { call!(driver, cuMemFree_v2(self.address)) }
-            }),
-            MemoryKind::Guarded if self.bytes > 0 => {
+            MemoryKind::Pooled(block) => self.device.pool().give_back(block),
+            MemoryKind::Guarded => {
                 self.device.guards().look(&self.device, self.address, self.bytes);
                 self.device.release(|driver| {
                     // SAFETY: made by cuMemAlloc in new, which put the guard bytes in front.
                     unsafe { call!(driver, cuMemFree_v2(guard::outer(self.address))) }
                 });
             }
-            MemoryKind::Plain | MemoryKind::Guarded | MemoryKind::Borrowed => {}
+            MemoryKind::Borrowed => {}
         }
     }
 }

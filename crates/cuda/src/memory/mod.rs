@@ -2,16 +2,24 @@
 
 mod device_buffer;
 mod guard;
+mod host_records;
 mod pinned_buffer;
+mod pool;
 mod shared;
 
 pub use device_buffer::DeviceBuffer;
 pub(crate) use guard::Guards;
 pub use guard::{GuardReport, MemoryGuard, Overwrite};
+pub(crate) use host_records::{HostRecords, RecordPlace};
 pub use pinned_buffer::PinnedBuffer;
+pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds};
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 
-use crate::library::Driver;
+use std::ptr;
+
+use pool::{Block, block_bytes};
+
+use crate::library::{Driver, call};
 use crate::{CudaError, Device};
 
 /// Checks that `bytes` from `offset` on lie inside of `len`.
@@ -22,13 +30,53 @@ fn check_range(offset: usize, bytes: usize, len: usize) -> Result<(), CudaError>
     }
 }
 
+/// Memory of `bytes` at least, and not of none: of the pool where that has some, or new.
+fn take_block(device: &Device, memory: PoolMemory, bytes: usize) -> Result<Block, CudaError> {
+    const PORTABLE: u32 = 1;
+    let found = device.pool().take(&*device.bind()?, device.stream_ends(), memory, bytes)?;
+    if let Some(block) = found {
+        return Ok(block);
+    }
+    let what = match memory {
+        PoolMemory::Device => "device memory",
+        PoolMemory::Host => "pinned host memory",
+    };
+    let asked = bytes;
+    let bytes = block_bytes(asked);
+    let new = || {
+        explain_allocation(device, what, asked, |driver| {
+            // SAFETY: the pointers are to locals; the memory is freed by its pool.
+            unsafe {
+                match memory {
+                    PoolMemory::Device => {
+                        let mut address = 0;
+                        call!(driver, cuMemAlloc_v2(&mut address, bytes)).map(|()| address)
+                    }
+                    PoolMemory::Host => {
+                        let mut address = ptr::null_mut();
+                        call!(driver, cuMemHostAlloc(&mut address, bytes, PORTABLE)).map(|()| address as u64)
+                    }
+                }
+            }
+        })
+    };
+    let address = match new() {
+        Err(CudaError::OutOfMemory { .. }) => {
+            device.free_unused_memory()?;
+            new()
+        }
+        other => other,
+    };
+    Ok(Block { memory, address: address?, bytes })
+}
+
 /// Turns the driver's "out of memory" into an error with figures.
-fn explain_allocation(
+fn explain_allocation<T>(
     device: &Device,
     what: &'static str,
     bytes: usize,
-    allocate: impl FnOnce(&Driver) -> Result<(), CudaError>,
-) -> Result<(), CudaError> {
+    allocate: impl FnOnce(&Driver) -> Result<T, CudaError>,
+) -> Result<T, CudaError> {
     const OUT_OF_MEMORY: u32 = 2;
     match device.bind().and_then(|driver| allocate(&driver)) {
         Err(CudaError::Driver { code: OUT_OF_MEMORY, .. }) => {

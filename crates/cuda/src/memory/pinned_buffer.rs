@@ -1,11 +1,10 @@
-use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
-use super::{check_range, explain_allocation};
-use crate::library::call;
+use super::pool::Block;
+use super::{PoolMemory, check_range, take_block};
 use crate::{CudaError, Device};
 
 /// Memory of the host that a device copies from and to while the host does something else. Cheap to clone: a clone is the
@@ -18,6 +17,8 @@ pub struct PinnedBuffer(Arc<Pages>);
 #[derive(Debug)]
 struct Pages {
     device: Device,
+    /// `None` of no bytes.
+    block: Option<Block>,
     address: *mut u8,
     bytes: usize,
 }
@@ -33,17 +34,13 @@ impl PinnedBuffer {
     /// # Errors
     /// [`CudaError::OutOfMemory`] when the system does not pin so much.
     pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
-        const PORTABLE: u32 = 1;
-        let mut address: *mut c_void = ptr::null_mut();
+        let block = (bytes > 0).then(|| take_block(device, PoolMemory::Host, bytes)).transpose()?;
+        let address = block.map_or(ptr::null_mut(), |block| block.address as *mut u8);
         if bytes > 0 {
-            explain_allocation(device, "pinned host memory", bytes, |driver| {
-                // SAFETY: the pointer is to a local; the memory is freed in drop.
-                unsafe { call!(driver, cuMemHostAlloc(&mut address, bytes, PORTABLE)) }
-            })?;
-            // SAFETY: just allocated, with this many bytes.
-            unsafe { ptr::write_bytes(address.cast::<u8>(), 0, bytes) };
+            // SAFETY: the block has as many bytes, which nothing enqueued uses any more.
+            unsafe { ptr::write_bytes(address, 0, bytes) };
         }
-        Ok(Self(Arc::new(Pages { device: device.clone(), address: address.cast(), bytes })))
+        Ok(Self(Arc::new(Pages { device: device.clone(), block, address, bytes })))
     }
 
     /// Bytes.
@@ -101,16 +98,9 @@ impl PinnedBuffer {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        if self.bytes == 0 {
-            return;
+        // A copy may still be on its way.
+        if let Some(block) = self.block {
+            self.device.pool().give_back(block);
         }
-        self.device.release(|driver| {
-            // A copy may still be on its way, and freeing pinned memory is not documented to wait for it.
-            // SAFETY: the context is current; the memory is that of cuMemHostAlloc in new.
-            unsafe {
-                let waited = call!(driver, cuCtxSynchronize());
-                waited.and(call!(driver, cuMemFreeHost(self.address.cast())))
-            }
-        });
     }
 }

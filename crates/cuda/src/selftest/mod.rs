@@ -1,8 +1,9 @@
 //! What a selftest examines on a GPU: attention and group collectives by the checks of `counterpoint-exec`, and what only this
 //! crate has, matrix products and their signals, graphs, meetings of kernels on several GPUs, ranks that fail, what meets called again
-//! and again, the cache of compiled kernels, and the guard bytes that the other checks rely on.
+//! and again, the cache of compiled kernels, what libraries that call rely on, and the guard bytes that the other checks rely on.
 
 mod cache;
+mod callers;
 mod faults;
 mod fused;
 mod gemm;
@@ -16,6 +17,7 @@ mod staged;
 mod subject;
 
 pub use cache::selftest_cache;
+pub use callers::selftest_callers;
 pub use faults::{selftest_exhaustion, selftest_faults, selftest_isolation};
 pub use fused::selftest_fused;
 pub use gemm::selftest_gemm;

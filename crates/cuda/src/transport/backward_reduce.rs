@@ -89,7 +89,7 @@ impl CudaTransport {
         op: &schedule::BackwardReduce,
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
-        let Means::Link { abort, .. } = &self.means else { return Ok(None) };
+        let Means::Link { .. } = &self.means else { return Ok(None) };
         let schedule::BackwardReduce { backward, reduce } = op;
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let mut collective = Collective::reduce(self.rank, self.world.size(), place, reduce, &context)?;
@@ -121,7 +121,7 @@ impl CudaTransport {
             let alone = if is_element { backward.round_alone(setup, &shared)? } else { Vec::new() };
             let delivered = Staging::new(&collective.pattern.incoming, &row_bytes, self.rank);
             Ok(BackwardReduceWork {
-                side: LinkSide::new(setup, abort)?,
+                side: LinkSide::new(setup)?,
                 backward,
                 spec,
                 row_bytes,

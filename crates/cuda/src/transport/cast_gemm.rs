@@ -81,7 +81,7 @@ impl CudaTransport {
         op: &schedule::CastGemm,
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
-        let Means::Link { abort, .. } = &self.means else { return Ok(None) };
+        let Means::Link { .. } = &self.means else { return Ok(None) };
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let collective = Collective::cast(self.rank, self.world.size(), place, &op.cast, &context)?;
         let Some(Fitting { spec, own, all, b }) = fitting(op, &collective, program) else { return Ok(None) };
@@ -93,7 +93,7 @@ impl CudaTransport {
                 return Ok(None);
             }
             let (bytes, written) = (kernel.exchange_bytes(), Rows { buffer: all, offset: 0 });
-            let side = self.product_side(setup, abort, bytes, bytes, Some(written))?;
+            let side = self.product_side(setup, bytes, bytes, Some(written))?;
             let mut collective = collective;
             let (shape, ctas) = (kernel.shape(), kernel.ctas());
             collective.contract.kind = format!("a product of rows of all ranks, {shape:?} by {ctas} CTAs");
@@ -112,7 +112,7 @@ impl CudaTransport {
         let CollectiveCall { stream, place, collective, buffers, .. } = *call;
         let others = (0..self.world.size()).filter(|&rank| rank != self.rank);
         let users = &collective.collective.pattern.incoming;
-        let met = self.met_of_product(call, meeting, &work.side, work.kernel.missed_hand(), others, users)?;
+        let met = self.met_of_product(call, meeting, &work.side, work.kernel.waits(), others, users)?;
         if !work.kernel.leaves_at_once() {
             self.check_unmoved(place, met.written[self.rank], buffers[work.all.0].address())?;
         }

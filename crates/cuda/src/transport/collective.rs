@@ -10,6 +10,7 @@ use super::cast_gemm::CastGemmWork;
 use super::exchange::ExchangeWork;
 use super::gemm_reduce::GemmReduceWork;
 use super::link::LinkWork;
+use super::process::Departure;
 use super::pull::PullWork;
 use super::push::PushWork;
 use crate::backend::CudaBuffer;
@@ -47,6 +48,8 @@ pub struct CudaCollective {
     pub(super) ready: Mutex<Option<Event>>,
     pub(super) done: Mutex<Option<Event>>,
     pub(super) work: Work,
+    /// Where the other ranks are processes, which forget it.
+    pub(super) _departure: Option<Departure>,
 }
 
 /// How its rows are moved. What depends on the other ranks' rows is made when they first meet, and again only if those change.

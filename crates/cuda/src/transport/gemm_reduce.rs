@@ -100,7 +100,7 @@ impl CudaTransport {
         op: &schedule::GemmReduce,
         program: &Program,
     ) -> Result<Option<(Collective, Work)>, ExecError> {
-        let Means::Link { abort, .. } = &self.means else { return Ok(None) };
+        let Means::Link { .. } = &self.means else { return Ok(None) };
         let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan: None };
         let collective = Collective::reduce(self.rank, self.world.size(), place, &op.reduce, &context)?;
         let Some(Fitting { spec, a, b, sums }) = fitting(op, &collective, program) else { return Ok(None) };
@@ -113,7 +113,7 @@ impl CudaTransport {
                 SumsGoTo::All => Some(sums),
             };
             let (bytes, zeroed) = (kernel.exchange_bytes(), kernel.zeroed_bytes());
-            let side = self.product_side(setup, abort, bytes, zeroed, written)?;
+            let side = self.product_side(setup, bytes, zeroed, written)?;
             let mut collective = collective;
             let spread = op.spread.as_ref().map(|cast| &cast.part.remote);
             collective.contract.kind =
@@ -133,7 +133,7 @@ impl CudaTransport {
         let CollectiveCall { stream, place, collective, buffers, .. } = *call;
         let pattern = &collective.collective.pattern;
         let (ranks, users) = (pattern.incoming.iter().map(|peer| peer.rank), &pattern.outgoing);
-        let met = self.met_of_product(call, meeting, &work.side, work.kernel.missed_hand(), ranks, users)?;
+        let met = self.met_of_product(call, meeting, &work.side, work.kernel.waits(), ranks, users)?;
         let own = work.sums.address(buffers);
         let sums = match work.spread {
             // Nobody else's are looked at.

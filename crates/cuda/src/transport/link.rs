@@ -15,8 +15,8 @@ use super::process::KnownShifts;
 use super::rows;
 use super::{Call, CallError, CudaMeeting, CudaTransport, Part, addresses};
 use crate::kernel::{
-    LINK_PARTS, LINK_TENSORS, LinkAbort, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection,
-    LinkOperands, LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
+    LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkOperands,
+    LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
 use crate::{CudaBarrier, CudaError, Device, Stream, StreamPriority};
 
@@ -77,7 +77,6 @@ impl LinkWork {
         collective: &Collective,
         outputs: &[BufferSpec],
         num_sms: u32,
-        abort: &LinkAbort,
         engines: EngineUse,
     ) -> Result<Self, CudaError> {
         let spec = collective
@@ -90,7 +89,7 @@ impl LinkWork {
             None => LinkCopy::load(device, CAST)?,
         }
         let setup = Stream::new(device, StreamPriority::Low)?;
-        Ok(Self { num_sms, engines, spec, side: LinkSide::new(&setup, abort)? })
+        Ok(Self { num_sms, engines, spec, side: LinkSide::new(&setup)? })
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.

@@ -4,21 +4,20 @@
 use std::sync::{Arc, OnceLock};
 
 use super::{Call, CallError, CudaTransport};
-use crate::kernel::{LinkAbort, LinkCall, LinkEnd, LinkPeers};
+use crate::kernel::{LinkCall, LinkEnd, LinkPeers};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's side; `Met` is what it knows of the others.
 pub(super) struct LinkSide<Met> {
     end: Arc<LinkEnd>,
-    abort: LinkAbort,
     /// Made when ranks first meet.
     met: OnceLock<Met>,
 }
 
 impl<Met> LinkSide<Met> {
     /// Of a rank that has met nobody yet, made on `setup`, which is waited for.
-    pub(super) fn new(setup: &Stream, abort: &LinkAbort) -> Result<Self, CudaError> {
-        Ok(Self { end: Arc::new(LinkEnd::new(setup)?), abort: abort.clone(), met: OnceLock::new() })
+    pub(super) fn new(setup: &Stream) -> Result<Self, CudaError> {
+        Ok(Self { end: Arc::new(LinkEnd::new(setup)?), met: OnceLock::new() })
     }
 
     /// What the rank knows of the others, once they have met.
@@ -60,6 +59,6 @@ impl CudaTransport {
         announced: &[u64],
         own: &[u64],
     ) -> Result<LinkCall, CudaError> {
-        side.end.call(self.rank, peers, announced, own, &side.abort, self.world.config().limit)
+        side.end.call(self.rank, peers, announced, own, self.world.config().limit)
     }
 }

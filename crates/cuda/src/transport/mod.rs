@@ -136,13 +136,15 @@ impl CudaTransport {
     }
 
     fn collective(&self, collective: Collective, outputs: Vec<BufferSpec>, work: Work) -> CudaCollective {
+        let number = self.prepared.fetch_add(1, Ordering::Relaxed);
         CudaCollective {
-            number: self.prepared.fetch_add(1, Ordering::Relaxed),
+            number,
             collective: Arc::new(collective),
             outputs,
             ready: Mutex::new(None),
             done: Mutex::new(None),
             work,
+            _departure: self.peers.as_ref().map(|peers| peers.departure(number)),
         }
     }
 
@@ -172,8 +174,8 @@ impl CudaTransport {
                 push::PushWork::new(&self.device, self.rank, collective, outputs, pace).map(Work::Push)
             }
             Means::Pull | Means::Push => pull(),
-            Means::Link { num_sms, abort, engines } if link::takes(collective) => {
-                LinkWork::new(&self.device, collective, outputs, *num_sms, abort, *engines).map(Work::Link)
+            Means::Link { num_sms, engines } if link::takes(collective) => {
+                LinkWork::new(&self.device, collective, outputs, *num_sms, *engines).map(Work::Link)
             }
             Means::Link { .. } => pull(),
             Means::Exchange(_) => {

@@ -1,8 +1,6 @@
 //! A rank's side of a product whose rows travel while it is computed: memory for what the others' kernels send, and where the others
 //! have theirs.
 
-use std::sync::Arc;
-
 use counterpoint_exec::collective::PeerRows;
 
 use super::collective::Part;
@@ -10,7 +8,7 @@ use super::fused::Rows;
 use super::link_side::LinkSide;
 use super::{Call, CallError, CudaMeeting, CudaTransport, untold};
 use crate::backend::CudaBuffer;
-use crate::kernel::{LinkAbort, LinkCall, LinkPeers, MissedWait};
+use crate::kernel::{CtaWaits, LinkCall, LinkPeers};
 use crate::{CudaError, DeviceBuffer, Stream};
 
 /// One rank's side.
@@ -52,7 +50,6 @@ impl CudaTransport {
     pub(super) fn product_side(
         &self,
         setup: &Stream,
-        abort: &LinkAbort,
         bytes: usize,
         zeroed: usize,
         written: Option<Rows>,
@@ -60,25 +57,25 @@ impl CudaTransport {
         let exchange = DeviceBuffer::new(&self.device, bytes)?;
         exchange.slice(0..zeroed)?.fill(setup, 0)?;
         setup.synchronize()?;
-        Ok(ProductSide { exchange, written, link: LinkSide::new(setup, abort)? })
+        Ok(ProductSide { exchange, written, link: LinkSide::new(setup)? })
     }
 
     /// What this rank knows of the others. In the first run `ranks` tell it where their memory is, and `users` are told that it has
-    /// learnt that; from then on the end of every run also asks for a `missed_hand`.
+    /// learnt that; from then on the end of every run also asks for the `waits` of its CTAs.
     pub(super) fn met_of_product<'a>(
         &self,
         call: &Call<'_>,
         meeting: &CudaMeeting,
         side: &'a ProductSide,
-        missed_hand: Option<&Arc<MissedWait>>,
+        waits: Option<&CtaWaits>,
         ranks: impl Iterator<Item = usize>,
         users: &[PeerRows],
     ) -> Result<&'a Met, CallError> {
         side.link.met_by(call, || {
             let met = self.meet_for_product(call, meeting, side, ranks)?;
             users.iter().try_for_each(|peer| self.acknowledge(peer.rank, meeting.sequence))?;
-            if let Some(missed) = missed_hand {
-                call.backend.watch(call.place.to_string(), missed.clone());
+            if let Some(waits) = waits {
+                call.backend.watch(call.place.to_string(), waits.clone());
             }
             Ok(met)
         })

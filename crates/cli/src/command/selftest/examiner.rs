@@ -6,10 +6,10 @@ use std::thread;
 use std::time::Instant;
 
 use counterpoint_cuda::selftest::{
-    CudaSubject, selftest_cache, selftest_exhaustion, selftest_faults, selftest_fused, selftest_gemm,
-    selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long, selftest_normalised,
-    selftest_repeats, selftest_signalled_products, selftest_signals, selftest_signals_in_graphs,
-    selftest_step_graphs,
+    CudaSubject, selftest_cache, selftest_callers, selftest_exhaustion, selftest_faults, selftest_fused,
+    selftest_gemm, selftest_graphs, selftest_guard, selftest_isolation, selftest_links, selftest_long,
+    selftest_normalised, selftest_repeats, selftest_signalled_products, selftest_signals,
+    selftest_signals_in_graphs, selftest_step_graphs,
 };
 use counterpoint_cuda::{CudaError, Device, EngineUse, TransportKind};
 use counterpoint_exec::selftest::{
@@ -151,6 +151,7 @@ impl Examiner {
             }
             Group::Tcp => self.collectives(&TcpLoopback::default(), on_cpu, 8),
             Group::Guard => Ok(selftest_guard(CudaSubject::open()?.gpu())?),
+            Group::Callers => Ok(selftest_callers(CudaSubject::open()?.machine())?),
             Group::Kernels => Ok(CudaSubject::open()?.load_all()),
             Group::PortableKernels => Ok(portable()?.load_all()),
             Group::Attention => Ok(self.attention(&CudaSubject::open()?, extent)),

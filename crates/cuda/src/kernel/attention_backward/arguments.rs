@@ -2,8 +2,8 @@
 
 use super::shape::CLASSES;
 use crate::TensorMap;
-use crate::kernel::LinkArrivals;
 use crate::kernel::layout::{SharedLayout, shared_layout};
+use crate::kernel::{LinkArrivals, WaitLimit};
 
 /// `AttentionBackwardArguments` of the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +33,7 @@ pub(super) struct AttentionBackwardArguments {
     pub(super) turn_spans: u64,
     pub(super) turn_begins: u64,
     pub(super) turns: u64,
-    pub(super) missed_wait: u64,
+    pub(super) wait: WaitLimit,
     pub(super) alone: u64,
     pub(super) rounded_dk: u64,
     pub(super) rounded_dv: u64,
@@ -113,7 +113,7 @@ pub(in crate::kernel) fn layouts() -> Vec<SharedLayout> {
                 turn_spans,
                 turn_begins,
                 turns,
-                missed_wait,
+                wait,
                 alone,
                 rounded_dk,
                 rounded_dv,

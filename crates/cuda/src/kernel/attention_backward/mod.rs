@@ -5,7 +5,6 @@ mod shape;
 mod source;
 
 use std::f32::consts::LOG2_E;
-use std::sync::Arc;
 
 pub(super) use arguments::layouts;
 use arguments::{AttentionBackwardArguments, AttentionBackwardRowsArguments};
@@ -17,8 +16,8 @@ use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
-    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, DqBegin, DqRounding, MissedWait,
-    blocks_of,
+    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding,
+    WaitLimit, blocks_of,
 };
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
@@ -28,6 +27,8 @@ const MISSED_TURN: &str = "a key tile waited in vain for its turn to add to dq, 
                            and report this mask";
 const MISSED_HALF: &str = "a key tile waited in vain for the other half of its query heads, and its dk and dv are wrong now; run in \
                            deterministic mode, and report this mask";
+const MISSED_SLAB: &str = "rows of dq were waited for in vain that a key tile was to add, and dq is wrong now; run in deterministic \
+                           mode, and report this mask";
 /// Warps of a CTA that hold dk and dv of keys.
 const KEY_WARPS: usize = 8;
 /// Statistics of a row: two, in four copies.
@@ -58,7 +59,7 @@ pub struct AttentionBackward {
     progress: DeviceBuffer,
     turns: Option<Turns>,
     /// Where CTAs wait for each other.
-    missed: Option<Arc<MissedWait>>,
+    waits: Option<CtaWaits>,
     classes: TileClasses,
     /// How many items the queue has.
     items: u32,
@@ -165,10 +166,12 @@ impl AttentionBackward {
         let half_words = (halved_tiles * heads_kv * KEY_WARPS).max(1);
         let halves = DeviceBuffer::from_slice(stream, &vec![0_u32; half_words])?;
         let missed = match (&turns, halved_tiles) {
-            (Some(_), _) => Some(Arc::new(MissedWait::new(device, MISSED_TURN)?)),
-            (None, 0) => None,
-            (None, _) => Some(Arc::new(MissedWait::new(device, MISSED_HALF)?)),
+            (Some(_), _) => Some(MISSED_TURN),
+            (None, 0) if !mode.rounds_queries => None,
+            (None, 0) => Some(MISSED_SLAB),
+            (None, _) => Some(MISSED_HALF),
         };
+        let waits = missed.map(|what| CtaWaits::new(device, what)).transpose()?;
         let rounds = (coverage.iter().filter(|rows| **rows > 0).count() * heads_q) as u32;
         let heads = (heads_kv, heads_q / heads_kv);
         let rounds_beside = rounds_beside(&schedule, heads, clusters as usize, rounds);
@@ -203,7 +206,7 @@ impl AttentionBackward {
             rounds_beside,
             progress: DeviceBuffer::new(device, 4 * (ROUNDING + (2 * coverage.len() + counters) * heads_q))?,
             turns,
-            missed,
+            waits,
             classes,
             items,
             tile_keys,
@@ -287,8 +290,8 @@ impl AttentionBackward {
     }
 
     /// Where the kernel says that a CTA never did what another waited for; `None` where nobody waits.
-    pub fn missed_wait(&self) -> Option<&Arc<MissedWait>> {
-        self.missed.as_ref()
+    pub fn waits(&self) -> Option<&CtaWaits> {
+        self.waits.as_ref()
     }
 
     fn arguments(&self, tensors: &BackwardTensors) -> Result<AttentionBackwardArguments, CudaError> {
@@ -357,7 +360,7 @@ impl AttentionBackward {
             turn_spans,
             turn_begins,
             turns,
-            missed_wait: self.missed.as_ref().map_or(0, |missed| missed.address()),
+            wait: self.waits.as_ref().map_or(WaitLimit::NONE, CtaWaits::limit),
             alone: self.alone.as_ref().map_or(0, DeviceBuffer::address),
             rounded_dk: tensors.rounded.map_or(0, |rounded| rounded[0]),
             rounded_dv: tensors.rounded.map_or(0, |rounded| rounded[1]),

@@ -1,13 +1,11 @@
 //! The launcher of `gemm/gemm_gather.cuh`.
 
-use std::sync::Arc;
-
 use super::order::{self, TOGETHER_ROWS, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmRows, GemmSpec, GemmTensors, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
-use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall, MissedWait};
+use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose first operand's rows are dealt to ranks, each of which sends its own to all others.
@@ -231,9 +229,9 @@ impl GemmGather {
         Ok(Self { gemm, spec: spec.clone() })
     }
 
-    /// See [`Gemm::missed_hand`].
-    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
-        self.gemm.missed_hand()
+    /// See [`Gemm::waits`].
+    pub fn waits(&self) -> Option<&CtaWaits> {
+        self.gemm.waits()
     }
 
     /// How it is cut up.

@@ -11,7 +11,6 @@ mod source;
 mod spec;
 
 use std::ops::Range;
-use std::sync::Arc;
 
 pub use gather::{GemmGather, GemmGatherSpec, GemmGatherTensors};
 pub use library::{GemmLibrary, LibraryGemm};
@@ -30,7 +29,7 @@ pub use spec::{
 };
 
 use super::layout::{SharedLayout, shared_layout};
-use super::{MissedWait, Scalar};
+use super::{CtaWaits, Scalar, WaitLimit};
 use crate::{
     CudaError, Device, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap,
     TensorMapElement, TensorMapSpec,
@@ -60,7 +59,7 @@ pub struct Gemm {
     /// Of every CTA that takes a part over, zero between runs.
     handed: DeviceBuffer,
     /// Where no part is handed over, nobody waits.
-    missed_hand: Option<Arc<MissedWait>>,
+    waits: Option<CtaWaits>,
     ctas: u32,
     launch: Launch,
 }
@@ -90,7 +89,7 @@ struct GemmArguments {
     bias: u64,
     kept: u64,
     handed: u64,
-    missed_hand: u64,
+    wait: WaitLimit,
     unit_count: u32,
     splits: u32,
     turns: u32,
@@ -219,10 +218,7 @@ impl Gemm {
         let kept = DeviceBuffer::new(device, keeping * tile_bytes)?;
         let hands_over = shape.hands > 1;
         let handed = DeviceBuffer::from_slice(stream, &vec![0u32; if hands_over { keeping } else { 0 }])?;
-        let missed_hand = match hands_over {
-            true => Some(Arc::new(MissedWait::new(device, MISSED_HAND)?)),
-            false => None,
-        };
+        let waits = hands_over.then(|| CtaWaits::new(device, MISSED_HAND)).transpose()?;
         Ok(Self {
             function,
             spec: spec.clone(),
@@ -235,7 +231,7 @@ impl Gemm {
             signals,
             kept,
             handed,
-            missed_hand,
+            waits,
             ctas,
             launch,
         })
@@ -246,9 +242,9 @@ impl Gemm {
         self.shape
     }
 
-    /// Where the kernel says that a part of k was never handed over; `None` where no part is.
-    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
-        self.missed_hand.as_ref()
+    /// Waits for parts of k that are handed over; `None` where no part is.
+    pub fn waits(&self) -> Option<&CtaWaits> {
+        self.waits.as_ref()
     }
 
     /// What is computed, in the order in which it is begun.
@@ -348,7 +344,7 @@ impl Gemm {
             bias: if spec.epilogue == GemmEpilogue::StoreBias { tensors.bias } else { 0 },
             kept: if self.kept.is_empty() { 0 } else { self.kept.address() },
             handed: if self.handed.is_empty() { 0 } else { self.handed.address() },
-            missed_hand: self.missed_hand.as_ref().map_or(0, |missed| missed.address()),
+            wait: self.waits.as_ref().map_or(WaitLimit::NONE, CtaWaits::limit),
             unit_count: self.unit_list.len() as u32,
             splits: shape.splits,
             turns: shape.turns,
@@ -475,7 +471,7 @@ pub(super) fn layouts() -> Vec<SharedLayout> {
                 bias,
                 kept,
                 handed,
-                missed_hand,
+                wait,
                 unit_count,
                 splits,
                 turns,

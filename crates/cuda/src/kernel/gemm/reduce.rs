@@ -1,13 +1,11 @@
 //! The launcher of `gemm/gemm_reduce.cuh`.
 
-use std::sync::Arc;
-
 use super::order::{self, GemmUnit, TileOrder, UnitGrid};
 use super::shape::{GemmShape, TILE_ROWS, TilePair, Warpgroups};
 use super::source::GemmEnds;
 use super::{GEMM_DESTINATIONS, Gemm, GemmArguments, GemmSpec, GemmTensors, STORED_ROWS, refused};
 use crate::kernel::layout::{SharedLayout, shared_layout};
-use crate::kernel::{GemmEpilogue, GemmLayout, LinkCall, MissedWait};
+use crate::kernel::{CtaWaits, GemmEpilogue, GemmLayout, LinkCall};
 use crate::{CudaError, Device, Stream};
 
 /// A product whose rows are summed over ranks, each of which keeps, or spreads, the sums of its own.
@@ -225,9 +223,9 @@ impl GemmReduce {
         Ok(Self { gemm, spec: spec.clone() })
     }
 
-    /// See [`Gemm::missed_hand`].
-    pub fn missed_hand(&self) -> Option<&Arc<MissedWait>> {
-        self.gemm.missed_hand()
+    /// See [`Gemm::waits`].
+    pub fn waits(&self) -> Option<&CtaWaits> {
+        self.gemm.waits()
     }
 
     /// How it is cut up.

@@ -24,8 +24,14 @@ pub(super) enum Told {
 struct Export {
     handle: Vec<u8>,
     bytes: usize,
-    /// Memory must not be freed while others have it open: it is kept until all have closed it.
-    _kept: DeviceBuffer,
+    /// Memory must not be freed while others have it open: where it is not its world's, which keeps it, it is kept until all have closed
+    /// it.
+    _kept: Option<DeviceBuffer>,
+}
+
+/// The numbers of the events of a collective: ready and done.
+pub(super) fn events_of(number: u64) -> [u64; 2] {
+    [2 * number, 2 * number + 1]
 }
 
 impl Exports {
@@ -39,6 +45,13 @@ impl Exports {
         if self.told.insert((peer, what)) { send() } else { Ok(()) }
     }
 
+    /// Forgets a collective of this number, and gives the peers that were told of it.
+    pub(super) fn forget(&mut self, number: u64) -> BTreeSet<usize> {
+        let [ready, done] = events_of(number);
+        let of_it = [Told::Rows(number), Told::Event(ready), Told::Event(done)];
+        self.told.extract_if(.., |(_, told)| of_it.contains(told)).map(|(peer, _)| peer).collect()
+    }
+
     /// Where a buffer lies. Its allocation has a message from now on.
     pub(super) fn place(&mut self, device: &Device, buffer: &DeviceBuffer) -> Result<MemoryPlace, CudaError> {
         if buffer.is_empty() {
@@ -47,7 +60,9 @@ impl Exports {
         let AllocationPlace { id, base, bytes } = AllocationPlace::of(device, buffer.address())?;
         if let Entry::Vacant(place) = self.allocations.entry(id) {
             let handle = AllocationPlace { id, base, bytes }.handle(device)?;
-            place.insert(Export { handle, bytes, _kept: buffer.clone() });
+            // Memory of the world is lent again, under the same number, which others have open.
+            let kept = (!buffer.stays_allocated()).then(|| buffer.clone());
+            place.insert(Export { handle, bytes, _kept: kept });
         }
         let offset = (buffer.address() - base) as usize;
         Ok(MemoryPlace { number: Some(id), offset, bytes: buffer.len() })
@@ -57,5 +72,26 @@ impl Exports {
     pub(super) fn message(&self, number: u64) -> Option<PartMessage> {
         let Export { handle, bytes, .. } = self.allocations.get(&number)?;
         Some(PartMessage::Memory { number, handle: handle.clone(), bytes: *bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_collective_that_is_gone_is_forgotten_and_memory_is_not() {
+        let mut exports = Exports::default();
+        let mut tell = |peer, what| exports.tell::<()>(peer, what, || Ok(())).unwrap();
+        for peer in [1, 3] {
+            for what in [Told::Rows(7), Told::Event(14), Told::Event(15), Told::Rows(8), Told::Memory(7)] {
+                tell(peer, what);
+            }
+        }
+        tell(2, Told::Event(16));
+        assert_eq!(exports.forget(7), BTreeSet::from([1, 3]));
+        assert_eq!(exports.forget(7), BTreeSet::new());
+        assert_eq!(exports.forget(8), BTreeSet::from([1, 2, 3]));
+        assert_eq!(exports.told, BTreeSet::from([(1, Told::Memory(7)), (3, Told::Memory(7))]));
     }
 }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{ExecError, Mesh, Recipient, World};
 
+use super::exports::events_of;
 use super::message::{MemoryPlace, PartMessage, TensorPlace};
 use crate::backend::{CudaBuffer, exec_error, lock};
 use crate::memory::OpenedMemory;
@@ -181,6 +182,12 @@ impl Recipient for Inbox {
                 .map_err(|error| exec_error(self.rank, &format!("the part of rank {peer}"), error)),
             PartMessage::Used { sequence } => {
                 self.board.acknowledge(self.rank, sequence, peer);
+                Ok(())
+            }
+            PartMessage::Gone { number } => {
+                lock(&self.rows).remove(&(peer, number));
+                let mut events = lock(&self.events);
+                events_of(number).iter().for_each(|event| drop(events.remove(&(peer, *event))));
                 Ok(())
             }
             PartMessage::Closed => {

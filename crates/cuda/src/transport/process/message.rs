@@ -28,6 +28,8 @@ pub(super) enum PartMessage {
     },
     /// The sender has enqueued its use of what the receiver published.
     Used { sequence: u64 },
+    /// No later part names these rows, nor their events.
+    Gone { number: u64 },
     /// The sender has closed all that it had opened.
     Closed,
 }

@@ -19,7 +19,7 @@ use std::time::Instant;
 use counterpoint_exec::collective::{Board, Collective, Post};
 use counterpoint_exec::{Awaited, Blocker, ExecError, Mesh, OpPlace, Rendezvous, World};
 
-use self::exports::{Exports, Told};
+use self::exports::{Exports, Told, events_of};
 use self::inbox::Inbox;
 use self::message::{MemoryPlace, PartMessage, TensorPlace};
 use super::{CallError, Part};
@@ -38,6 +38,19 @@ pub(super) struct PeerProcesses {
     inbox: Arc<Inbox>,
     mesh: Arc<Mesh<PartMessage>>,
     exports: Mutex<Exports>,
+    gone: Arc<Mutex<Vec<u64>>>,
+}
+
+/// Goes with a collective: the others forget it when this rank next tells them anything.
+pub(super) struct Departure {
+    number: u64,
+    gone: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Drop for Departure {
+    fn drop(&mut self) {
+        lock(&self.gone).push(self.number);
+    }
 }
 
 /// Differences of addresses that were made for a collective, by the allocations of the tensors that it announces.
@@ -60,12 +73,17 @@ impl PeerProcesses {
         // Nobody is told anything before all can answer.
         rendezvous.barrier(&format!("parts {name}"))?;
         let (world, device) = (world.clone(), device.clone());
-        Ok(Self { world, rank, device, inbox, mesh, exports: Mutex::default() })
+        Ok(Self { world, rank, device, inbox, mesh, exports: Mutex::default(), gone: Arc::default() })
     }
 
     /// What the others publish, and this rank.
     pub(super) fn board(&self) -> &Arc<Board<Part>> {
         self.inbox.board()
+    }
+
+    /// What a collective with this number drops last.
+    pub(super) fn departure(&self, number: u64) -> Departure {
+        Departure { number, gone: self.gone.clone() }
     }
 
     /// Tells those that this rank exchanges rows with of its part in a collective with this number.
@@ -77,6 +95,10 @@ impl PeerProcesses {
         peers.sort_unstable();
         peers.dedup();
         let mut exports = lock(&self.exports);
+        for number in std::mem::take(&mut *lock(&self.gone)) {
+            let mut told = exports.forget(number).into_iter();
+            told.try_for_each(|peer| self.mesh.send(peer, &PartMessage::Gone { number }, &[]))?;
+        }
         for peer in peers.into_iter().filter(|peer| *peer != self.rank) {
             let send = |message: &PartMessage| self.mesh.send(peer, message, &[]);
             exports.tell::<ExecError>(peer, Told::Rows(number), || {
@@ -84,7 +106,7 @@ impl PeerProcesses {
                 send(&PartMessage::Rows { number, contract: contract.clone(), pattern: pattern.clone() })
             })?;
             // Two events of every collective.
-            let (ready, done) = (2 * number, 2 * number + 1);
+            let [ready, done] = events_of(number);
             for (number, event) in [(ready, &payload.ready), (done, &payload.done)] {
                 exports.tell::<CallError>(peer, Told::Event(number), || {
                     Ok(send(&PartMessage::Event { number, handle: event.handle()? })?)
@@ -201,6 +223,7 @@ impl Drop for PeerProcesses {
         // Who panics has told nobody yet, and nobody would close anything.
         if thread::panicking() || !matches!(closed(), Ok(Some(()))) {
             // Somebody may still have it open, which ends with this process, as does the memory.
+            self.device.release_nothing();
             std::mem::forget(std::mem::take(&mut *lock(&self.exports)));
         }
     }

@@ -1,0 +1,319 @@
+//! Memory that is given back behind what is enqueued, and used again: dropping a buffer waits for nothing and calls no driver.
+//!
+//! Freeing device or pinned memory waits for the whole device, and would end a capture of somebody else's. So memory stays with
+//! its world until that ends. A block that was given back is lent again once every stream of the device has passed the
+//! point at which it stood when somebody next looked.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys::{CUevent, CUstream, CUstreamCaptureStatus};
+
+use crate::CudaError;
+use crate::library::{Driver, call};
+
+/// Which memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum PoolMemory {
+    /// Of the device, by `cuMemAlloc`: never from a pool of the driver's, whose memory peers cannot open.
+    Device,
+    /// Of the host, pinned.
+    Host,
+}
+
+/// Some memory of a pool. Its size is that of what was allocated, which is no less than was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Block {
+    pub(crate) memory: PoolMemory,
+    pub(crate) address: u64,
+    pub(crate) bytes: usize,
+}
+
+/// Blocks of one world on one device that nobody has.
+#[derive(Debug, Default)]
+pub(crate) struct MemoryPool(Mutex<Blocks>);
+
+#[derive(Debug, Default)]
+struct Blocks {
+    free: BTreeMap<(PoolMemory, usize), Vec<u64>>,
+    /// Given back since anyone looked at the streams.
+    dropped: Vec<Block>,
+    /// Given back before these points of streams.
+    pending: Vec<(Vec<Arc<Point>>, Vec<Block>)>,
+    /// First bytes of blocks that other processes have open, until the world ends.
+    exported: BTreeSet<u64>,
+}
+
+/// The streams of a device, so that memory may wait for all of them.
+#[derive(Debug, Default)]
+pub(crate) struct StreamEnds(Mutex<Ends>);
+
+#[derive(Debug, Default)]
+struct Ends {
+    /// Handles of streams, as often as somebody made or borrowed them.
+    streams: Vec<usize>,
+    /// The ends of streams that are gone.
+    gone: Vec<Arc<Point>>,
+    /// Events that mark nothing.
+    spare: Arc<Mutex<Vec<usize>>>,
+}
+
+/// A point of a stream.
+#[derive(Debug)]
+struct Point {
+    event: usize,
+    spare: Arc<Mutex<Vec<usize>>>,
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        lock(&self.spare).push(self.event);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Point {
+    fn mark(driver: &Driver, spare: &Arc<Mutex<Vec<usize>>>, stream: usize) -> Result<Arc<Self>, CudaError> {
+        const DISABLE_TIMING: u32 = 2;
+        let known = lock(spare).pop();
+        let event = match known {
+            Some(event) => event,
+            None => {
+                let mut event = ptr::null_mut();
+                // SAFETY: the pointer is to a local; the event goes with its context.
+                unsafe { call!(driver, cuEventCreate(&mut event, DISABLE_TIMING)) }?;
+                event as usize
+            }
+        };
+        let point = Arc::new(Self { event, spare: spare.clone() });
+        // SAFETY: the caller's stream is alive, the event is ours.
+        unsafe { call!(driver, cuEventRecord(event as CUevent, stream as CUstream)) }?;
+        Ok(point)
+    }
+
+    fn is_passed(&self, driver: &Driver) -> Result<bool, CudaError> {
+        // SAFETY: the event is alive.
+        driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.event as CUevent) })
+    }
+}
+
+impl StreamEnds {
+    /// There is a stream, until it leaves.
+    pub(crate) fn join(&self, stream: CUstream) {
+        lock(&self.0).streams.push(stream as usize);
+    }
+
+    /// It is not asked from now on.
+    pub(crate) fn leave(&self, stream: CUstream) {
+        let mut ends = lock(&self.0);
+        if let Some(at) = ends.streams.iter().position(|one| *one == stream as usize) {
+            ends.streams.swap_remove(at);
+        }
+    }
+
+    /// A stream that has left is about to go: what is enqueued there is still to come to its end.
+    pub(crate) fn mark_end(&self, driver: &Driver, stream: CUstream) -> Result<(), CudaError> {
+        let mut ends = lock(&self.0);
+        let stream = stream as usize;
+        if captures(driver, stream)? {
+            return Ok(());
+        }
+        let point = Point::mark(driver, &ends.spare, stream)?;
+        if !point.is_passed(driver)? {
+            ends.gone.push(point);
+        }
+        Ok(())
+    }
+
+    /// Where all streams stand now. `None` while one of them captures: nothing that is marked there would ever be passed.
+    fn now(&self, driver: &Driver) -> Result<Option<Vec<Arc<Point>>>, CudaError> {
+        let mut ends = lock(&self.0);
+        let mut streams = ends.streams.clone();
+        streams.sort_unstable();
+        streams.dedup();
+        for stream in &streams {
+            if captures(driver, *stream)? {
+                return Ok(None);
+            }
+        }
+        let mut left = Vec::new();
+        for point in std::mem::take(&mut ends.gone) {
+            if !point.is_passed(driver)? {
+                left.push(point);
+            }
+        }
+        let points = streams.iter().map(|stream| Point::mark(driver, &ends.spare, *stream));
+        let points = points.chain(left.iter().cloned().map(Ok)).collect::<Result<_, _>>();
+        ends.gone = left;
+        points.map(Some)
+    }
+}
+
+/// Whether what is put on a stream goes into a graph.
+fn captures(driver: &Driver, stream: usize) -> Result<bool, CudaError> {
+    let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is alive, the pointer is to a local.
+    unsafe { call!(driver, cuStreamIsCapturing(stream as CUstream, &mut status)) }?;
+    Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+impl MemoryPool {
+    /// A block of `bytes` at least that was given back, if there is one that nothing enqueued still uses.
+    pub(crate) fn take(
+        &self,
+        driver: &Driver,
+        ends: &StreamEnds,
+        memory: PoolMemory,
+        bytes: usize,
+    ) -> Result<Option<Block>, CudaError> {
+        let mut blocks = lock(&self.0);
+        if let Some(block) = blocks.fitting(memory, bytes) {
+            return Ok(Some(block));
+        }
+        blocks.sweep(driver, ends)?;
+        Ok(blocks.fitting(memory, bytes))
+    }
+
+    /// Takes a block back. What was enqueued may still use it.
+    pub(crate) fn give_back(&self, block: Block) {
+        lock(&self.0).dropped.push(block);
+    }
+
+    /// Other processes have the allocation that begins here open until the world ends.
+    pub(crate) fn export(&self, base: u64) {
+        lock(&self.0).exported.insert(base);
+    }
+
+    /// Bytes of a kind that nobody has, whether or not they are still used.
+    pub(crate) fn unused_bytes(&self, memory: PoolMemory) -> usize {
+        let blocks = lock(&self.0);
+        let of_kind = blocks.free.range((memory, 0)..=(memory, usize::MAX));
+        let free: usize = of_kind.map(|((_, bytes), addresses)| bytes * addresses.len()).sum();
+        let others = blocks.dropped.iter().chain(blocks.pending.iter().flat_map(|(_, blocks)| blocks));
+        let others: usize = others.filter(|block| block.memory == memory).map(|block| block.bytes).sum();
+        free + others
+    }
+
+    /// Frees what nobody has and no other process has open; `all` at the end of a world, when nobody has any. Waits for the device, whose
+    /// context is current.
+    pub(crate) fn free(&self, driver: &Driver, all: bool) -> Result<(), CudaError> {
+        let mut blocks = lock(&self.0);
+        if blocks.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the context is current.
+        unsafe { call!(driver, cuCtxSynchronize()) }?;
+        let mut given_back = std::mem::take(&mut blocks.dropped);
+        given_back.extend(std::mem::take(&mut blocks.pending).into_iter().flat_map(|(_, blocks)| blocks));
+        given_back.into_iter().for_each(|block| blocks.put(block));
+        let mut result = Ok(());
+        let Blocks { free, exported, .. } = &mut *blocks;
+        for ((memory, _), addresses) in free.iter_mut() {
+            for address in addresses.extract_if(.., |address| all || !exported.contains(address)) {
+                // SAFETY: allocated for the pool by these functions, and nothing uses it any more.
+                let freed = unsafe {
+                    match memory {
+                        PoolMemory::Device => call!(driver, cuMemFree_v2(address)),
+                        PoolMemory::Host => call!(driver, cuMemFreeHost(address as *mut _)),
+                    }
+                };
+                result = result.and(freed);
+            }
+        }
+        free.retain(|_, addresses| !addresses.is_empty());
+        result
+    }
+}
+
+impl Blocks {
+    fn is_empty(&self) -> bool {
+        self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
+    }
+
+    /// The smallest free block that is long enough, and no more than a quarter too long.
+    fn fitting(&mut self, memory: PoolMemory, bytes: usize) -> Option<Block> {
+        let most = bytes.saturating_add(bytes / 4).max(SMALLEST);
+        let (&(_, bytes), addresses) = self.free.range_mut((memory, bytes)..=(memory, most)).next()?;
+        let address = addresses.pop()?;
+        if addresses.is_empty() {
+            self.free.remove(&(memory, bytes));
+        }
+        Some(Block { memory, address, bytes })
+    }
+
+    /// Frees what all streams have passed.
+    fn sweep(&mut self, driver: &Driver, ends: &StreamEnds) -> Result<(), CudaError> {
+        if !self.dropped.is_empty()
+            && let Some(points) = ends.now(driver)?
+        {
+            let blocks = std::mem::take(&mut self.dropped);
+            self.pending.push((points, blocks));
+        }
+        // A stream that stands still holds up what was given back before it stood still, and nothing else.
+        for (mut points, blocks) in std::mem::take(&mut self.pending) {
+            while let Some(point) = points.last()
+                && point.is_passed(driver)?
+            {
+                points.pop();
+            }
+            if points.is_empty() {
+                blocks.into_iter().for_each(|block| self.put(block));
+            } else {
+                self.pending.push((points, blocks));
+            }
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, block: Block) {
+        self.free.entry((block.memory, block.bytes)).or_default().push(block.address);
+    }
+}
+
+/// Bytes of the smallest blocks.
+const SMALLEST: usize = 512;
+
+/// How long a block is made for `bytes`: a sixteenth longer at most, or [`SMALLEST`], so that blocks of like sizes serve each other.
+pub(super) fn block_bytes(bytes: usize) -> usize {
+    // No device has as many that this overflows.
+    let step = (bytes.checked_next_power_of_two().unwrap_or(0) / 32).max(SMALLEST);
+    bytes.checked_next_multiple_of(step).unwrap_or(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_a_sixteenth_longer_at_most() {
+        for bytes in [1, 511, 512, 513, 4097, 70_000, 1 << 20, (1 << 20) + 1, 123_456_789, 1 << 33] {
+            let block = block_bytes(bytes);
+            assert!(block >= bytes && block - bytes < SMALLEST.max(bytes / 16 + 1), "{bytes} {block}");
+            assert_eq!(block_bytes(block), block);
+        }
+    }
+
+    #[test]
+    fn a_block_is_lent_again_to_what_it_fits() {
+        let mut blocks = Blocks::default();
+        let block = |memory, address, bytes| Block { memory, address, bytes };
+        for (memory, address, bytes) in [
+            (PoolMemory::Device, 1, 1024),
+            (PoolMemory::Device, 2, 1280),
+            (PoolMemory::Device, 3, 4096),
+            (PoolMemory::Host, 4, 1024),
+        ] {
+            blocks.put(block(memory, address, bytes));
+        }
+        assert_eq!(blocks.fitting(PoolMemory::Device, 1025), Some(block(PoolMemory::Device, 2, 1280)));
+        assert_eq!(blocks.fitting(PoolMemory::Device, 1025), None);
+        assert_eq!(blocks.fitting(PoolMemory::Device, 1000), Some(block(PoolMemory::Device, 1, 1024)));
+        assert_eq!(blocks.fitting(PoolMemory::Host, 1), None);
+        assert_eq!(blocks.fitting(PoolMemory::Host, 1000), Some(block(PoolMemory::Host, 4, 1024)));
+        assert!(blocks.fitting(PoolMemory::Device, 3300).is_some() && blocks.is_empty());
+    }
+}
