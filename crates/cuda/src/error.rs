@@ -188,6 +188,16 @@ pub enum CudaError {
         /// Its first byte's address.
         address: u64,
     },
+    /// A tensor whose rows or heads lie where no kernel takes them.
+    #[error("a tensor of shape {shape:?} with strides of {strides:?} elements between rows and heads: {reason}")]
+    Strides {
+        /// Rows, heads and elements of a head.
+        shape: Vec<usize>,
+        /// In elements.
+        strides: [usize; 2],
+        /// Why not.
+        reason: String,
+    },
     /// A graph cannot be captured from a stream.
     #[error("a graph cannot be captured: {reason}")]
     Capture {

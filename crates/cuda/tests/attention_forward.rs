@@ -150,9 +150,9 @@ impl Case {
             };
             let forward = AttentionForward::new(stream, &problem, mode).unwrap();
             let tensors = ForwardTensors {
-                q: q.address(),
-                k: k.address(),
-                v: v.address(),
+                q: q.address().into(),
+                k: k.address().into(),
+                v: v.address().into(),
                 arriving: None,
                 begin: (stage > 0).then_some(state),
                 end: if last { ForwardTarget::Result(result) } else { ForwardTarget::State(state) },

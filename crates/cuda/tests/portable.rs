@@ -117,9 +117,9 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
             PortableForward::new(stream, &problem(bands.clone()), ForwardMode { continues, end }).unwrap();
         let begin = continues.then_some(state);
         let tensors = ForwardTensors {
-            q: q.address(),
-            k: k.address(),
-            v: v.address(),
+            q: q.address().into(),
+            k: k.address().into(),
+            v: v.address().into(),
             arriving: None,
             begin,
             end: target,
@@ -158,9 +158,9 @@ fn compute<T: HostElement + AnyBitPattern + NoUninit>(
     let mode = BackwardMode { dq: DqBegin::Anything, rounds_queries: false, rounds_keys: run.rounds_keys };
     let backward = PortableBackward::new(stream, &problem(mask.bands().collect()), mode).unwrap();
     let tensors = BackwardTensors {
-        q: q.address(),
-        k: k.address(),
-        v: v.address(),
+        q: q.address().into(),
+        k: k.address().into(),
+        v: v.address().into(),
         dout: dout.address(),
         lse: lse.address(),
         delta: delta.address(),

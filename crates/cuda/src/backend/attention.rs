@@ -15,7 +15,7 @@ use super::padding::{Padding, padded_dim};
 use super::{CudaBuffer, CudaSignal};
 use crate::kernel::{
     AttentionFinish, AttentionProblem, ElementType, ForwardKernel, ForwardMode, ForwardModeEnd,
-    ForwardTarget, ForwardTensors, ResultTensors, Scalar, StateTensors,
+    ForwardTarget, ForwardTensors, HeadRows, ResultTensors, Scalar, StateTensors,
 };
 use crate::{CudaError, DeviceBuffer, Stream};
 
@@ -63,7 +63,15 @@ impl Operand {
         }
     }
 
-    /// The address that the kernel is given.
+    /// What a kernel is given that takes rows and heads that lie apart.
+    pub(super) fn head_rows(&self, buffers: &[CudaBuffer]) -> HeadRows {
+        match (&self.padding, &self.rows) {
+            (None, Rows::Of(id)) => buffers[id.0].head_rows(),
+            _ => self.address(buffers).into(),
+        }
+    }
+
+    /// The address that a kernel is given that takes a dense tensor.
     pub(super) fn address(&self, buffers: &[CudaBuffer]) -> u64 {
         self.padding.as_ref().map_or_else(|| self.unpadded(buffers), Padding::address)
     }
@@ -238,9 +246,9 @@ impl Forward {
             }
         };
         let tensors = ForwardTensors {
-            q: self.q.address(buffers),
-            k: self.keys.k.address(buffers),
-            v: self.keys.v.address(buffers),
+            q: self.q.head_rows(buffers),
+            k: self.keys.k.head_rows(buffers),
+            v: self.keys.v.head_rows(buffers),
             arriving,
             begin,
             end,

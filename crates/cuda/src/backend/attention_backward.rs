@@ -159,9 +159,9 @@ impl Backward {
             operand.enter(stream, buffers)?;
         }
         let tensors = BackwardTensors {
-            q: self.q.address(buffers),
-            k: self.keys.k.address(buffers),
-            v: self.keys.v.address(buffers),
+            q: self.q.head_rows(buffers),
+            k: self.keys.k.head_rows(buffers),
+            v: self.keys.v.head_rows(buffers),
             arriving,
             dout: self.dout.address(buffers),
             lse: buffers[self.lse.0].address(),

@@ -4,11 +4,11 @@
 //! the tile schedule and puts it, and whatever else it needs, into device memory by the stream `setup`, which it waits for.
 //! `launch(stream, tensors)` then allocates nothing and waits for nothing.
 //!
-//! Tensors are dense and row-major; addresses are those of their first elements, aligned to 16 bytes. Rows of a head have a
-//! multiple of 8 elements (others are padded before they come here).
+//! Tensors are row-major, and dense where they are not [`HeadRows`]; addresses are those of their first elements, aligned to 16 bytes.
+//! Rows of a head have a multiple of 8 elements (others are padded before they come here).
 
 use super::link_meeting::LinkArrivals;
-use crate::CudaError;
+use crate::{CudaError, TensorMapSpec};
 
 /// What a stage of the forward goes on from and what it leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -78,15 +78,48 @@ impl ArrivingTensors {
     }
 }
 
+/// Where a tensor is that kernels read, `[rows, heads, elements]`: elements lie side by side, and heads and rows may lie apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadRows {
+    /// Of its first element.
+    pub address: u64,
+    /// Bytes from a head to the next and from a row to the next, multiples of 16; `None` where it is dense, the only form that portable
+    /// kernels take.
+    pub strides: Option<[u64; 2]>,
+}
+
+impl From<u64> for HeadRows {
+    /// A dense tensor.
+    fn from(address: u64) -> Self {
+        Self { address, strides: None }
+    }
+}
+
+impl HeadRows {
+    /// The address of a tensor that `kernel` takes as dense.
+    pub(super) fn dense(self, kernel: &str) -> Result<u64, CudaError> {
+        if self.strides.is_some() {
+            let reason = "a tensor whose rows or heads lie apart; it takes dense ones".to_owned();
+            return Err(CudaError::Launch { kernel: kernel.to_owned(), reason });
+        }
+        Ok(self.address)
+    }
+
+    /// Applied to the map of its tensor.
+    pub(super) fn map(self, spec: TensorMapSpec) -> TensorMapSpec {
+        self.strides.map_or(spec, |strides| spec.strides(strides))
+    }
+}
+
 /// Addresses of the tensors of a forward.
 #[derive(Clone, Copy, Debug)]
 pub struct ForwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
-    pub q: u64,
+    pub q: HeadRows,
     /// `[rows_k, heads_kv, head_dim]`.
-    pub k: u64,
+    pub k: HeadRows,
     /// `[rows_k, heads_kv, head_dim_v]`.
-    pub v: u64,
+    pub v: HeadRows,
     /// Of the last rows of k and v, where the problem has some that arrive.
     pub arriving: Option<ArrivingTensors>,
     /// Of the stage before, where the mode continues it.
@@ -145,11 +178,11 @@ pub struct BackwardMode {
 #[derive(Clone, Copy, Debug)]
 pub struct BackwardTensors {
     /// `[rows_q, heads_q, head_dim]`.
-    pub q: u64,
+    pub q: HeadRows,
     /// `[rows_k, heads_kv, head_dim]`.
-    pub k: u64,
+    pub k: HeadRows,
     /// `[rows_k, heads_kv, head_dim_v]`.
-    pub v: u64,
+    pub v: HeadRows,
     /// As in [`ForwardTensors::arriving`].
     pub arriving: Option<ArrivingTensors>,
     /// `[rows_q, heads_q, head_dim_v]`.

@@ -235,6 +235,8 @@ impl PortableBackward {
     /// When the driver refuses.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &BackwardTensors) -> Result<(), CudaError> {
         let BackwardTensors { q, k, v, dout, lse, delta, dq, dk, dv, .. } = *tensors;
+        let name = self.function.name();
+        let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
         if self.cleared_bytes > 0 {
             // SAFETY: dq has so many bytes, by the caller's promise.
             unsafe { DeviceBuffer::borrow(stream.device(), dq, self.cleared_bytes) }.fill(stream, 0)?;

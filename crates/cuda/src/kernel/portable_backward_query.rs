@@ -148,6 +148,8 @@ impl PortableBackwardQuery {
             return Ok(());
         }
         let BackwardTensors { q, k, v, dout, lse, delta, dq, .. } = *tensors;
+        let name = self.function.name();
+        let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
         let arguments = PortableBackwardQueryArguments { q, k, v, dout, lse, delta, dq, ..self.arguments };
         // SAFETY: the arguments are those of the kernel in `Choice::source`, a test compares their layouts; the rest is the
         // caller's promise.

@@ -255,6 +255,8 @@ impl PortableForward {
     /// [`CudaError::Launch`] when the tensors are not those of the mode; the driver's refusal.
     pub unsafe fn launch(&self, stream: &Stream, tensors: &ForwardTensors) -> Result<(), CudaError> {
         let ForwardTensors { q, k, v, begin, end, .. } = *tensors;
+        let name = self.function.name();
+        let (q, k, v) = (q.dense(name)?, k.dense(name)?, v.dense(name)?);
         let mut arguments = PortableForwardArguments { q, k, v, ..self.arguments };
         match (self.mode.end, end) {
             (ForwardModeEnd::State, ForwardTarget::State(StateTensors { acc, row_max, row_sum })) => {

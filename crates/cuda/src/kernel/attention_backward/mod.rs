@@ -16,7 +16,7 @@ use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
-    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding,
+    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding, HeadRows,
     WaitLimit, blocks_of,
 };
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
@@ -299,22 +299,23 @@ impl AttentionBackward {
         let _bound = self.function.device().bind()?;
         let AttentionProblem { rows_q, rows_k, heads_q, heads_kv, head_dim, head_dim_v, .. } = self.problem;
         let AttentionProblem { element, scale, softcap, rows_arriving, .. } = self.problem;
-        let map = |name: &str, kind: TensorMapElement, address, dims: [usize; 3], box_dims: [u32; 3]| {
-            let dims = dims.map(|dim| dim as u64);
-            TensorMapSpec::new(kind, address, dims, box_dims).swizzle(Swizzle::Span128).encode(name)
-        };
+        let map =
+            |name: &str, kind: TensorMapElement, tensor: HeadRows, dims: [usize; 3], box_dims: [u32; 3]| {
+                let spec = TensorMapSpec::new(kind, tensor.address, dims.map(|dim| dim as u64), box_dims);
+                tensor.map(spec).swizzle(Swizzle::Span128).encode(name)
+            };
         let kind = element.tensor_map_element();
         let (key_box, row_box) = ([64, 1, self.shape.key_box()], [64, 1, self.shape.row_box()]);
         let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without rows none is read, and any address of this device will do.
         let any = self.statistics.address();
-        let keys = |name: &str, address, dim, rows: usize| {
-            let address = if rows == 0 { any } else { address };
-            map(name, kind, address, [dim, heads_kv, rows.max(1)], key_box)
+        let keys = |name: &str, tensor: HeadRows, dim, rows: usize| {
+            let tensor = if rows == 0 { any.into() } else { tensor };
+            map(name, kind, tensor, [dim, heads_kv, rows.max(1)], key_box)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let rows = rows_q.max(1);
-        let query = |address| if rows_q == 0 { any } else { address };
+        let query = |tensor: HeadRows| if rows_q == 0 { any.into() } else { tensor };
         let [tiles, runs, bounds] = self.schedule.addresses();
         let [turn_spans, turn_begins] = self
             .turns
@@ -337,12 +338,12 @@ impl AttentionBackward {
         class_end[..self.classes.ends.len()].copy_from_slice(&self.classes.ends);
         Ok(AttentionBackwardArguments {
             q: map("q", kind, query(tensors.q), [head_dim, heads_q, rows], row_box)?,
-            dout: map("dout", kind, query(tensors.dout), [head_dim_v, heads_q, rows], row_box)?,
+            dout: map("dout", kind, query(tensors.dout.into()), [head_dim_v, heads_q, rows], row_box)?,
             k: keys("k", tensors.k, head_dim, own_rows)?,
             v: keys("v", tensors.v, head_dim_v, own_rows)?,
-            arriving_k: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
-            arriving_v: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
-            dq: map("dq", TensorMapElement::F32, query(tensors.dq), [head_dim, heads_q, rows], [32, 1, 64])?,
+            arriving_k: keys("arriving k", arriving.k.into(), head_dim, rows_arriving)?,
+            arriving_v: keys("arriving v", arriving.v.into(), head_dim_v, rows_arriving)?,
+            dq: map("dq", TensorMapElement::F32, query(tensors.dq.into()), [head_dim, heads_q, rows], [32, 1, 64])?,
             statistics,
             dk: tensors.dk,
             dv: tensors.dv,

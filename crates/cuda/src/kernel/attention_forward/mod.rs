@@ -16,7 +16,7 @@ use super::link_meeting::LinkArrivals;
 use super::portable_shape;
 use super::{
     ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
-    ResultTensors, StateTensors,
+    HeadRows, ResultTensors, StateTensors,
 };
 use crate::{
     CudaError, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap, TensorMapSpec,
@@ -186,19 +186,18 @@ impl AttentionForward {
         let _bound = self.function.device().bind()?;
         let Self { problem, shape, .. } = self;
         let element = problem.element.tensor_map_element();
-        let map = |name: &str, address, dim, heads, rows: usize, box_heads, box_rows| {
+        let map = |name: &str, tensor: HeadRows, dim, heads, rows: usize, box_heads, box_rows| {
             let dims = [dim as u64, heads as u64, rows as u64];
-            TensorMapSpec::new(element, address, dims, [64, box_heads, box_rows])
-                .swizzle(Swizzle::Span128)
-                .encode(name)
+            let spec = TensorMapSpec::new(element, tensor.address, dims, [64, box_heads, box_rows]);
+            tensor.map(spec).swizzle(Swizzle::Span128).encode(name)
         };
         let AttentionProblem { heads_q, heads_kv, head_dim, head_dim_v, rows_k, rows_arriving, .. } =
             *problem;
         let own_rows = rows_k - rows_arriving;
         // No tensor of the copy engine is empty. Without keys nothing is read, and any address will do.
-        let keys = |name: &str, address, dim, rows: usize| {
-            let address = if rows == 0 { tensors.q } else { address };
-            map(name, address, dim, heads_kv, rows.max(1), 1, shape.block)
+        let keys = |name: &str, tensor: HeadRows, dim, rows: usize| {
+            let tensor = if rows == 0 { tensors.q.address.into() } else { tensor };
+            map(name, tensor, dim, heads_kv, rows.max(1), 1, shape.block)
         };
         let arriving = ArrivingTensors::of(tensors.arriving, rows_arriving)?;
         let [tiles, runs, bounds] = self.schedule.addresses();
@@ -214,8 +213,8 @@ impl AttentionForward {
             q_map: map("q", tensors.q, head_dim, heads_q, problem.rows_q, shape.pack, 64 / shape.pack)?,
             k_map: keys("k", tensors.k, head_dim, own_rows)?,
             v_map: keys("v", tensors.v, head_dim_v, own_rows)?,
-            arriving_k_map: keys("arriving k", arriving.k, head_dim, rows_arriving)?,
-            arriving_v_map: keys("arriving v", arriving.v, head_dim_v, rows_arriving)?,
+            arriving_k_map: keys("arriving k", arriving.k.into(), head_dim, rows_arriving)?,
+            arriving_v_map: keys("arriving v", arriving.v.into(), head_dim_v, rows_arriving)?,
             tiles,
             runs,
             bounds,
