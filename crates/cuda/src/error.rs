@@ -189,7 +189,9 @@ pub enum CudaError {
         address: u64,
     },
     /// A tensor whose rows or heads lie where no kernel takes them.
-    #[error("a tensor of shape {shape:?} with strides of {strides:?} elements between rows and heads: {reason}")]
+    #[error(
+        "a tensor of shape {shape:?} with strides of {strides:?} elements between rows and heads: {reason}"
+    )]
     Strides {
         /// Rows, heads and elements of a head.
         shape: Vec<usize>,

@@ -45,8 +45,11 @@ impl CudaBuffer {
         if shape.len() == 3 && (strides == [shape[1] * shape[2], shape[2]] || shape.contains(&0)) {
             return Self::new(memory, shape, dtype);
         }
-        let bytes = Self::check_strides(shape, dtype, strides)
-            .map_err(|reason| CudaError::Strides { shape: shape.to_vec(), strides, reason })?;
+        let bytes = Self::check_strides(shape, dtype, strides).map_err(|reason| CudaError::Strides {
+            shape: shape.to_vec(),
+            strides,
+            reason,
+        })?;
         let memory = memory.slice(0..bytes)?;
         if !memory.address().is_multiple_of(16) {
             return Err(CudaError::Misaligned { address: memory.address() });
@@ -62,7 +65,8 @@ impl CudaBuffer {
         let [row, head] = strides;
         // The axis with the shorter stride lies inside of the other one.
         let (rows, heads) = ((rows, row), (heads, head));
-        let ((count, stride), (outer, outer_stride)) = if head <= row { (heads, rows) } else { (rows, heads) };
+        let ((count, stride), (outer, outer_stride)) =
+            if head <= row { (heads, rows) } else { (rows, heads) };
         let extent = |count: usize, stride: usize, inside: usize| {
             (count - 1).checked_mul(stride).and_then(|last| last.checked_add(inside)).unwrap_or(usize::MAX)
         };
@@ -124,7 +128,8 @@ mod tests {
 
     /// Checks of [`CudaBuffer::strided`] need no device: those of the memory's length come after them.
     fn reason(shape: &[usize], strides: [usize; 2]) -> String {
-        CudaBuffer::check_strides(shape, DType::Bf16, strides).map_or_else(|error| error, |bytes| bytes.to_string())
+        CudaBuffer::check_strides(shape, DType::Bf16, strides)
+            .map_or_else(|error| error, |bytes| bytes.to_string())
     }
 
     #[test]

@@ -16,8 +16,8 @@ use source::{BackwardChoice, ROWS_THREADS, SHARED_BYTES, THREADS, rows_source};
 
 use super::device_schedule::DeviceSchedule;
 use super::{
-    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding, HeadRows,
-    WaitLimit, blocks_of,
+    ArrivingTensors, AttentionProblem, BackwardMode, BackwardTensors, CtaWaits, DqBegin, DqRounding,
+    HeadRows, WaitLimit, blocks_of,
 };
 use crate::{CudaError, DeviceBuffer, Function, Launch, Stream, Swizzle, TensorMapElement, TensorMapSpec};
 
@@ -343,7 +343,13 @@ impl AttentionBackward {
             v: keys("v", tensors.v, head_dim_v, own_rows)?,
             arriving_k: keys("arriving k", arriving.k.into(), head_dim, rows_arriving)?,
             arriving_v: keys("arriving v", arriving.v.into(), head_dim_v, rows_arriving)?,
-            dq: map("dq", TensorMapElement::F32, query(tensors.dq.into()), [head_dim, heads_q, rows], [32, 1, 64])?,
+            dq: map(
+                "dq",
+                TensorMapElement::F32,
+                query(tensors.dq.into()),
+                [head_dim, heads_q, rows],
+                [32, 1, 64],
+            )?,
             statistics,
             dk: tensors.dk,
             dv: tensors.dv,

@@ -15,8 +15,8 @@ use super::layout::{SharedLayout, shared_layout};
 use super::link_meeting::LinkArrivals;
 use super::portable_shape;
 use super::{
-    ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors,
-    HeadRows, ResultTensors, StateTensors,
+    ArrivingTensors, AttentionProblem, ForwardMode, ForwardModeEnd, ForwardTarget, ForwardTensors, HeadRows,
+    ResultTensors, StateTensors,
 };
 use crate::{
     CudaError, DeviceBuffer, Function, Launch, LaunchStart, Stream, Swizzle, TensorMap, TensorMapSpec,
