@@ -295,12 +295,18 @@ impl CliError {
                     | ExecError::Rendezvous(
                         RendezvousError::Variable { .. }
                         | RendezvousError::Refused { .. }
+                        | RendezvousError::AnotherJob { .. }
                         | RendezvousError::Disagreement { .. },
                     ),
             } => 2,
             Self::Cuda { source } if source.is_missing() => 3,
             Self::Cuda { .. } => 1,
-            Self::NoPeers { .. } | Self::Threads { .. } | Self::Run { source: ExecError::Thread { .. } } => 3,
+            Self::NoPeers { .. }
+            | Self::Threads { .. }
+            | Self::Run {
+                source:
+                    ExecError::Thread { .. } | ExecError::Rendezvous(RendezvousError::Descriptors { .. }),
+            } => 3,
             Self::Run { .. } => 1,
             _ => 2,
         }

@@ -9,6 +9,8 @@ use crate::available_memory;
 
 /// Bytes of a header that is let in: the splits of a collective, never rows.
 const MAX_HEADER: u32 = 64 << 20;
+/// Bytes of a payload that is let in.
+const MAX_PAYLOAD: u64 = 1 << 44;
 /// Payloads up to here are read without a look at the machine's memory.
 const SMALL_PAYLOAD: u64 = 16 << 20;
 
@@ -21,32 +23,37 @@ pub(crate) fn write_frame(
     header: &impl Serialize,
     payload: &[&[u8]],
 ) -> io::Result<()> {
-    let header = serde_json::to_vec(header)?;
-    let header_bytes = u32::try_from(header.len()).ok().filter(|&bytes| bytes <= MAX_HEADER);
-    let header_bytes = header_bytes.ok_or_else(|| {
-        io::Error::new(ErrorKind::InvalidInput, format!("a header of {} bytes is too long", header.len()))
-    })?;
-    let payload_bytes: u64 = payload.iter().map(|part| part.len() as u64).sum();
+    let bytes = payload.iter().map(|part| part.len() as u64).sum();
     // One write for all that is short: a segment of its own for the lengths would cost as much as the rest.
-    let mut head = Vec::with_capacity(12 + header.len());
-    head.extend_from_slice(&header_bytes.to_le_bytes());
-    head.extend_from_slice(&payload_bytes.to_le_bytes());
-    head.extend_from_slice(&header);
+    let head = frame_head(header, bytes)?;
     stream.write_all(&head)?;
     payload.iter().try_for_each(|part| stream.write_all(part))?;
     stream.flush()
 }
 
-/// Reads one message of a header up to `max_header` bytes and a payload up to `max_payload`; `None` where the stream ended
-/// before it.
+/// What comes before a message's payload of `payload_bytes`: both lengths and the header.
+///
+/// # Errors
+/// [`ErrorKind::InvalidInput`] for a header that is too long.
+pub(crate) fn frame_head(header: &impl Serialize, payload_bytes: u64) -> io::Result<Vec<u8>> {
+    let header = serde_json::to_vec(header)?;
+    let header_bytes = u32::try_from(header.len()).ok().filter(|&bytes| bytes <= MAX_HEADER);
+    let header_bytes = header_bytes.ok_or_else(|| {
+        io::Error::new(ErrorKind::InvalidInput, format!("a header of {} bytes is too long", header.len()))
+    })?;
+    let mut head = Vec::with_capacity(12 + header.len());
+    head.extend_from_slice(&header_bytes.to_le_bytes());
+    head.extend_from_slice(&payload_bytes.to_le_bytes());
+    head.extend_from_slice(&header);
+    Ok(head)
+}
+
+/// Reads one message of a process of this job; `None` where the stream ended before it.
 ///
 /// # Errors
 /// The stream's; [`ErrorKind::InvalidData`] for what is no message, [`ErrorKind::OutOfMemory`] for a payload that memory
 /// cannot hold.
-pub(crate) fn read_frame<H: DeserializeOwned>(
-    stream: &mut impl Read,
-    limits: FrameLimits,
-) -> io::Result<Option<(H, Vec<u8>)>> {
+pub(crate) fn read_frame<H: DeserializeOwned>(stream: &mut impl Read) -> io::Result<Option<(H, Vec<u8>)>> {
     let mut head = [0; 12];
     match stream.read(&mut head[..1])? {
         0 => return Ok(None),
@@ -55,7 +62,7 @@ pub(crate) fn read_frame<H: DeserializeOwned>(
     let [h0, h1, h2, h3, payload @ ..] = head;
     let header_bytes = u32::from_le_bytes([h0, h1, h2, h3]);
     let payload_bytes = u64::from_le_bytes(payload);
-    if header_bytes > limits.header || payload_bytes > limits.payload {
+    if header_bytes > MAX_HEADER || payload_bytes > MAX_PAYLOAD {
         let reason = format!("a message of {header_bytes} and {payload_bytes} bytes is none of ours");
         return Err(io::Error::new(ErrorKind::InvalidData, reason));
     }
@@ -80,20 +87,6 @@ pub(crate) fn frame_length(bytes: &[u8]) -> Option<usize> {
     usize::try_from(12 + header + u64::from_le_bytes(payload)).ok()
 }
 
-/// The longest message that is let in.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct FrameLimits {
-    header: u32,
-    payload: u64,
-}
-
-impl FrameLimits {
-    /// Of a peer that has said who it is.
-    pub(crate) const PEER: Self = Self { header: MAX_HEADER, payload: 1 << 44 };
-    /// Of whoever has connected.
-    pub(crate) const STRANGER: Self = Self { header: 4096, payload: 0 };
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -104,7 +97,7 @@ mod tests {
         write_frame(&mut bytes, &("a", 7u64), &[b"xy", b"", b"z"]).unwrap();
         write_frame(&mut bytes, &("b", u64::MAX), &[]).unwrap();
         let mut stream = bytes.as_slice();
-        let mut next = || read_frame::<(String, u64)>(&mut stream, FrameLimits::PEER).unwrap();
+        let mut next = || read_frame::<(String, u64)>(&mut stream).unwrap();
         assert_eq!(next(), Some((("a".to_owned(), 7), b"xyz".to_vec())));
         assert_eq!(next(), Some((("b".to_owned(), u64::MAX), Vec::new())));
         assert_eq!(next(), None);
@@ -112,17 +105,16 @@ mod tests {
 
     #[test]
     fn what_is_no_message_is_refused_before_memory_is_taken() {
-        let read = |bytes: &[u8], limits| {
+        let read = |bytes: &[u8]| {
             let mut stream = bytes;
-            read_frame::<u64>(&mut stream, limits).unwrap_err().kind()
+            read_frame::<u64>(&mut stream).unwrap_err().kind()
         };
-        assert_eq!(read(b"GET / HTTP/1.1\r\n\r\n", FrameLimits::PEER), ErrorKind::InvalidData);
+        assert_eq!(read(b"GET / HTTP/1.1\r\n\r\n"), ErrorKind::InvalidData);
         let mut long = Vec::new();
         write_frame(&mut long, &1u64, &[&[0; 9]]).unwrap();
-        assert_eq!(read(&long, FrameLimits::STRANGER), ErrorKind::InvalidData);
-        assert_eq!(read(&long[..long.len() - 1], FrameLimits::PEER), ErrorKind::UnexpectedEof);
+        assert_eq!(read(&long[..long.len() - 1]), ErrorKind::UnexpectedEof);
         let mut vast = long.clone();
         vast[4..12].copy_from_slice(&(1u64 << 43).to_le_bytes());
-        assert_eq!(read(&vast, FrameLimits::PEER), ErrorKind::OutOfMemory);
+        assert_eq!(read(&vast), ErrorKind::OutOfMemory);
     }
 }

@@ -35,6 +35,7 @@ mod memory;
 mod monitor;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod network;
 mod operands;
 mod pass;
 mod place;
@@ -87,6 +88,7 @@ pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};
 #[cfg(feature = "mpi")]
 pub use mpi::MpiMachine;
+pub use network::JobToken;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
@@ -95,8 +97,8 @@ pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };
 pub use rendezvous::{
-    ENVIRONMENT, Facet, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE, RankActivity, Rendezvous,
-    RendezvousError, RunStart,
+    ENVIRONMENT, Facet, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,
+    RankActivity, Rendezvous, RendezvousError, RendezvousHost, RunStart,
 };
 pub use tcp::{Mesh, Recipient, TcpLoopback, TcpMachine};
 pub use tensor::{HostData, HostTensor, TensorMut, TensorRef};

@@ -27,7 +27,7 @@ fn under_mpirun(ranks: usize, test: &str) -> (bool, String) {
 
 fn join(limit: u64) -> std::sync::Arc<Rendezvous> {
     let launch = Launch::from_environment().unwrap().expect("mpirun's variables");
-    Rendezvous::join(&launch, Duration::from_secs(limit)).unwrap()
+    Rendezvous::join_launched(&launch, &[], Duration::from_secs(limit)).unwrap()
 }
 
 #[test]

@@ -22,7 +22,7 @@ pub(crate) fn as_rank(
     limit: Duration,
     work: impl FnOnce(&Arc<Rendezvous>) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let rendezvous = Rendezvous::join(launch, limit).map_err(ended)?;
+    let rendezvous = Rendezvous::join_launched(launch, &[], limit).map_err(ended)?;
     let result = work(&rendezvous);
     match &result {
         // A check that fails is a result: the others have done their part.

@@ -5,7 +5,7 @@ use counterpoint_schedule::Timeline;
 use serde::{Deserialize, Serialize};
 
 use super::{AttentionOutputs, AttentionRun, RanksRun};
-use crate::frame::{FrameLimits, read_frame, write_frame};
+use crate::frame::{read_frame, write_frame};
 use crate::layout::undispatch;
 use crate::{ExecError, HostTensor, Rendezvous, RendezvousError};
 
@@ -106,7 +106,7 @@ impl RanksRun {
 
     fn from_bytes(mut bytes: &[u8]) -> Result<Self, String> {
         let short = || "its results are not whole".to_owned();
-        let frame = read_frame::<Header>(&mut bytes, FrameLimits::PEER).map_err(|error| error.to_string())?;
+        let frame = read_frame::<Header>(&mut bytes).map_err(|error| error.to_string())?;
         let (header, payload) = frame.ok_or_else(short)?;
         let mut rest = payload.as_slice();
         let mut outputs = Vec::with_capacity(header.ranks.len());

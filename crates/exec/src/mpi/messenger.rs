@@ -11,7 +11,7 @@ use mpi::traits::{Communicator, CommunicatorCollectives, Destination, Equivalenc
 use serde::{Deserialize, Serialize};
 
 use crate::cpu_transport::{Inbox, PeerMessage};
-use crate::frame::{FrameLimits, frame_length, read_frame, write_frame};
+use crate::frame::{frame_length, read_frame, write_frame};
 use crate::monitor::lock;
 use crate::world::{World, after};
 use crate::{ExecError, Recipient, RendezvousError};
@@ -227,7 +227,7 @@ impl Post<'_> {
         let mut parcel = self.parcels.remove(&peer).unwrap_or_default();
         while let Some(length) = frame_length(&parcel).filter(|&length| length <= parcel.len()) {
             let frame: Vec<u8> = parcel.drain(..length).collect();
-            let opened = read_frame::<Envelope>(&mut frame.as_slice(), FrameLimits::PEER);
+            let opened = read_frame::<Envelope>(&mut frame.as_slice());
             let (connection, result) = match opened {
                 Ok(Some((Envelope { connection, message }, payload))) => {
                     // Connections that are over still get what their ranks have no part in.

@@ -33,16 +33,17 @@ impl Rendezvous {
         let all: Vec<Vec<Facet>> =
             all.collect::<Result<_, _>>().map_err(|error| broken(error.to_string()))?;
         // All ranks find the same, so none needs to be told.
+        let all: Vec<(usize, &[Facet])> = all.iter().map(Vec::as_slice).enumerate().collect();
         first_difference(&all).map_or(Ok(()), |error| Err(error.into()))
     }
 }
 
-/// The first facet, in the order of rank 0, that some rank has otherwise or lacks; one that rank 0 lacks after those.
-fn first_difference(all: &[Vec<Facet>]) -> Option<RendezvousError> {
-    let names = all.iter().flatten().map(|facet| facet.what.as_str());
+/// The first facet, in the order of the first rank, that some rank has otherwise or lacks; one that the first lacks after those.
+pub(super) fn first_difference(all: &[(usize, &[Facet])]) -> Option<RendezvousError> {
+    let names = all.iter().flat_map(|(_, facets)| facets.iter()).map(|facet| facet.what.as_str());
     for what in names {
         let mut values: Vec<(String, Vec<usize>)> = Vec::new();
-        for (rank, facets) in all.iter().enumerate() {
+        for &(rank, facets) in all {
             let facet = facets.iter().find(|facet| facet.what == what);
             let value = facet.map_or("missing", |facet| facet.value.as_str());
             match values.iter_mut().find(|(known, _)| known == value) {
@@ -64,8 +65,11 @@ mod tests {
     #[test]
     fn a_difference_names_the_ranks() {
         let facets = |mask: &str| vec![Facet::new("version", 1), Facet::new("--mask", mask)];
-        assert_eq!(first_difference(&[facets("a"), facets("a")]), None);
-        let error = first_difference(&[facets("a"), facets("b"), facets("a"), facets("c")]).unwrap();
+        let difference = |all: &[Vec<Facet>]| {
+            first_difference(&all.iter().map(Vec::as_slice).enumerate().collect::<Vec<_>>())
+        };
+        assert_eq!(difference(&[facets("a"), facets("a")]), None);
+        let error = difference(&[facets("a"), facets("b"), facets("a"), facets("c")]).unwrap();
         assert_eq!(
             error.to_string(),
             "the ranks disagree: --mask is a on ranks 0 and 2, b on rank 1 and c on rank 3; start all of them with the \
@@ -73,8 +77,6 @@ mod tests {
         );
         let more =
             [facets("a"), vec![Facet::new("version", 1), Facet::new("--mask", "a"), Facet::new("x", 0)]];
-        assert!(
-            first_difference(&more).unwrap().to_string().contains("x is missing on rank 0 and 0 on rank 1")
-        );
+        assert!(difference(&more).unwrap().to_string().contains("x is missing on rank 0 and 0 on rank 1"));
     }
 }

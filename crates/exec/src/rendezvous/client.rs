@@ -1,18 +1,23 @@
+//! A rank's side of the rendezvous: joining, values, counters, gatherings, and the end of the job.
+
 use std::io;
-use std::net::{IpAddr, Shutdown};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::RendezvousError;
+use super::admission::with_size;
 use super::connection::{ANSWER, Connection, broken};
-use super::knock::{Candidates, connect};
 use super::launch::Launch;
-use super::message::{Keep, Reply, Request};
+use super::local_token::LocalToken;
+use super::message::{Hello, Keep, Reply, Request};
+use super::seek::{Identity, Listening, Seated, Seeker, open};
 use super::server::Server;
+use super::{Facet, RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::ExecError;
-use crate::world::World;
+use crate::network::JobToken;
+use crate::world::{World, after};
 
 /// How long rank 0 keeps the store for ranks that have not left yet.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -22,46 +27,145 @@ const HEARD: Duration = Duration::from_secs(1);
 /// One rank's place among ranks that are processes. Dropping it is the farewell.
 pub struct Rendezvous {
     connection: Arc<Connection>,
-    roster: Vec<Seat>,
+    roster: Vec<Roster>,
     /// The address by which this rank reaches the host of rank 0.
     host_of_rank_0: IpAddr,
-    server: Option<Server>,
+    /// What processes of this job prove to each other, and those of no other job can.
+    token: JobToken,
+    host: Option<RendezvousHost>,
 }
 
 /// Where a rank is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Seat {
+struct Roster {
     /// Equal for ranks of one host only.
     host: String,
     /// As seen from its connection to rank 0.
     address: IpAddr,
 }
 
-impl Rendezvous {
-    /// Joins the other ranks; rank 0 hosts the store. Returns once all have come. `limit` is that of this and every later
-    /// wait.
+/// The store that ranks join, in the process of rank 0. It is reached until it is dropped, or the [`Rendezvous`] that has taken it
+/// is.
+pub struct RendezvousHost {
+    server: Server,
+    _local: Option<LocalToken>,
+    token: JobToken,
+    world_size: usize,
+}
+
+impl RendezvousHost {
+    /// The port where it listens.
+    pub fn port(&self) -> u16 {
+        self.server.port()
+    }
+
+    /// Joins as rank 0, by an address of this host at which the other ranks reach it too. As [`Rendezvous::join`]; the store is
+    /// then the rendezvous's.
     ///
     /// # Errors
-    /// [`RendezvousError::Listen`], [`RendezvousError::Unreachable`], [`RendezvousError::Refused`];
-    /// [`RendezvousError::Absent`] with the ranks that did not come.
-    pub fn join(launch: &Launch, limit: Duration) -> Result<Arc<Self>, ExecError> {
+    /// As there.
+    pub fn join(self, address: IpAddr, limit: Duration) -> Result<Arc<Rendezvous>, ExecError> {
+        let address = SocketAddr::new(address, self.port());
+        let (token, world_size) = (self.token.clone(), self.world_size);
+        let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, &token);
+        Rendezvous::seated((0, world_size), Vec::new(), &address.to_string(), limit, Some(self), seek)
+    }
+}
+
+impl Rendezvous {
+    /// Hosts the store for a job of `world_size` ranks that have `token`, at a listener of the caller's, from now on; rank 0 does
+    /// it, and joins by [`RendezvousHost::join`]. `limit` is how long the store waits for ranks, and for one that takes nothing.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Listen`] when the system gives no threads.
+    pub fn host(
+        listener: TcpListener,
+        world_size: usize,
+        token: &JobToken,
+        limit: Duration,
+    ) -> Result<RendezvousHost, ExecError> {
+        Self::hosted(listener, world_size, token.clone(), Vec::new(), None, limit)
+    }
+
+    /// Joins the ranks of a job whose store is hosted at `address`. Returns once all have come. `limit` is that of this and every
+    /// later wait.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Unreachable`] where nothing that has the token listens; [`RendezvousError::AnotherJob`] when the rank is
+    /// there already; [`RendezvousError::Disagreement`] when ranks were given other numbers of ranks;
+    /// [`RendezvousError::Absent`] with the ranks that did not come; [`RendezvousError::Descriptors`].
+    pub fn join(
+        address: SocketAddr,
+        rank: usize,
+        world_size: usize,
+        token: &JobToken,
+        limit: Duration,
+    ) -> Result<Arc<Self>, ExecError> {
+        let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, token);
+        Self::seated((rank, world_size), Vec::new(), &address.to_string(), limit, None, seek)
+    }
+
+    /// Joins the other ranks that a launcher started; rank 0 hosts the store. All ranks must have the same `facets`, which are
+    /// compared before anything else. Otherwise as [`Rendezvous::join`].
+    ///
+    /// # Errors
+    /// As there; [`RendezvousError::Listen`]; [`RendezvousError::Variable`] where ranks of several hosts have no secret.
+    pub fn join_launched(launch: &Launch, facets: &[Facet], limit: Duration) -> Result<Arc<Self>, ExecError> {
+        let identity = Identity::of(launch)?;
+        let (ranks, place) = ((launch.rank, launch.world_size), launch.meeting.to_string());
+        let facets = facets.to_vec();
+        if launch.rank > 0 {
+            let seek = |seeker: &Seeker<'_>| seeker.seek(launch, &identity);
+            return Self::seated(ranks, facets, &place, limit, None, seek);
+        }
+        let Listening { listener, address, token, local } = open(launch, &identity, limit)?;
+        let host = Self::hosted(listener, launch.world_size, token.clone(), facets.clone(), local, limit)?;
+        let seek = |seeker: &Seeker<'_>| seeker.seek_at(address, &token);
+        Self::seated(ranks, facets, &place, limit, Some(host), seek)
+    }
+
+    fn hosted(
+        listener: TcpListener,
+        world_size: usize,
+        token: JobToken,
+        facets: Vec<Facet>,
+        local: Option<LocalToken>,
+        limit: Duration,
+    ) -> Result<RendezvousHost, ExecError> {
+        let address =
+            listener.local_addr().map_or_else(|_| "its port".to_owned(), |address| address.to_string());
+        let server = Server::start(listener, &token, world_size, facets, limit).map_err(|error| {
+            let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
+            RendezvousError::Listen { address, reason, variable }
+        })?;
+        Ok(RendezvousHost { server, _local: local, token, world_size })
+    }
+
+    /// Takes the seat that `seek` finds, and waits for the other ranks: one limit for both.
+    fn seated(
+        (rank, world_size): (usize, usize),
+        facets: Vec<Facet>,
+        place: &str,
+        limit: Duration,
+        host: Option<RendezvousHost>,
+        seek: impl FnOnce(&Seeker<'_>) -> Result<Seated, ExecError>,
+    ) -> Result<Arc<Self>, ExecError> {
         let began = Instant::now();
-        let (server, stream) = if launch.rank == 0 {
-            let (server, address) = Server::start(launch, limit)?;
-            (Some(server), connect(launch, &Candidates::Known(address), began, limit)?)
-        } else {
-            (None, connect(launch, &Candidates::Of(&launch.meeting), began, limit)?)
-        };
-        let broken = |error: io::Error| broken(launch.rank, &error);
+        let deadline = after(began, limit);
+        let hello = Hello { rank, facets: with_size(world_size, facets) };
+        let Seated { stream, session, token } =
+            seek(&Seeker { hello: &hello, world_size, place, began, deadline })?;
+        let broken = |error: io::Error| broken(rank, &error);
         let (own, host_of_rank_0) =
             stream.local_addr().and_then(|own| Ok((own.ip(), stream.peer_addr()?.ip()))).map_err(broken)?;
-        let connection = Connection::open(launch, stream, limit).map_err(broken)?;
-        let mut joined = Self { connection, roster: Vec::new(), host_of_rank_0, server };
-        let seat = Seat { host: host_name(), address: own };
-        let seats = joined.all_gather("start", &serde_json::to_vec(&seat).unwrap_or_default())?;
-        joined.roster = seats
+        let connection = Connection::open(rank, world_size, stream, limit).map_err(broken)?;
+        let token = token.derive(&["session", &session]);
+        let mut joined = Self { connection, roster: Vec::new(), host_of_rank_0, token, host };
+        let own = Roster { host: host_name(), address: own };
+        let all = joined.all_gather_since("start", &serde_json::to_vec(&own).unwrap_or_default(), began)?;
+        joined.roster = all
             .iter()
-            .map(|seat| serde_json::from_slice(seat))
+            .map(|one| serde_json::from_slice(one))
             .collect::<Result<_, _>>()
             .map_err(|error| broken(error.into()))?;
         Ok(Arc::new(joined))
@@ -88,14 +192,30 @@ impl Rendezvous {
         (0..self.world_size()).filter(same).collect()
     }
 
-    /// An address by which this rank reaches the host of `rank`.
+    /// An address by which this rank reaches `rank`.
     pub fn address_of(&self, rank: usize) -> IpAddr {
-        // Ranks beside rank 0 may know their host by its loopback, which means another host elsewhere.
-        if self.roster[rank].host == self.roster[0].host {
-            self.host_of_rank_0
-        } else {
-            self.roster[rank].address
+        let (own, host_of_rank_0) = (&self.roster[self.rank()].host, &self.roster[0].host);
+        let Roster { host, address } = &self.roster[rank];
+        match host == host_of_rank_0 && host != own {
+            // Ranks of that host may know it by its loopback, which means another host here.
+            true => self.host_of_rank_0,
+            false => *address,
         }
+    }
+
+    /// The address at which this rank listens for others: that by which all of them reach it, or else any.
+    pub(crate) fn listening_address(&self) -> IpAddr {
+        let own = self.roster[self.rank()].address;
+        match own {
+            _ if self.roster.iter().all(|other| other.address == own) => own,
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        }
+    }
+
+    /// What processes of this job prove to each other for `purpose`.
+    pub(crate) fn token_for(&self, purpose: &str) -> JobToken {
+        self.token.derive(&["purpose", purpose])
     }
 
     /// Gives every rank `value` under `key`, replacing what was there.
@@ -104,7 +224,8 @@ impl Rendezvous {
     /// Whatever ended the job.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), ExecError> {
         self.connection.check()?;
-        self.connection.say(&Request::Set { key: key.to_owned() }, value)
+        let deadline = after(Instant::now(), self.limit());
+        self.connection.say(&Request::Set { key: key.to_owned() }, value, deadline)
     }
 
     /// The value of `key`, once some rank has set it.
@@ -126,7 +247,7 @@ impl Rendezvous {
     fn value(&self, key: &str, keep: Keep) -> Result<Vec<u8>, ExecError> {
         let began = Instant::now();
         let ask = |id| Request::Get { id, key: key.to_owned(), keep };
-        match self.connection.ask(ask, &[], format!("`{key}`"), self.limit())? {
+        match self.connection.ask(ask, &[], format!("`{key}`"), after(began, self.limit()))? {
             Some((_, value)) => Ok(value),
             None => Err(self.fail(ExecError::from(RendezvousError::Unset {
                 rank: self.rank(),
@@ -142,7 +263,12 @@ impl Rendezvous {
     /// Whatever ended the job.
     pub fn add(&self, key: &str, by: i64) -> Result<i64, ExecError> {
         let ask = |id| Request::Add { id, key: key.to_owned(), by };
-        match self.connection.ask(ask, &[], format!("counter `{key}`"), self.limit())? {
+        match self.connection.ask(
+            ask,
+            &[],
+            format!("counter `{key}`"),
+            after(Instant::now(), self.limit()),
+        )? {
             Some((Reply::Count { value, .. }, _)) => Ok(value),
             _ => Err(self.fail(self.no_answer())),
         }
@@ -153,9 +279,13 @@ impl Rendezvous {
     /// # Errors
     /// [`RendezvousError::Absent`] with the ranks that did not come within the limit; whatever ended the job.
     pub fn all_gather(&self, place: &str, own: &[u8]) -> Result<Vec<Vec<u8>>, ExecError> {
-        let began = Instant::now();
+        self.all_gather_since(place, own, Instant::now())
+    }
+
+    /// As [`Rendezvous::all_gather`]; the limit counts from when it `began`.
+    fn all_gather_since(&self, place: &str, own: &[u8], began: Instant) -> Result<Vec<Vec<u8>>, ExecError> {
         let gather = |id| Request::Gather { id, place: place.to_owned() };
-        let gathered = self.connection.ask(gather, own, format!("`{place}`"), self.limit())?;
+        let gathered = self.connection.ask(gather, own, format!("`{place}`"), after(began, self.limit()))?;
         if let Some((Reply::Gathered { lengths, .. }, all)) = gathered {
             let mut rest = all.as_slice();
             let mut part = |length: usize| rest.split_off(..length).map(<[u8]>::to_vec);
@@ -164,7 +294,7 @@ impl Rendezvous {
         }
         let waited = began.elapsed();
         let missing = |id| Request::Missing { id, place: place.to_owned() };
-        let missing = self.connection.ask(missing, &[], format!("`{place}`"), ANSWER)?;
+        let missing = self.connection.ask(missing, &[], format!("`{place}`"), Instant::now() + ANSWER)?;
         let error = match missing {
             Some((Reply::Missing { ranks, .. }, _)) => ExecError::from(RendezvousError::Absent {
                 rank: self.rank(),
@@ -225,11 +355,11 @@ impl Rendezvous {
 
 impl Drop for Rendezvous {
     fn drop(&mut self) {
-        self.connection.say(&Request::Leave, &[]).ok();
-        if let Some(server) = &self.server {
+        self.connection.mention(&Request::Leave);
+        if let Some(host) = &self.host {
             self.connection.close(Shutdown::Write);
             // Of a job that has failed, those who still listen have heard.
-            server.drain(if self.connection.check().is_ok() { FAREWELL } else { HEARD });
+            host.server.drain(if self.connection.check().is_ok() { FAREWELL } else { HEARD });
         }
         self.connection.close(Shutdown::Both);
     }

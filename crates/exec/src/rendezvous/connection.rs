@@ -1,29 +1,35 @@
+//! A rank's connection to the store, and what it hears there.
+
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, TryLockError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::RendezvousError;
-use super::launch::Launch;
 use super::message::{RankActivity, Reply, Request};
 use crate::ExecError;
-use crate::frame::{FrameLimits, read_frame, write_frame};
+use crate::frame::{read_frame, write_frame};
 use crate::monitor::{Monitor, lock};
+use crate::network::Until;
 use crate::remote_ranks::RemoteRanks;
-use crate::world::{World, after};
+use crate::world::World;
 
 /// What only the store, or a reader that does nothing else, must answer.
 pub(super) const ANSWER: Duration = Duration::from_secs(2);
+/// Between two attempts to write while another thread does.
+const PAUSE: Duration = Duration::from_micros(100);
 
 /// A rank's connection to the store, and what it has heard there.
 pub(super) struct Connection {
     pub(super) rank: usize,
     pub(super) world_size: usize,
     pub(super) limit: Duration,
-    writer: Mutex<TcpStream>,
+    stream: Arc<TcpStream>,
+    /// Held while a message is written, so that none comes into another.
+    writing: Mutex<()>,
     next: AtomicU64,
     state: Monitor<State>,
     worlds: Mutex<Vec<Weak<World>>>,
@@ -39,27 +45,33 @@ struct State {
 
 impl Connection {
     /// Takes over a connection that the store has let in, and starts the thread that listens to it.
-    pub(super) fn open(launch: &Launch, stream: TcpStream, limit: Duration) -> io::Result<Arc<Self>> {
-        stream.set_write_timeout(Some(limit))?;
+    pub(super) fn open(
+        rank: usize,
+        world_size: usize,
+        stream: TcpStream,
+        limit: Duration,
+    ) -> io::Result<Arc<Self>> {
+        let stream = Arc::new(stream);
         let connection = Arc::new(Self {
-            rank: launch.rank,
-            world_size: launch.world_size,
+            rank,
+            world_size,
             limit,
-            writer: Mutex::new(stream.try_clone()?),
+            stream: stream.clone(),
+            writing: Mutex::default(),
             next: AtomicU64::new(0),
             state: Monitor::new(State::default()),
             worlds: Mutex::default(),
         });
         let listening = connection.clone();
         thread::Builder::new()
-            .name(format!("rank {} rendezvous", launch.rank))
-            .spawn(move || listening.listen(stream))?;
+            .name(format!("rank {rank} rendezvous"))
+            .spawn(move || listening.listen(&stream))?;
         Ok(connection)
     }
 
     /// Closes it, in one direction or both.
     pub(super) fn close(&self, how: Shutdown) {
-        lock(&self.writer).shutdown(how).ok();
+        self.stream.shutdown(how).ok();
     }
 
     /// Lets `world` share the job's failures.
@@ -77,32 +89,56 @@ impl Connection {
         self.state.peek(|state| state.failure.clone()).map_or(Ok(()), Err)
     }
 
-    pub(super) fn say(&self, request: &Request, payload: &[u8]) -> Result<(), ExecError> {
-        write_frame(&mut *lock(&self.writer), request, &[payload]).map_err(|error| {
+    pub(super) fn say(&self, request: &Request, payload: &[u8], deadline: Instant) -> Result<(), ExecError> {
+        self.write(request, payload, deadline).map_err(|error| {
             // What the store said before it went away explains it better.
             self.state.wait_until(
                 Instant::now() + ANSWER,
                 || false,
                 |state| state.failure.as_ref().map(drop),
             );
-            self.fail(broken(self.rank, &error))
+            let reason = match error.kind() {
+                ErrorKind::TimedOut => "it takes nothing; has its process stopped?".to_owned(),
+                _ => error.to_string(),
+            };
+            self.fail(RendezvousError::Broken { rank: self.rank, reason }.into())
         })
     }
 
-    /// The answer to a question, or `None` at the limit.
+    /// Says something that nothing depends on, if it can be said soon. A store that cannot be told has gone, and with it the job.
+    pub(super) fn mention(&self, request: &Request) {
+        self.write(request, &[], Instant::now() + ANSWER).ok();
+    }
+
+    fn write(&self, request: &Request, payload: &[u8], deadline: Instant) -> io::Result<()> {
+        let writing = loop {
+            match self.writing.try_lock() {
+                Ok(writing) => break writing,
+                Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                    return Err(ErrorKind::TimedOut.into());
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(PAUSE),
+            }
+        };
+        let written = write_frame(&mut Until { stream: &self.stream, deadline }, request, &[payload]);
+        drop(writing);
+        written
+    }
+
+    /// The answer to a question, or `None` at the deadline.
     pub(super) fn ask(
         &self,
         question: impl FnOnce(u64) -> Request,
         payload: &[u8],
         place: String,
-        limit: Duration,
+        deadline: Instant,
     ) -> Result<Option<(Reply, Vec<u8>)>, ExecError> {
         self.check()?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.state.update(|state| state.waits.insert(id, Some(place)));
-        let said = self.say(&question(id), payload);
+        let said = self.say(&question(id), payload, deadline);
         let answer = said.map(|()| {
-            let deadline = after(Instant::now(), limit);
             self.state.wait_until(
                 deadline,
                 || false,
@@ -124,8 +160,7 @@ impl Connection {
             state.failure.get_or_insert(error).clone()
         });
         if is_first {
-            // Not by `say`: a store that cannot be told has gone, and with it the job.
-            write_frame(&mut *lock(&self.writer), &Request::Fail { error: failure.clone() }, &[]).ok();
+            self.mention(&Request::Fail { error: failure.clone() });
             self.fail_worlds(&failure);
         }
         failure
@@ -143,12 +178,12 @@ impl Connection {
     }
 
     /// Everything that the store says, until it closes the connection.
-    fn listen(&self, mut stream: TcpStream) {
+    fn listen(&self, mut stream: &TcpStream) {
         loop {
-            match read_frame::<Reply>(&mut stream, FrameLimits::PEER) {
+            match read_frame::<Reply>(&mut stream) {
                 Ok(Some((reply, payload))) => self.hear(reply, payload),
                 Ok(None) => return self.hear_of_failure(self.lost(0)),
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => {
                     return self.hear_of_failure(self.lost(0));
                 }
                 Err(error) => return self.hear_of_failure(broken(self.rank, &error)),
@@ -170,7 +205,7 @@ impl Connection {
             }),
             Reply::Describe { asker, id } => {
                 let activity = self.activity();
-                self.say(&Request::Activity { asker, id, activity }, &[]).ok();
+                self.mention(&Request::Activity { asker, id, activity });
             }
             Reply::Failed { rank, error } => self.hear_of_failure(error.of_rank(rank)),
             Reply::Lost { rank } => self.hear_of_failure(self.lost(rank)),
@@ -205,8 +240,8 @@ impl RemoteRanks for Connection {
     fn activity_of(&self, rank: usize) -> Option<RankActivity> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.state.update(|state| state.waits.insert(id, None));
-        let said = write_frame(&mut *lock(&self.writer), &Request::Ask { id, rank }, &[]);
         let deadline = Instant::now() + ANSWER;
+        let said = self.write(&Request::Ask { id, rank }, &[], deadline);
         let answer = said
             .ok()
             .and_then(|()| self.state.wait_until(deadline, || false, |state| state.answers.remove(&id)));

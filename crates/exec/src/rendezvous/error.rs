@@ -48,6 +48,38 @@ pub enum RendezvousError {
         /// Why.
         reason: String,
     },
+    /// Another job meets at the same place.
+    #[error("rank {rank} found another job at {address}: {reason}; give each job a MASTER_PORT of its own")]
+    AnotherJob {
+        /// The rank that found it.
+        rank: usize,
+        /// Where.
+        address: String,
+        /// What shows it.
+        reason: String,
+    },
+    /// A process has no file descriptors left for connections.
+    #[error(
+        "rank {rank} has no file descriptors left for the connections of {world_size} ranks{}; raise the limit with \
+         `ulimit -n`",
+        most(limit)
+    )]
+    Descriptors {
+        /// The rank whose process it is.
+        rank: usize,
+        /// How many ranks there are.
+        world_size: usize,
+        /// How many descriptors it may have.
+        limit: Option<u64>,
+    },
+    /// A rank's process does not read.
+    #[error("rank {rank} took nothing of what was sent to it for {:.3} s; has its process stopped?", waited.as_secs_f64())]
+    Unresponsive {
+        /// The rank.
+        rank: usize,
+        /// For how long.
+        waited: Duration,
+    },
     /// Ranks that were waited for did not come.
     #[error(
         "rank {rank} waited {:.3} s at {place} for {}, which never came; are all {world_size} processes running?",
@@ -137,6 +169,10 @@ pub(crate) fn list_ranks(ranks: &[usize]) -> String {
             format!("ranks {} and {last}", first.join(", "))
         }
     }
+}
+
+fn most(limit: &Option<u64>) -> String {
+    limit.map_or_else(String::new, |limit| format!(", which are at most {limit}"))
 }
 
 fn groups(values: &[(String, Vec<usize>)]) -> String {

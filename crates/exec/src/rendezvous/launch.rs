@@ -6,11 +6,41 @@ use crate::EnvironmentVariable;
 /// Names the address where rank 0 listens, whatever the launcher says.
 pub const RENDEZVOUS_VARIABLE: &str = "COUNTERPOINT_RENDEZVOUS";
 
+/// Holds what the ranks of a job know each other by.
+pub const JOB_SECRET_VARIABLE: &str = "COUNTERPOINT_JOB_SECRET";
+
 /// The variables that this crate reads, the launchers' own apart.
-pub const ENVIRONMENT: [EnvironmentVariable; 1] = [EnvironmentVariable {
-    name: RENDEZVOUS_VARIABLE,
-    purpose: "host:port where rank 0 meets the others; MASTER_ADDR and a port after MASTER_PORT otherwise",
-}];
+pub const ENVIRONMENT: [EnvironmentVariable; 2] = [
+    EnvironmentVariable {
+        name: RENDEZVOUS_VARIABLE,
+        purpose: "host:port where rank 0 meets the others; MASTER_ADDR and a port after MASTER_PORT otherwise",
+    },
+    EnvironmentVariable {
+        name: JOB_SECRET_VARIABLE,
+        purpose: "what ranks of several hosts know each other by, the same 16 or more characters on all; on one host a random \
+                  token otherwise",
+    },
+];
+
+/// The shortest secret that is taken.
+const SECRET_CHARACTERS: usize = 16;
+
+/// What the ranks of a job were given to know each other by.
+#[derive(Clone, PartialEq, Eq)]
+pub struct JobSecret(String);
+
+impl JobSecret {
+    /// The secret itself.
+    pub(super) fn text(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for JobSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JobSecret(..)")
+    }
+}
 
 /// What started this process as one of several ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +79,10 @@ pub struct Launch {
     pub local_rank: Option<usize>,
     /// Where rank 0 listens.
     pub meeting: MeetingPoint,
+    /// Whether all processes are on this host, where the launcher says.
+    pub one_host: Option<bool>,
+    /// What ranks know each other by; without it, ranks of one user on one host are given a random token.
+    pub secret: Option<JobSecret>,
 }
 
 /// Where rank 0 listens.
@@ -162,8 +196,10 @@ impl Launch {
         }
         let local_rank =
             variables.has(names.local_rank).then(|| variables.number(names.local_rank)).transpose()?;
-        let meeting = variables.meeting_point(names, world_size)?;
-        Ok(Some(Self { launcher: names.launcher, rank, world_size, local_rank, meeting }))
+        let one_host = variables.one_host(names, world_size)?;
+        let meeting = variables.meeting_point(names, one_host)?;
+        let secret = variables.secret()?;
+        Ok(Some(Self { launcher: names.launcher, rank, world_size, local_rank, meeting, one_host, secret }))
     }
 }
 
@@ -192,7 +228,26 @@ impl Variables<'_> {
         }
     }
 
-    fn meeting_point(&self, names: &Names, world_size: usize) -> Result<MeetingPoint, RendezvousError> {
+    fn secret(&self) -> Result<Option<JobSecret>, RendezvousError> {
+        let Some(secret) = self.get(JOB_SECRET_VARIABLE) else { return Ok(None) };
+        if secret.chars().count() < SECRET_CHARACTERS {
+            let reason = format!(
+                "is too short; give at least {SECRET_CHARACTERS} random characters, such as what `openssl rand -hex 32` prints"
+            );
+            return Err(wrong(JOB_SECRET_VARIABLE, reason));
+        }
+        Ok(Some(JobSecret(secret)))
+    }
+
+    fn one_host(&self, names: &Names, world_size: usize) -> Result<Option<bool>, RendezvousError> {
+        let (name, alone) = match names.one_host {
+            OneHost::LocalSize(name) => (name, world_size),
+            OneHost::Hosts(name) => (name, 1),
+        };
+        self.has(name).then(|| Ok(self.number(name)? == alone)).transpose()
+    }
+
+    fn meeting_point(&self, names: &Names, one_host: Option<bool>) -> Result<MeetingPoint, RendezvousError> {
         let mut job: Vec<String> = names.job.iter().filter_map(|name| self.get(name)).collect();
         if let Some(address) = self.get(RENDEZVOUS_VARIABLE) {
             let reason = || format!("is `{address}`, which is not host:port, such as node1:29600");
@@ -209,11 +264,7 @@ impl Variables<'_> {
             job.push(format!("port {port}"));
             return Ok(MeetingPoint { host: bare(&host), ports: beside(port), job: job.join(" ") });
         }
-        let one_host = match names.one_host {
-            OneHost::LocalSize(name) => self.has(name) && self.number(name)? == world_size,
-            OneHost::Hosts(name) => self.has(name) && self.number(name)? == 1,
-        };
-        if !one_host || job.is_empty() {
+        if one_host != Some(true) || job.is_empty() {
             let first = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| !self.has(name));
             let reason = format!(
                 "is not set, and {} does not say where rank 0 is; set MASTER_ADDR and MASTER_PORT, or {RENDEZVOUS_VARIABLE}",
@@ -307,6 +358,18 @@ mod tests {
         );
         variables.extend([("MASTER_ADDR", "a"), ("MASTER_PORT", "1")]);
         assert_eq!(launch(&variables).unwrap().unwrap().meeting.host, "a");
+    }
+
+    #[test]
+    fn secrets_are_long_and_never_printed() {
+        let with =
+            |secret| launch(&[("PMI_RANK", "0"), ("PMI_SIZE", "2"), (RENDEZVOUS_VARIABLE, "h:1"), secret]);
+        let found = with((JOB_SECRET_VARIABLE, "0123456789abcdef")).unwrap().unwrap();
+        assert_eq!(found.secret.as_ref().map(JobSecret::text), Some("0123456789abcdef"));
+        assert!(!format!("{found:?}").contains("0123"), "{found:?}");
+        assert_eq!(with((JOB_SECRET_VARIABLE, "")).unwrap().unwrap().secret, None);
+        let error = with((JOB_SECRET_VARIABLE, "0123456789abcde")).unwrap_err();
+        assert!(error.contains("COUNTERPOINT_JOB_SECRET is too short") && !error.contains("0123"), "{error}");
     }
 
     #[test]

@@ -2,31 +2,26 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Facet;
 use crate::ExecError;
 
-/// Changed with every change of what follows: ranks of other versions are turned away with a reason.
-pub(super) const PROTOCOL: u32 = 1;
-
-/// The first thing that a rank says.
+/// The first thing that a rank says once it has proved that it is of the job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Hello {
-    /// [`PROTOCOL`].
-    pub(super) protocol: u32,
-    /// Tells jobs apart.
-    pub(super) job: String,
     pub(super) rank: usize,
-    pub(super) world_size: usize,
+    /// What all ranks must have alike, the number of ranks among it.
+    pub(super) facets: Vec<Facet>,
 }
 
 /// The answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Welcome {
-    /// The rank is in.
-    Joined,
-    /// Another job's store: look elsewhere.
-    AnotherJob,
-    /// The rank cannot join.
-    Refused { reason: String },
+    /// The rank is in. What connections between ranks of this job, and of no other with its token, are known by.
+    Joined { session: String },
+    /// There is no seat for it: another process has it, or the job was started with something else.
+    NoSeat { reason: String },
+    /// The job has failed.
+    Refused { error: ExecError },
 }
 
 /// What a rank asks. Answers carry the question's `id`.

@@ -6,26 +6,35 @@
 //! connection, and a rank that waits can ask another what it is doing. Every wait has a limit, and its error names who was
 //! waited for.
 //!
+//! Only processes that have the job's token get a seat (`network`), each rank one, and only those that were started with the same.
+//! A token is random and handed out among ranks of one user on one host, or follows from a secret that all were given, or comes
+//! from the caller.
+//!
 //! ```text
 //! rank 0:  Launch -> Server (Store) <-+- Rendezvous of rank 0
 //! rank n:  Launch --------------------+- Rendezvous of rank n
 //! ```
 
+mod admission;
 mod agreement;
 mod client;
 mod connection;
 mod error;
-mod knock;
 mod launch;
+mod local_token;
 mod message;
+mod outbox;
+mod seek;
 mod server;
 mod start;
 mod store;
 
 pub use agreement::Facet;
-pub use client::Rendezvous;
+pub use client::{Rendezvous, RendezvousHost};
 pub use error::RendezvousError;
-pub use launch::{ENVIRONMENT, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE};
+pub use launch::{
+    ENVIRONMENT, JOB_SECRET_VARIABLE, JobSecret, Launch, Launcher, MeetingPoint, RENDEZVOUS_VARIABLE,
+};
 pub use message::RankActivity;
 pub use start::RunStart;
 

@@ -1,91 +1,123 @@
-//! The store's sockets, in the process of rank 0: a thread that lets ranks in, and one for each that listens to it.
+//! The store in the process of rank 0: a door that lets ranks in, a thread for each that listens to it, and one that sends what
+//! connections did not take at once.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::sync::Arc;
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::launch::{Launch, MeetingPoint};
-use super::message::{Hello, PROTOCOL, Request, Welcome};
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::ioctl_fionbio;
+use rustix::net::{SendFlags, send};
+
+use super::admission::{Admission, Verdict};
+use super::message::{Hello, Request, Welcome};
+use super::outbox::Outbox;
 use super::store::{Letter, Store};
-use super::{RENDEZVOUS_VARIABLE, RendezvousError};
-use crate::frame::{FrameLimits, read_frame, write_frame};
-use crate::monitor::Monitor;
+use super::{Facet, RendezvousError};
+use crate::ExecError;
+use crate::frame::{frame_head, read_frame};
+use crate::monitor::{Monitor, lock};
+use crate::network::{Door, Doorman, JobToken, descriptor_limit, poll_until};
 use crate::world::after;
 
-/// How often a thread that may not block looks again.
-const PAUSE: Duration = Duration::from_millis(2);
-/// Who connects says who it is within this.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// Of the threads that listen: one for each rank, which call little.
+const STACK: usize = 256 << 10;
 
 /// The store while it can be reached.
 pub(super) struct Server {
     shared: Arc<Shared>,
+    port: u16,
+    /// Open until it goes: a process that comes late is told that it has no seat.
+    _door: Door,
 }
 
 struct Shared {
     world_size: usize,
-    job: String,
-    /// Of a write to a rank.
+    session: String,
+    /// For how long a rank may take nothing.
     limit: Duration,
-    /// Ranks are let in until then.
+    /// Ranks are awaited until then.
     door_shuts: Instant,
     state: Monitor<State>,
+    /// A byte in it wakes the thread that sends, and its end ends that.
+    backlog: Mutex<PipeWriter>,
 }
 
 struct State {
     store: Store,
-    connections: BTreeMap<usize, Connection>,
-    /// Ranks that have joined at any time.
-    joined: usize,
+    seats: BTreeMap<usize, Seat>,
+    admission: Admission<TcpStream>,
     closing: bool,
 }
 
-/// To write to a rank.
-enum Connection {
-    Open(TcpStream),
-    Closed,
+/// A rank that has joined.
+enum Seat {
+    Taken(Outbox),
+    Left,
 }
 
 impl Server {
-    /// Listens for the ranks of a job at the first free port, for `limit`, and serves them until it is dropped. Gives the
-    /// address by which this process itself reaches it.
-    pub(super) fn start(launch: &Launch, limit: Duration) -> Result<(Self, SocketAddr), RendezvousError> {
-        let (listener, address) = listen(&launch.meeting)?;
-        let refused = |error: io::Error| not_listening(&launch.meeting, error.to_string());
-        listener.set_nonblocking(true).map_err(refused)?;
+    /// Serves the ranks of a job that were started with these facets and have the token, until it is dropped.
+    pub(super) fn start(
+        listener: TcpListener,
+        token: &JobToken,
+        world_size: usize,
+        facets: Vec<Facet>,
+        limit: Duration,
+    ) -> io::Result<Self> {
+        let port = listener.local_addr()?.port();
+        let (wakes, backlog) = io::pipe()?;
+        ioctl_fionbio(&wakes, true)?;
+        ioctl_fionbio(&backlog, true)?;
         let state = State {
-            store: Store::new(launch.world_size),
-            connections: BTreeMap::new(),
-            joined: 0,
+            store: Store::new(world_size),
+            seats: BTreeMap::new(),
+            admission: Admission::new(world_size, facets),
             closing: false,
         };
         let shared = Arc::new(Shared {
-            world_size: launch.world_size,
-            job: launch.meeting.job.clone(),
+            world_size,
+            session: session()?,
             limit,
             door_shuts: after(Instant::now(), limit),
             state: Monitor::new(state),
+            backlog: Mutex::new(backlog),
         });
-        let accepting = shared.clone();
-        thread::Builder::new()
-            .name("rendezvous".to_owned())
-            .spawn(move || accepting.accept(&listener))
-            .map_err(refused)?;
-        Ok((Self { shared }, address))
+        let sending = Arc::downgrade(&shared);
+        thread::Builder::new().name("rendezvous post".to_owned()).stack_size(STACK).spawn(move || {
+            let mut wakes = wakes;
+            while let Some(shared) = sending.upgrade() {
+                let (streams, until) = shared.backlog();
+                drop(shared);
+                if !wait_for_room(&mut wakes, &streams, until) {
+                    return;
+                }
+                if let Some(shared) = sending.upgrade() {
+                    shared.deliver();
+                }
+            }
+        })?;
+        let doorman = Seats { shared: shared.clone() };
+        let door = Door::open(listener, token.clone(), doorman, "rendezvous")?;
+        Ok(Self { shared, port, _door: door })
+    }
+
+    /// Where it listens.
+    pub(super) fn port(&self) -> u16 {
+        self.port
     }
 
     /// Waits until every rank that joined has left, for `limit`. Ranks that come late to a job that has failed are to hear
     /// why.
     pub(super) fn drain(&self, limit: Duration) {
-        let open = |state: &State| {
-            state.connections.values().any(|connection| matches!(connection, Connection::Open(_)))
-        };
+        let open = |state: &State| state.seats.values().any(|seat| matches!(seat, Seat::Taken(_)));
         let expected = |state: &State| {
             let shared = &self.shared;
-            state.store.has_failed() && state.joined < shared.world_size && Instant::now() < shared.door_shuts
+            let missing = state.admission.seated() < shared.world_size;
+            state.store.has_failed() && missing && Instant::now() < shared.door_shuts
         };
         let deadline = Instant::now() + limit;
         let over = |state: &mut State| (!open(state) && !expected(state)).then_some(());
@@ -97,144 +129,179 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.shared.state.update(|state| {
             state.closing = true;
-            for connection in state.connections.values() {
-                if let Connection::Open(stream) = connection {
+            for seat in state.seats.values() {
+                if let Seat::Taken(outbox) = seat {
                     // Ends the thread that listens to it.
-                    stream.shutdown(Shutdown::Both).ok();
+                    outbox.stream().shutdown(Shutdown::Both).ok();
                 }
             }
         });
     }
 }
 
-/// Listens at the first port that is free: on the loopback only where that is what the host's name means.
-fn listen(meeting: &MeetingPoint) -> Result<(TcpListener, SocketAddr), RendezvousError> {
-    let mut reason = "there is no port to try".to_owned();
-    for &port in &meeting.ports {
-        let addresses = (meeting.host.as_str(), port).to_socket_addrs();
-        let addresses: Vec<_> = addresses.map(Iterator::collect).unwrap_or_default();
-        let loopback = addresses.iter().find(|address| address.ip().is_loopback());
-        let v6 = addresses.iter().all(|address| address.is_ipv6()) && !addresses.is_empty();
-        let (any, own): (IpAddr, IpAddr) = match loopback {
-            Some(address) => (address.ip(), address.ip()),
-            // The name may be one that only others know this host by.
-            None if v6 => (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::LOCALHOST.into()),
-            None => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::LOCALHOST.into()),
-        };
-        match TcpListener::bind((any, port)) {
-            Ok(listener) => return Ok((listener, SocketAddr::new(own, port))),
-            Err(error) => reason = error.to_string(),
-        }
-    }
-    Err(not_listening(meeting, reason))
+/// What no other job is called.
+fn session() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(io::Error::from)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-fn not_listening(meeting: &MeetingPoint, reason: String) -> RendezvousError {
-    let variable = RENDEZVOUS_VARIABLE.to_owned();
-    RendezvousError::Listen { address: meeting.to_string(), reason, variable }
+/// Waits until one of the connections takes something or there is more to send, until `until`; `false` once there never will be.
+fn wait_for_room(wakes: &mut PipeReader, streams: &[Arc<TcpStream>], until: Option<Instant>) -> bool {
+    let mut fds = vec![PollFd::new(&*wakes, PollFlags::IN)];
+    fds.extend(streams.iter().map(|stream| PollFd::new(stream, PollFlags::OUT)));
+    poll_until(&mut fds, until);
+    drop(fds);
+    // Neither end of the pipe blocks.
+    !matches!(wakes.read(&mut [0; 64]), Ok(0))
+}
+
+/// Gives seats to those whom the door lets in.
+struct Seats {
+    shared: Arc<Shared>,
+}
+
+impl Doorman for Seats {
+    fn admit(&mut self, stream: TcpStream, hello: &[u8]) {
+        // What has the token and speaks this version is a rank.
+        let Ok(Hello { rank, facets }) = serde_json::from_slice(hello) else { return };
+        self.shared.state.update(|state| {
+            let verdicts = state.admission.ask(rank, facets, stream, Instant::now());
+            for verdict in verdicts {
+                match verdict {
+                    Verdict::Seat { rank, connection } => self.seat(state, rank, connection),
+                    Verdict::NoSeat { connection, reason } => {
+                        say_once(&connection, &Welcome::NoSeat { reason })
+                    }
+                }
+            }
+        });
+    }
+
+    fn due(&mut self) -> Option<Instant> {
+        let now = Instant::now();
+        self.shared.state.peek(|state| state.admission.due())?;
+        self.shared.state.update(|state| {
+            if let Some((error, connections)) = state.admission.overdue(now) {
+                let error = ExecError::from(error);
+                for connection in connections {
+                    say_once(&connection, &Welcome::Refused { error: error.clone() });
+                }
+                let letters = state.store.fail(self.shared.world_size, error);
+                self.shared.send(state, letters);
+            }
+            state.admission.due()
+        })
+    }
+
+    fn out_of_descriptors(&mut self) {
+        let shared = &self.shared;
+        shared.state.update(|state| {
+            if state.admission.seated() < shared.world_size {
+                let limit = descriptor_limit();
+                let error = RendezvousError::Descriptors { rank: 0, world_size: shared.world_size, limit };
+                let letters = state.store.fail(shared.world_size, error.into());
+                shared.send(state, letters);
+            }
+        });
+    }
+}
+
+impl Seats {
+    /// Lets a rank in, and starts the thread that listens to it.
+    fn seat(&self, state: &mut State, rank: usize, stream: TcpStream) {
+        let stream = Arc::new(stream);
+        let session = self.shared.session.clone();
+        say_once(&stream, &Welcome::Joined { session });
+        state.seats.insert(rank, Seat::Taken(Outbox::new(stream.clone())));
+        let shared = self.shared.clone();
+        let listening = thread::Builder::new()
+            .name(format!("rendezvous of {rank}"))
+            .stack_size(STACK)
+            .spawn(move || shared.listen(rank, &stream));
+        let mut letters = state.store.greet(rank);
+        if let Err(error) = listening {
+            let stream = format!("from rank {rank}");
+            let error = ExecError::Thread { rank: 0, stream, reason: error.to_string() };
+            letters.extend(state.store.fail(self.shared.world_size, error));
+        }
+        self.shared.send(state, letters);
+    }
+}
+
+/// The first thing that a connection is told, which fits into the buffer of a new one. It may be the last: who does not take it is
+/// not waited for.
+fn say_once(stream: &TcpStream, welcome: &Welcome) {
+    if let Ok(bytes) = frame_head(welcome, 0) {
+        send(stream, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL).ok();
+    }
 }
 
 impl Shared {
-    /// Lets ranks in until all have come, or the time for it is over.
-    fn accept(self: &Arc<Self>, listener: &TcpListener) {
-        let waiting = || self.state.peek(|state| !state.closing && state.joined < self.world_size);
-        while waiting() && Instant::now() < self.door_shuts {
-            match listener.accept() {
-                Ok((stream, _)) => {
-                    let serving = self.clone();
-                    let name = "rendezvous rank".to_owned();
-                    // Without a thread the stream is closed, and who connected is told by that.
-                    thread::Builder::new().name(name).spawn(move || serving.serve(stream)).ok();
-                }
-                Err(_) => thread::sleep(PAUSE),
-            }
-        }
-    }
-
-    /// Everything that one connection says.
-    fn serve(&self, mut stream: TcpStream) {
-        let Some(rank) = self.welcome(&mut stream) else { return };
-        while let Ok(Some((request, payload))) = read_frame::<Request>(&mut stream, FrameLimits::PEER) {
+    /// Everything that a rank says.
+    fn listen(&self, rank: usize, mut stream: &TcpStream) {
+        while let Ok(Some((request, payload))) = read_frame::<Request>(&mut stream) {
             self.state.update(|state| {
-                let letters = state.store.hear(rank, request, payload);
+                let letters = state.store.hear(rank, request, Arc::new(payload));
                 self.send(state, letters);
             });
         }
         self.state.update(|state| {
-            state.connections.insert(rank, Connection::Closed);
+            state.seats.insert(rank, Seat::Left);
             let letters = if state.closing { Vec::new() } else { state.store.lose(rank) };
             self.send(state, letters);
         });
     }
 
-    /// Who it is, once it has been let in.
-    fn welcome(&self, stream: &mut TcpStream) -> Option<usize> {
-        stream.set_nonblocking(false).ok()?;
-        stream.set_nodelay(true).ok()?;
-        stream.set_read_timeout(Some(HELLO_LIMIT)).ok()?;
-        stream.set_write_timeout(Some(self.limit)).ok()?;
-        let (hello, _) = read_frame::<Hello>(stream, FrameLimits::STRANGER).ok()??;
-        stream.set_read_timeout(None).ok()?;
-        let rank = hello.rank;
-        let mut answer = self.judge(&hello);
-        // Under the lock: nothing may be sent to the rank before its welcome.
-        self.state.update(|state| {
-            if answer == Welcome::Joined && state.connections.contains_key(&rank) {
-                let reason = format!("there is a rank {rank} already; give every process a rank of its own");
-                answer = Welcome::Refused { reason };
+    /// Sends what connections take, and leaves the rest to the thread that sends. A rank that cannot be written to is lost, which
+    /// its own thread finds out.
+    fn send(&self, state: &mut State, letters: Vec<Letter>) {
+        let mut is_left = false;
+        for Letter { to, reply, payload } in letters {
+            let Some(Seat::Taken(outbox)) = state.seats.get_mut(&to) else { continue };
+            if outbox.post(&reply, payload).is_err() {
+                outbox.stream().shutdown(Shutdown::Both).ok();
             }
-            let written = write_frame(stream, &answer, &[]);
-            match answer {
-                Welcome::Joined => {
-                    written.ok()?;
-                    state.connections.insert(rank, Connection::Open(stream.try_clone().ok()?));
-                    state.joined += 1;
-                    let letters = state.store.greet(rank);
-                    self.send(state, letters);
-                    Some(rank)
-                }
-                Welcome::AnotherJob => None,
-                Welcome::Refused { reason } => {
-                    // A job that was started wrong: nobody should wait for the limit to hear of it.
-                    let error = RendezvousError::Refused { rank, reason };
-                    let letters = state.store.fail(self.world_size, error.into());
-                    self.send(state, letters);
-                    None
-                }
+            is_left |= outbox.waits_since().is_some();
+        }
+        if is_left {
+            lock(&self.backlog).write_all(&[0]).ok();
+        }
+    }
+
+    /// The connections for which there is something to send, and when the first of them has taken nothing for too long.
+    fn backlog(&self) -> (Vec<Arc<TcpStream>>, Option<Instant>) {
+        self.state.peek(|state| {
+            let (mut streams, mut until) = (Vec::new(), None::<Instant>);
+            for seat in state.seats.values() {
+                let Seat::Taken(outbox) = seat else { continue };
+                let Some(since) = outbox.waits_since() else { continue };
+                let end = after(since, self.limit);
+                until = Some(until.map_or(end, |until| until.min(end)));
+                streams.push(outbox.stream().clone());
             }
+            (streams, until)
         })
     }
 
-    fn judge(&self, hello: &Hello) -> Welcome {
-        let refused = |reason| Welcome::Refused { reason };
-        let Hello { protocol, job, rank, world_size } = hello;
-        if *job != self.job {
-            return Welcome::AnotherJob;
-        }
-        if *protocol != PROTOCOL {
-            return refused(format!(
-                "it speaks version {protocol} of the protocol and rank 0 version {PROTOCOL}; install one version everywhere"
-            ));
-        }
-        if *world_size != self.world_size {
-            return refused(format!(
-                "it is one of {world_size} ranks and rank 0 one of {}; give all processes the same number",
-                self.world_size
-            ));
-        }
-        if *rank >= self.world_size {
-            return refused(format!("there are {world_size} ranks, counted from 0"));
-        }
-        Welcome::Joined
-    }
-
-    /// A rank that cannot be written to is lost, which its own thread finds out.
-    fn send(&self, state: &mut State, letters: Vec<Letter>) {
-        for Letter { to, reply, payload } in letters {
-            let Some(Connection::Open(stream)) = state.connections.get_mut(&to) else { continue };
-            if write_frame(stream, &reply, &[&payload]).is_err() {
-                stream.shutdown(Shutdown::Both).ok();
+    /// Sends what connections take now. A rank that has taken nothing for the limit ends the job.
+    fn deliver(&self) {
+        self.state.update(|state| {
+            let mut letters = Vec::new();
+            for (&rank, seat) in &mut state.seats {
+                let Seat::Taken(outbox) = seat else { continue };
+                let is_broken = outbox.flush().is_err();
+                let waited = outbox.waits_since().map(|since| since.elapsed());
+                let stopped = waited.filter(|&waited| waited >= self.limit);
+                if let Some(waited) = stopped {
+                    let error = RendezvousError::Unresponsive { rank, waited };
+                    letters.extend(state.store.fail(rank, error.into()));
+                }
+                if is_broken || stopped.is_some() {
+                    outbox.stream().shutdown(Shutdown::Both).ok();
+                }
             }
-        }
+            self.send(state, letters);
+        });
     }
 }

@@ -1,13 +1,17 @@
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::message::{Keep, Reply, Request};
 use crate::ExecError;
+
+/// Bytes of a rank, which go to any number of others.
+pub(super) type Payload = Arc<Vec<u8>>;
 
 /// The state of the store on rank 0, without sockets or clocks: what is to be said to whom after what was heard from whom.
 #[derive(Debug)]
 pub(super) struct Store {
     world_size: usize,
-    values: BTreeMap<String, Vec<u8>>,
+    values: BTreeMap<String, Payload>,
     /// Who waits for a value, in the order in which they asked.
     wanted: BTreeMap<String, Vec<(usize, u64, Keep)>>,
     counters: BTreeMap<String, i64>,
@@ -20,7 +24,7 @@ pub(super) struct Store {
 #[derive(Debug, Default)]
 struct Gathering {
     /// By rank: the question's id and the payload.
-    parts: BTreeMap<usize, (u64, Vec<u8>)>,
+    parts: BTreeMap<usize, (u64, Payload)>,
 }
 
 /// A message to a rank.
@@ -28,7 +32,7 @@ struct Gathering {
 pub(super) struct Letter {
     pub(super) to: usize,
     pub(super) reply: Reply,
-    pub(super) payload: Vec<u8>,
+    pub(super) payload: Payload,
 }
 
 impl Store {
@@ -45,8 +49,8 @@ impl Store {
     }
 
     /// What follows from a request of `rank`.
-    pub(super) fn hear(&mut self, rank: usize, request: Request, payload: Vec<u8>) -> Vec<Letter> {
-        let one = |to, reply| vec![Letter { to, reply, payload: Vec::new() }];
+    pub(super) fn hear(&mut self, rank: usize, request: Request, payload: Payload) -> Vec<Letter> {
+        let one = |to, reply| vec![Letter { to, reply, payload: Arc::default() }];
         match request {
             Request::Set { key } => self.set(key, payload),
             Request::Get { id, key, keep } => self.get(rank, id, key, keep),
@@ -93,7 +97,7 @@ impl Store {
 
     /// What a rank that joins now must know.
     pub(super) fn greet(&self, rank: usize) -> Vec<Letter> {
-        let letter = |reply: &Reply| Letter { to: rank, reply: reply.clone(), payload: Vec::new() };
+        let letter = |reply: &Reply| Letter { to: rank, reply: reply.clone(), payload: Arc::default() };
         self.failure.iter().map(letter).collect()
     }
 
@@ -104,10 +108,10 @@ impl Store {
         }
         self.failure = Some(reply.clone());
         let others = (0..self.world_size).filter(|&other| other != rank);
-        others.map(|to| Letter { to, reply: reply.clone(), payload: Vec::new() }).collect()
+        others.map(|to| Letter { to, reply: reply.clone(), payload: Arc::default() }).collect()
     }
 
-    fn set(&mut self, key: String, value: Vec<u8>) -> Vec<Letter> {
+    fn set(&mut self, key: String, value: Payload) -> Vec<Letter> {
         let mut letters = Vec::new();
         for (to, id, keep) in self.wanted.remove(&key).unwrap_or_default() {
             letters.push(Letter { to, reply: Reply::Value { id }, payload: value.clone() });
@@ -133,7 +137,7 @@ impl Store {
         }
     }
 
-    fn gather(&mut self, rank: usize, id: u64, place: String, payload: Vec<u8>) -> Vec<Letter> {
+    fn gather(&mut self, rank: usize, id: u64, place: String, payload: Payload) -> Vec<Letter> {
         let gathering = self.gatherings.entry(place.clone()).or_default();
         gathering.parts.insert(rank, (id, payload));
         if gathering.parts.len() < self.world_size {
@@ -142,8 +146,8 @@ impl Store {
         // The place may be used again.
         let parts = self.gatherings.remove(&place).unwrap_or_default().parts;
         let lengths: Vec<usize> = parts.values().map(|(_, part)| part.len()).collect();
-        let all: Vec<u8> = parts.values().flat_map(|(_, part)| part.iter().copied()).collect();
-        let letter = |(&to, (id, _)): (&usize, &(u64, Vec<u8>))| Letter {
+        let all: Payload = Arc::new(parts.values().flat_map(|(_, part)| part.iter().copied()).collect());
+        let letter = |(&to, (id, _)): (&usize, &(u64, Payload))| Letter {
             to,
             reply: Reply::Gathered { id: *id, lengths: lengths.clone() },
             payload: all.clone(),
@@ -157,6 +161,10 @@ mod tests {
     use super::*;
     use crate::RendezvousError;
 
+    fn bytes(bytes: &[u8]) -> Payload {
+        Arc::new(bytes.to_vec())
+    }
+
     fn get(id: u64, key: &str, keep: Keep) -> Request {
         Request::Get { id, key: key.to_owned(), keep }
     }
@@ -166,21 +174,21 @@ mod tests {
     }
 
     fn value(to: usize, id: u64, payload: &[u8]) -> Letter {
-        Letter { to, reply: Reply::Value { id }, payload: payload.to_vec() }
+        Letter { to, reply: Reply::Value { id }, payload: bytes(payload) }
     }
 
     #[test]
     fn values_are_given_to_those_who_came_first_and_later() {
         let mut store = Store::new(3);
-        assert_eq!(store.hear(1, get(7, "a", Keep::Yes), vec![]), []);
-        assert_eq!(store.hear(2, get(8, "a", Keep::Yes), vec![]), []);
-        assert_eq!(store.hear(0, set("a"), vec![5]), [value(1, 7, &[5]), value(2, 8, &[5])]);
-        assert_eq!(store.hear(0, get(1, "a", Keep::No), vec![]), [value(0, 1, &[5])]);
-        assert_eq!(store.hear(0, get(2, "a", Keep::Yes), vec![]), []);
-        assert_eq!(store.hear(1, set("a"), vec![6]), [value(0, 2, &[6])]);
+        assert_eq!(store.hear(1, get(7, "a", Keep::Yes), bytes(&[])), []);
+        assert_eq!(store.hear(2, get(8, "a", Keep::Yes), bytes(&[])), []);
+        assert_eq!(store.hear(0, set("a"), bytes(&[5])), [value(1, 7, &[5]), value(2, 8, &[5])]);
+        assert_eq!(store.hear(0, get(1, "a", Keep::No), bytes(&[])), [value(0, 1, &[5])]);
+        assert_eq!(store.hear(0, get(2, "a", Keep::Yes), bytes(&[])), []);
+        assert_eq!(store.hear(1, set("a"), bytes(&[6])), [value(0, 2, &[6])]);
         // Taken by one who waited: nothing is left.
-        assert_eq!(store.hear(1, get(3, "b", Keep::No), vec![]), []);
-        assert_eq!(store.hear(1, set("b"), vec![6]), [value(1, 3, &[6])]);
+        assert_eq!(store.hear(1, get(3, "b", Keep::No), bytes(&[])), []);
+        assert_eq!(store.hear(1, set("b"), bytes(&[6])), [value(1, 3, &[6])]);
         assert!(!store.values.contains_key("b"));
     }
 
@@ -189,13 +197,13 @@ mod tests {
         let mut store = Store::new(2);
         let gather = |id| Request::Gather { id, place: "p".to_owned() };
         for round in [3u64, 5] {
-            assert_eq!(store.hear(1, gather(round), vec![1, 2]), []);
-            let missing = store.hear(1, Request::Missing { id: 9, place: "p".to_owned() }, vec![]);
+            assert_eq!(store.hear(1, gather(round), bytes(&[1, 2])), []);
+            let missing = store.hear(1, Request::Missing { id: 9, place: "p".to_owned() }, bytes(&[]));
             assert_eq!(missing[0].reply, Reply::Missing { id: 9, ranks: vec![0] });
-            let letters = store.hear(0, gather(round + 1), vec![7]);
+            let letters = store.hear(0, gather(round + 1), bytes(&[7]));
             assert_eq!(letters.len(), 2);
             assert_eq!(letters[1].reply, Reply::Gathered { id: round, lengths: vec![1, 2] });
-            assert!(letters.iter().all(|letter| letter.payload == [7, 1, 2]));
+            assert!(letters.iter().all(|letter| *letter.payload == [7, 1, 2]));
         }
     }
 
@@ -203,14 +211,14 @@ mod tests {
     fn the_first_failure_is_the_only_one_told() {
         let mut store = Store::new(3);
         let error = ExecError::from(RendezvousError::RankFailed { rank: 1, reason: "x".to_owned() });
-        let letters = store.hear(1, Request::Fail { error: error.clone() }, vec![]);
+        let letters = store.hear(1, Request::Fail { error: error.clone() }, bytes(&[]));
         assert_eq!(letters.iter().map(|letter| letter.to).collect::<Vec<_>>(), [0, 2]);
         assert!(letters.iter().all(|letter| letter.reply == Reply::Failed { rank: 1, error: error.clone() }));
         assert_eq!(store.lose(1), []);
         assert_eq!(store.greet(2)[0].reply, Reply::Failed { rank: 1, error });
 
         let mut store = Store::new(3);
-        store.hear(2, Request::Leave, vec![]);
+        store.hear(2, Request::Leave, bytes(&[]));
         assert_eq!(store.lose(2), []);
         assert_eq!(store.lose(1).len(), 2);
     }
@@ -219,9 +227,9 @@ mod tests {
     fn counters_and_questions() {
         let mut store = Store::new(2);
         let add = |by| Request::Add { id: 1, key: "c".to_owned(), by };
-        assert_eq!(store.hear(0, add(2), vec![])[0].reply, Reply::Count { id: 1, value: 2 });
-        assert_eq!(store.hear(1, add(-3), vec![])[0].reply, Reply::Count { id: 1, value: -1 });
-        let asked = store.hear(0, Request::Ask { id: 4, rank: 1 }, vec![]);
+        assert_eq!(store.hear(0, add(2), bytes(&[]))[0].reply, Reply::Count { id: 1, value: 2 });
+        assert_eq!(store.hear(1, add(-3), bytes(&[]))[0].reply, Reply::Count { id: 1, value: -1 });
+        let asked = store.hear(0, Request::Ask { id: 4, rank: 1 }, bytes(&[]));
         assert_eq!((asked[0].to, &asked[0].reply), (1, &Reply::Describe { asker: 0, id: 4 }));
     }
 }

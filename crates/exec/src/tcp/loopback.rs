@@ -1,15 +1,16 @@
-use std::collections::hash_map::RandomState;
-use std::hash::BuildHasher;
-use std::net::TcpListener;
+//! Ranks that are threads of one process and meet as processes do.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::time::Duration;
 
 use super::TcpMachine;
 use crate::memory::check_memory;
 use crate::monitor::lock;
 use crate::{
-    CpuBackend, CpuTransport, Ends, ExecError, Launch, Launcher, Machine, MeetingPoint, Rendezvous,
-    RendezvousError, SlowLink, World,
+    CpuBackend, CpuTransport, Ends, ExecError, JobToken, Machine, RENDEZVOUS_VARIABLE, Rendezvous,
+    RendezvousError, RendezvousHost, SlowLink, World,
 };
 
 /// Ranks that are threads of this process and meet as processes do: each has a world of its own, a rendezvous and
@@ -27,12 +28,17 @@ impl TcpLoopback {
         Self { slow_link, ranks: Mutex::default() }
     }
 
-    fn connect_rank(&self, launch: &Launch, config: &World) -> Result<(Arc<Rendezvous>, End), ExecError> {
-        let rendezvous = Rendezvous::join(launch, config.config().limit)?;
+    fn connect_rank(
+        &self,
+        rank: usize,
+        rendezvous: Result<Arc<Rendezvous>, ExecError>,
+        of_world: &World,
+    ) -> Result<(Arc<Rendezvous>, End), ExecError> {
+        let rendezvous = rendezvous?;
         let machine = TcpMachine::new(rendezvous.clone(), 0, self.slow_link)?;
-        let world = World::new(launch.world_size, config.config().clone());
+        let world = World::new(of_world.size(), of_world.config().clone());
         let end = machine.connect(&world)?.pop();
-        let gone = || RendezvousError::Broken { rank: launch.rank, reason: "it has no end".to_owned() };
+        let gone = || RendezvousError::Broken { rank, reason: "it has no end".to_owned() };
         Ok((rendezvous, end.ok_or_else(gone)?))
     }
 }
@@ -47,15 +53,23 @@ impl Machine for TcpLoopback {
     fn connect(&self, world: &Arc<World>) -> Result<Vec<End>, ExecError> {
         let mut kept = lock(&self.ranks);
         leave(&mut kept);
-        let meeting = free_meeting_point()?;
+        let (world_size, limit) = (world.size(), world.config().limit);
+        let token = JobToken::random().map_err(|error| cannot_listen(error.to_string()))?;
+        let host = host(world_size, &token, limit)?;
+        let address = SocketAddr::new(LOOPBACK, host.port());
+        let mut host = Some(host);
         let connected: Vec<Result<(Arc<Rendezvous>, End), ExecError>> = thread::scope(|scope| {
             let connect = |rank| {
-                let (launcher, world_size) = (Launcher::Torchrun, world.size());
-                let launch =
-                    Launch { launcher, rank, world_size, local_rank: None, meeting: meeting.clone() };
-                scope.spawn(move || self.connect_rank(&launch, world))
+                let (token, host) = (&token, host.take());
+                scope.spawn(move || {
+                    let rendezvous = match host {
+                        Some(host) => host.join(LOOPBACK, limit),
+                        None => Rendezvous::join(address, rank, world_size, token, limit),
+                    };
+                    self.connect_rank(rank, rendezvous, world)
+                })
             };
-            let threads: Vec<_> = (0..world.size()).map(connect).collect();
+            let threads: Vec<_> = (0..world_size).map(connect).collect();
             let join = |(rank, thread): (usize, thread::ScopedJoinHandle<'_, _>)| {
                 thread.join().unwrap_or_else(|_| {
                     let (place, message) = ("connecting".to_owned(), "see above".to_owned());
@@ -89,16 +103,14 @@ fn leave(ranks: &mut Vec<Arc<Rendezvous>>) {
     while ranks.pop().is_some() {}
 }
 
-fn free_meeting_point() -> Result<MeetingPoint, ExecError> {
-    let host = "127.0.0.1".to_owned();
-    let port = TcpListener::bind((host.as_str(), 0)).and_then(|listener| listener.local_addr());
-    let port = port.map_err(|error| RendezvousError::Listen {
-        address: host.clone(),
-        reason: error.to_string(),
-        variable: crate::RENDEZVOUS_VARIABLE.to_owned(),
-    })?;
-    let job = RandomState::new().hash_one(port);
-    // The port is free now; should another take it first, the next ones are tried.
-    let ports = (0..4).filter_map(|step| port.port().checked_add(step)).collect();
-    Ok(MeetingPoint { host, ports, job: format!("{job:x}") })
+const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn host(world_size: usize, token: &JobToken, limit: Duration) -> Result<RendezvousHost, ExecError> {
+    let listener = TcpListener::bind((LOOPBACK, 0)).map_err(|error| cannot_listen(error.to_string()))?;
+    Rendezvous::host(listener, world_size, token, limit)
+}
+
+fn cannot_listen(reason: String) -> RendezvousError {
+    let (address, variable) = (LOOPBACK.to_string(), RENDEZVOUS_VARIABLE.to_owned());
+    RendezvousError::Listen { address, reason, variable }
 }

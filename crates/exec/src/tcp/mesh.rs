@@ -1,10 +1,10 @@
-use std::collections::hash_map::RandomState;
-use std::hash::BuildHasher;
+//! One connection for every pair of ranks that are processes, which only processes of this job get.
+
 use std::io::{self, ErrorKind};
 use std::marker::PhantomData;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,14 +13,16 @@ use serde::{Deserialize, Serialize};
 
 use super::connecting;
 use crate::cpu_transport::{Courier, PeerMessage};
-use crate::frame::{FrameLimits, read_frame, write_frame};
+use crate::frame::{read_frame, write_frame};
 use crate::monitor::lock;
+use crate::network::{Door, Doorman, JobToken, KnockError, descriptor_limit, is_out_of_descriptors, knock};
 use crate::world::{World, after};
 use crate::{ExecError, Rendezvous, RendezvousError};
 
-const PAUSE: Duration = Duration::from_millis(2);
-/// Who connects says who it is within this.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
+/// Between two attempts to connect.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Between looks at whether the world has failed.
+const LOOK: Duration = Duration::from_millis(20);
 /// A rank that ends with an error tells all of it before its connections close: how long to wait for the better word.
 const GRACE: Duration = Duration::from_secs(1);
 
@@ -55,23 +57,32 @@ enum Letter<M> {
 
 struct Peer {
     rank: usize,
-    writer: Mutex<TcpStream>,
+    stream: TcpStream,
+    /// Held while a message is written, so that none comes into another.
+    writing: Mutex<()>,
     /// It has said that it needs nothing more.
     gone: AtomicBool,
 }
 
-/// Where a rank listens, and the word by which it knows those who were told so.
-#[derive(Debug, Serialize, Deserialize)]
-struct Door {
-    port: u16,
-    word: u64,
+/// Takes the connections of ranks of larger numbers.
+struct Greeter(mpsc::Sender<Arrival>);
+
+/// What comes to the door.
+enum Arrival {
+    Peer(usize, TcpStream),
+    OutOfDescriptors,
 }
 
-/// The first thing that a rank says to one of a smaller number.
-#[derive(Debug, Serialize, Deserialize)]
-struct Hello {
-    word: u64,
-    rank: usize,
+impl Doorman for Greeter {
+    fn admit(&mut self, stream: TcpStream, hello: &[u8]) {
+        if let Ok(peer) = serde_json::from_slice(hello) {
+            self.0.send(Arrival::Peer(peer, stream)).ok();
+        }
+    }
+
+    fn out_of_descriptors(&mut self) {
+        self.0.send(Arrival::OutOfDescriptors).ok();
+    }
 }
 
 impl<M: Serialize + DeserializeOwned> Mesh<M> {
@@ -88,20 +99,25 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         let (rank, ranks) = (rendezvous.rank(), rendezvous.world_size());
         let began = Instant::now();
         let deadline = after(began, world.config().limit);
-        let alone = rendezvous.ranks_on_this_host().len() == ranks;
-        let failed = |peer, error: &io::Error| lost(world, rank, peer, error.to_string());
-        let listener = listen(alone, rendezvous.address_of(rank)).map_err(|error| failed(rank, &error))?;
+        let failed = |peer, error: &io::Error| match is_out_of_descriptors(error) {
+            true => out_of_descriptors(rank, ranks),
+            false => lost(world, rank, peer, error.to_string()),
+        };
+        let token = rendezvous.token_for(&format!("connections {name}"));
+        let listener =
+            TcpListener::bind((rendezvous.listening_address(), 0)).map_err(|error| failed(rank, &error))?;
         let port = listener.local_addr().map_err(|error| failed(rank, &error))?.port();
-        let door = Door { port, word: RandomState::new().hash_one(name) };
-        let doors = gather(rendezvous, &format!("connections {name}"), &door)?;
+        let (arrive, arrivals) = mpsc::channel();
+        let door = Door::open(listener, token.clone(), Greeter(arrive), &format!("rank {rank} connections"));
+        let door = door.map_err(|error| failed(rank, &error))?;
+        let ports = gather(rendezvous, &format!("connections {name}"), port)?;
 
         let mut streams: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
-        for (peer, theirs) in doors.iter().enumerate().take(rank) {
-            let address = SocketAddr::new(rendezvous.address_of(peer), theirs.port);
-            let hello = Hello { word: theirs.word, rank };
-            streams[peer] = Some(knock(address, &hello, deadline).map_err(|error| failed(peer, &error))?);
+        for (peer, &port) in ports.iter().enumerate().take(rank) {
+            let address = SocketAddr::new(rendezvous.address_of(peer), port);
+            let stream = reach(world, address, &token, rank, deadline)?;
+            streams[peer] = Some(stream.map_err(|error| failed(peer, &error))?);
         }
-        listener.set_nonblocking(true).map_err(|error| failed(rank, &error))?;
         while let Some(missing) = (rank + 1..ranks).find(|&peer| streams[peer].is_none()) {
             world.check()?;
             if Instant::now() >= deadline {
@@ -110,18 +126,15 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
                 let absent = RendezvousError::Absent { rank, place, waited, missing, world_size: ranks };
                 return Err(absent.into());
             }
-            match listener.accept() {
-                Ok((stream, _)) => {
-                    // Whoever does not know the word is none of ours.
-                    if let Some((peer, stream)) = admit(stream, door.word)
-                        && (rank + 1..ranks).contains(&peer)
-                    {
-                        streams[peer] = Some(stream);
-                    }
+            match arrivals.recv_timeout(LOOK) {
+                Ok(Arrival::Peer(peer, stream)) if (rank + 1..ranks).contains(&peer) => {
+                    streams[peer] = Some(stream);
                 }
-                Err(_) => thread::sleep(PAUSE),
+                Ok(Arrival::OutOfDescriptors) => return Err(out_of_descriptors(rank, ranks)),
+                Ok(Arrival::Peer(..)) | Err(_) => {}
             }
         }
+        drop(door);
         let peers = (0..ranks).map(|_| None).collect();
         let mut mesh = Self { world: world.clone(), rank, peers, messages: PhantomData };
         for (peer, stream) in streams.into_iter().enumerate() {
@@ -138,18 +151,17 @@ impl<M: Serialize + DeserializeOwned> Mesh<M> {
         stream: TcpStream,
         recipient: &Arc<R>,
     ) -> Result<Arc<Peer>, ExecError> {
-        let ready = stream
-            .set_nodelay(true)
-            .and_then(|()| stream.set_write_timeout(Some(self.world.config().limit)))
-            .and_then(|()| stream.try_clone());
-        let writer = ready.map_err(|error| lost(&self.world, self.rank, rank, error.to_string()))?;
-        let peer = Arc::new(Peer { rank, writer: Mutex::new(writer), gone: AtomicBool::new(false) });
+        let ready =
+            stream.set_nodelay(true).and_then(|()| stream.set_write_timeout(Some(self.world.config().limit)));
+        ready.map_err(|error| lost(&self.world, self.rank, rank, error.to_string()))?;
+        let (writing, gone) = (Mutex::default(), AtomicBool::new(false));
+        let peer = Arc::new(Peer { rank, stream, writing, gone });
         let (reading, recipient, world, own) =
             (peer.clone(), recipient.clone(), self.world.clone(), self.rank);
         thread::Builder::new()
             .name(format!("rank {own} from {rank}"))
             .spawn(move || {
-                if let Err(reason) = reading.listen(stream, &*recipient) {
+                if let Err(reason) = reading.listen(&*recipient) {
                     fail_after_grace(&world, own, rank, reason);
                 }
             })
@@ -173,7 +185,7 @@ impl<M> Mesh<M> {
         M: Serialize,
     {
         let Some(peer) = &self.peers[peer] else { return Ok(()) };
-        let sent = write_frame(&mut *lock(&peer.writer), &Letter::Message(message), payload);
+        let sent = peer.write(&Letter::Message(message), payload);
         match sent {
             Ok(()) => Ok(()),
             // It is through with all collectives and has no rows to get.
@@ -206,20 +218,25 @@ impl<M> Drop for Mesh<M> {
     /// throw away what the peer has not read.
     fn drop(&mut self) {
         for peer in self.peers.iter().flatten() {
-            let mut writer = lock(&peer.writer);
             if !self.world.has_failed() {
-                write_frame(&mut *writer, &Letter::<()>::Farewell, &[]).ok();
+                peer.write(&Letter::<()>::Farewell, &[]).ok();
             }
-            writer.shutdown(Shutdown::Write).ok();
+            peer.stream.shutdown(Shutdown::Write).ok();
         }
     }
 }
 
 impl Peer {
+    fn write(&self, letter: &Letter<impl Serialize>, payload: &[&[u8]]) -> io::Result<()> {
+        let _writing = lock(&self.writing);
+        write_frame(&mut &self.stream, letter, payload)
+    }
+
     /// Takes what it sends, until its farewell.
-    fn listen<R: Recipient>(&self, mut stream: TcpStream, recipient: &R) -> Result<(), String> {
+    fn listen<R: Recipient>(&self, recipient: &R) -> Result<(), String> {
+        let mut stream = &self.stream;
         loop {
-            match read_frame::<Letter<R::Message>>(&mut stream, FrameLimits::PEER) {
+            match read_frame::<Letter<R::Message>>(&mut stream) {
                 Ok(Some((Letter::Farewell, _))) => self.gone.store(true, Ordering::Release),
                 Ok(Some((Letter::Message(message), payload))) => {
                     recipient.receive(self.rank, message, &payload)?;
@@ -245,36 +262,39 @@ fn lost(world: &World, rank: usize, peer: usize, reason: String) -> ExecError {
     RendezvousError::Connection { rank, peer, reason, doing }.into()
 }
 
-fn listen(alone: bool, own: IpAddr) -> io::Result<TcpListener> {
-    let any = match (alone, own) {
-        (true, own) if own.is_loopback() => own,
-        (_, IpAddr::V4(_)) => Ipv4Addr::UNSPECIFIED.into(),
-        (_, IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
-    };
-    TcpListener::bind((any, 0))
+fn out_of_descriptors(rank: usize, world_size: usize) -> ExecError {
+    RendezvousError::Descriptors { rank, world_size, limit: descriptor_limit() }.into()
 }
 
-fn gather(rendezvous: &Rendezvous, place: &str, own: &Door) -> Result<Vec<Door>, ExecError> {
-    let broken = |error: serde_json::Error| {
-        ExecError::from(RendezvousError::Broken { rank: rendezvous.rank(), reason: error.to_string() })
-    };
-    let own = serde_json::to_vec(own).map_err(broken)?;
-    let doors = rendezvous.all_gather(place, &own)?;
-    doors.iter().map(|door| serde_json::from_slice(door).map_err(broken)).collect()
+fn gather(rendezvous: &Rendezvous, place: &str, own: u16) -> Result<Vec<u16>, ExecError> {
+    let own = own.to_le_bytes();
+    let all = rendezvous.all_gather(place, &own)?;
+    let ports: Option<Vec<u16>> =
+        all.iter().map(|port| port.as_slice().try_into().ok().map(u16::from_le_bytes)).collect();
+    ports.ok_or_else(|| {
+        let reason = "what a rank says of its port is not whole".to_owned();
+        RendezvousError::Broken { rank: rendezvous.rank(), reason }.into()
+    })
 }
 
-fn knock(address: SocketAddr, hello: &Hello, deadline: Instant) -> io::Result<TcpStream> {
-    let left = deadline.saturating_duration_since(Instant::now()).max(PAUSE);
-    let mut stream = TcpStream::connect_timeout(&address, left)?;
-    stream.set_write_timeout(Some(HELLO_LIMIT))?;
-    write_frame(&mut stream, hello, &[])?;
-    Ok(stream)
-}
-
-fn admit(mut stream: TcpStream, word: u64) -> Option<(usize, TcpStream)> {
-    stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(HELLO_LIMIT)).ok()?;
-    let (hello, _) = read_frame::<Hello>(&mut stream, FrameLimits::STRANGER).ok()??;
-    stream.set_read_timeout(None).ok()?;
-    (hello.word == word).then_some((hello.rank, stream))
+/// Connects to a rank's door. It has said that it is open, but strangers may be in the way for a moment.
+fn reach(
+    world: &World,
+    address: SocketAddr,
+    token: &JobToken,
+    rank: usize,
+    deadline: Instant,
+) -> Result<io::Result<TcpStream>, ExecError> {
+    loop {
+        world.check()?;
+        let error = match knock(address, token, rank.to_string().as_bytes(), deadline) {
+            Ok(stream) => return Ok(Ok(stream)),
+            Err(KnockError::Io(error)) => error,
+            Err(error) => io::Error::other(error.to_string()),
+        };
+        if is_out_of_descriptors(&error) || Instant::now() + PAUSE >= deadline {
+            return Ok(Err(error));
+        }
+        thread::sleep(PAUSE);
+    }
 }

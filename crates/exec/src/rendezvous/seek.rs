@@ -1,0 +1,290 @@
+//! How a rank gets to the store: what the job's token is, where rank 0 listens, and asking there for a seat.
+
+use std::io::{self, ErrorKind};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::launch::{JOB_SECRET_VARIABLE, Launch, MeetingPoint};
+use super::local_token::{LocalName, LocalToken, NameError};
+use super::message::{Hello, Welcome};
+use super::{RENDEZVOUS_VARIABLE, RendezvousError};
+use crate::ExecError;
+use crate::frame::read_frame;
+use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_descriptors, knock};
+
+const PAUSE: Duration = Duration::from_millis(20);
+/// How long rank 0 waits for the end of another job that meets at the same place.
+const PREDECESSOR: Duration = Duration::from_secs(2);
+/// How long a rank that has no seat at one port looks for another.
+const ELSEWHERE: Duration = Duration::from_secs(5);
+
+/// How the job's ranks know each other.
+pub(super) enum Identity {
+    /// All were given a secret.
+    Secret(JobToken),
+    /// All are of one user on this host, and rank 0 hands out a token.
+    Local(LocalName),
+}
+
+impl Identity {
+    /// What it is for this rank.
+    pub(super) fn of(launch: &Launch) -> Result<Self, RendezvousError> {
+        let meeting = &launch.meeting;
+        if let Some(secret) = &launch.secret {
+            return Ok(Self::Secret(JobToken::of_secret(secret.text(), &meeting.job)));
+        }
+        let needed = |which: &str| {
+            let reason = format!(
+                "is not set, and {which}; ranks of several hosts know each other by a secret: set it to the same 16 or more random \
+                 characters on all of them, such as what `openssl rand -hex 32` prints"
+            );
+            RendezvousError::Variable { variable: JOB_SECRET_VARIABLE.to_owned(), reason }
+        };
+        let address = meeting.to_string();
+        if launch.one_host == Some(false) {
+            return Err(needed(&format!("{} started ranks on several hosts", launch.launcher)));
+        }
+        // Where the name cannot be looked up, looking for rank 0 says so.
+        let is_elsewhere = addresses(&meeting.host).is_ok_and(|all| own_addresses(&all).is_empty());
+        if launch.rank > 0 && is_elsewhere {
+            return Err(needed(&format!("rank 0 is on another host ({})", meeting.host)));
+        }
+        let name = LocalName::of(&format!("{address} {}", meeting.job));
+        name.map(Self::Local).map_err(|error| not_listening(meeting, error.to_string()))
+    }
+}
+
+/// Addresses of a host.
+fn addresses(host: &str) -> io::Result<Vec<IpAddr>> {
+    Ok((host, 0).to_socket_addrs()?.map(|address| address.ip()).collect())
+}
+
+/// Those of them that are this host's: nothing else can be listened at.
+fn own_addresses(all: &[IpAddr]) -> Vec<IpAddr> {
+    let is_foreign = |error: &io::Error| error.kind() == ErrorKind::AddrNotAvailable;
+    let is_own = |address: &IpAddr| !UdpSocket::bind((*address, 0)).is_err_and(|error| is_foreign(&error));
+    all.iter().copied().filter(is_own).collect()
+}
+
+/// What rank 0 has before it serves.
+pub(super) struct Listening {
+    pub(super) listener: TcpListener,
+    /// By which rank 0 reaches itself, as its neighbours do.
+    pub(super) address: SocketAddr,
+    pub(super) token: JobToken,
+    /// Where the token is handed out.
+    pub(super) local: Option<LocalToken>,
+}
+
+/// Listens for the ranks of a job at the first free port.
+pub(super) fn open(
+    launch: &Launch,
+    identity: &Identity,
+    limit: Duration,
+) -> Result<Listening, RendezvousError> {
+    let meeting = &launch.meeting;
+    let refused = |error: io::Error| not_listening(meeting, error.to_string());
+    let name = match identity {
+        Identity::Secret(token) => {
+            let (listener, address) = listen(launch)?;
+            return Ok(Listening { listener, address, token: token.clone(), local: None });
+        }
+        Identity::Local(name) => name,
+    };
+    let until = Instant::now() + limit.min(PREDECESSOR);
+    let claimed = loop {
+        match name.claim() {
+            Ok(claimed) => break claimed,
+            Err(NameError::Taken { .. }) if Instant::now() < until => thread::sleep(PAUSE),
+            Err(NameError::Taken { process }) => {
+                let process = process.map_or_else(
+                    || "a process of another user".to_owned(),
+                    |process| format!("process {process}"),
+                );
+                let reason = format!("{process} is its rank 0");
+                let (rank, address) = (launch.rank, meeting.to_string());
+                return Err(RendezvousError::AnotherJob { rank, address, reason });
+            }
+            Err(NameError::Io(error)) => return Err(refused(error)),
+        }
+    };
+    let (listener, address) = listen(launch)?;
+    let token = JobToken::random().map_err(refused)?;
+    let local = claimed.hand_out(&token, address.port()).map_err(refused)?;
+    Ok(Listening { listener, address, token, local: Some(local) })
+}
+
+/// Listens at the first port that is free, at the address by which ranks of this host reach it where all are here.
+fn listen(launch: &Launch) -> Result<(TcpListener, SocketAddr), RendezvousError> {
+    let meeting = &launch.meeting;
+    let all = addresses(&meeting.host).unwrap_or_default();
+    let own = own_addresses(&all).first().copied();
+    let v6 = own.map_or(!all.is_empty() && all.iter().all(IpAddr::is_ipv6), |own| own.is_ipv6());
+    let (any, loopback): (IpAddr, IpAddr) = match v6 {
+        true => (Ipv6Addr::UNSPECIFIED.into(), Ipv6Addr::LOCALHOST.into()),
+        false => (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::LOCALHOST.into()),
+    };
+    let is_here = launch.one_host.unwrap_or_else(|| own.is_some_and(|own| own.is_loopback()));
+    let at = own.filter(|_| is_here).unwrap_or(any);
+    let mut reason = "there is no port to try".to_owned();
+    for &port in &meeting.ports {
+        match TcpListener::bind((at, port)) {
+            // The name may be one that only others know this host by.
+            Ok(listener) => return Ok((listener, SocketAddr::new(own.unwrap_or(loopback), port))),
+            Err(error) => reason = error.to_string(),
+        }
+    }
+    Err(not_listening(meeting, reason))
+}
+
+fn not_listening(meeting: &MeetingPoint, reason: String) -> RendezvousError {
+    let variable = RENDEZVOUS_VARIABLE.to_owned();
+    RendezvousError::Listen { address: meeting.to_string(), reason, variable }
+}
+
+/// A rank that looks for a seat.
+pub(super) struct Seeker<'a> {
+    pub(super) hello: &'a Hello,
+    pub(super) world_size: usize,
+    /// Where it looks, in words.
+    pub(super) place: &'a str,
+    pub(super) began: Instant,
+    pub(super) deadline: Instant,
+}
+
+/// A seat.
+pub(super) struct Seated {
+    pub(super) stream: TcpStream,
+    pub(super) session: String,
+    pub(super) token: JobToken,
+}
+
+/// What came of asking at one address.
+enum Asked {
+    Seated(Seated),
+    NoSeat(String),
+    Failed(String),
+}
+
+impl Seeker<'_> {
+    /// Looks for rank 0 until it is there, or the time for it is over.
+    pub(super) fn seek(&self, launch: &Launch, identity: &Identity) -> Result<Seated, ExecError> {
+        let meeting = &launch.meeting;
+        let mut no_seat: Option<(Instant, String)> = None;
+        let mut failed = String::new();
+        loop {
+            let mut reason = String::new();
+            match self.candidates(meeting, identity) {
+                Ok(candidates) => {
+                    for (address, token) in candidates {
+                        match self.ask(address, &token)? {
+                            Asked::Seated(seated) => return Ok(seated),
+                            Asked::NoSeat(reason) => {
+                                no_seat = Some(no_seat.map_or((Instant::now(), reason), |no_seat| no_seat))
+                            }
+                            // The first word is the one that counts, where there are several ports.
+                            Asked::Failed(word) if reason.is_empty() => reason = word,
+                            Asked::Failed(_) => {}
+                        }
+                    }
+                }
+                Err(error) => reason = self.without(&error)?,
+            }
+            if !reason.is_empty() {
+                failed = reason;
+            }
+            let patience = if matches!(identity, Identity::Local(_)) { Duration::ZERO } else { ELSEWHERE };
+            if let Some((_, reason)) = no_seat.take_if(|(since, _)| since.elapsed() >= patience) {
+                let (rank, address) = (self.hello.rank, self.place.to_owned());
+                return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
+            }
+            if Instant::now() + PAUSE >= self.deadline {
+                return Err(self.unreachable(failed));
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    /// Asks for a seat at one address until there is one, or the time for it is over.
+    pub(super) fn seek_at(&self, address: SocketAddr, token: &JobToken) -> Result<Seated, ExecError> {
+        loop {
+            let reason = match self.ask(address, token)? {
+                Asked::Seated(seated) => return Ok(seated),
+                Asked::NoSeat(reason) => {
+                    let (rank, address) = (self.hello.rank, self.place.to_owned());
+                    return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
+                }
+                Asked::Failed(reason) => reason,
+            };
+            if Instant::now() + PAUSE >= self.deadline {
+                return Err(self.unreachable(reason));
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn unreachable(&self, reason: String) -> ExecError {
+        let (rank, address, waited) = (self.hello.rank, self.place.to_owned(), self.began.elapsed());
+        RendezvousError::Unreachable { rank, address, waited, reason }.into()
+    }
+
+    /// Where rank 0 may listen now.
+    fn candidates(
+        &self,
+        meeting: &MeetingPoint,
+        identity: &Identity,
+    ) -> io::Result<Vec<(SocketAddr, JobToken)>> {
+        let hosts = addresses(&meeting.host).map_err(|error| {
+            io::Error::new(error.kind(), format!("{} cannot be looked up: {error}", meeting.host))
+        })?;
+        let at = |ports: &[u16], token: &JobToken| {
+            let each =
+                ports.iter().flat_map(|&port| hosts.iter().map(move |&host| SocketAddr::new(host, port)));
+            each.map(|address| (address, token.clone())).collect()
+        };
+        match identity {
+            Identity::Secret(token) => Ok(at(&meeting.ports, token)),
+            Identity::Local(name) => match name.ask(self.deadline)? {
+                Some((token, port)) => Ok(at(&[port], &token)),
+                None => Err(io::Error::other("no process of this user is rank 0 there: connection refused")),
+            },
+        }
+    }
+
+    /// One attempt.
+    fn ask(&self, address: SocketAddr, token: &JobToken) -> Result<Asked, ExecError> {
+        let hello = serde_json::to_vec(self.hello).unwrap_or_default();
+        let stream = match knock(address, token, &hello, self.deadline) {
+            Ok(stream) => stream,
+            Err(error @ KnockError::AnotherVersion { .. }) => {
+                let (rank, reason) = (self.hello.rank, error.to_string());
+                return Err(RendezvousError::Refused { rank, reason }.into());
+            }
+            Err(KnockError::Io(error)) => return self.without(&error).map(Asked::Failed),
+            Err(error) => return Ok(Asked::Failed(format!("{address}: {error}"))),
+        };
+        // A process that may not be of the job is kept waiting: until the deadline, not for one attempt.
+        let answer = read_frame::<Welcome>(&mut Until { stream: &stream, deadline: self.deadline });
+        Ok(match answer {
+            Ok(Some((Welcome::Joined { session }, _))) => {
+                let ready = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None));
+                let seated = Seated { stream, session, token: token.clone() };
+                ready.map_or_else(|error| Asked::Failed(error.to_string()), |()| Asked::Seated(seated))
+            }
+            Ok(Some((Welcome::NoSeat { reason }, _))) => Asked::NoSeat(reason),
+            Ok(Some((Welcome::Refused { error }, _))) => return Err(error),
+            Ok(None) => Asked::Failed(format!("{address} closed the connection")),
+            Err(error) => Asked::Failed(format!("{address}: {error}")),
+        })
+    }
+
+    /// What an error of the system says, unless trying again is of no use.
+    fn without(&self, error: &io::Error) -> Result<String, ExecError> {
+        if is_out_of_descriptors(error) {
+            let (rank, world_size, limit) = (self.hello.rank, self.world_size, descriptor_limit());
+            return Err(RendezvousError::Descriptors { rank, world_size, limit }.into());
+        }
+        Ok(error.to_string())
+    }
+}
