@@ -43,6 +43,12 @@ pub(crate) fn read(path: &Path) -> Result<MachineProfile, CliError> {
         .map_err(|source| CliError::Profile { path: path.to_owned(), source: Box::new(source) })
 }
 
+/// The profile that plans and simulations are made for: the one that was named, of whatever machine, or the built-in H200. What was
+/// measured here and kept is left out on purpose: the same command prints the same plan everywhere.
+pub(crate) fn modelled(path: Option<&Path>) -> Result<MachineProfile, CliError> {
+    path.map_or_else(|| Ok(MachineProfile::h200()), read)
+}
+
 /// The profile in the file that was named, which must be of `machine`.
 pub(crate) fn named(path: Option<&Path>, machine: &str) -> Result<Option<MachineProfile>, CliError> {
     let Some(path) = path else { return Ok(None) };

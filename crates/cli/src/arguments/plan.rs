@@ -7,9 +7,11 @@ use super::{PlanningArguments, ShapeArguments, value};
 /// Solve and explain a plan without running it
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Nothing is measured but the solve time: stages are cut for a fixed model of an
-H200 node, so the same input gives the same plan on every machine. Token counts
-are key rows received.
+Stages are cut and times predicted for one machine: that of --profile, whichever
+it is, or a built-in model of H200s. Nothing is measured here but the solve time,
+so the same command prints the same plan on every machine. Token counts are key
+rows received. Up to 256 ranks every dispatch is planned and predicted, and the
+one of --dispatch is marked; a balance above 1.02 is explained.
 
 Examples:
   counterpoint plan --mask causal:64k --cp-size 8

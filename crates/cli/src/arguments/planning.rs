@@ -31,7 +31,8 @@ pub(crate) struct PlanningArguments {
     #[arg(long, value_name = "WHAT", default_value = "accumulators", value_parser = value::gradient_shares())]
     pub(crate) gradient_shares: GradientShares,
 
-    /// What the machine does, as `doctor --calibrate` writes it; left out, what was measured here and kept, if anything
+    /// What the machine does, as `doctor --calibrate` writes it. Left out, `plan` and `simulate` take the built-in H200, and a run takes
+    /// what was measured here and kept, if anything
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Option<PathBuf>,
 }
@@ -63,7 +64,7 @@ pub(crate) struct ShapeArguments {
     #[arg(long, value_name = "N", default_value = "128", value_parser = value::size, allow_hyphen_values = true)]
     pub(crate) head_dim: usize,
 
-    /// Element type
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = value::dtype())]
-    pub(crate) dtype: DType,
+    /// Element type; left out, bf16 where the machine that is planned for is a GPU, else f32
+    #[arg(long, value_name = "TYPE", value_parser = value::dtype())]
+    pub(crate) dtype: Option<DType>,
 }

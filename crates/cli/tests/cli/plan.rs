@@ -33,6 +33,9 @@ fn json_has_the_keys_of_the_interface_and_adds_up() {
                 "chunk_size",
                 "comm",
                 "cp_size",
+                "dispatches",
+                "imbalance",
+                "inputs",
                 "num_chunks",
                 "ranks",
                 "schema",
@@ -246,4 +249,116 @@ fn programs_are_printed_one_line_an_operation() {
     }
     folder.refuses(&format!("{line} 2"), &["--program 2 is not a rank", "ranks 0 to 1"]);
     folder.refuses(&format!("{line} --json"), &["--program", "--json"]);
+}
+
+/// A row for every dispatch, the chosen one marked, and a sentence exactly where another is predicted to be faster.
+#[test]
+fn every_dispatch_is_predicted_and_a_faster_one_is_named() {
+    let folder = Folder::new();
+    let mut named = 0;
+    for line in [
+        "plan --mask causal:64k --cp-size 8 --heads-q 16",
+        "plan --mask varlen-causal:lengths=5000,300,2000,892 --cp-size 16 --nodes 2",
+        "plan --mask full:4k --cp-size 4 --dispatch sequential",
+    ] {
+        let plan = folder.run(&format!("{line} --json")).ok().json();
+        let rows = plan["dispatches"].as_array().unwrap();
+        let names: Vec<&str> = rows.iter().map(|row| row["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["affinity", "min-heap", "sequential", "zigzag"]);
+        let seconds = |row: &Value| {
+            let part = |key: &str| row[key].as_f64().unwrap();
+            assert!(part("forward_seconds") > 0.0 && part("backward_seconds") > 0.0, "{row}");
+            part("forward_seconds") + part("backward_seconds")
+        };
+        let chosen: Vec<&Value> = rows.iter().filter(|row| row["chosen"] == true).collect();
+        let asked = line.split("--dispatch ").nth(1).unwrap_or("affinity");
+        assert_eq!((chosen.len(), chosen[0]["name"].as_str()), (1, Some(asked)));
+        assert_eq!(chosen[0]["recv_tokens"], plan["comm"]["recv_tokens"]);
+        assert_eq!(chosen[0]["balance"], plan["balance"]);
+        let inputs = &plan["inputs"];
+        assert_eq!(inputs["attention"]["dtype"], "bf16");
+        assert_eq!(inputs["model"]["machine"], "NVIDIA H200");
+        assert_eq!(inputs["config"]["dispatch"], asked);
+        assert_eq!(inputs["fingerprint"].as_str().unwrap().len(), 64);
+        // Rows are what plans with these dispatches are.
+        let zigzag = folder
+            .run(&format!("{} --dispatch zigzag --json", line.split(" --dispatch").next().unwrap()))
+            .ok()
+            .json();
+        assert_eq!(zigzag["comm"]["recv_tokens"], rows[3]["recv_tokens"]);
+        assert_eq!(zigzag["balance"], rows[3]["balance"]);
+        let text = folder.run(line).ok().stdout;
+        assert!(text.contains(&format!("{asked} (chosen)")) && text.contains("on NVIDIA H200"), "{text}");
+        let fastest = rows.iter().min_by(|a, b| seconds(a).total_cmp(&seconds(b))).unwrap();
+        let is_faster = seconds(fastest) < 0.995 * seconds(chosen[0]);
+        named += usize::from(is_faster);
+        let sentence =
+            format!("{} is predicted to be faster than {asked}", fastest["name"].as_str().unwrap());
+        assert_eq!(text.contains(&sentence), is_faster, "{text}");
+    }
+    assert!(named > 0, "no line above has a faster dispatch");
+}
+
+/// What is said to help does, and where a plan is level nothing is said.
+#[test]
+fn a_plan_that_is_not_level_says_why_and_what_helps() {
+    let folder = Folder::new();
+    let mut remedies = 0;
+    for line in [
+        "plan --mask causal:300 --cp-size 4",
+        "plan --mask causal:4k --cp-size 32 --chunk-size 128",
+        "plan --mask varlen-causal:lengths=3000,40,300,1000,8 --cp-size 20 --dispatch zigzag",
+        "plan --mask causal:64k --cp-size 8",
+        "plan --mask full:64k --cp-size 8 --dispatch sequential",
+    ] {
+        let plan = folder.run(&format!("{line} --json")).ok().json();
+        let text = folder.run(line).ok().stdout;
+        let balance = plan["balance"].as_f64().unwrap();
+        let imbalance = &plan["imbalance"];
+        let said = format!("balance {balance:.3}: ");
+        assert_eq!(imbalance.is_null(), balance <= 1.02, "{line}: {imbalance}");
+        assert_eq!(text.contains(&said), balance > 1.02, "{line}: {text}");
+        let Some(tried) = imbalance["remedies"].as_array() else { continue };
+        for remedy in tried {
+            let flag = remedy["flag"].as_str().unwrap();
+            let name = flag.split(' ').next().unwrap();
+            // Of a flag given twice the last would be refused.
+            let mut words: Vec<&str> = line.split(' ').collect();
+            if let Some(at) = words.iter().position(|word| *word == name) {
+                words.drain(at..at + 2);
+            }
+            let other = folder.run(&format!("{} {flag} --json", words.join(" "))).ok().json();
+            assert_eq!(other["balance"], remedy["balance"], "{line} {flag}");
+            assert!(
+                remedy["balance"].as_f64().unwrap() < balance && text.contains(flag),
+                "{line} {flag}: {text}"
+            );
+            remedies += 1;
+        }
+        let by_time = imbalance["reason"].as_str().unwrap().starts_with("levelled by predicted time");
+        assert!(!tried.is_empty() || by_time || text.contains("no other dispatch"), "{line}: {text}");
+    }
+    assert!(remedies >= 3, "{remedies}");
+}
+
+/// A profile's machine is named, of whatever kind it is; a CPU's is planned for in f32.
+#[test]
+fn the_machine_of_a_profile_is_named() {
+    let folder = Folder::new();
+    let inputs = folder.run("plan --mask causal:4k --cp-size 4 --json").ok().json()["inputs"].take();
+    let mut cost = inputs["config"]["cost"].clone();
+    cost["tiles"] = Value::Null;
+    cost["forward_flops_per_second"] = 1e11.into();
+    cost["backward_flops_per_second"] = 1e11.into();
+    let profile = serde_json::json!({"version": 1, "machine": "Some CPU", "devices": 1, "cost": cost});
+    folder.write("profile.json", profile.to_string());
+    let line = "plan --mask causal:4k --cp-size 4 --profile profile.json";
+    let text = folder.run(line).ok().stdout;
+    assert!(text.contains("forward on Some CPU, predicted") && !text.contains("H200"), "{text}");
+    let other = folder.run(&format!("{line} --json")).ok().json()["inputs"].take();
+    assert_eq!(
+        (&other["model"]["machine"], &other["attention"]["dtype"]),
+        (&"Some CPU".into(), &"f32".into())
+    );
+    assert_ne!(other["fingerprint"], inputs["fingerprint"]);
 }

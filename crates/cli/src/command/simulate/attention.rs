@@ -13,7 +13,7 @@ use crate::schema::Schema;
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
-    let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares)?;
+    let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares, &setting.profile.cost)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let cp_size = arguments.cp_size;
     let ranks_per_node = arguments.simulation.ranks_per_node.min(cp_size);

@@ -41,11 +41,7 @@ impl Setting {
             ("--trace", arguments.trace.as_deref()),
             ("--report", arguments.report.as_deref()),
         ])?;
-        let profile = match profile {
-            Some(path) => profile::read(path)?,
-            None => MachineProfile::h200(),
-        };
-        Ok(Self { profile, outputs })
+        Ok(Self { profile: profile::modelled(profile)?, outputs })
     }
 }
 

@@ -1,13 +1,19 @@
+//! `counterpoint plan`.
+
+mod dispatches;
+mod imbalance;
+
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
-    AttentionSpec, GradientShares, MachineProfile, PlanConfig, TwoLevelExchange, flat_crossing_rows,
+    AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
+    TwoLevelExchange, flat_crossing_rows,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
 };
-use counterpoint_schedule::{GradientReduction, OverlapPolicy};
+use serde::Serialize;
 
 use super::comparison::traffic_rows;
 use super::nodes::topology;
@@ -22,16 +28,16 @@ use crate::progress::Progress;
 use crate::schema::Schema;
 use crate::{console, mask_argument, profile};
 
+use dispatches::DispatchRow;
+use imbalance::Imbalance;
+
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let topology = topology(arguments.cp_size, arguments.nodes)?;
-    let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares)?;
+    let profile = profile::modelled(arguments.planning.profile.as_deref())?;
+    let spec = attention_spec(&arguments.shape, arguments.planning.gradient_shares, &profile.cost)?;
     let mask = mask_argument::load(&arguments.mask)?;
     let outputs = Outputs::check(&[("--report", arguments.report.as_deref())])?;
-    let profile = match &arguments.planning.profile {
-        Some(path) => profile::read(path)?,
-        None => MachineProfile::h200(),
-    };
     let config = PlanConfig {
         chunk_size: arguments.planning.chunk_size,
         dispatch: arguments.planning.dispatch,
@@ -48,35 +54,63 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         drop(progress);
         return console::print(&programs::text(&solution.plan, &spec, ranks));
     }
-    let machine = profile.machine;
-    let told = Told { arguments, mask: &mask, spec, machine, config, solution };
-    if arguments.json && arguments.report.is_none() {
-        drop(progress);
-        told.solution.note_idle_ranks();
-        return console::print_json(Schema::Plan, &told.solution.summary(&mask, &spec));
-    }
     progress.step("simulating");
-    let prediction = Prediction::of(
-        &told.solution.plan,
-        &spec,
-        OverlapPolicy::default(),
-        Some(GradientReduction::default()),
-        &config,
-    )?;
+    let prediction = dispatches::predict(&solution.plan, &spec, &config)?;
+    progress.step("comparing dispatches");
+    let planned = (&solution.plan, &prediction);
+    let dispatches = dispatches::compare(&mask, &spec, &config, planned)?;
+    let imbalance = Imbalance::of(&mask, &spec, &config, planned, &dispatches);
+    let told = Told { arguments, mask: &mask, spec, profile, config, solution, dispatches, imbalance };
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
     told.solution.note_idle_ranks();
     if arguments.json {
-        return console::print_json(Schema::Plan, &told.solution.summary(&mask, &spec));
+        return console::print_json(Schema::Plan, &told.document());
     }
     console::print(&told.text(&prediction, &outputs))
 }
 
-/// The attention that flags describe.
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Document<'a> {
+    inputs: Inputs<'a>,
+    #[serde(flatten)]
+    summary: PlanSummary,
+    dispatches: &'a [DispatchRow],
+    imbalance: &'a Option<Imbalance>,
+}
+
+/// All that decides a plan and what is predicted of it.
+#[derive(Serialize)]
+struct Inputs<'a> {
+    /// As given.
+    mask: &'a str,
+    seqlen_q: usize,
+    seqlen_k: usize,
+    slices: usize,
+    attention: &'a AttentionSpec,
+    config: &'a PlanConfig,
+    model: Model<'a>,
+    /// Of the mask, the attention and the configuration, as [`Fingerprint::of`].
+    fingerprint: String,
+}
+
+/// The machine that is planned for.
+#[derive(Serialize)]
+struct Model<'a> {
+    machine: &'a str,
+    source: &'a str,
+    version: u32,
+}
+
+/// The attention that flags describe, for a machine of this cost.
 pub(super) fn attention_spec(
     shape: &ShapeArguments,
     gradient_shares: GradientShares,
+    cost: &CostModel,
 ) -> Result<AttentionSpec, CliError> {
+    // A machine whose kernels walk tiles is a GPU.
+    let usual = if cost.tiles.is_some() { DType::Bf16 } else { DType::F32 };
     let heads_kv = shape.heads_kv.unwrap_or(shape.heads_q);
     flags_divide(shape.heads_q, heads_kv)?;
     Ok(AttentionSpec {
@@ -84,7 +118,7 @@ pub(super) fn attention_spec(
         heads_kv,
         head_dim: shape.head_dim,
         head_dim_v: shape.head_dim,
-        dtype: shape.dtype,
+        dtype: shape.dtype.unwrap_or(usual),
         scale: 1.0 / (shape.head_dim as f64).sqrt(),
         softcap: 0.0,
         seqlen_sink: 0,
@@ -98,12 +132,38 @@ struct Told<'a> {
     mask: &'a Mask,
     spec: AttentionSpec,
     /// What it is planned for.
-    machine: String,
+    profile: MachineProfile,
     config: PlanConfig,
     solution: Solution,
+    dispatches: Vec<DispatchRow>,
+    imbalance: Option<Imbalance>,
 }
 
 impl Told<'_> {
+    fn document(&self) -> Document<'_> {
+        let (mask, profile) = (self.mask, &self.profile);
+        Document {
+            inputs: Inputs {
+                mask: &self.arguments.mask,
+                seqlen_q: mask.seqlen_q(),
+                seqlen_k: mask.seqlen_k(),
+                slices: mask.slices().len(),
+                attention: &self.spec,
+                config: &self.config,
+                model: Model { machine: &profile.machine, source: &profile.source, version: profile.version },
+                fingerprint: Fingerprint::of(mask, &self.spec, &self.config).to_string(),
+            },
+            summary: self.solution.summary(mask, &self.spec),
+            dispatches: &self.dispatches,
+            imbalance: &self.imbalance,
+        }
+    }
+
+    /// The machine, as text shows it.
+    fn machine(&self) -> String {
+        self.profile.machine.chars().filter(|c| !c.is_control()).collect()
+    }
+
     fn text(&self, prediction: &Prediction, outputs: &Outputs) -> String {
         let style = console::style();
         let (mask, plan) = (self.mask, &self.solution.plan);
@@ -121,6 +181,9 @@ impl Told<'_> {
             format_count(plan.q_dispatch.chunk_size() as u64),
         );
         out.push_str(&plan_table(plan, Some(&rank_seconds(&prediction.forward)), &style));
+        if let Some(imbalance) = &self.imbalance {
+            out.push_str(&imbalance.text(plan.balance()));
+        }
         let rows = traffic_rows(dispatch, plan, mask, &self.spec, self.solution.seconds);
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
@@ -134,6 +197,7 @@ impl Told<'_> {
             );
         }
         let _ = writeln!(out);
+        let machine = self.machine();
         for (name, timeline, count) in [
             ("forward", Some(&prediction.forward), plan.ranks[0].forward.len()),
             ("backward", prediction.backward.as_ref(), plan.ranks[0].backward.len()),
@@ -146,10 +210,12 @@ impl Told<'_> {
             let seconds = format_seconds(timeline.makespan());
             let _ = writeln!(
                 out,
-                "{name} on H200s, predicted: {seconds}, {}, {efficiency}",
+                "{name} on {machine}, predicted: {seconds}, {}, {efficiency}",
                 console::stages(count)
             );
         }
+        let _ = writeln!(out);
+        out.push_str(&dispatches::text(&self.dispatches, plan.cp_size(), &machine, &style));
         for (flag, path) in outputs.files() {
             let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
         }
@@ -175,7 +241,7 @@ impl Told<'_> {
                     dtype_name(spec.dtype)
                 ),
             ),
-            ("cost model", self.machine.clone()),
+            ("cost model", self.machine()),
         ];
         let predicted = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
         HtmlReport {
