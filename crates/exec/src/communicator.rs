@@ -10,18 +10,17 @@ use counterpoint_schedule::{
 };
 
 use crate::{
-    Backend, CollectiveCall, CollectiveContext, CpuBackend, CpuTransport, ExecError, OpPlace, SlowLink,
-    Transport, World,
+    Backend, CollectiveCall, CollectiveContext, CpuBackend, CpuTransport, ExecError, GroupRank, OpPlace,
+    SlowLink, Ticket, Transport, World,
 };
 
-/// Group collectives by themselves, without a Program: one rank's end of them, with a stream of its own.
+/// Group collectives by themselves, without a Program: one rank's end of them, on a stream of communication of the rank.
 ///
 /// All ranks must issue the same collectives in the same order. Calls return at once; [`Handle::synchronize`] waits on the
 /// host, [`Handle::wait`] orders another stream behind.
 pub struct Communicator<B: Backend, T: Transport<B>> {
-    backend: B,
-    transport: T,
-    stream: B::Stream,
+    rank: Arc<GroupRank<B, T>>,
+    stream: Arc<B::Stream>,
     calls: AtomicUsize,
 }
 
@@ -59,24 +58,32 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
     /// # Errors
     /// When the backend has no stream left.
     pub fn new(backend: B, transport: T) -> Result<Self, ExecError> {
+        Self::on(&GroupRank::new(backend, transport))
+    }
+
+    /// Collectives of a group's rank: they follow its calls, and its calls follow them.
+    ///
+    /// # Errors
+    /// When the backend has no stream left.
+    pub fn on(rank: &Arc<GroupRank<B, T>>) -> Result<Self, ExecError> {
         let spec = StreamSpec { name: "collectives".to_owned(), kind: StreamKind::Communication };
-        let stream = backend.create_stream(&spec, &OverlapPolicy::default())?;
-        Ok(Self { backend, transport, stream, calls: AtomicUsize::new(0) })
+        let stream = rank.streams_for(&[spec], &POLICY)?.swap_remove(0);
+        Ok(Self { rank: rank.clone(), stream, calls: AtomicUsize::new(0) })
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.transport.rank()
+        self.rank.rank()
     }
 
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
-        self.transport.world_size()
+        self.rank.world_size()
     }
 
     /// The backend, to make buffers and streams.
     pub fn backend(&self) -> &B {
-        &self.backend
+        self.rank.backend()
     }
 
     /// Sends rows of the inputs to the ranks that `part` names and receives theirs into the outputs. The two buffers of a
@@ -92,7 +99,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         tensors: &[(&B::Buffer, &B::Buffer)],
         wire_dtype: DType,
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let table = Table::new(&self.backend, tensors);
+        let table = Table::new(self.backend(), tensors);
         let op = GroupCast {
             part: Arc::new(part.clone()),
             tensors: table.pairs.clone(),
@@ -101,9 +108,9 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
             delivery: None,
         };
         let place = self.place(label);
-        let collective = self.transport.prepare_cast(&place, &op, &table.context());
+        let collective = self.rank.transport().prepare_cast(&place, &op, &table.context());
         // Others may be waiting for this rank already: they are to hear of it.
-        let collective = collective.map_err(|error| self.backend.fail(error))?;
+        let collective = collective.map_err(|error| self.backend().fail(error))?;
         self.enqueue(&place, &collective, &table.buffers)
     }
 
@@ -119,7 +126,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         tensors: &[(&B::Buffer, &B::Buffer)],
         reduce: Reduce,
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let table = Table::new(&self.backend, tensors);
+        let table = Table::new(self.backend(), tensors);
         let Reduce { op, accumulate, wire_dtype, reduce_dtype } = reduce;
         let op = GroupReduce {
             part: Arc::new(part.clone()),
@@ -131,8 +138,8 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
             arrive: None,
         };
         let place = self.place(label);
-        let collective = self.transport.prepare_reduce(&place, &op, &table.context());
-        let collective = collective.map_err(|error| self.backend.fail(error))?;
+        let collective = self.rank.transport().prepare_reduce(&place, &op, &table.context());
+        let collective = collective.map_err(|error| self.backend().fail(error))?;
         self.enqueue(&place, &collective, &table.buffers)
     }
 
@@ -146,7 +153,14 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
         collective: &T::Collective,
         buffers: &[B::Buffer],
     ) -> Result<Handle<'_, B, T>, ExecError> {
-        let Self { backend, transport, stream, .. } = self;
+        let (backend, transport, stream) = (self.backend(), self.rank.transport(), &*self.stream);
+        let mut order = self.rank.order();
+        self.rank.check()?;
+        if let Some((on, ended)) = &order.last
+            && !Arc::ptr_eq(on, &self.stream)
+        {
+            backend.wait(stream, place, ended)?;
+        }
         transport.enqueue(&CollectiveCall {
             backend,
             stream,
@@ -156,9 +170,11 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
             barrier: None,
             signal: None,
         })?;
-        let finished = self.backend.create_event()?;
-        self.backend.record(&self.stream, place, &finished)?;
-        Ok(Handle { communicator: self, place: place.clone(), finished })
+        let finished = self.rank.events().take(backend)?;
+        backend.record(stream, place, &finished)?;
+        order.last = Some((self.stream.clone(), finished.clone()));
+        let ticket = Ticket::new(backend, finished, place.clone(), self.rank.events());
+        Ok(Handle { communicator: self, ticket })
     }
 }
 
@@ -166,8 +182,7 @@ impl<B: Backend, T: Transport<B>> Communicator<B, T> {
 #[must_use = "the collective may still run: wait for it before its buffers are used"]
 pub struct Handle<'a, B: Backend, T: Transport<B>> {
     communicator: &'a Communicator<B, T>,
-    place: OpPlace,
-    finished: B::Event,
+    ticket: Ticket<B>,
 }
 
 impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
@@ -176,7 +191,7 @@ impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
     /// # Errors
     /// The world's error, when it has failed.
     pub fn wait(&self, stream: &B::Stream) -> Result<(), ExecError> {
-        self.communicator.backend.wait(stream, &self.place, &self.finished)
+        self.ticket.order(stream)
     }
 
     /// Sleeps until the collective, and all that this communicator was given before it, has finished.
@@ -184,8 +199,8 @@ impl<B: Backend, T: Transport<B>> Handle<'_, B, T> {
     /// # Errors
     /// The first error of any rank of the world.
     pub fn synchronize(self) -> Result<(), ExecError> {
-        let Communicator { backend, stream, .. } = self.communicator;
-        backend.synchronize(&[stream])
+        let Communicator { rank, stream, .. } = self.communicator;
+        rank.backend().synchronize(&[&**stream])
     }
 }
 

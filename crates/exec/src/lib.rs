@@ -78,11 +78,12 @@ pub use host_element::{Accumulator, HostElement};
 pub use interpreter::{Call, Prepared};
 pub use layout::{dispatch, undispatch};
 pub use linear::{
-    CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerGradient,
-    LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions, LinearOutputs,
-    LinearRun, LinearSample, LinearTensor, MeasureError, MeasuredClock, PlannedPass, PlannedPasses,
-    PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm, check_linear, check_linear_part,
-    gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear, run_linear_on,
+    CollectiveShape, ColumnParallelLinear, GemmCollective, GemmCollectiveSpec, GemmOverlap, LayerCall,
+    LayerGradient, LayerOverlap, LayerPass, LinearConfig, LinearInputs, LinearLayer, LinearOptions,
+    LinearOutputs, LinearRun, LinearSample, LinearTensor, MeasureError, MeasuredClock, NamedBuffers,
+    PlannedPass, PlannedPasses, PreparedOn, RankBuffers, Repeats, RowParallelLinear, all_gather_gemm,
+    check_linear, check_linear_part, gemm_all_reduce, gemm_reduce_scatter, random_linear_inputs, run_linear,
+    run_linear_on,
 };
 pub use machine::{CpuMachine, ElementTypes, Ends, Machine};
 pub use memory::{available_memory, check_memory};

@@ -1,14 +1,14 @@
 //! Attention of a plan on the ranks of a group: forward and backward of the caller's tensors, any number of them in flight.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::OverlapPolicy;
 
-use super::{Group, Ticket};
+use super::{Group, GroupRank, Ticket};
 use crate::attention::{backward_program, forward_program, plan_identity};
 use crate::monitor::lock;
-use crate::{Backend, Call, ExecError, Machine, Pass, Prepared, Transport};
+use crate::{Backend, Call, ExecError, Machine, Pass, PlanIdentity, Prepared, Transport};
 
 /// Attention of a plan, prepared on the ranks of a group that are in this process. It keeps nothing between calls: what a backward
 /// needs of its forward is in tensors of the caller.
@@ -80,32 +80,29 @@ impl<M: Machine> Group<M> {
         policy: OverlapPolicy,
         deterministic: bool,
     ) -> Result<AttentionCalls<M>, ExecError> {
-        if plan.ranks.len() != self.world_size() {
-            let reason = format!(
-                "the plan is for {} ranks, and the group has {}",
-                plan.ranks.len(),
-                self.world_size()
-            );
-            let program = "attention".to_owned();
-            return Err(ExecError::Program { program, rank: self.ranks_here().start, reason });
-        }
         let identity = plan_identity(plan, spec, policy, deterministic);
-        let forward =
-            self.prepare(|rank| forward_program(plan, rank, spec, policy, deterministic), Some(&identity))?;
-        let backward: Vec<_> = match pass {
-            Pass::Forward => forward.iter().map(|_| None).collect(),
-            Pass::ForwardBackward => {
-                let lower = |rank| backward_program(plan, rank, spec, policy, deterministic);
-                self.prepare(lower, Some(&identity))?.into_iter().map(|rank| Some(Mutex::new(rank))).collect()
-            }
-        };
-        let ranks = forward.into_iter().zip(backward);
-        let rank = |(forward, backward)| AttentionRank { forward: Mutex::new(forward), backward };
-        Ok(AttentionCalls { ranks: ranks.map(rank).collect() })
+        let task = Task { plan, spec, pass, policy, deterministic, identity };
+        let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, &task));
+        Ok(AttentionCalls { ranks: ranks.collect::<Result<_, _>>()? })
     }
 }
 
+/// What is prepared.
+struct Task<'a> {
+    plan: &'a Plan,
+    spec: &'a AttentionSpec,
+    pass: Pass,
+    policy: OverlapPolicy,
+    deterministic: bool,
+    identity: PlanIdentity,
+}
+
 impl<M: Machine> AttentionCalls<M> {
+    /// The ranks that are in this process, in their order, each to be kept and dropped by itself.
+    pub fn into_ranks(self) -> Vec<AttentionRank<M::Backend, M::Transport>> {
+        self.ranks
+    }
+
     /// The ranks that are in this process, in their order.
     pub fn ranks(&self) -> &[AttentionRank<M::Backend, M::Transport>] {
         &self.ranks
@@ -121,8 +118,9 @@ impl<M: Machine> AttentionCalls<M> {
         tensors: &[ForwardTensors<'_, M::Backend>],
         streams: Option<&[&StreamOf<M>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
-        let prepared = self.ranks.iter().map(|rank| lock(&rank.forward)).collect();
-        enqueue_ranks(prepared, tensors.iter().map(ForwardTensors::named).collect(), streams)
+        let ranks: Vec<_> = self.ranks.iter().map(|rank| lock(&rank.forward)).collect();
+        let named: Vec<_> = tensors.iter().map(ForwardTensors::named).collect();
+        Prepared::call_ranks(&ranks.iter().map(|rank| &**rank).collect::<Vec<_>>(), &named, streams)
     }
 
     /// Likewise the backward.
@@ -134,8 +132,9 @@ impl<M: Machine> AttentionCalls<M> {
         tensors: &[BackwardTensors<'_, M::Backend>],
         streams: Option<&[&StreamOf<M>]>,
     ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
-        let prepared = self.ranks.iter().map(AttentionRank::backward_rank).collect::<Result<_, _>>()?;
-        enqueue_ranks(prepared, tensors.iter().map(BackwardTensors::named).collect(), streams)
+        let ranks: Vec<_> = self.ranks.iter().map(AttentionRank::backward_rank).collect::<Result<_, _>>()?;
+        let named: Vec<_> = tensors.iter().map(BackwardTensors::named).collect();
+        Prepared::call_ranks(&ranks.iter().map(|rank| &**rank).collect::<Vec<_>>(), &named, streams)
     }
 }
 
@@ -143,6 +142,43 @@ impl<M: Machine> AttentionCalls<M> {
 type StreamOf<M> = <<M as Machine>::Backend as Backend>::Stream;
 
 impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
+    /// Makes attention of a plan ready on one rank; as [`Group::attention`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn prepare(
+        rank: &Arc<GroupRank<B, T>>,
+        plan: &Plan,
+        spec: &AttentionSpec,
+        pass: Pass,
+        policy: OverlapPolicy,
+        deterministic: bool,
+    ) -> Result<Self, ExecError> {
+        let identity = plan_identity(plan, spec, policy, deterministic);
+        Self::of_task(rank, &Task { plan, spec, pass, policy, deterministic, identity })
+    }
+
+    fn of_task(rank: &Arc<GroupRank<B, T>>, task: &Task<'_>) -> Result<Self, ExecError> {
+        let Task { plan, spec, pass, policy, deterministic, identity } = task;
+        if plan.ranks.len() != rank.world_size() {
+            let reason = format!(
+                "the plan is for {} ranks, and the group has {}",
+                plan.ranks.len(),
+                rank.world_size()
+            );
+            return Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason });
+        }
+        let prepare = |program| Prepared::on(rank, program, Some(identity)).map(Mutex::new);
+        let forward = prepare(forward_program(plan, rank.rank(), spec, *policy, *deterministic))?;
+        let backward = match pass {
+            Pass::Forward => None,
+            Pass::ForwardBackward => {
+                Some(prepare(backward_program(plan, rank.rank(), spec, *policy, *deterministic))?)
+            }
+        };
+        Ok(Self { forward, backward })
+    }
+
     /// Enqueues a forward and returns at once; with `stream`, behind what that was given before, and before what it is given later.
     ///
     /// # Errors
@@ -206,23 +242,4 @@ fn named<'a, T: Clone + 'a>(
     tensors: impl IntoIterator<Item = (&'static str, Option<&'a T>)>,
 ) -> Vec<(&'static str, T)> {
     tensors.into_iter().filter_map(|(name, tensor)| Some((name, tensor?.clone()))).collect()
-}
-
-fn enqueue_ranks<B: Backend, T: Transport<B>>(
-    prepared: Vec<MutexGuard<'_, Prepared<B, T>>>,
-    tensors: Vec<Named<B>>,
-    streams: Option<&[&B::Stream]>,
-) -> Result<Vec<Ticket<B>>, ExecError> {
-    let given = streams.map_or(prepared.len(), <[_]>::len);
-    if tensors.len() != prepared.len() || given != prepared.len() {
-        let reason =
-            format!("{} tensors and {given} streams for the {} ranks here", tensors.len(), prepared.len());
-        return Err(ExecError::Tensor { name: "a call's tensors".to_owned(), reason });
-    }
-    let call = |(index, (prepared, tensors))| {
-        let prepared: &MutexGuard<'_, Prepared<B, T>> = prepared;
-        let tensors: &Named<B> = tensors;
-        Call::new(prepared, tensors, streams.map(|streams| streams[index]))
-    };
-    Call::enqueue_ranks(prepared.iter().zip(&tensors).enumerate().map(call).collect::<Result<_, _>>()?)
 }

@@ -1,5 +1,6 @@
 //! One rank of a group: what all Programs that run on it share.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -24,7 +25,12 @@ pub struct GroupRank<B: Backend, T: Transport<B>> {
     order: Mutex<CallOrder<B>>,
     events: EventPool<B>,
     is_closed: AtomicBool,
+    /// What the connection lives on. Last, so that it goes last.
+    _keeper: Option<ConnectionKeeper>,
 }
+
+/// What a group keeps as long as anything that was made ready on it lives, such as its rendezvous.
+pub(crate) type ConnectionKeeper = Arc<dyn Any + Send + Sync>;
 
 struct Shared<B: Backend> {
     streams: Vec<SharedStream<B>>,
@@ -51,7 +57,12 @@ pub(crate) struct CallOrder<B: Backend> {
 impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
     /// Takes over a rank's backend and its connection.
     pub fn new(backend: B, transport: T) -> Arc<Self> {
+        Self::kept_by(backend, transport, None)
+    }
+
+    pub(crate) fn kept_by(backend: B, transport: T, keeper: Option<ConnectionKeeper>) -> Arc<Self> {
         Arc::new(Self {
+            _keeper: keeper,
             backend,
             transport,
             shared: Mutex::new(Shared { streams: Vec::new(), scratch: GlobalBuffer::new() }),
@@ -102,6 +113,12 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         self.backend.check()
     }
 
+    /// Ends the group for all ranks, which hear `reason` of this one from whatever they wait for. Gives the group's error, which is
+    /// another where that came first.
+    pub fn fail(&self, reason: impl Into<String>) -> ExecError {
+        self.backend.fail(ExecError::GaveUp { rank: self.rank(), reason: reason.into() })
+    }
+
     pub(crate) fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
     }
@@ -122,11 +139,15 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
 
     /// The streams of a Program: the first of each kind for its first of that kind, and so on. New ones are made only for a Program
     /// that has more than any before.
-    pub(crate) fn streams_for(&self, program: &Program) -> Result<Vec<Arc<B::Stream>>, ExecError> {
+    pub(crate) fn streams_for(
+        &self,
+        specs: &[StreamSpec],
+        policy: &OverlapPolicy,
+    ) -> Result<Vec<Arc<B::Stream>>, ExecError> {
         let mut shared = lock(&self.shared);
-        let partition = partition_of(&program.policy);
-        let mut taken: Vec<Arc<B::Stream>> = Vec::with_capacity(program.streams.len());
-        for spec in &program.streams {
+        let partition = partition_of(policy);
+        let mut taken: Vec<Arc<B::Stream>> = Vec::with_capacity(specs.len());
+        for spec in specs {
             let fits = |known: &&SharedStream<B>| {
                 known.kind == spec.kind
                     && known.partition == partition
@@ -135,7 +156,7 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
             let stream = match shared.streams.iter().find(fits) {
                 Some(known) => known.stream.clone(),
                 None => {
-                    let stream = Arc::new(self.backend.create_stream(spec, &program.policy)?);
+                    let stream = Arc::new(self.backend.create_stream(spec, policy)?);
                     shared.streams.push(SharedStream { kind: spec.kind, partition, stream: stream.clone() });
                     stream
                 }

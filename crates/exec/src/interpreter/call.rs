@@ -174,6 +174,39 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
     }
 }
 
+impl<B: Backend, T: Transport<B>> Prepared<B, T> {
+    /// Enqueues a call of the Programs of several ranks from this thread, each on its own tensors, by name, and with its own stream
+    /// where there are any.
+    ///
+    /// # Errors
+    /// As [`Call::new`]; nothing has been enqueued on any rank then. The group's first error.
+    pub fn call_ranks(
+        ranks: &[&Self],
+        tensors: &[Vec<(&str, B::Buffer)>],
+        streams: Option<&[&B::Stream]>,
+    ) -> Result<Vec<Ticket<B>>, ExecError> {
+        let given = streams.map_or(ranks.len(), <[_]>::len);
+        if tensors.len() != ranks.len() || given != ranks.len() {
+            let reason = format!(
+                "tensors for {} ranks and {given} streams for the {} ranks here",
+                tensors.len(),
+                ranks.len()
+            );
+            return Err(ExecError::Tensor { name: "a call's tensors".to_owned(), reason });
+        }
+        let calls =
+            ranks.iter().zip(tensors).enumerate().map(|(index, (rank, tensors))| {
+                Call::new(rank, tensors, streams.map(|streams| streams[index]))
+            });
+        Call::enqueue_ranks(calls.collect::<Result<_, _>>()?)
+    }
+
+    /// The tensors that a call takes: what it reads, adds to and writes.
+    pub fn tensors(&self) -> impl Iterator<Item = &BufferSpec> {
+        self.program().buffers.iter().filter(|spec| is_bound(spec.role))
+    }
+}
+
 /// Refuses tensors of which one is written and shares memory with another.
 fn check_overlaps<B: Backend, T: Transport<B>>(
     prepared: &Prepared<B, T>,

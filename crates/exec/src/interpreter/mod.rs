@@ -70,7 +70,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             let steps = steps::prepare(rank, &program, plan)?;
             let backend = rank.backend();
             Ok(Self {
-                streams: rank.streams_for(&program)?,
+                streams: rank.streams_for(&program.streams, &program.policy)?,
                 events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,
                 barriers: (0..program.num_barriers)
                     .map(|_| backend.create_barrier())

@@ -2,13 +2,13 @@
 
 use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::{
-    OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
+    BufferSpec, OverlapPolicy, Program, Timeline, WeightGradient, lower_linear_backward, lower_linear_forward,
 };
 
 use super::deferred::Deferred;
 use super::overlap::{PlannedPass, PlannedPasses};
 use super::shard::Shard;
-use crate::{Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes};
+use crate::{Backend, ExecError, Group, HostTensor, Machine, PlanIdentity, Prepared, RunTimes, Ticket};
 
 pub(super) type Rank<M> = Prepared<<M as Machine>::Backend, <M as Machine>::Transport>;
 
@@ -77,6 +77,21 @@ impl LinearTensor {
         }
     }
 }
+
+/// What of a layer is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerCall {
+    /// `y` of `x`, `weight` and `bias`.
+    Forward,
+    /// `dx` of `dy` and `weight`, and with `x` what becomes of the gradient of the weight: `dweight` and `dbias` are written,
+    /// `main_grad` and `main_grad_bias` added to, or what the gradient needs later is kept.
+    Backward,
+    /// The deferred gradient of the weight, of `x`, `dy` and what a backward has kept.
+    WeightGradient,
+}
+
+/// Tensors of each rank here, by name.
+pub type NamedBuffers<'a, M> = Vec<Vec<(&'a str, <<M as Machine>::Backend as Backend>::Buffer)>>;
 
 /// What one pass of a layer gave.
 pub struct LayerPass<M: Machine> {
@@ -291,6 +306,45 @@ impl<M: Machine> LinearLayer<M> {
             deferred.push(x, dy);
         }
         Ok(LayerPass { result: Prepared::buffers_of(&self.backward, "dx")?, timeline })
+    }
+
+    /// The tensors that a call takes on one of the ranks here: names, types and shapes of what it reads, adds to and writes.
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a call that the layer was not made for.
+    pub fn tensors(&self, call: LayerCall, rank: usize) -> Result<Vec<BufferSpec>, ExecError> {
+        let ranks = self.ranks_of(call)?;
+        Ok(ranks.get(rank).map(|rank| rank.tensors().cloned().collect()).unwrap_or_default())
+    }
+
+    /// Enqueues a call on the caller's tensors, those that are written included, and returns at once: results lie in no memory of the
+    /// layer, so that any number of calls may be in flight. Tensors that are not named are those that were bound. `streams` as in
+    /// [`Prepared::call_ranks`].
+    ///
+    /// # Errors
+    /// [`ExecError::Tensor`] for a call that the layer was not made for, or a tensor that does not fit: nothing has been enqueued then;
+    /// the group's first error.
+    pub fn enqueue(
+        &self,
+        call: LayerCall,
+        tensors: &NamedBuffers<'_, M>,
+        streams: Option<&[&<M::Backend as Backend>::Stream]>,
+    ) -> Result<Vec<Ticket<M::Backend>>, ExecError> {
+        let ranks: Vec<&Rank<M>> = self.ranks_of(call)?.iter().collect();
+        Prepared::call_ranks(&ranks, tensors, streams)
+    }
+
+    fn ranks_of(&self, call: LayerCall) -> Result<&[Rank<M>], ExecError> {
+        let (ranks, name) = match call {
+            LayerCall::Forward => (&self.forward[..], "x"),
+            LayerCall::Backward => (&self.backward[..], "dy"),
+            LayerCall::WeightGradient => {
+                (self.deferred.as_ref().map_or(&[][..], Deferred::written), "dweight")
+            }
+        };
+        let reason = || format!("this layer was not made for {call:?}");
+        let missing = || ExecError::Tensor { name: name.to_owned(), reason: reason() };
+        if ranks.is_empty() { Err(missing()) } else { Ok(ranks) }
     }
 
     /// Which times passes take from the next one on, in their timelines.

@@ -25,7 +25,7 @@ pub use gemm_collective::{
     GemmCollective, GemmCollectiveSpec, GemmOverlap, PreparedOn, all_gather_gemm, gemm_all_reduce,
     gemm_reduce_scatter,
 };
-pub use layer::{LayerGradient, LayerPass, LinearLayer, LinearTensor, RankBuffers};
+pub use layer::{LayerCall, LayerGradient, LayerPass, LinearLayer, LinearTensor, NamedBuffers, RankBuffers};
 pub use overlap::{LayerOverlap, PlannedPass, PlannedPasses};
 pub use parallel::{ColumnParallelLinear, LinearOptions, RowParallelLinear};
 pub use reference::{LinearSample, check_linear, check_linear_part};

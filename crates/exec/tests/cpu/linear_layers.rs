@@ -1,9 +1,9 @@
 //! Layers that are prepared once: several micro-batches, queues of gradients, scratch memory in common.
 
 use counterpoint_exec::{
-    ColumnParallelLinear, CpuMachine, ExecError, Group, HostTensor, LayerGradient, LayerOverlap,
-    LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearTensor, RowParallelLinear,
-    WorldConfig, check_linear_part,
+    ColumnParallelLinear, CpuBuffer, CpuMachine, ExecError, Group, HostTensor, LayerCall, LayerGradient,
+    LayerOverlap, LinearInputs, LinearLayer, LinearOptions, LinearOutputs, LinearSample, LinearTensor,
+    RowParallelLinear, WorldConfig, check_linear_part,
 };
 use counterpoint_plan::{Activations, CostModel, DType, WaveGroups};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WeightGradient};
@@ -224,4 +224,79 @@ fn what_does_not_fit_is_named() {
     refused(layer.bind_main_grad(&weight, None).unwrap_err(), &["main_grad", "no use"]);
     let x = layer.scatter(LinearTensor::Input, &whole(8, 4, 0)).unwrap();
     refused(layer.forward(&x).map(|_| ()).unwrap_err(), &["weight", "never bound"]);
+}
+
+/// Two micro-batches of a layer in flight, each on tensors of the caller, whose gradients are added to one `main_grad`: at once, or
+/// later from what the backwards have kept.
+#[test]
+fn calls_use_the_tensors_of_the_caller() {
+    let group = Group::local(RANKS, WorldConfig::default()).unwrap();
+    let deferred = LayerGradient::Deferred { into: Some(DType::F32), limit: 1 };
+    for (gradient, activations) in [
+        (LayerGradient::Accumulated(DType::F32), Activations::SequenceParallel),
+        (deferred, Activations::SequenceParallel),
+        (deferred, Activations::Replicated),
+    ] {
+        let layer = RowParallelLinear::new(&group, [TOKENS, 9, 4], &options(gradient, activations)).unwrap();
+        let whole_weight = whole(4, 9, 1);
+        let weight = layer.scatter(LinearTensor::Weight, &whole_weight).unwrap();
+        let main_grad = layer.scatter(LinearTensor::Weight, &whole(4, 9, 2)).unwrap();
+        let fresh = |call| -> Vec<Vec<(String, CpuBuffer)>> {
+            let zeros = |spec: counterpoint_schedule::BufferSpec| {
+                let tensor = HostTensor::zeros(spec.shape, spec.dtype);
+                (spec.name.clone(), CpuBuffer::new(0, &spec.name, tensor))
+            };
+            (0..RANKS)
+                .map(|rank| layer.tensors(call, rank).unwrap().into_iter().map(zeros).collect())
+                .collect()
+        };
+        let mut tickets = Vec::new();
+        let mut results = Vec::new();
+        for batch in 0..2 {
+            let x = layer.scatter(LinearTensor::Input, &whole(TOKENS, 9, 10 + batch)).unwrap();
+            let dy = layer.scatter(LinearTensor::Output, &whole(TOKENS, 4, 20 + batch)).unwrap();
+            let given = [("x", &x), ("dy", &dy), ("weight", &weight), ("main_grad", &main_grad)];
+            let mut kept: Vec<Vec<(String, CpuBuffer)>> = vec![Vec::new(); RANKS];
+            let mut call = |call| {
+                let mut tensors = fresh(call);
+                for (rank, tensors) in tensors.iter_mut().enumerate() {
+                    for (name, tensor) in tensors {
+                        let before = given.iter().find(|(given, _)| given == name).map(|(_, of)| &of[rank]);
+                        let kept = kept[rank].iter().find(|(kept, _)| kept == name).map(|(_, tensor)| tensor);
+                        *tensor = before.or(kept).unwrap_or(tensor).clone();
+                    }
+                }
+                let named: Vec<Vec<(&str, CpuBuffer)>> = tensors
+                    .iter()
+                    .map(|tensors| tensors.iter().map(|(name, tensor)| (&**name, tensor.clone())).collect())
+                    .collect();
+                tickets.extend(layer.enqueue(call, &named, None).unwrap());
+                kept.iter_mut()
+                    .zip(&tensors)
+                    .for_each(|(kept, tensors)| kept.extend(tensors.iter().cloned()));
+                let written = |name: &str| -> Option<Vec<CpuBuffer>> {
+                    let of = |tensors: &Vec<(String, CpuBuffer)>| {
+                        tensors.iter().find(|(other, _)| other == name).map(|(_, tensor)| tensor.clone())
+                    };
+                    tensors.iter().map(of).collect()
+                };
+                written("y").or_else(|| written("dx"))
+            };
+            let (y, dx) = (call(LayerCall::Forward).unwrap(), call(LayerCall::Backward).unwrap());
+            if gradient == deferred {
+                call(LayerCall::WeightGradient);
+            }
+            results.push((y, dx));
+        }
+        tickets.iter().for_each(|ticket| ticket.wait().unwrap());
+        let mut sums = vec![whole(4, 9, 2)];
+        for (batch, (y, dx)) in results.iter().enumerate() {
+            let (x, dy) = (whole(TOKENS, 9, 10 + batch), whole(TOKENS, 4, 20 + batch));
+            assert_eq!(layer.gather(LinearTensor::Output, y).unwrap(), times_transposed(&x, &whole_weight));
+            let right = times_transposed(&dy, &transposed(&whole_weight));
+            assert_eq!(layer.gather(LinearTensor::Input, dx).unwrap(), right);
+            sums.push(times_transposed(&transposed(&dy), &transposed(&x)));
+        }
+        assert_eq!(layer.gather(LinearTensor::Weight, &main_grad).unwrap(), sum(&sums));
+    }
 }
