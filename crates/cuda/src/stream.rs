@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUstream;
 
 use crate::library::call;
+use crate::memory::captures;
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, Event};
 
@@ -109,6 +110,14 @@ impl Stream {
         let driver = self.0.device.bind()?;
         // SAFETY: both handles are alive.
         unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) }
+    }
+
+    /// Whether what is put on it goes into a graph, which somebody captures.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub fn is_capturing(&self) -> Result<bool, CudaError> {
+        captures(&*self.0.device.bind()?, self.0.raw as usize)
     }
 
     /// Whether everything enqueued so far has finished.

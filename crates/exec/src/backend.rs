@@ -128,6 +128,11 @@ pub trait Backend: Clone + Send + Sync {
         true
     }
 
+    /// Whether all operations of a Program that use the buffer of this index take it with rows and heads that lie apart.
+    fn takes_strided(&self, _program: &Program, _index: usize) -> bool {
+        false
+    }
+
     /// Refuses a tensor that operations of this rank cannot use, such as one on another device.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 mod attention;
 mod attention_backward;
 mod attention_finish;
+mod borrowed;
 mod buffer;
 mod clock;
 mod compute;
@@ -32,7 +33,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use counterpoint_exec::{Awaited, Backend, ExecError, HostData, HostTensor, OpPlace, RunContext};
+use counterpoint_exec::{
+    Awaited, Backend, BufferAccess, ExecError, HostData, HostTensor, OpPlace, RunContext,
+};
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
     BufferRole, BufferSpec, OverlapPolicy, Program, Span, SpanKind, StreamKind, StreamSpec,
@@ -156,9 +159,24 @@ impl Backend for CudaBackend {
     }
 
     fn overlap(&self, a: &CudaBuffer, b: &CudaBuffer) -> bool {
-        let bytes = |buffer: &CudaBuffer| buffer.address()..buffer.address() + buffer.memory().len() as u64;
-        let (a, b) = (bytes(a), bytes(b));
-        a.start < b.end && b.start < a.end
+        borrowed::overlap(a, b)
+    }
+
+    fn is_dense(&self, buffer: &CudaBuffer) -> bool {
+        buffer.strides().is_none()
+    }
+
+    fn takes_strided(&self, program: &Program, index: usize) -> bool {
+        self.takes_strides(program, index)
+    }
+
+    fn check_buffer(&self, name: &str, buffer: &CudaBuffer, _access: BufferAccess) -> Result<(), ExecError> {
+        let (own, other) = (self.device(), buffer.memory().device());
+        if own == other {
+            return Ok(());
+        }
+        let reason = format!("is on {other:?}, and rank {} is on {own:?}", self.0.rank);
+        Err(ExecError::Tensor { name: name.to_owned(), reason })
     }
 
     fn create_stream(&self, spec: &StreamSpec, policy: &OverlapPolicy) -> Result<CudaStream, ExecError> {
@@ -194,7 +212,7 @@ impl Backend for CudaBackend {
     }
 
     fn check(&self) -> Result<(), ExecError> {
-        self.0.world.check()
+        self.poll()
     }
 
     fn begin_run(
@@ -203,8 +221,6 @@ impl Backend for CudaBackend {
         barriers: &[CudaBarrier],
         signals: &[CudaSignal],
     ) -> Result<(), ExecError> {
-        // A wait of an earlier run may have given up since anyone asked.
-        self.poll()?;
         barriers.iter().for_each(CudaBarrier::begin_run);
         signals.iter().for_each(CudaSignal::begin_run);
         {
@@ -260,14 +276,12 @@ impl Backend for CudaBackend {
 
     fn copy(
         &self,
-        _stream: &CudaStream,
+        stream: &CudaStream,
         place: &OpPlace,
-        _from: &CudaBuffer,
-        _to: &CudaBuffer,
+        from: &CudaBuffer,
+        to: &CudaBuffer,
     ) -> Result<(), ExecError> {
-        // Tensors on devices are dense, so that none is copied.
-        let reason = "no tensor of a device is strided".to_owned();
-        Err(ExecError::Device { rank: self.0.rank, place: place.to_string(), reason })
+        self.enqueue(stream, place, SpanKind::Compute, |stream| self.copy_tensor(stream, from, to))
     }
 
     fn launch(
@@ -311,7 +325,7 @@ impl Backend for CudaBackend {
     }
 
     fn has_happened(&self, event: &Event) -> Result<bool, ExecError> {
-        self.0.world.check()?;
+        self.poll()?;
         event.is_done().map_err(|error| self.error(&"the end of a call", error))
     }
 

@@ -60,6 +60,8 @@ pub(super) struct Rank {
     /// What faults strike: the Program that runs, and how many runs there were.
     pub(super) program: Mutex<(String, u64)>,
     pub(super) start_line: StartLine,
+    /// Streams of the caller.
+    pub(super) borrowed: Mutex<Vec<Arc<CudaStream>>>,
 }
 
 impl CudaBackend {
@@ -99,6 +101,7 @@ impl CudaBackend {
             library: Mutex::default(),
             program: Mutex::default(),
             start_line: StartLine::new(pace),
+            borrowed: Mutex::default(),
         })))
     }
 

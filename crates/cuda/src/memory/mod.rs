@@ -12,7 +12,7 @@ pub(crate) use guard::Guards;
 pub use guard::{GuardReport, MemoryGuard, Overwrite};
 pub(crate) use host_records::{HostRecords, RecordPlace};
 pub use pinned_buffer::PinnedBuffer;
-pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds};
+pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds, captures};
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
 
 use std::ptr;

@@ -154,10 +154,14 @@ impl StreamEnds {
 }
 
 /// Whether what is put on a stream goes into a graph.
-fn captures(driver: &Driver, stream: usize) -> Result<bool, CudaError> {
+pub(crate) fn captures(driver: &Driver, stream: usize) -> Result<bool, CudaError> {
     let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: the stream is alive, the pointer is to a local.
-    unsafe { call!(driver, cuStreamIsCapturing(stream as CUstream, &mut status)) }?;
+    match unsafe { call!(driver, cuStreamIsCapturing(stream as CUstream, &mut status)) } {
+        // What the legacy default stream says while another captures that waits for it.
+        Err(CudaError::Driver { code: IMPLICIT_CAPTURE, .. }) => return Ok(true),
+        answer => answer?,
+    }
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
@@ -273,6 +277,9 @@ impl Blocks {
         self.free.entry((block.memory, block.bytes)).or_default().push(block.address);
     }
 }
+
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`.
+const IMPLICIT_CAPTURE: u32 = 906;
 
 /// Bytes of the smallest blocks.
 const SMALLEST: usize = 512;

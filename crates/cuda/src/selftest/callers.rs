@@ -11,6 +11,7 @@ use counterpoint_schedule::{
     GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
 };
 
+use super::calls::{failed, selftest_calls};
 use super::staged::StagedAttention;
 use crate::kernel::StartHold;
 use crate::library::Driver;
@@ -30,6 +31,7 @@ pub fn selftest_callers(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecErr
     checks.extend(drops(device).map_err(failed)?);
     checks.extend(enqueued(machine)?);
     checks.extend(many_masks(machine)?);
+    checks.extend(selftest_calls(machine)?);
     Ok(checks)
 }
 
@@ -175,8 +177,4 @@ fn mask(documents: &[usize]) -> Result<Mask, ExecError> {
     lengths.map_err(|error| {
         failed(CudaError::Launch { kernel: "attention".to_owned(), reason: error.to_string() })
     })
-}
-
-fn failed(error: CudaError) -> ExecError {
-    ExecError::Device { rank: 0, place: "the calls of others".to_owned(), reason: error.to_string() }
 }

@@ -4,6 +4,7 @@
 
 mod cache;
 mod callers;
+mod calls;
 mod faults;
 mod fused;
 mod gemm;

@@ -155,7 +155,8 @@ impl CudaTransport {
         }
         let queue = stream.queue();
         // A graph is captured, not run.
-        let marks = work.met.get().filter(|_| !backend.is_capturing());
+        let captured = queue.is_capturing()?;
+        let marks = work.met.get().filter(|_| !captured);
         let marks = marks.map(|marks| backend.marks_of_next(marks)).transpose()?;
         let (inputs, outputs) = addresses(call);
         let ExchangeWork { row_bytes, direct, sent, received, staged, pack, place, .. } = work;

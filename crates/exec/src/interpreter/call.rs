@@ -12,7 +12,7 @@ use crate::{Backend, BufferAccess, ExecError, OpPlace, RunTimes, Transport};
 /// A call of a prepared Program: its tensors have been checked, and nothing has been enqueued.
 pub struct Call<'a, B: Backend, T: Transport<B>> {
     prepared: &'a Prepared<B, T>,
-    /// Every buffer of the Program, all dense.
+    /// Every buffer of the Program, as its operations take it.
     table: Vec<B::Buffer>,
     /// Tensors of the caller that are strided, each with its dense copy: those that the Program reads, and those that it writes.
     read: Vec<(B::Buffer, B::Buffer)>,
@@ -48,21 +48,22 @@ impl<'a, B: Backend, T: Transport<B>> Call<'a, B, T> {
             written: Vec::new(),
             stream,
         };
-        for (spec, buffer) in specs.iter().zip(bound) {
+        for (index, (spec, buffer)) in specs.iter().zip(bound).enumerate() {
             let Some(buffer) = buffer else {
                 let reason = format!("is needed by `{}` and was not given", prepared.program().name);
                 return Err(ExecError::Tensor { name: spec.name.clone(), reason });
             };
-            let dense = call.dense(spec, buffer)?;
-            call.table.push(dense);
+            let taken = call.taken(index, spec, buffer)?;
+            call.table.push(taken);
         }
         Ok(call)
     }
 
     /// The tensor, or dense memory that it is copied to and from.
-    fn dense(&mut self, spec: &BufferSpec, buffer: B::Buffer) -> Result<B::Buffer, ExecError> {
+    fn taken(&mut self, index: usize, spec: &BufferSpec, buffer: B::Buffer) -> Result<B::Buffer, ExecError> {
         let rank = self.prepared.group_rank();
-        if !is_bound(spec.role) || rank.backend().is_dense(&buffer) {
+        let takes_strided = || rank.backend().takes_strided(self.prepared.program(), index);
+        if !is_bound(spec.role) || rank.backend().is_dense(&buffer) || takes_strided() {
             return Ok(buffer);
         }
         let dense = rank.scratch(&BufferSpec { name: format!("dense {}", spec.name), ..spec.clone() })?;

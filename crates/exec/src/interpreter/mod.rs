@@ -136,6 +136,11 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// [`ExecError::Tensor`] when the Program has no such input or output, or shape or element type differ.
     pub fn bind(&mut self, name: &str, buffer: B::Buffer) -> Result<(), ExecError> {
         let index = self.check_tensor(name, &buffer)?;
+        let backend = self.backend();
+        if !backend.is_dense(&buffer) && !backend.takes_strided(&self.program, index) {
+            let reason = "has rows or heads that lie apart; give it to a call, which copies it".to_owned();
+            return Err(ExecError::Tensor { name: name.to_owned(), reason });
+        }
         self.buffers[index] = Some(buffer);
         Ok(())
     }

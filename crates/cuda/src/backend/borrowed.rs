@@ -1,0 +1,195 @@
+//! Tensors and streams of the caller, as operations of a rank take them.
+
+use std::ops::Range;
+use std::ptr;
+use std::sync::Arc;
+
+use counterpoint_schedule::{AttentionBackward, BufferId, Op, Program, StreamKind};
+use cudarc::driver::sys::{CUDA_MEMCPY2D, CUmemorytype, CUstream};
+
+use super::counters::lock;
+use super::padding::padded_dim;
+use super::{CudaBackend, CudaBuffer, CudaStream};
+use crate::library::call;
+use crate::{CudaError, Stream};
+
+impl CudaBackend {
+    /// A stream of the caller's, PyTorch's current one say, for calls to be ordered with. The same handle gives the same stream; 0 is the
+    /// legacy default stream.
+    ///
+    /// # Safety
+    /// `raw` is a stream of the primary context of this rank's device, and lives until this rank's group has gone.
+    pub unsafe fn borrow_stream(&self, raw: CUstream) -> Arc<CudaStream> {
+        let mut known = lock(&self.0.borrowed);
+        if let Some(stream) = known.iter().find(|stream| stream.queue().raw() == raw) {
+            return stream.clone();
+        }
+        // SAFETY: the caller's promise; this rank goes with its group.
+        let stream = unsafe { Stream::borrow(self.device(), raw) };
+        let status = self.0.world.register_stream(self.0.rank, "the caller's", StreamKind::Compute);
+        let stream = Arc::new(CudaStream::new(stream, status));
+        known.push(stream.clone());
+        stream
+    }
+
+    /// Whether all operations that use buffer `index` take it with rows and heads that lie apart: kernels for Hopper do as queries, keys
+    /// and values.
+    pub(super) fn takes_strides(&self, program: &Program, index: usize) -> bool {
+        let id = BufferId(index);
+        let spec = &program.buffers[index];
+        let whole = spec.shape.len() == 3 && padded_dim(spec.shape[2]) == spec.shape[2];
+        let uses = |op: &Op| op.reads().contains(&id) || op.writes().contains(&id);
+        let takes = |op: &Op| match op {
+            Op::AttentionForward(op) => is_operand(id, op.q, [op.k, op.v], op.arriving.is_some()),
+            Op::AttentionBackward(op) => backward_takes(id, op),
+            Op::BackwardReduce(op) => backward_takes(id, &op.backward),
+            _ => false,
+        };
+        let mut used = program.ops.iter().map(|op| &op.op).filter(|op| uses(op));
+        self.device().arch().is_hopper() && whole && used.all(takes)
+    }
+
+    /// Enqueues a copy of a tensor into another of the same shape and type, either of which may have rows and heads that lie apart.
+    pub(super) fn copy_tensor(
+        &self,
+        stream: &Stream,
+        from: &CudaBuffer,
+        to: &CudaBuffer,
+    ) -> Result<(), CudaError> {
+        let (Some([rows, heads, elements]), size) = (axes(from), from.dtype().size()) else {
+            return to.memory().copy_from(stream, 0, from.memory());
+        };
+        if from.is_empty() {
+            return Ok(());
+        }
+        let strides = |buffer: &CudaBuffer| buffer.strides().unwrap_or([heads * elements, elements]);
+        let ([from_row, from_head], [to_row, to_head]) = (strides(from), strides(to));
+        let bytes = |elements: usize| elements * size;
+        let (from, to) = (from.address(), to.address());
+        let lines = |from, to, width: usize| Lines {
+            from,
+            to,
+            bytes: bytes(width),
+            count: rows,
+            from_pitch: bytes(from_row),
+            to_pitch: bytes(to_row),
+        };
+        if [from_head, to_head] == [elements; 2] {
+            return lines(from, to, heads * elements).copy(stream);
+        }
+        (0..heads).try_for_each(|head| {
+            let at = |stride: usize| bytes(head * stride) as u64;
+            lines(from + at(from_head), to + at(to_head), elements).copy(stream)
+        })
+    }
+}
+
+/// Whether `id` is an operand of attention that may have strides, and no other.
+fn is_operand(id: BufferId, q: BufferId, keys: [BufferId; 2], gathers: bool) -> bool {
+    (id == q && !keys.contains(&id)) || (id != q && keys.contains(&id) && !gathers)
+}
+
+fn backward_takes(id: BufferId, op: &AttentionBackward) -> bool {
+    id != op.dout && is_operand(id, op.q, [op.k, op.v], op.arriving.is_some())
+}
+
+fn axes(buffer: &CudaBuffer) -> Option<[usize; 3]> {
+    buffer.shape().try_into().ok()
+}
+
+/// Lines of bytes, as far apart on either side as its pitch says.
+struct Lines {
+    from: u64,
+    to: u64,
+    bytes: usize,
+    count: usize,
+    from_pitch: usize,
+    to_pitch: usize,
+}
+
+impl Lines {
+    fn copy(&self, stream: &Stream) -> Result<(), CudaError> {
+        let driver = stream.device().bind()?;
+        let copy = CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: ptr::null(),
+            srcDevice: self.from,
+            srcArray: ptr::null_mut(),
+            srcPitch: self.from_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: ptr::null_mut(),
+            dstDevice: self.to,
+            dstArray: ptr::null_mut(),
+            dstPitch: self.to_pitch,
+            WidthInBytes: self.bytes,
+            Height: self.count,
+        };
+        // SAFETY: both tensors hold these lines, which nobody else has before the copy has run; the driver reads the description before it
+        // returns.
+        unsafe { call!(driver, cuMemcpy2DAsync_v2(&copy, stream.raw())) }
+    }
+}
+
+/// Whether two tensors have a byte in common. Those of one packed tensor, whose rows are equally far apart, may lie between each other.
+pub(super) fn overlap(a: &CudaBuffer, b: &CudaBuffer) -> bool {
+    let bytes = |buffer: &CudaBuffer| buffer.address()..buffer.address() + buffer.memory().len() as u64;
+    overlap_in(&bytes(a), row_window(a), &bytes(b), row_window(b))
+}
+
+/// The bytes from a row to the next and those that a row spans, where rows do not lie inside of heads.
+fn row_window(buffer: &CudaBuffer) -> Option<(u64, u64)> {
+    let [_, heads, elements] = axes(buffer)?;
+    let [row, head] = buffer.strides().unwrap_or([heads * elements, elements]);
+    let window = (heads.max(1) - 1) * head + elements;
+    let size = buffer.dtype().size();
+    (window <= row).then_some(((row * size) as u64, (window * size) as u64))
+}
+
+fn overlap_in(a: &Range<u64>, of_a: Option<(u64, u64)>, b: &Range<u64>, of_b: Option<(u64, u64)>) -> bool {
+    if a.start >= b.end || b.start >= a.end {
+        return false;
+    }
+    match (of_a, of_b) {
+        (Some((row, window_a)), Some((row_b, window_b))) if row == row_b => {
+            // How far behind the begin of a row of `a` one of `b` begins.
+            let behind = (b.start as i128 - a.start as i128).rem_euclid(i128::from(row));
+            behind < i128::from(window_a) || behind + i128::from(window_b) > i128::from(row)
+        }
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_packed_tensor_lie_between_each_other() {
+        // Rows of 100 bytes: q is the first 60, k 20 behind them, v the last 20.
+        let part = |offset: u64, window: u64| (offset..offset + 9 * 100 + window, Some((100, window)));
+        let (q, k, v) = (part(1000, 60), part(1060, 20), part(1080, 20));
+        let overlap = |a: &(Range<u64>, _), b: &(Range<u64>, _)| {
+            let one = overlap_in(&a.0, a.1, &b.0, b.1);
+            assert_eq!(one, overlap_in(&b.0, b.1, &a.0, a.1));
+            one
+        };
+        assert!(!overlap(&q, &k) && !overlap(&k, &v) && !overlap(&q, &v));
+        assert!(overlap(&q, &q) && overlap(&q, &part(1050, 20)) && overlap(&v, &part(1090, 20)));
+        // Another row of the same tensor.
+        assert!(overlap(&q, &part(1300, 60)) && !overlap(&q, &part(1360, 40)));
+        // Behind it, and without known rows.
+        assert!(!overlap(&q, &(1960..2000, None)) && overlap(&q, &(1959..2000, None)));
+    }
+
+    #[test]
+    fn queries_keys_and_values_have_strides_and_nothing_else() {
+        let [q, k, v, other] = [0, 1, 2, 3].map(BufferId);
+        assert!(is_operand(q, q, [k, v], true) && is_operand(v, q, [k, v], false));
+        assert!(!is_operand(v, q, [k, v], true) && !is_operand(other, q, [k, v], false));
+        assert!(!is_operand(q, q, [q, v], false));
+    }
+}
