@@ -10,6 +10,7 @@ use super::{
 pub(crate) enum BenchCommand {
     Plan(BenchPlanArguments),
     Attention(BenchAttentionArguments),
+    FreshMasks(BenchFreshMasksArguments),
     Gemm(BenchGemmArguments),
     GemmCollective(BenchGemmCollectiveArguments),
     Cp(BenchCpArguments),
@@ -46,6 +47,38 @@ pub(crate) struct BenchPlanArguments {
     /// Solves to time for each row, at least 10 [default: 10]
     #[arg(long, value_name = "N", default_value = "10", hide_default_value = true, value_parser = clap::value_parser!(u32).range(10..=10_000), allow_hyphen_values = true)]
     pub(crate) iterations: u32,
+
+    /// Print one JSON object a row and nothing else
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Time what a mask costs that has never been seen: planning, making it ready, its calls
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Rows: tables, from a mask to the plan and one rank's Programs, which a data loader
+makes ahead; adopt, making that ready for calls; cold, all of it and the first
+forward and backward; enqueue_forward and enqueue_backward, a later call. Masks
+are packed documents, causal, another pack each time. On a GPU the last two rows
+count what the driver was asked: to wait, and to make memory, streams or events.
+Times are the host's, of all ranks of this process together.
+
+Examples:
+  counterpoint bench fresh-masks
+  counterpoint bench fresh-masks --device cuda
+  counterpoint bench fresh-masks --device cuda --ranks 4 --tokens 32k --json")]
+pub(crate) struct BenchFreshMasksArguments {
+    /// Where masks are called
+    #[arg(long, value_enum, default_value_t = Device::Cpu)]
+    pub(crate) device: Device,
+
+    /// Ranks [default: 1; for tables 8 and 64]
+    #[arg(long, value_name = "N", value_parser = value::cp_size, allow_hyphen_values = true)]
+    pub(crate) ranks: Option<usize>,
+
+    /// Tokens of all ranks together [default: 32k, on the CPU 512; for tables 64k and 1M]
+    #[arg(long, value_name = "N", value_parser = value::size, allow_hyphen_values = true)]
+    pub(crate) tokens: Option<usize>,
 
     /// Print one JSON object a row and nothing else
     #[arg(long)]

@@ -27,7 +27,7 @@ use clap_complete::Shell;
 
 pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
 pub(crate) use bench::{
-    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchKernels, BenchMask, BenchPass,
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchMask, BenchPass,
     BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};

@@ -5,6 +5,7 @@ mod bench_attention;
 mod bench_bandwidth;
 mod bench_collective;
 mod bench_cp;
+mod bench_fresh_masks;
 mod bench_gemm;
 mod bench_gemm_collective;
 mod bench_mask;
@@ -40,6 +41,7 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
         Command::Bench(BenchCommand::Attention(arguments)) => bench_attention::run(&arguments),
+        Command::Bench(BenchCommand::FreshMasks(arguments)) => bench_fresh_masks::run(&arguments),
         Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
         Command::Bench(BenchCommand::GemmCollective(arguments)) => bench_gemm_collective::run(&arguments),
         Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),

@@ -5,11 +5,12 @@ use serde_json::Value;
 use crate::support::Folder;
 
 /// Small commands, and the schema of what each prints.
-const DOCUMENTS: [(&str, &str); 9] = [
+const DOCUMENTS: [(&str, &str); 10] = [
     ("plan --mask causal:1k --cp-size 2", "counterpoint.plan/1"),
     ("mask causal:8", "counterpoint.mask/1"),
     ("attention --mask causal:64 --cp-size 2", "counterpoint.attention/1"),
     ("bench plan --mask causal:4k --cp-size 2", "counterpoint.bench-plan/1"),
+    ("bench fresh-masks --ranks 2 --tokens 256", "counterpoint.bench-fresh-masks/1"),
     (
         "simulate linear --kind row --tokens 1k --in-features 1k --out-features 1k --tp-size 2",
         "counterpoint.simulate-linear/1",
