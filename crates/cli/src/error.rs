@@ -304,8 +304,7 @@ impl CliError {
             Self::NoPeers { .. }
             | Self::Threads { .. }
             | Self::Run {
-                source:
-                    ExecError::Thread { .. } | ExecError::Rendezvous(RendezvousError::Descriptors { .. }),
+                source: ExecError::Thread { .. } | ExecError::Rendezvous(RendezvousError::Descriptors { .. }),
             } => 3,
             Self::Run { .. } => 1,
             _ => 2,

@@ -27,8 +27,8 @@ use clap_complete::Shell;
 
 pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
 pub(crate) use bench::{
-    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchFreshMasksArguments, BenchKernels, BenchMask, BenchPass,
-    BenchPlanArguments, CudaBenchArguments,
+    BenchAttentionArguments, BenchClock, BenchCommand, BenchDType, BenchFreshMasksArguments, BenchKernels,
+    BenchMask, BenchPass, BenchPlanArguments, CudaBenchArguments,
 };
 pub(crate) use bench_collective::{BenchCollectiveArguments, CollectiveDType};
 pub(crate) use bench_cp::BenchCpArguments;

@@ -215,8 +215,7 @@ impl Case {
         machine: &M,
         counted: impl Fn(&mut dyn FnMut() -> Result<(), CliError>) -> Result<Option<[usize; 2]>, CliError>,
     ) -> Result<Vec<Row>, CliError> {
-        let config =
-            WorldConfig { limit: Duration::from_secs(120), poison: false, ..WorldConfig::default() };
+        let config = WorldConfig { limit: Duration::from_secs(120), poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.ranks, config).map_err(exec)?;
         let [mut adopt, mut cold, mut forward, mut backward] = [(); 4].map(|()| Samples::default());
         for number in 0..=SAMPLES {
@@ -244,7 +243,8 @@ impl Case {
             adopt.add(adopted, None);
             cold.add(unprepared, None);
             for _ in 0..CALLS {
-                for (pass, samples) in [(Pass::Forward, &mut forward), (Pass::ForwardBackward, &mut backward)] {
+                for (pass, samples) in [(Pass::Forward, &mut forward), (Pass::ForwardBackward, &mut backward)]
+                {
                     let mut seconds = 0.0;
                     let asked = counted(&mut || {
                         let began = Instant::now();
@@ -259,12 +259,8 @@ impl Case {
             }
         }
         group.close().map_err(exec)?;
-        let all = [
-            ("adopt", adopt),
-            ("cold", cold),
-            ("enqueue_forward", forward),
-            ("enqueue_backward", backward),
-        ];
+        let all =
+            [("adopt", adopt), ("cold", cold), ("enqueue_forward", forward), ("enqueue_backward", backward)];
         let of = |(what, samples): (_, Samples)| {
             row(what, self.device.clone(), self.ranks, self.tokens, &samples.seconds, samples.asked)
         };
@@ -314,7 +310,9 @@ fn call<M: Machine>(
 }
 
 fn step<M: Machine>(calls: &Calls<M>, tensors: &[Tensors<M::Backend>]) -> Result<(), CliError> {
-    [Pass::Forward, Pass::ForwardBackward].into_iter().try_for_each(|pass| call(calls, tensors, pass).map(drop))
+    [Pass::Forward, Pass::ForwardBackward]
+        .into_iter()
+        .try_for_each(|pass| call(calls, tensors, pass).map(drop))
 }
 
 fn text(rows: &[Row]) -> String {
