@@ -4,8 +4,9 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-use counterpoint_report::Style;
+use counterpoint_cuda::CubinCache;
 pub(crate) use counterpoint_report::format_counted as count;
+use counterpoint_report::{Style, printable, printable_json, printable_lines};
 use serde::Serialize;
 
 use crate::error::CliError;
@@ -13,7 +14,12 @@ use crate::schema::{Documented, Schema};
 
 /// Prints `text` to standard output. A reader that has gone away (`| head`) has what it wanted. A standard output that was
 /// closed from the start (`>&-`) is not seen here: the standard library has opened `/dev/null` in its place.
+/// Whatever the text has from files, arguments and other ranks commands no terminal.
 pub(crate) fn print(text: &str) -> Result<(), CliError> {
+    write(&printable_lines(text, style().color))
+}
+
+fn write(text: &str) -> Result<(), CliError> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(source) if source.kind() != ErrorKind::BrokenPipe => Err(CliError::Stdout { source }),
@@ -25,13 +31,39 @@ pub(crate) fn print(text: &str) -> Result<(), CliError> {
 pub(crate) fn print_json(schema: Schema, document: &impl Serialize) -> Result<(), CliError> {
     let text = serde_json::to_string(&Documented { schema, document })
         .map_err(|error| CliError::Stdout { source: error.into() })?;
-    print(&(text + "\n"))
+    write(&printable_json(&(text + "\n")))
 }
 
-/// Prints one line to standard error. Nobody may be there to read it, which is no reason to stop.
+/// Prints one line to standard error, in which nothing commands a terminal. Nobody may be there to read it, which is no reason to stop.
 pub(crate) fn note(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    let _ = writeln!(io::stderr().lock(), "{}", printable(text));
 }
+
+/// Prints an error: one line, and where a compiler's own words belong to it those behind, further right.
+pub(crate) fn note_error(error: &CliError) {
+    let text = format!("error: {error}");
+    match error {
+        CliError::Cuda { .. } | CliError::Run { .. } => {
+            let lines: Vec<_> = text.trim_end().lines().map(printable).collect();
+            let _ = writeln!(io::stderr().lock(), "{}", lines.join("\n  "));
+        }
+        _ => note(&text),
+    }
+}
+
+/// Says what kept the cache of compiled kernels from being used: a few of them, and how many more there are.
+pub(crate) fn note_cache_warnings() {
+    let warnings = CubinCache::of_process().take_warnings();
+    for warning in warnings.iter().take(MOST_WARNINGS) {
+        note(&format!("note: {warning}"));
+    }
+    if warnings.len() > MOST_WARNINGS {
+        note(&format!("note: {} more of the kernel cache", count(warnings.len() - MOST_WARNINGS, "warning")));
+    }
+}
+
+/// That are told in full.
+const MOST_WARNINGS: usize = 3;
 
 /// Says that a pipe with a name waits until something `does` what it must at its other end, where `path` is one: nothing
 /// else would tell why the program does not go on. The pipes of a shell have no names and their other end already.

@@ -36,10 +36,11 @@ fn main() -> ExitCode {
         Err(help) => console::print(&arguments::help_text(&help)),
     };
     interrupt::stay_if_ending();
+    console::note_cache_warnings();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            console::note(&format!("error: {error}"));
+            console::note_error(&error);
             counterpoint_cuda::end_process(error.exit_status())
         }
     }

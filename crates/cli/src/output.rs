@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use counterpoint_exec::{AttentionOutputs, HostData, HostTensor};
 use counterpoint_files::{AtomicFiles, Destination, WriteError, check_writable};
+use counterpoint_report::printable;
 use safetensors::Dtype;
 use safetensors::tensor::{View, serialize};
 
@@ -66,10 +67,22 @@ impl Outputs {
         CliError::Output { flag: output.map_or("output", |output| output.flag), source }
     }
 
-    /// Path by flag, to tell people where things lie.
+    /// Where they lie, a line each.
+    pub(crate) fn places(&self) -> String {
+        let place =
+            |(flag, path): (&str, &Path)| format!("{} is in {}\n", flag.trim_start_matches('-'), shown(path));
+        self.files().map(place).collect()
+    }
+
+    /// Path by flag, for documents.
     pub(crate) fn files(&self) -> impl Iterator<Item = (&'static str, &Path)> {
         self.files.iter().map(|output| (output.flag, output.path.as_path()))
     }
+}
+
+/// A path as a line of text may hold it.
+pub(crate) fn shown(path: &Path) -> String {
+    printable(&path.display().to_string()).into_owned()
 }
 
 /// The results as a safetensors file.

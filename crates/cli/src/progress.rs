@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use counterpoint_report::printable;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::console;
@@ -25,7 +26,7 @@ impl Progress {
 
     /// Says what begins now.
     pub(crate) fn step(&self, what: impl Into<String>) {
-        self.bar.set_message(what.into());
+        self.bar.set_message(printable(&what.into()).into_owned());
         self.bar.reset_elapsed();
         self.bar.enable_steady_tick(Duration::from_millis(100));
     }
@@ -57,7 +58,7 @@ impl Bar {
     pub(crate) fn show(&self, what: &str, done: usize, all: usize) {
         self.bar.set_length(all as u64);
         self.bar.set_position(done as u64);
-        self.bar.set_message(what.to_owned());
+        self.bar.set_message(printable(what).into_owned());
     }
 }
 

@@ -1,8 +1,10 @@
 //! Folders that nobody keeps.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::{fs, io};
 
+use counterpoint_files::temporary_folder;
 use tempfile::TempDir;
 
 use crate::interrupt::Cleanup;
@@ -16,7 +18,10 @@ pub(crate) struct TemporaryFolder {
 
 impl TemporaryFolder {
     pub(crate) fn new() -> io::Result<Self> {
-        let folder = tempfile::tempdir()?;
+        // For this user alone, and never in the current folder.
+        let mut builder = tempfile::Builder::new();
+        builder.permissions(fs::Permissions::from_mode(0o700));
+        let folder = builder.tempdir_in(temporary_folder())?;
         let path = folder.path().to_owned();
         // Nobody could be told that it stays.
         let remove = move || drop(fs::remove_dir_all(path));

@@ -1,8 +1,12 @@
 use counterpoint_exec::EnvironmentVariable;
 
 /// All that this crate reads. There are no others, and none of them switches something experimental.
-pub const ENVIRONMENT: [EnvironmentVariable; 4] = [
+pub const ENVIRONMENT: [EnvironmentVariable; 5] = [
     EnvironmentVariable { name: crate::CACHE_VARIABLE, purpose: "the folder of compiled kernels" },
+    EnvironmentVariable {
+        name: crate::CACHE_OWNER_VARIABLE,
+        purpose: "the number of a user whose compiled kernels are trusted too",
+    },
     EnvironmentVariable {
         name: crate::library::NVRTC_VARIABLE,
         purpose: "the folder of libnvrtc.so.* and libnvrtc-builtins.so.*",

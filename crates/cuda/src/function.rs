@@ -1,4 +1,4 @@
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
 use std::fmt;
 use std::ptr;
@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUfunction, CUfunction_attribute, CUmodule};
 
 use crate::compile::{CubinCache, count_arguments};
 use crate::library::{Driver, call};
-use crate::{CacheWarning, CudaError, Device, KernelSource};
+use crate::{CudaError, Device, KernelSource};
 
 /// A kernel on a device, ready to launch. Cheap to clone. It stays loaded as long as the device is open.
 #[derive(Clone)]
@@ -55,7 +55,6 @@ impl Device {
         if !missing.is_empty() {
             for (source, cached) in missing.iter().zip(CubinCache::of_process().cubins(&missing)) {
                 let cached = cached?;
-                kernels.warn(cached.warning);
                 kernels.load(self, source, &cached.cubin.image)?;
             }
         }
@@ -66,12 +65,6 @@ impl Device {
         };
         let get = |source: &KernelSource| kernels.get(source).ok_or_else(|| missing(source));
         sources.iter().map(|source| Ok(Function { device: self.clone(), loaded: get(source)? })).collect()
-    }
-
-    /// What kept the cache of compiled kernels from saving time, since this was last asked.
-    pub fn take_cache_warnings(&self) -> Vec<CacheWarning> {
-        let mut warnings = self.kernels().warnings.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut *warnings).into_iter().collect()
     }
 }
 
@@ -134,7 +127,6 @@ impl fmt::Debug for Function {
 #[derive(Default)]
 pub(crate) struct LoadedKernels {
     loaded: Mutex<BTreeMap<KernelSource, Arc<Loaded>>>,
-    warnings: Mutex<BTreeSet<CacheWarning>>,
     compiling: Mutex<()>,
 }
 
@@ -163,10 +155,6 @@ impl LoadedKernels {
             kernels.insert(source.clone(), Arc::new(Loaded::new(device, source.name(), image)?));
         }
         Ok(())
-    }
-
-    fn warn(&self, warning: Option<CacheWarning>) {
-        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).extend(warning);
     }
 
     /// Unloads all of them. Their context is current, and no function of them is left.

@@ -52,8 +52,9 @@ pub use backend::{
 };
 pub use calibrate::{StartCount, calibrate, count_starts};
 pub use compile::{
-    CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport, CompilerVersion, Cubin, CubinCache,
-    CubinOrigin, KernelFault, KernelReport, KernelSource, compile, compiler_version, examine,
+    CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CompileReport,
+    CompilerVersion, Cubin, CubinCache, CubinOrigin, KernelFault, KernelReport, KernelSource, compile,
+    compiler_version, examine,
 };
 pub use device::{Device, DeviceProperties, MemoryUse};
 pub use environment::ENVIRONMENT;

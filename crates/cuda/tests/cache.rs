@@ -92,6 +92,90 @@ fn damage_is_repaired() {
     assert!(matches!(found.1, Some(CacheWarning::Unwritable { .. })), "{found:?}");
 }
 
+fn chmod(path: &Path, mode: u32) {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// A file with a right checksum that someone else could have written is not what runs.
+#[test]
+fn what_others_could_have_written_is_compiled_again() {
+    if support::no_compiler() {
+        return;
+    }
+    let (outer, mut seen) = (tempfile::tempdir().unwrap(), Seen::new());
+    let folder = outer.path().join("cache");
+    let cache = CubinCache::at(&folder);
+    origins(&cache, &mut seen, &["a"]);
+    assert_eq!(folder.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+    let path = entries(&folder).remove(0);
+    let whole = fs::read(&path).unwrap();
+    let distrusted = |seen: &mut Seen, place: &Path, words: &str| {
+        let began = Instant::now();
+        let found = origins(&cache, seen, &["a"]).remove(0);
+        assert!(began.elapsed().as_secs() < 30, "{words}: it waits");
+        let Some(warning @ CacheWarning::Distrusted { path, .. }) = &found.1 else { panic!("{found:?}") };
+        assert!(found.0 == CubinOrigin::Compiled && path == place, "{found:?}");
+        assert!(warning.to_string().contains(words), "{warning}");
+        // Said once, however many kernels it concerns.
+        assert_eq!(cache.take_warnings().len(), 1);
+        assert_eq!(cache.take_warnings(), []);
+    };
+    for mode in [0o666, 0o664, 0o646] {
+        chmod(&path, mode);
+        distrusted(&mut seen, &path, "others may write");
+        assert_eq!(origins(&cache, &mut seen, &["a"]), [CACHED], "what was compiled takes its place");
+    }
+    let other = outer.path().join("other");
+    fs::write(&other, &whole).unwrap();
+    let [link, fifo, long]: [&dyn Fn(); 3] = [
+        &|| std::os::unix::fs::symlink(&other, &path).unwrap(),
+        &|| assert!(Command::new("mkfifo").arg(&path).status().unwrap().success()),
+        &|| fs::File::create(&path).unwrap().set_len(1 << 40).unwrap(),
+    ];
+    for (make, words) in [(link, "not a regular"), (fifo, "not a regular"), (long, "more than")] {
+        fs::remove_file(&path).unwrap();
+        make();
+        distrusted(&mut seen, &path, words);
+        assert_eq!(origins(&cache, &mut seen, &["a"]), [CACHED]);
+    }
+    for mode in [0o777, 0o770, 0o1777] {
+        chmod(&folder, mode);
+        distrusted(&mut seen, &folder, "others may write");
+    }
+    // Only root can give files away.
+    chmod(&folder, 0o755);
+    if std::os::unix::fs::chown(&path, Some(4321), None).is_ok() {
+        distrusted(&mut seen, &path, "belongs to user 4321");
+        assert_eq!(origins(&cache, &mut seen, &["a"]), [CACHED]);
+        std::os::unix::fs::chown(&folder, Some(4321), None).unwrap();
+        distrusted(&mut seen, &folder, "belongs to user 4321");
+        let (shared, _) = lines(spawn(&folder, "a", "export COUNTERPOINT_CACHE_OWNER=4321;"));
+        assert!(shared[0].contains("Cache") && shared[0].trim_end().ends_with("bytes"), "{shared:?}");
+        let (wrong, _) = lines(spawn(&folder, "a", "export COUNTERPOINT_CACHE_OWNER=someone;"));
+        assert!(wrong[0].contains("Compiled"), "{wrong:?}");
+    }
+}
+
+/// A folder that is filled by one user and only read by others: what is in it is used without a word.
+#[test]
+fn a_folder_is_shared_read_only() {
+    if support::no_compiler() {
+        return;
+    }
+    let (folder, mut seen) = (tempfile::tempdir().unwrap(), Seen::new());
+    chmod(folder.path(), 0o755);
+    let cache = CubinCache::at(folder.path());
+    origins(&cache, &mut seen, &["a", "b"]);
+    for entry in entries(folder.path()) {
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o644, "others may read it");
+        chmod(&entry, 0o444);
+    }
+    chmod(folder.path(), 0o555);
+    assert_eq!(origins(&cache, &mut seen, &["a", "b"]), [CACHED, CACHED]);
+    assert_eq!(cache.take_warnings(), []);
+    chmod(folder.path(), 0o755);
+}
+
 #[test]
 fn a_folder_that_cannot_be_written_costs_only_time() {
     if support::no_compiler() {

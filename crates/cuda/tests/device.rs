@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use counterpoint_cuda::kernel::specialisations;
 use counterpoint_cuda::{
-    CACHE_VARIABLE, CudaError, Device, DeviceBuffer, Event, Function, Graph, KernelSource, Launch,
-    LaunchStart, PinnedBuffer, Stream, StreamPriority, Swizzle, TensorMapElement, TensorMapSpec,
+    CACHE_VARIABLE, CubinCache, CudaError, Device, DeviceBuffer, Event, Function, Graph, KernelSource,
+    Launch, LaunchStart, PinnedBuffer, Stream, StreamPriority, Swizzle, TensorMapElement, TensorMapSpec,
     compiler_version,
 };
 
@@ -380,7 +380,7 @@ fn child() {
         device.function(&source).unwrap();
         seconds.push(start.elapsed().as_secs_f64());
     }
-    assert_eq!(device.take_cache_warnings(), []);
+    assert_eq!(CubinCache::of_process().take_warnings(), []);
     let worst = seconds.iter().copied().fold(0.0, f64::max);
     println!("\nseconds: {worst} {} {}", seconds.iter().sum::<f64>(), seconds.len());
 }

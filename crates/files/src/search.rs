@@ -72,13 +72,10 @@ fn may_be_run(file: &Path) -> bool {
 /// Lists in which an empty or relative entry would have a child look into the current folder.
 const LISTS: [&str; 3] = ["PATH", "LD_LIBRARY_PATH", "PYTHONPATH"];
 
-/// A command that runs a [`program`], and looks for nothing in the current folder either: of the lists of folders that it inherits it
-/// gets the absolute entries.
-///
-/// # Errors
-/// As [`program`].
-pub fn command(name: &str) -> Result<Command, NoProgram> {
-    let mut command = Command::new(program(name)?);
+/// A command that runs what [`program`] found, and that looks for nothing in the current folder either: of the lists of folders that
+/// it inherits it gets the absolute entries.
+pub fn command(program: &Path) -> Command {
+    let mut command = Command::new(program);
     for list in LISTS {
         let Some(value) = env::var_os(list) else { continue };
         match cleaned(&value) {
@@ -86,7 +83,7 @@ pub fn command(name: &str) -> Result<Command, NoProgram> {
             None => command.env_remove(list),
         };
     }
-    Ok(command)
+    command
 }
 
 /// The absolute entries of a list; `None` without any.
@@ -113,7 +110,7 @@ mod tests {
     fn programs_are_found_by_absolute_paths() {
         let shell = program("sh").unwrap();
         assert!(shell.is_absolute() && shell.ends_with("sh"));
-        assert_eq!(command("sh").unwrap().get_program(), shell.as_os_str());
+        assert_eq!(command(&shell).get_program(), shell.as_os_str());
         let name = "no-such-program".to_owned();
         assert_eq!(program(&name), Err(NoProgram { name }));
     }

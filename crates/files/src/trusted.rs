@@ -1,7 +1,7 @@
 //! Folders whose files are used as they are, without anyone looking at them: only where nobody else can have put them there.
 
 use std::ffi::OsStr;
-use std::fs::{self, DirBuilder, File, Metadata, Permissions};
+use std::fs::{DirBuilder, File, Metadata, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -88,6 +88,11 @@ impl TrustedFolder {
         Self::open(path, owners)
     }
 
+    /// By the path that it was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// All of a file of it. Opening one never waits and follows no link.
     ///
     /// # Errors
@@ -129,18 +134,11 @@ impl TrustedFolder {
         part.persist(self.path.join(name))?;
         Ok(())
     }
-
-    /// Removes a file of it.
-    ///
-    /// # Errors
-    /// The system refuses.
-    pub fn remove(&self, name: &OsStr) -> io::Result<()> {
-        fs::remove_file(self.path.join(name))
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::{chown, symlink};
     use std::process::Command;
 
@@ -191,8 +189,6 @@ mod tests {
         }
         chmod(&path, 0o755);
         assert_eq!(kind(TrustedFolder::open(&path, Owners::default())), "ok");
-        folder.remove(OsStr::new("a")).unwrap();
-        assert_eq!(read("a"), "io");
     }
 
     /// Only root can give files away.

@@ -9,6 +9,7 @@ mod html;
 mod matrix;
 mod ownership;
 mod palette;
+mod printable;
 mod quantity;
 mod statistics;
 mod svg;
@@ -17,6 +18,7 @@ mod timelines;
 mod trace;
 
 pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, SimulationReport};
+pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,
     format_tokens,

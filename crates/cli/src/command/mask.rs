@@ -3,7 +3,7 @@ use counterpoint_report::{MaskDrawing, format_count};
 
 use crate::arguments::MaskArguments;
 use crate::error::CliError;
-use crate::output::Outputs;
+use crate::output::{Outputs, shown};
 use crate::schema::Schema;
 use crate::{console, mask_argument};
 
@@ -27,7 +27,7 @@ pub(crate) fn run(arguments: &MaskArguments) -> Result<(), CliError> {
         text.push_str(&mask.picture(PICTURE.0, PICTURE.1, PictureStyle::Blocks));
         text.push_str(&summary(&mask));
         for (_, path) in outputs.files() {
-            text.push_str(&format!("drawn into {}\n", path.display()));
+            text.push_str(&format!("drawn into {}\n", shown(path)));
         }
     }
     console::print(&text)

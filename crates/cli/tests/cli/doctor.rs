@@ -4,14 +4,14 @@ use serde_json::Value;
 
 use crate::support::Folder;
 
-/// A cache of its own: the user's is none of a test's business.
-const CACHE: (&str, &str) = ("COUNTERPOINT_CACHE_DIR", "cache");
+/// Where no cache is: the user's is none of a test's business, and nothing here makes one.
+const CACHE: (&str, &str) = ("COUNTERPOINT_CACHE_DIR", "/tmp/counterpoint-none/cache");
 
 #[test]
 fn what_is_missing_is_no_error() {
     let folder = Folder::new();
-    let nowhere = ("COUNTERPOINT_NVRTC_DIR", "nowhere");
-    let ran = folder.run_with("doctor --json", &[CACHE, nowhere, ("COUNTERPOINT_NCCL_DIR", "nowhere")]);
+    let nowhere = ("COUNTERPOINT_NVRTC_DIR", "/nowhere");
+    let ran = folder.run_with("doctor --json", &[CACHE, nowhere, ("COUNTERPOINT_NCCL_DIR", "/nowhere")]);
     assert_eq!(ran.status, 0, "{}", ran.stderr);
     let document: Value = serde_json::from_str(&ran.stdout).unwrap();
     for library in ["nvrtc", "nccl"] {
@@ -25,7 +25,7 @@ fn what_is_missing_is_no_error() {
         found["remedy"].as_str().unwrap().to_owned()
     };
     assert!(remedy("NVRTC").contains("pip install nvidia-cuda-nvrtc==13.0.88"));
-    assert!(remedy("NVRTC").contains("COUNTERPOINT_NVRTC_DIR=nowhere: no libnvrtc.so.* in it"));
+    assert!(remedy("NVRTC").contains("COUNTERPOINT_NVRTC_DIR=/nowhere: no libnvrtc.so.* in it"));
     assert!(remedy("NCCL").contains("pip install nvidia-nccl-cu13"));
     assert_eq!(document["cache"]["entries"], 0);
     assert!(folder.names().is_empty(), "looking changes nothing: {:?}", folder.names());
@@ -87,7 +87,7 @@ fn every_variable_is_listed() {
     let ran = folder.run_with("doctor", &[CACHE, ("COUNTERPOINT_CASH_DIR", "x")]);
     assert_eq!(ran.status, 0);
     for words in [
-        "COUNTERPOINT_CACHE_DIR = cache (the folder of compiled kernels)",
+        "COUNTERPOINT_CACHE_DIR = /tmp/counterpoint-none/cache (the folder of compiled kernels)",
         "COUNTERPOINT_NCCL_DIR",
         "COUNTERPOINT_NVRTC_DIR",
         "COUNTERPOINT_RENDEZVOUS",
@@ -114,7 +114,7 @@ fn a_gpu_is_described_or_missing() {
 #[test]
 fn kernels_cannot_be_compiled_without_a_compiler() {
     let ran =
-        Folder::new().run_with("selftest --compile-only", &[CACHE, ("COUNTERPOINT_NVRTC_DIR", "nowhere")]);
+        Folder::new().run_with("selftest --compile-only", &[CACHE, ("COUNTERPOINT_NVRTC_DIR", "/nowhere")]);
     assert_eq!(ran.status, 3);
     assert!(ran.stderr.contains("pip install nvidia-cuda-nvrtc==13.0.88"), "{}", ran.stderr);
     assert_eq!(ran.stdout, "");

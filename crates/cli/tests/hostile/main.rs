@@ -1,7 +1,9 @@
 //! What the program does among hostile users, damaged files and machines at their limits.
 
+mod current_folder;
 mod files;
 mod limits;
+mod terminal;
 mod tune;
 
 /// The binary in a fresh folder, as the other tests run it.

@@ -1,9 +1,13 @@
+//! Compiled kernels on disk: where they lie, which are trusted, and what goes wrong with them.
+
+use std::collections::BTreeSet;
 use std::fs;
-use std::io::{self, ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
+use counterpoint_files::{DistrustError, Owners, TrustedFolder, folder_in_home, folder_named};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
@@ -17,16 +21,23 @@ use crate::CudaError;
 /// The variable that names the cache's folder.
 pub const CACHE_VARIABLE: &str = "COUNTERPOINT_CACHE_DIR";
 
+/// The variable that names whose cache is trusted besides this user's and root's, by number.
+pub const CACHE_OWNER_VARIABLE: &str = "COUNTERPOINT_CACHE_OWNER";
+
 /// Compiled kernels on disk, so that only the first process that needs one waits for the compiler.
 ///
 /// An entry's name is a hash of all that it depends on: the source, every header, the options, the architecture and the
-/// compiler. Entries are written whole or not at all, carry a checksum, and may be used by many processes at once.
-/// Nothing that goes wrong with the cache is an error: it costs time, and a [`CacheWarning`] says so.
+/// compiler. Entries are written whole or not at all, carry a checksum, and may be used by many processes at once. Whoever can
+/// write an entry decides what runs on the GPU, so the folder and its entries must belong to this user, to root or to the owner
+/// that `COUNTERPOINT_CACHE_OWNER` names, and nobody else may write to them; any other is compiled again. Nothing that goes wrong with the cache is an error: it costs time, and a [`CacheWarning`] says so.
 #[derive(Clone, Debug)]
 pub struct CubinCache {
     folder: Option<PathBuf>,
-    /// Why there is no folder.
+    owners: Owners,
+    /// What is wrong with its environment.
     warning: Option<CacheWarning>,
+    /// What went wrong since this was last asked, by all that share it.
+    warnings: Arc<Mutex<BTreeSet<CacheWarning>>>,
 }
 
 /// A compiled kernel and where it came from.
@@ -58,6 +69,28 @@ pub enum CacheWarning {
         "kernels are compiled anew by every process: neither XDG_CACHE_HOME nor HOME is set; set {CACHE_VARIABLE}"
     )]
     NoFolder,
+    /// Its folder is given by a path that depends on the current folder.
+    #[error("kernels are compiled anew by every process: {reason}")]
+    Relative {
+        /// Which variable, and what to do.
+        reason: String,
+    },
+    /// The owner who is to be trusted is no number.
+    #[error(
+        "{CACHE_OWNER_VARIABLE}={value} is no user's number, and nobody more is trusted; give what `id -u NAME` prints"
+    )]
+    Owner {
+        /// The variable's value.
+        value: String,
+    },
+    /// The folder or an entry could have been changed by someone else.
+    #[error("the kernel cache does not use {}: {reason}; what it would hold was compiled again", path.display())]
+    Distrusted {
+        /// The folder or the entry.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// An entry is there and cannot be read.
     #[error("the cached kernel {} cannot be read ({reason}) and was compiled again; remove it", path.display())]
     Unreadable {
@@ -99,24 +132,54 @@ pub struct CacheUse {
 impl CubinCache {
     /// The cache in `COUNTERPOINT_CACHE_DIR`, else in `$XDG_CACHE_HOME/counterpoint`, else in `~/.cache/counterpoint`.
     pub fn from_environment() -> Self {
-        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        // A relative XDG_CACHE_HOME is invalid by its specification.
-        let base = variable("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-        let base = base.or_else(|| variable("HOME").map(|home| home.join(".cache")));
-        let folder = variable(CACHE_VARIABLE).or_else(|| base.map(|base| base.join("counterpoint")));
-        let warning = folder.is_none().then_some(CacheWarning::NoFolder);
-        Self { folder, warning }
+        let kept = || folder_in_home("XDG_CACHE_HOME", ".cache").map(|base| base.join("counterpoint"));
+        let (folder, mut warning) = match folder_named(CACHE_VARIABLE) {
+            Ok(named) => (named.or_else(kept), None),
+            Err(relative) => (None, Some(CacheWarning::Relative { reason: relative.to_string() })),
+        };
+        if folder.is_none() {
+            warning = warning.or(Some(CacheWarning::NoFolder));
+        }
+        let mut owners = Owners::default();
+        if let Some(value) = std::env::var(CACHE_OWNER_VARIABLE).ok().filter(|value| !value.is_empty()) {
+            owners.also = value.parse().ok();
+            if owners.also.is_none() {
+                warning = warning.or(Some(CacheWarning::Owner { value }));
+            }
+        }
+        Self { folder, owners, warning, warnings: Arc::default() }
     }
 
     /// The cache in a folder, which is made when something is written.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: Some(folder.into()), warning: None }
+        let (owners, warning) = (Owners::default(), None);
+        Self { folder: Some(folder.into()), owners, warning, warnings: Arc::default() }
     }
 
     /// The process's, from its environment when it was first asked for.
-    pub(crate) fn of_process() -> &'static Self {
+    pub fn of_process() -> &'static Self {
         static CACHE: OnceLock<CubinCache> = OnceLock::new();
         CACHE.get_or_init(Self::from_environment)
+    }
+
+    /// What kept this cache from saving time since this was last asked, each thing once.
+    pub fn take_warnings(&self) -> Vec<CacheWarning> {
+        let mut warnings = self.warnings.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *warnings).into_iter().collect()
+    }
+
+    /// What will keep this cache from saving time, as far as a look at its folder tells.
+    pub fn look(&self) -> Option<CacheWarning> {
+        self.warning.clone().or_else(|| self.open().err())
+    }
+
+    /// Its folder, open; `None` where there is none yet.
+    fn open(&self) -> Result<Option<TrustedFolder>, CacheWarning> {
+        let Some(path) = &self.folder else { return Ok(None) };
+        match TrustedFolder::open(path, self.owners) {
+            Ok(folder) => Ok(Some(folder)),
+            Err(error) => refused(path, error).map(|()| None),
+        }
     }
 
     /// Its folder, where it has one.
@@ -135,9 +198,9 @@ impl CubinCache {
 
     /// The compiled form of each source, in their order: from the cache, or compiled at the same time.
     pub fn cubins(&self, sources: &[&KernelSource]) -> Vec<Result<CachedCubin, CudaError>> {
-        let compiler = match &self.folder {
-            Some(folder) => remembered_version(folder),
-            None => compiler_version(),
+        let compiler = match self.open() {
+            Ok(Some(folder)) => remembered_version(&folder),
+            Ok(None) | Err(_) => compiler_version(),
         };
         let compiler = match compiler {
             Ok(compiler) => compiler,
@@ -153,6 +216,8 @@ impl CubinCache {
         if found.iter().any(compiled) {
             self.prune();
         }
+        let warnings = found.iter().filter_map(|found| found.as_ref().ok()?.warning.clone());
+        self.warnings.lock().unwrap_or_else(PoisonError::into_inner).extend(warnings);
         let index = |source: &KernelSource| distinct.partition_point(|other| *other < source);
         sources.iter().map(|source| found[index(source)].clone()).collect()
     }
@@ -168,20 +233,16 @@ impl CubinCache {
         Ok(CachedCubin { cubin, origin: CubinOrigin::Compiled, warning: unwritten.or(unread) })
     }
 
-    fn path(&self, source: &KernelSource, compiler: &CompilerVersion) -> Option<PathBuf> {
-        Some(self.folder.as_ref()?.join(key(source, compiler) + ENTRY_SUFFIX))
-    }
-
     fn read(&self, source: &KernelSource, compiler: &CompilerVersion) -> Result<Option<Cubin>, CacheWarning> {
-        let Some(path) = self.path(source, compiler) else { return Ok(None) };
-        match fs::read(&path) {
+        let Some(folder) = self.open()? else { return Ok(None) };
+        let name = key(source, compiler) + ENTRY_SUFFIX;
+        let path = folder.path().join(&name);
+        match folder.read(name.as_ref(), MOST_ENTRY_BYTES) {
             Ok(contents) => match entry::decode(&contents) {
                 Ok(cubin) => Ok(Some(cubin)),
                 Err(reason) => Err(CacheWarning::Damaged { path, reason }),
             },
-            // Not a directory: there cannot be an entry, and writing one will say why.
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => Ok(None),
-            Err(error) => Err(CacheWarning::Unreadable { path, reason: error.to_string() }),
+            Err(error) => refused(&path, error).map(|()| None),
         }
     }
 
@@ -191,11 +252,15 @@ impl CubinCache {
         compiler: &CompilerVersion,
         cubin: &Cubin,
     ) -> Result<(), CacheWarning> {
-        let (Some(folder), Some(path)) = (&self.folder, self.path(source, compiler)) else { return Ok(()) };
-        write_whole(folder, &path, &entry::encode(cubin)).map_err(|error| {
-            let (folder, reason) = (folder.clone(), error.to_string());
-            CacheWarning::Unwritable { folder, reason }
-        })
+        let Some(path) = &self.folder else { return Ok(()) };
+        let unwritable = |reason: String| CacheWarning::Unwritable { folder: path.clone(), reason };
+        let folder = TrustedFolder::open_or_make(path, self.owners).map_err(|error| match error {
+            DistrustError::Io(error) => unwritable(error.to_string()),
+            other => CacheWarning::Distrusted { path: path.clone(), reason: other.to_string() },
+        })?;
+        let name = key(source, compiler) + ENTRY_SUFFIX;
+        let written = folder.write(name.as_ref(), &entry::encode(cubin), PART_SUFFIX);
+        written.map_err(|error| unwritable(error.to_string()))
     }
 
     /// Removes the oldest entries when there are too many, and what killed processes left half written.
@@ -219,8 +284,25 @@ impl CubinCache {
     }
 }
 
+/// Why something that is there is not used. What is not there is no matter, nor is a path through what is no folder: writing will say so.
+fn refused(path: &Path, error: DistrustError) -> Result<(), CacheWarning> {
+    let path = path.to_owned();
+    match error {
+        DistrustError::Io(error)
+            if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) =>
+        {
+            Ok(())
+        }
+        DistrustError::Io(error) => Err(CacheWarning::Unreadable { path, reason: error.to_string() }),
+        other => Err(CacheWarning::Distrusted { path, reason: other.to_string() }),
+    }
+}
+
 const ENTRY_SUFFIX: &str = ".cubin";
-const PART_SUFFIX: &str = ".part";
+pub(super) const PART_SUFFIX: &str = ".part";
+
+/// Ten times the largest kernel that ships.
+const MOST_ENTRY_BYTES: u64 = 64 << 20;
 
 /// All kernels that ship take a few tens of MB; this is room for many versions of them.
 const MOST_BYTES: u64 = 1 << 30;
@@ -245,16 +327,6 @@ fn files(folder: &Path, suffix: &'static str) -> impl Iterator<Item = File> {
             path,
         })
     })
-}
-
-/// Writes a file whole or not at all, beside what other processes do. Not synchronised with the disk: a power failure leaves
-/// an entry whose checksum is wrong, at worst.
-pub(super) fn write_whole(folder: &Path, path: &Path, contents: &[u8]) -> io::Result<()> {
-    fs::create_dir_all(folder)?;
-    let mut part = tempfile::Builder::new().prefix(".").suffix(PART_SUFFIX).tempfile_in(folder)?;
-    part.write_all(contents)?;
-    part.persist(path)?;
-    Ok(())
 }
 
 /// All that a compiled kernel depends on, hashed.

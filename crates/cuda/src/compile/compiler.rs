@@ -2,9 +2,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
+use counterpoint_files::TrustedFolder;
 use sha2::{Digest, Sha256};
 
-use super::cache::write_whole;
+use super::cache::PART_SUFFIX;
 use crate::CudaError;
 use crate::library::{Nvrtc, SEARCH_VARIABLES};
 
@@ -33,9 +34,9 @@ pub fn compiler_version() -> Result<CompilerVersion, CudaError> {
 /// The same, without opening the compiler if it was found before: looking for it may mean asking `python3`, and opening it
 /// takes 20 ms, which is most of the time that a process with cached kernels has. `folder` is the cache's; in it a note by
 /// the environment says what was found last. It counts as long as that file is what it was.
-pub(super) fn remembered_version(folder: &Path) -> Result<CompilerVersion, CudaError> {
-    let note = folder.join(note_name());
-    if let Some(version) = read_note(&note) {
+pub(super) fn remembered_version(folder: &TrustedFolder) -> Result<CompilerVersion, CudaError> {
+    let name = note_name();
+    if let Some(version) = read_note(folder, &name) {
         return Ok(version);
     }
     let version = compiler_version()?;
@@ -43,7 +44,7 @@ pub(super) fn remembered_version(folder: &Path) -> Result<CompilerVersion, CudaE
         let (major, minor) = version.version;
         let text = format!("{major}\n{minor}\n{stamp}\n{}\n", version.path.display());
         // Without the note the next process looks for the compiler again.
-        let _ = write_whole(folder, &note, text.as_bytes());
+        let _ = folder.write(name.as_ref(), text.as_bytes(), PART_SUFFIX);
     }
     Ok(version)
 }
@@ -62,8 +63,11 @@ fn note_name() -> String {
     format!("compiler-{hash}.txt")
 }
 
-fn read_note(note: &Path) -> Option<CompilerVersion> {
-    let text = fs::read_to_string(note).ok()?;
+/// A note is a few lines.
+const MOST_NOTE_BYTES: u64 = 1 << 16;
+
+fn read_note(folder: &TrustedFolder, name: &str) -> Option<CompilerVersion> {
+    let text = String::from_utf8(folder.read(name.as_ref(), MOST_NOTE_BYTES).ok()?).ok()?;
     let mut lines = text.lines();
     let major = lines.next()?.parse().ok()?;
     let minor = lines.next()?.parse().ok()?;

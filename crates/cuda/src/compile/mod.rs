@@ -10,7 +10,9 @@ mod parallel;
 mod source;
 mod translate;
 
-pub use cache::{CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin};
+pub use cache::{
+    CACHE_OWNER_VARIABLE, CACHE_VARIABLE, CacheUse, CacheWarning, CachedCubin, CubinCache, CubinOrigin,
+};
 pub use compiler::{CompilerVersion, compiler_version};
 pub(crate) use elf::count_arguments;
 pub use examine::{CompileReport, KernelFault, KernelReport, examine};

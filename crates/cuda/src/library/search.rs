@@ -4,9 +4,10 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
+
+use counterpoint_files::{RelativeFolder, absolute_entries, command, folder_named, program};
 
 use super::output_of;
 
@@ -45,9 +46,7 @@ const NVRTC_NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so
 /// The candidates for NVRTC, in the order in which to try them. Lazy, because `python3` is to be asked only when all before it
 /// failed.
 pub(super) fn nvrtc() -> impl Iterator<Item = Candidate> {
-    // Whoever names a folder wants that one or an error.
-    let named = named_folder(NVRTC_VARIABLE);
-    let elsewhere = named.is_none();
+    let (named, elsewhere) = named_folder(NVRTC_VARIABLE);
     let by_name = NVRTC_NAMES.map(|name| Candidate { before: Vec::new(), library: PathBuf::from(name) });
     let by_name = by_name.into_iter().filter(move |_| elsewhere);
     let parts = &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cu12/lib", "torch/lib"];
@@ -71,32 +70,39 @@ pub(super) fn cublaslt() -> impl Iterator<Item = PathBuf> {
 /// What the loader knows by these names, then the files that begin with `prefix` in toolkits and in the `parts` of `python3`'s
 /// packages; only those of the folder that the variable names, where it names one.
 fn by_name_then_folder(
-    variable: &str,
+    variable: &'static str,
     names: [&'static str; 2],
     parts: &'static [&'static str],
     prefix: &'static str,
 ) -> impl Iterator<Item = PathBuf> + use<> {
-    let named = named_folder(variable);
-    let elsewhere = named.is_none();
+    let (named, elsewhere) = named_folder(variable);
     let by_name = names.map(PathBuf::from).into_iter().filter(move |_| elsewhere);
     let in_folders = named.into_iter().chain(usual_folders(elsewhere, parts));
     by_name.chain(in_folders.flat_map(move |folder| files_named(&folder, prefix)))
 }
 
 /// Why a search found so little, beside what the loader said of each candidate.
-pub(super) fn notes(variable: &str, prefix: &str) -> Vec<String> {
-    let note = match named_folder(variable) {
-        Some(folder) if files_named(&folder, prefix).is_empty() => {
+pub(super) fn notes(variable: &'static str, prefix: &str) -> Vec<String> {
+    let note = match folder_named(variable) {
+        Err(relative) => Some(relative.to_string()),
+        Ok(Some(folder)) if files_named(&folder, prefix).is_empty() => {
             Some(format!("{variable}={}: no {prefix}.* in it", folder.display()))
         }
-        Some(_) => None,
-        None => python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}")),
+        Ok(Some(_)) => None,
+        Ok(None) => {
+            python_answer().as_ref().err().map(|reason| format!("site-packages of python3: {reason}"))
+        }
     };
     note.into_iter().collect()
 }
 
-fn named_folder(variable: &str) -> Option<PathBuf> {
-    std::env::var_os(variable).filter(|folder| !folder.is_empty()).map(PathBuf::from)
+/// The folder that a variable names, and whether to look elsewhere: who names a folder wants that one or an error. A relative path names
+/// none.
+fn named_folder(variable: &'static str) -> (Option<PathBuf>, bool) {
+    match folder_named(variable) {
+        Ok(named) => (named.clone(), named.is_none()),
+        Err(RelativeFolder { .. }) => (None, false),
+    }
 }
 
 /// Folders of toolkits, then the `parts` of each folder of `python3`'s packages.
@@ -152,14 +158,16 @@ fn toolkit_folders() -> Vec<PathBuf> {
         .collect();
     roots.sort();
     roots.reverse();
-    let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os).map(PathBuf::from);
+    // One that is empty or relative names no toolkit.
+    let home = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(|name| folder_named(name).ok().flatten());
     home.chain(roots).chain([PathBuf::from("/opt/cuda")]).collect()
 }
 
 /// How long `python3` may take to name its folders.
 const PYTHON_LIMIT: Duration = Duration::from_secs(10);
 
-/// Prints `python3`'s folders of packages, which may be several and a virtual environment's.
+/// Prints `python3`'s folders of packages, which may be several and a virtual environment's. It runs isolated, which leaves the user's own
+/// folder out of `sys.path`; `site` names it all the same.
 const PYTHON_SCRIPT: &str = "\
 import site, sys, sysconfig
 paths = [sysconfig.get_paths()['purelib'], sysconfig.get_paths()['platlib'], *sys.path]
@@ -179,9 +187,17 @@ fn python_answer() -> &'static Result<Vec<PathBuf>, String> {
     ANSWER.get_or_init(ask_python)
 }
 
+/// Asks the `python3` of an absolute folder of `PATH`, which imports nothing from the current folder: it runs isolated, and elsewhere.
+/// What `PYTHONPATH` would have added is added here.
 fn ask_python() -> Result<Vec<PathBuf>, String> {
-    let answer = output_of(Command::new("python3").args(["-c", PYTHON_SCRIPT]), PYTHON_LIMIT)?;
-    Ok(String::from_utf8_lossy(&answer).lines().map(PathBuf::from).collect())
+    let python = program("python3").map_err(|error| error.to_string())?;
+    let mut question = command(&python);
+    question.args(["-I", "-c", PYTHON_SCRIPT]).current_dir("/");
+    let answer = output_of(&mut question, PYTHON_LIMIT)?;
+    let of_user = absolute_entries(&std::env::var_os("PYTHONPATH").unwrap_or_default());
+    let of_user = of_user.into_iter().filter(|folder| file_name(folder).ends_with("-packages"));
+    let named = String::from_utf8_lossy(&answer).into_owned();
+    Ok(of_user.chain(named.lines().map(PathBuf::from).filter(|folder| folder.is_absolute())).collect())
 }
 
 /// The file behind a library that is open: the loader may have been given a bare name.

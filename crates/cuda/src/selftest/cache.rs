@@ -20,7 +20,7 @@ const CACHED_SECONDS: f64 = 0.05;
 /// When a kernel does not compile.
 pub fn selftest_cache(device: &Device) -> Result<Vec<SelfCheck>, CudaError> {
     let mut checks = Vec::new();
-    let folder = match tempfile::tempdir() {
+    let folder = match tempfile::tempdir_in(counterpoint_files::temporary_folder()) {
         Ok(folder) => folder,
         Err(error) => return Ok(vec![unwritable(&error)]),
     };

@@ -6,6 +6,7 @@ use comfy_table::{
 };
 
 use super::{Column, Keep, Style, width_of, wrapped};
+use crate::printable;
 
 /// Characters between two columns.
 const GAP: usize = 2;
@@ -139,7 +140,9 @@ impl Grid {
 
     pub(super) fn row(&mut self, cells: Vec<Text>) {
         debug_assert_eq!(cells.len(), self.columns.len());
-        self.rows.push(cells);
+        // Names come from files and arguments; only this module's own colours may command the terminal.
+        let cells = cells.into_iter().map(|(text, tone)| (printable(&text).into_owned(), tone));
+        self.rows.push(cells.collect());
     }
 
     fn widths(&self) -> Vec<usize> {
@@ -245,6 +248,7 @@ impl Draw<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::printable_lines;
 
     fn grid() -> Grid {
         let mut grid = Grid::new(vec![
@@ -318,7 +322,17 @@ mod tests {
     #[test]
     fn color_only_when_asked() {
         assert!(!grid().render(&Style::PLAIN).contains('\u{1b}'));
-        assert!(grid().render(&Style { color: true, width: None }).contains('\u{1b}'));
+        let style = Style { color: true, width: None };
+        assert!(grid().render(&style).contains('\u{1b}'));
+        assert_eq!(printable_lines(&grid().render(&style), true), grid().render(&style));
+    }
+
+    #[test]
+    fn cells_command_nothing() {
+        let mut grid = Grid::new(vec![Column::name("name"), Column::number("area", 1)]);
+        grid.row(vec![plain("a\u{1b}[31m\nb"), plain("1")]);
+        let text = grid.render(&Style { color: true, width: None });
+        assert!(text.contains("a\\x1b[31m\\nb") && text.lines().count() == 3, "{text}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::grid::{Draw, Header, Layout, Text, plain};
 use super::{Column, Style, width_of};
+use crate::printable;
 
 /// A table whose rows come one by one. Its columns are as wide as they say and as their headers are.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ impl LiveTable {
 
     /// A row, with a cell for every column.
     pub fn row(&self, cells: impl IntoIterator<Item = String>) -> String {
-        let row: Vec<Text> = cells.into_iter().map(plain).collect();
+        let row: Vec<Text> = cells.into_iter().map(|text| plain(printable(&text))).collect();
         debug_assert_eq!(row.len(), self.columns.len());
         let limit = self.style.limit();
         let cells: Vec<usize> = row.iter().map(|(text, _)| width_of(text)).collect();

@@ -166,9 +166,7 @@ impl AttentionResult<'_> {
             let _ = writeln!(out, "between {} nodes: {crossing}", self.arguments.nodes);
         }
         self.check_text(&mut out, &style);
-        for (flag, path) in outputs.files() {
-            let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
-        }
+        out.push_str(&outputs.places());
         out
     }
 

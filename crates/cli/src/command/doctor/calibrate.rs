@@ -11,7 +11,7 @@ use counterpoint_report::{format_bytes, format_flops, format_gbps, format_second
 
 use crate::arguments::{Device, DoctorArguments};
 use crate::error::CliError;
-use crate::output::Outputs;
+use crate::output::{Outputs, shown};
 use crate::progress::Progress;
 use crate::schema::Schema;
 use crate::{console, device, profile};
@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &DoctorArguments) -> Result<(), CliError> {
     if arguments.json {
         return console::print_json(Schema::DoctorProfile, &measured);
     }
-    console::print(&format!("{}\nkept in {}\n", describe(&measured), path.display()))
+    console::print(&format!("{}\nkept in {}\n", describe(&measured), shown(&path)))
 }
 
 /// The CPU's rates depend on shapes more than a GPU's, so that commands measure their own; this is what others plan with.

@@ -8,11 +8,12 @@ use std::path::{Path, PathBuf};
 
 use counterpoint_cuda::{CubinCache, CudaError, Device};
 use counterpoint_exec::EnvironmentVariable;
-use counterpoint_report::format_bytes;
+use counterpoint_report::{format_bytes, printable};
 use serde::Serialize;
 
 use crate::arguments::DoctorArguments;
 use crate::error::CliError;
+use crate::output::shown;
 use crate::schema::Schema;
 use crate::{console, device, profile};
 
@@ -130,9 +131,8 @@ impl Machine {
         });
         let cache = CubinCache::from_environment();
         let usage = cache.usage();
-        if cache.folder().is_none() {
-            let remedy = format!("set {}", counterpoint_cuda::CACHE_VARIABLE);
-            note("cache folder", "every process compiles its kernels anew", remedy);
+        if let Some(warning) = cache.look() {
+            note("cache of kernels", "every process compiles its kernels anew", warning.to_string());
         }
         Self {
             version: env!("CARGO_PKG_VERSION"),
@@ -186,18 +186,18 @@ impl Machine {
         }
         for (name, library) in [("NVRTC", &self.nvrtc), ("NCCL", &self.nccl)] {
             if let Some(Library { version, path }) = library {
-                line(name, format!("{version}, {}", path.display()));
+                line(name, format!("{version}, {}", shown(path)));
             }
         }
         if let Some(Cache { folder, entries, bytes }) = &self.cache {
             let kernels = console::count(*entries, "compiled kernel");
-            line("cache", format!("{}: {kernels}, {}", folder.display(), format_bytes(*bytes)));
+            line("cache", format!("{}: {kernels}, {}", shown(folder), format_bytes(*bytes)));
         }
         text.push_str("\nEnvironment\n");
         for Variable { name, value, purpose } in &self.environment {
             let value = value.as_ref().map_or("not set".to_owned(), |value| format!("= {value}"));
             let purpose = purpose.unwrap_or("nothing reads it; is it misspelt?");
-            let _ = writeln!(text, "  {name} {value} ({purpose})");
+            let _ = writeln!(text, "  {} {} ({purpose})", printable(name), printable(&value));
         }
         for (index, Missing { what, costs, remedy }) in self.missing.iter().enumerate() {
             if index == 0 {

@@ -216,9 +216,7 @@ impl Told<'_> {
         }
         let _ = writeln!(out);
         out.push_str(&dispatches::text(&self.dispatches, plan.cp_size(), &machine, &style));
-        for (flag, path) in outputs.files() {
-            let _ = writeln!(out, "{} is in {}", flag.trim_start_matches('-'), path.display());
-        }
+        out.push_str(&outputs.places());
         out
     }
 

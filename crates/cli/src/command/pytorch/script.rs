@@ -1,7 +1,10 @@
+use std::env;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use counterpoint_files::{absolute_entries, command, program};
 
 use crate::command::bench_mask::DOCUMENTS;
 use crate::error::CliError;
@@ -11,6 +14,7 @@ use crate::temporary_folder::TemporaryFolder;
 pub(crate) struct Script {
     folder: TemporaryFolder,
     name: &'static str,
+    python: PathBuf,
 }
 
 /// Embeds files of `benches/peers`, by their paths there.
@@ -52,6 +56,7 @@ const FILES: &[(&str, &str)] = embedded![
 impl Script {
     /// Writes all of them as they lie in `benches`, and takes the one with that name.
     pub(crate) fn unpack(name: &'static str) -> Result<Self, CliError> {
+        let python = program("python3").map_err(|error| CliError::NoPeers { reason: error.to_string() })?;
         let write = || {
             let folder = TemporaryFolder::new()?;
             let (peers, data) = (folder.path().join("peers"), folder.path().join("data"));
@@ -68,7 +73,7 @@ impl Script {
                 "its script cannot be written to a temporary folder ({error}; TMPDIR says where)"
             ),
         })?;
-        Ok(Self { folder, name })
+        Ok(Self { folder, name, python })
     }
 
     /// The folder of `benches/peers`.
@@ -79,9 +84,16 @@ impl Script {
 
     /// `python3` with the script, to which the caller adds arguments.
     pub(crate) fn command(&self) -> Command {
-        let mut command = Command::new("python3");
+        let mut command = command(&self.python);
+        let peers = self.folder.path().join("peers");
+        // Neither it nor a process of its own imports from the current folder; where PyTorch lies is still the user's to say.
+        let mut packages = vec![peers.clone()];
+        packages.extend(absolute_entries(&env::var_os("PYTHONPATH").unwrap_or_default()));
+        // None of them holds a separator: the first is ours, the others were split where they are joined.
+        env::join_paths(packages).map(|packages| command.env("PYTHONPATH", packages)).ok();
+        command.env("PYTHONSAFEPATH", "1");
         // Without files of byte code: it runs once.
-        command.arg("-B").arg(self.folder.path().join("peers").join(self.name));
+        command.arg("-B").arg(peers.join(self.name));
         command
     }
 }

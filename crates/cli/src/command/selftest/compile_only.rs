@@ -27,7 +27,7 @@ pub(super) fn run(arguments: &SelftestArguments) -> Result<(), CliError> {
     }
     let mut ticker = Ticker::new("selftest --compile-only");
     let mut heard = 0;
-    let report = examine(&kernels, &CubinCache::from_environment(), |name| {
+    let report = examine(&kernels, CubinCache::of_process(), |name| {
         heard += 1;
         ticker.tell(|| format!("{heard} of {} kernels; {name}", kernels.len()));
     });

@@ -89,7 +89,8 @@ impl Job {
     /// Sends a signal to a rank's process.
     pub(super) fn signal(&self, rank: usize, signal: &str) -> io::Result<()> {
         let process = self.processes[rank].id().to_string();
-        let status = Command::new("kill").args(["-s", signal, &process]).status()?;
+        let kill = counterpoint_files::program("kill").map_err(io::Error::other)?;
+        let status = counterpoint_files::command(&kill).args(["-s", signal, &process]).status()?;
         if status.success() { Ok(()) } else { Err(io::Error::other(format!("kill -s {signal}: {status}"))) }
     }
 

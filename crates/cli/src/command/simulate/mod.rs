@@ -8,7 +8,8 @@ use std::path::Path;
 
 use counterpoint_plan::MachineProfile;
 use counterpoint_report::{
-    Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, table,
+    Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, printable,
+    table,
 };
 use counterpoint_schedule::Timeline;
 use serde_json::{Value, json};
@@ -91,12 +92,11 @@ impl Predicted {
                 self.setup.iter().map(|(name, value)| (name.replace(' ', "_"), json!(value))).collect();
             return console::print_json(self.schema, &json!({"setup": setup, "rows": self.json}));
         }
-        let setup: Vec<String> = self.setup.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        let setup = self.setup.iter().map(|(name, value)| format!("{name} {}", printable(value)));
+        let setup: Vec<String> = setup.collect();
         let mut text = fold(&format!("{}: {}\n\n", self.title, setup.join(", ")), &console::style());
         text.push_str(&table(&self.columns, self.rows.iter().cloned(), &console::style()));
-        for (flag, path) in setting.outputs.files() {
-            text.push_str(&format!("{} is in {}\n", flag.trim_start_matches('-'), path.display()));
-        }
+        text.push_str(&setting.outputs.places());
         console::print(&text)
     }
 

@@ -6,6 +6,7 @@ use super::tuning::Tuning;
 use crate::arguments::dtype_name;
 use crate::console;
 use crate::error::CliError;
+use crate::output::shown;
 use crate::schema::Schema;
 use crate::tuned::TunedFile;
 
@@ -111,7 +112,7 @@ impl Found {
                 1 => "one group is kept: overlap gained nothing".to_owned(),
                 _ => format!("groups of {} rows are kept", sizes(&kept.groups)),
             };
-            text.push_str(&format!("\n{what}, in {}\n\n", file.path().display()));
+            text.push_str(&format!("\n{what}, in {}\n\n", shown(file.path())));
         }
         console::print(&text)
     }
