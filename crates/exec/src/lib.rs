@@ -71,8 +71,8 @@ pub use error::{ExecError, Stall};
 pub use fault::{FaultInjection, FaultKind, FaultPoint};
 pub use global_buffer::GlobalBuffer;
 pub use group::{
-    AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors, Group, GroupRank, PlanDifference,
-    PlanIdentity, RankOf, Ticket,
+    AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors, Group, GroupRank, JoinConfig,
+    PlanDifference, PlanIdentity, RankOf, Store, Ticket,
 };
 pub use host_element::{Accumulator, HostElement};
 pub use interpreter::{Call, Prepared};

@@ -3,6 +3,7 @@
 mod attention;
 mod end;
 mod identity;
+mod join;
 mod rank;
 mod ticket;
 
@@ -14,7 +15,9 @@ use counterpoint_schedule::Program;
 
 pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
 pub use self::identity::{PlanDifference, PlanIdentity};
+pub use self::join::{JoinConfig, Store};
 pub(crate) use self::rank::CallOrder;
+use self::rank::ConnectionKeeper;
 pub use self::rank::GroupRank;
 pub use self::ticket::Ticket;
 use crate::{Backend, Call, CpuMachine, ExecError, Machine, Prepared, PreparedRank, World, WorldConfig};
@@ -60,11 +63,22 @@ impl<M: Machine> Group<M> {
     /// # Errors
     /// When the machine has too little of something; when a rank does not come within the limit.
     pub fn connect(machine: &M, world_size: usize, config: WorldConfig) -> Result<Self, ExecError> {
+        Self::connect_kept(machine, world_size, config, None)
+    }
+
+    /// The same, and keeps what the connection lives on.
+    fn connect_kept(
+        machine: &M,
+        world_size: usize,
+        config: WorldConfig,
+        keeper: Option<ConnectionKeeper>,
+    ) -> Result<Self, ExecError> {
         let world = World::new(world_size, config);
-        let ends = machine.connect(&world)?;
+        let ends = machine.connect(&world)?.into_iter();
+        let rank = |(backend, transport)| GroupRank::kept_by(backend, transport, keeper.clone());
         Ok(Self {
             here: machine.ranks_here(world_size),
-            ranks: ends.into_iter().map(|(backend, transport)| GroupRank::new(backend, transport)).collect(),
+            ranks: ends.map(rank).collect(),
             pass_overlaps: machine.pass_overlaps(world_size),
             world_size,
         })
