@@ -2,11 +2,16 @@
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use counterpoint_cuda::kernel::{MatrixUnit, SharedLayout, Specialisation, shared_layouts, specialisations};
 use counterpoint_cuda::{Arch, CubinCache, CudaError, KernelSource, compile, compiler_version, examine};
+use ledger::{Entry, Ledger};
+use rand::SeedableRng;
+use rand::seq::IndexedRandom;
+use rand_chacha::ChaCha8Rng;
 
+mod ledger;
 mod support;
 
 #[test]
@@ -19,24 +24,168 @@ fn names_are_unique() {
     assert_eq!(names.len(), count);
 }
 
+/// Kernels that each run compiles whatever the ledger says, so that it cannot rot.
+const SAMPLE: usize = 8;
+
+/// Every kernel is what its launch needs. Of kernels whose code has not changed the ledger says so. `GOLDEN=record` compiles those that
+/// have and writes the ledger, `GOLDEN=all` compiles every kernel that ships and holds it to the ledger.
 #[test]
 fn all_that_ship() {
-    if support::no_compiler() {
+    let all = specialisations();
+    let recorded = ledger::recorded(&all);
+    let ledger = Ledger::read();
+    let wanted = std::env::var("GOLDEN").unwrap_or_default();
+    if !wanted.is_empty() && support::no_compiler() {
         return;
     }
-    let all = specialisations();
+    match wanted.as_str() {
+        "record" => record(&ledger, &recorded),
+        "all" => verify_all(&ledger, &all, &recorded),
+        "" => compare(&ledger, &all, &recorded),
+        other => panic!("GOLDEN is `{other}`; `record` writes the ledger, `all` compiles every kernel"),
+    }
+}
+
+const HOW: &str =
+    "where this is meant, `GOLDEN=record cargo test -p counterpoint-cuda --test compile` records it";
+
+fn compare(ledger: &Ledger, all: &[Specialisation], recorded: &[&Specialisation]) {
+    let gone = ledger.without_kernel(recorded);
+    assert!(gone.is_empty(), "the ledger has kernels that do not ship: {gone:#?}; {HOW}");
+    let stale = ledger.stale(recorded);
+    for kernel in recorded {
+        if let Some(entry) = ledger.entries.get(&ledger::name(kernel)) {
+            let faults = entry.faults(kernel);
+            assert!(faults.is_empty(), "{}: {faults:?}", kernel.source.name());
+        }
+    }
+    if support::no_compiler() {
+        let names: Vec<_> = stale.iter().map(|kernel| kernel.source.name()).collect();
+        return assert!(
+            names.is_empty(),
+            "the code of these has changed since they were recorded: {names:#?}"
+        );
+    }
+    let compiler = ledger::compiler_name(&compiler_version().unwrap());
+    let sample = match compiler == ledger.compiler {
+        true => random_sample(all),
+        // Of another compiler nothing is known.
+        false => {
+            eprintln!(
+                "the ledger is of {}, and this is {compiler}: every kernel in it is compiled",
+                ledger.compiler
+            );
+            recorded.iter().map(|kernel| (*kernel).clone()).collect()
+        }
+    };
+    let kernels: Vec<_> = stale.iter().map(|kernel| (*kernel).clone()).chain(sample).collect();
+    let found = compiled(&kernels);
+    if compiler == ledger.compiler {
+        let differences = differences(ledger, all, &kernels, &found);
+        assert!(differences.is_empty(), "{differences:#?}\n{HOW}");
+    }
+}
+
+fn record(ledger: &Ledger, recorded: &[&Specialisation]) {
+    let compiler = ledger::compiler_name(&compiler_version().unwrap());
+    let stale = if compiler == ledger.compiler { ledger.stale(recorded) } else { recorded.to_vec() };
+    let stale: Vec<_> = stale.into_iter().cloned().collect();
+    let mut new = Ledger { compiler, entries: ledger.entries.clone() };
+    let names: Vec<_> = recorded.iter().map(|kernel| ledger::name(kernel)).collect();
+    new.entries.retain(|name, _| names.contains(name));
+    for (kernel, entry) in stale.iter().zip(compiled(&stale)) {
+        new.entries.insert(ledger::name(kernel), entry);
+    }
+    new.write();
+    eprintln!("{} kernels compiled, {} in the ledger", stale.len(), new.entries.len());
+}
+
+fn verify_all(ledger: &Ledger, all: &[Specialisation], recorded: &[&Specialisation]) {
+    let gone = ledger.without_kernel(recorded);
+    assert!(gone.is_empty(), "the ledger has kernels that do not ship: {gone:#?}; {HOW}");
+    let differences = differences(ledger, all, all, &compiled(all));
+    assert!(differences.is_empty(), "{differences:#?}\n{HOW}");
+}
+
+/// How kernels that were compiled now differ from the ledger, or from the twin that the ledger holds instead.
+fn differences(
+    ledger: &Ledger,
+    all: &[Specialisation],
+    kernels: &[Specialisation],
+    found: &[Entry],
+) -> Vec<String> {
+    let differs = |(kernel, found): (&Specialisation, &Entry)| match ledger::twin(kernel, all) {
+        None => ledger.difference(kernel, found),
+        // Another target has other registers; that it has no fault has been seen.
+        Some(twin) if twin.source.arch() != kernel.source.arch() => None,
+        Some(twin) => {
+            let (key, figures) = (ledger::key(twin), found.figures);
+            let difference = ledger.difference(twin, &Entry { key, figures })?;
+            Some(format!("{} is not as its twin {difference}", kernel.source.name()))
+        }
+    };
+    kernels.iter().zip(found).filter_map(differs).collect()
+}
+
+/// Compiles kernels, or finds them in the cache, none of which may have a fault.
+fn compiled(kernels: &[Specialisation]) -> Vec<Entry> {
     let (mut done, mut told) = (0, Instant::now());
-    let report = examine(&all, &CubinCache::from_environment(), |name| {
+    let report = examine(kernels, &CubinCache::from_environment(), |name| {
         done += 1;
         if told.elapsed() >= Duration::from_secs(5) {
             told = Instant::now();
             // Not by a macro, whose lines the test's harness would keep to itself.
-            let _ = writeln!(std::io::stderr(), "compiled {done} of {} kernels; {name}", all.len());
+            let _ = writeln!(std::io::stderr(), "compiled {done} of {} kernels; {name}", kernels.len());
         }
     })
     .unwrap();
     assert!(report.failed.is_empty(), "{:#?}", report.failed);
-    assert_eq!(report.kernels.len(), all.len());
+    kernels.iter().zip(&report.kernels).map(|(kernel, report)| Entry::of(kernel, report)).collect()
+}
+
+/// Some of all kernels, others in each run.
+fn random_sample(all: &[Specialisation]) -> Vec<Specialisation> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let seed = std::env::var("SEED").map_or(now.as_nanos() as u64, |seed| seed.parse().unwrap());
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let sample: Vec<_> = all.sample(&mut rng, SAMPLE).cloned().collect();
+    let names: Vec<_> = sample.iter().map(|kernel| kernel.source.name()).collect();
+    eprintln!("SEED={seed} compiles {names:?}");
+    sample
+}
+
+#[test]
+fn stale_and_wrong_entries_of_the_ledger_are_found() {
+    let all = specialisations();
+    let kernels = &ledger::recorded(&all)[..3];
+    let mut ledger = Ledger { compiler: "NVRTC".to_owned(), entries: Default::default() };
+    assert_eq!(ledger.stale(kernels).len(), 3);
+    let figures = [Some(100), Some(0), Some(0), Some(0), None];
+    for kernel in kernels {
+        ledger.entries.insert(ledger::name(kernel), Entry { key: ledger::key(kernel), figures });
+    }
+    assert!(ledger.stale(kernels).is_empty());
+    assert_eq!(Ledger::parse(&ledger.text()), ledger);
+    let found = Entry { key: ledger::key(kernels[0]), figures };
+    assert_eq!(ledger.difference(kernels[0], &found), None);
+    // Another figure, other code, another limit, a kernel that is gone, a damaged line.
+    let more = Entry { figures: [Some(101), Some(0), Some(8), Some(0), None], ..found.clone() };
+    let difference = ledger.difference(kernels[0], &more).unwrap();
+    assert!(difference.contains("registers 101 instead of 100, spill_bytes 8 instead of 0"), "{difference}");
+    let mut changed = kernels[1].clone();
+    changed.source = changed.source.line("int more;");
+    assert_eq!(ledger.stale(&[kernels[0], &changed]), [&changed]);
+    assert!(
+        found.faults(&Specialisation { register_limit: 99, ..kernels[0].clone() })[0]
+            .contains("leaves it 99")
+    );
+    assert!(more.faults(kernels[0]).iter().any(|fault| fault.contains("spills")));
+    let warpgroup = Specialisation { matrix_unit: MatrixUnit::Warpgroup, ..kernels[0].clone() };
+    assert!(found.faults(&warpgroup).iter().any(|fault| fault.contains("no HGMMA")));
+    assert_eq!(ledger.without_kernel(&kernels[..2]).len(), 1);
+    let text = ledger.text();
+    let cut = &text[..text.len() - 3];
+    assert_eq!(Ledger::parse(cut).stale(kernels).len(), 1);
 }
 
 #[test]

@@ -12,7 +12,6 @@ use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use super::compiler::{CompilerVersion, compiler_version, remembered_version};
-use super::headers::HEADERS;
 use super::parallel::map_parallel;
 use super::translate::OPTIONS;
 use super::{Cubin, KernelSource, compile, entry};
@@ -26,8 +25,8 @@ pub const CACHE_OWNER_VARIABLE: &str = "COUNTERPOINT_CACHE_OWNER";
 
 /// Compiled kernels on disk, so that only the first process that needs one waits for the compiler.
 ///
-/// An entry's name is a hash of all that it depends on: the source, every header, the options, the architecture and the
-/// compiler. Entries are written whole or not at all, carry a checksum, and may be used by many processes at once. Whoever can
+/// An entry's name is a hash of all that it depends on: the source, the headers that it includes, the options, the architecture and
+/// the compiler. Entries are written whole or not at all, carry a checksum, and may be used by many processes at once. Whoever can
 /// write an entry decides what runs on the GPU, so the folder and its entries must belong to this user, to root or to the owner
 /// that `COUNTERPOINT_CACHE_OWNER` names, and nobody else may write to them; any other is compiled again. Nothing that goes wrong with the cache is an error: it costs time, and a [`CacheWarning`] says so.
 #[derive(Clone, Debug)]
@@ -331,17 +330,11 @@ fn files(folder: &Path, suffix: &'static str) -> impl Iterator<Item = File> {
 
 /// All that a compiled kernel depends on, hashed.
 fn key(source: &KernelSource, compiler: &CompilerVersion) -> String {
-    static HEADERS_HASH: OnceLock<[u8; 32]> = OnceLock::new();
-    let headers = HEADERS_HASH.get_or_init(|| {
-        let mut hash = Sha256::new();
-        for header in HEADERS {
-            part(&mut hash, header.name.as_bytes());
-            part(&mut hash, header.text.as_bytes());
-        }
-        hash.finalize().into()
-    });
     let mut hash = Sha256::new();
-    hash.update(headers);
+    for (name, text) in source.headers() {
+        part(&mut hash, name.as_bytes());
+        part(&mut hash, text.as_bytes());
+    }
     let (major, minor) = compiler.version;
     for text in [source.name(), source.text(), &source.arch().to_string(), &format!("{major}.{minor}")] {
         part(&mut hash, text.as_bytes());
@@ -373,6 +366,7 @@ mod tests {
             key(&source, &CompilerVersion { version: (12, 9), ..compiler.clone() }),
             key(&source, &CompilerVersion { bytes: 6, ..compiler.clone() }),
             key(&source.clone().line("y"), &compiler),
+            key(&source.clone().line("#include \"types.cuh\""), &compiler),
             key(&KernelSource::new("g", Arch::SM_80).line("x"), &compiler),
             key(&KernelSource::new("f", Arch::SM_90A).line("x"), &compiler),
         ];

@@ -35,6 +35,8 @@ pub struct KernelReport {
     pub spill_bytes: u32,
     /// Matrix instructions of a warpgroup; `None` for an architecture whose machine code is not known.
     pub hgmma: Option<u32>,
+    /// Matrix instructions of a warp, likewise.
+    pub hmma: Option<u32>,
 }
 
 /// A kernel that is not what it must be.
@@ -101,6 +103,7 @@ fn examine_one(
         local_bytes: log.local_bytes,
         spill_bytes: log.spill_bytes,
         hgmma: counts.map(|counts| counts.hgmma),
+        hmma: counts.map(|counts| counts.hmma),
     };
     Ok((report, faults))
 }

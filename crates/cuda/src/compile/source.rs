@@ -1,3 +1,4 @@
+use super::headers::{HEADERS, closure};
 use crate::arch::Arch;
 
 /// A kernel with all its parameters chosen: what is compiled, and cached, as one.
@@ -64,5 +65,11 @@ impl KernelSource {
     /// The translation unit.
     pub fn text(&self) -> &str {
         &self.text
+    }
+
+    /// The headers of ours that it includes, directly or through others, as names and texts: with its own text, all that its machine
+    /// code depends on but the compiler and its options.
+    pub fn headers(&self) -> Vec<(&'static str, &'static str)> {
+        closure(&self.text, HEADERS).iter().map(|header| (header.name, header.text)).collect()
     }
 }

@@ -4,7 +4,6 @@ use std::ptr;
 use cudarc::nvrtc::sys::nvrtcProgram;
 
 use super::KernelSource;
-use super::headers::HEADERS;
 use crate::CudaError;
 use crate::library::Nvrtc;
 
@@ -38,8 +37,10 @@ impl Program {
     fn new(nvrtc: &'static Nvrtc, source: &KernelSource) -> Result<Self, CudaError> {
         let text = c_string(source.text());
         let name = c_string(&format!("{}.cu", source.name()));
-        let header_texts: Vec<_> = HEADERS.iter().map(|header| c_string(header.text)).collect();
-        let header_names: Vec<_> = HEADERS.iter().map(|header| c_string(header.name)).collect();
+        // The compiler sees no header that is not in the cache's key.
+        let headers = source.headers();
+        let header_texts: Vec<_> = headers.iter().map(|(_, text)| c_string(text)).collect();
+        let header_names: Vec<_> = headers.iter().map(|(name, _)| c_string(name)).collect();
         let header_texts: Vec<_> = header_texts.iter().map(|text| text.as_ptr()).collect();
         let header_names: Vec<_> = header_names.iter().map(|name| name.as_ptr()).collect();
         let mut raw = ptr::null_mut();
@@ -49,7 +50,7 @@ impl Program {
                 &mut raw,
                 text.as_ptr(),
                 name.as_ptr(),
-                HEADERS.len() as c_int,
+                headers.len() as c_int,
                 header_texts.as_ptr(),
                 header_names.as_ptr(),
             )

@@ -96,6 +96,7 @@ mod tests {
             local_bytes: 0,
             spill_bytes: 0,
             hgmma,
+            hmma: hgmma.map(|_| 0),
         };
         let kernels = vec![kernel("attention", Some(64)), kernel("cast", None)];
         CompileReport { nvrtc: "13.0".to_owned(), kernels, failed }
