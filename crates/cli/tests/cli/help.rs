@@ -2,7 +2,7 @@
 
 use crate::support::Folder;
 
-const LEVELS: [&str; 24] = [
+const LEVELS: [&str; 25] = [
     "",
     "attention",
     "plan",
@@ -10,6 +10,7 @@ const LEVELS: [&str; 24] = [
     "bench",
     "bench plan",
     "bench attention",
+    "bench fresh-masks",
     "bench cp",
     "bench gemm",
     "bench gemm-collective",
