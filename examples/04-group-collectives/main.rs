@@ -6,15 +6,16 @@
 
 use std::error::Error;
 
-use counterpoint::exec::{Communicator, CpuBuffer, HostTensor, Reduce, World, WorldConfig};
+use counterpoint::exec::{Communicator, CpuBuffer, Group, HostTensor, Reduce, WorldConfig};
 use counterpoint::plan::{DType, GroupPart};
 use counterpoint::schedule::{Accumulate, ReduceOp};
 
 const RANKS: usize = 3;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let world = World::new(RANKS, WorldConfig::default());
-    let ranks = Communicator::local(&world, None)?;
+    // Joined once; attention and layers of the same ranks run on it too.
+    let group = Group::local(RANKS, WorldConfig::default())?;
+    let ranks: Vec<_> = group.ranks().iter().map(Communicator::on).collect::<Result<_, _>>()?;
 
     // Every rank says what it sends, as (rows, destinations), and what it expects, as (rows, source): sizes are known on
     // both sides, so nothing is asked before data moves. Rank 0's first two rows go to both others, its third to rank 2,

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, CpuBackend,
-    CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine, Pass, RanksRun,
-    RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
+    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
+    CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine, Pass,
+    RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DType, Plan, PlanConfig};
+use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig};
 use counterpoint_schedule::{OverlapPolicy, StreamKind};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -174,6 +174,33 @@ fn processes_call_plans_over_one_connection() {
         case.check(&tensors);
     }
     group.close().unwrap();
+}
+
+/// A collective reads what a call before it writes, and a call after it what it has brought, with nothing waited for.
+#[test]
+fn collectives_and_calls_of_a_group_follow_each_other() {
+    let case = Case::new(&Mask::causal(30).unwrap(), 2, spec(), 3);
+    let (group, tensors) = (group(2), case.tensors());
+    let prepared = case.prepare(&group);
+    let communicators: Vec<_> = group.ranks().iter().map(|rank| Communicator::on(rank).unwrap()).collect();
+    let rows: Vec<usize> = tensors.iter().map(|tensors| tensors.q.shape()[0]).collect();
+    let all: Vec<CpuBuffer> = (0..2)
+        .map(|rank| CpuBuffer::new(rank, "all", HostTensor::zeros(vec![rows[0] + rows[1], 4, 8], DType::F32)))
+        .collect();
+    for (rank, communicator) in communicators.iter().enumerate() {
+        drop(prepared.ranks()[rank].forward(&tensors[rank].forward(), None).unwrap());
+        let part = GroupPart::all_gather_v(rank, &rows);
+        let pairs = [(&tensors[rank].out, &all[rank])];
+        drop(communicator.group_cast("gather", &part, &pairs, DType::F32).unwrap());
+        drop(prepared.ranks()[rank].backward(&tensors[rank].backward(), None).unwrap());
+    }
+    group.synchronize().unwrap();
+    case.check(&tensors);
+    let whole: Vec<f32> = tensors
+        .iter()
+        .flat_map(|tensors| tensors.out.tensor().unwrap().as_slice::<f32>().unwrap().to_vec())
+        .collect();
+    assert!(all.iter().all(|all| all.tensor().unwrap().as_slice::<f32>().unwrap() == whole));
 }
 
 /// q, k and v are views of one projection, and so are their gradients: read and written where they lie.
