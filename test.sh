@@ -43,16 +43,32 @@ export COUNTERPOINT_CACHE_DIR=${COUNTERPOINT_CACHE_DIR:-$PWD/target/cubins}
 # sixth of what compiling takes.
 if [ -n "${CI:-}" ]; then export CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0; fi
 
-step() { echo "== $*"; "$@"; }
+# What each step took is printed at the end; docs/testing.md has the table.
+times=()
+step() {
+    echo "== $*"
+    local begin=$SECONDS
+    "$@"
+    times+=("$((SECONDS - begin)) s  $*")
+}
 # With MPI in one go, so that nothing is compiled twice; what most build is without it, and linted as well. Tests are the same.
 with_mpi=(--workspace --features counterpoint-exec/mpi,counterpoint-cli/mpi --locked)
 step cargo fmt --all --check
 step cargo clippy "${with_mpi[@]}" --all-targets -- -D warnings
 step cargo clippy --workspace --locked -- -D warnings
-step cargo test "${with_mpi[@]}"
+step cargo test "${with_mpi[@]}" --no-run
+if cargo nextest --version >/dev/null 2>&1; then
+    # Many tests wait for most of their time: here those of all crates run at the same time, and none runs for long unseen.
+    step cargo nextest run "${with_mpi[@]}"
+    step cargo test "${with_mpi[@]}" --doc
+else
+    # Compiling nextest would take longer than it saves.
+    step cargo test "${with_mpi[@]}"
+fi
 for example in examples/*/; do
     # Built with the tests.
     step "${CARGO_TARGET_DIR:-target}/debug/examples/$(basename "$example")"
 done
 RUSTDOCFLAGS="-D warnings" step cargo doc --workspace --no-deps --locked --quiet
+printf '%s\n' "${times[@]}"
 echo "== all of it passed"

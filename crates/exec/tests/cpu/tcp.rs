@@ -1,5 +1,6 @@
 //! Attention between ranks that meet through TCP, each in a world of its own: the bits of threads, and faults.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
@@ -92,7 +93,7 @@ fn a_panic_of_any_rank_anywhere_is_the_error_of_all() {
 #[test]
 fn a_stall_is_blamed_on_its_rank_across_processes() {
     let problem = Problem::new(3, DType::F32);
-    for (rank, label, stage) in [(1, "cast k v", 1), (2, "cast k v", 2), (1, "attention forward", 1)] {
+    let blames = |rank, label: &str, stage| {
         let at = FaultPoint::Label { label: label.to_owned(), stage: Some(stage) };
         let kind = FaultKind::Stall(Duration::from_secs(14));
         let (error, elapsed) =
@@ -102,7 +103,14 @@ fn a_stall_is_blamed_on_its_rank_across_processes() {
         assert_eq!(*culprit, rank, "{error}");
         assert!(culprit_doing.contains(&format!("has been in `{label}` (stage {stage})")), "{error}");
         assert!(elapsed < Duration::from_secs(30), "{elapsed:?}");
-    }
+    };
+    // Each waits until the limit is over, so they wait together.
+    thread::scope(|scope| {
+        for (rank, label, stage) in [(1, "cast k v", 1), (2, "cast k v", 2), (1, "attention forward", 1)] {
+            let blames = &blames;
+            scope.spawn(move || blames(rank, label, stage));
+        }
+    });
 }
 
 /// Issues one group-cast on each of two ranks, of a label and with a part of its own; gives both ranks' errors.
