@@ -93,7 +93,7 @@ pub use network::JobToken;
 pub use operands::check_operands;
 pub use pass::Pass;
 pub use place::OpPlace;
-pub use random::{random_inputs, random_tensor};
+pub use random::{random_inputs, random_rows, random_tensor};
 pub use reference::{
     NoiseNorms, Reference, ReferenceGradients, Sample, plain_attention, reference_attention, reference_bytes,
 };

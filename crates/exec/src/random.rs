@@ -1,6 +1,6 @@
 use std::f64::consts::TAU;
 
-use counterpoint_mask::Mask;
+use counterpoint_mask::{Mask, Range};
 use counterpoint_plan::{AttentionSpec, DType};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -13,14 +13,30 @@ use crate::{AttentionInputs, HostElement, HostTensor};
 /// own stream of the generator, so its numbers depend on nothing but the seed, its name and its size: not on the machine,
 /// its threads, the number of ranks or on what else is drawn. Narrow types hold the same numbers, rounded.
 pub fn random_inputs(mask: &Mask, spec: &AttentionSpec, seed: u64, backward: bool) -> AttentionInputs {
-    let tensor = |stream, shape: [usize; 3]| normal(seed, stream, shape.to_vec(), spec.dtype);
+    let (q_rows, k_rows) = (Range::new(0, mask.seqlen_q()), Range::new(0, mask.seqlen_k()));
+    random_rows(&[q_rows], &[k_rows], spec, seed, backward)
+}
+
+/// As [`random_inputs`], of these query and key rows alone, one after the other: the same numbers, and no others are held.
+pub fn random_rows(
+    q_ranges: &[Range],
+    k_ranges: &[Range],
+    spec: &AttentionSpec,
+    seed: u64,
+    backward: bool,
+) -> AttentionInputs {
+    let tensor = |stream, ranges: &[Range], [heads, dim]: [usize; 2]| {
+        let rows: usize = ranges.iter().map(Range::len).sum();
+        let elements = ranges.iter().map(|range| range.start * heads * dim..range.end * heads * dim);
+        normal_parts(seed, stream, vec![rows, heads, dim], spec.dtype, elements)
+    };
     AttentionInputs {
-        q: tensor(0, [mask.seqlen_q(), spec.heads_q, spec.head_dim]),
-        k: tensor(1, [mask.seqlen_k(), spec.heads_kv, spec.head_dim]),
-        v: tensor(2, [mask.seqlen_k(), spec.heads_kv, spec.head_dim_v]),
+        q: tensor(0, q_ranges, [spec.heads_q, spec.head_dim]),
+        k: tensor(1, k_ranges, [spec.heads_kv, spec.head_dim]),
+        v: tensor(2, k_ranges, [spec.heads_kv, spec.head_dim_v]),
         sink: (spec.seqlen_sink > 0)
             .then(|| normal(seed, 4, vec![spec.seqlen_sink, spec.heads_q], spec.dtype.accumulator())),
-        dout: backward.then(|| tensor(3, [mask.seqlen_q(), spec.heads_q, spec.head_dim_v])),
+        dout: backward.then(|| tensor(3, q_ranges, [spec.heads_q, spec.head_dim_v])),
     }
 }
 
@@ -32,13 +48,35 @@ pub fn random_tensor(shape: Vec<usize>, dtype: DType, seed: u64) -> HostTensor {
 
 /// Standard-normal numbers of one stream of the generator.
 pub(crate) fn normal(seed: u64, stream: u64, shape: Vec<usize>, dtype: DType) -> HostTensor {
+    let elements = 0..shape.iter().product();
+    normal_parts(seed, stream, shape, dtype, [elements])
+}
+
+/// The numbers at these places of a stream, one part after the other.
+fn normal_parts(
+    seed: u64,
+    stream: u64,
+    shape: Vec<usize>,
+    dtype: DType,
+    parts: impl IntoIterator<Item = std::ops::Range<usize>>,
+) -> HostTensor {
     with_host_element!(dtype, T => {
         let mut elements = vec![T::from_f32(0.0); shape.iter().product()];
-        // A tensor of a long sequence has hundreds of millions; the generator can begin anywhere in its stream.
-        elements.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, elements)| {
-            let mut draw = Normal::starting_at(seed, stream, chunk * CHUNK);
-            elements.iter_mut().for_each(|element| *element = T::from_f64(draw.next()));
-        });
+        let mut rest = &mut elements[..];
+        for part in parts {
+            let (here, after) = rest.split_at_mut(part.len());
+            rest = after;
+            // A tensor of a long sequence has hundreds of millions; the generator can begin anywhere in its stream.
+            here.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, elements)| {
+                let first = part.start + chunk * CHUNK;
+                // Numbers come in pairs, and a row of an odd width may begin with the second of one.
+                let mut draw = Normal::starting_at(seed, stream, first - first % 2);
+                if first % 2 == 1 {
+                    draw.next();
+                }
+                elements.iter_mut().for_each(|element| *element = T::from_f64(draw.next()));
+            });
+        }
         HostTensor::from_vec(shape, elements)
     })
 }
@@ -100,6 +138,34 @@ mod tests {
             bits,
             [4593695889341019057, 4574899159507359745, 13828710088146973633, 13817652958610680049]
         );
+    }
+
+    /// A rank's rows are what it would get of the whole.
+    #[test]
+    fn rows_alone_are_those_of_the_whole() {
+        let mask = Mask::full(50).unwrap();
+        for dims in [(3, 5), (4, 8), (1, 1)] {
+            let spec = AttentionSpec {
+                head_dim: dims.0,
+                head_dim_v: dims.1,
+                ..AttentionSpec::new(3, 1, 3, DType::F32)
+            };
+            let whole = random_inputs(&mask, &spec, 9, true);
+            let rows = [Range::new(3, 4), Range::new(7, 21), Range::new(40, 50)];
+            let keys = [Range::new(0, 5), Range::new(6, 7)];
+            let some = random_rows(&rows, &keys, &spec, 9, true);
+            let cut = |tensor: &HostTensor, ranges: &[Range]| {
+                let width = tensor.shape()[1] * tensor.shape()[2];
+                let values = tensor.to_f64();
+                let rows =
+                    ranges.iter().flat_map(|range| values[range.start * width..range.end * width].to_vec());
+                rows.collect::<Vec<f64>>()
+            };
+            assert_eq!(some.q.to_f64(), cut(&whole.q, &rows));
+            assert_eq!(some.k.to_f64(), cut(&whole.k, &keys));
+            assert_eq!(some.v.to_f64(), cut(&whole.v, &keys));
+            assert_eq!(some.dout.unwrap().to_f64(), cut(&whole.dout.unwrap(), &rows));
+        }
     }
 
     /// Cutting the work among threads changes no number.

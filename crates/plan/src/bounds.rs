@@ -1,7 +1,7 @@
 use counterpoint_mask::Mask;
 use serde::{Deserialize, Serialize};
 
-use crate::{AttentionSpec, Plan, chunk_work, received_rows_lower_bound};
+use crate::{AttentionSpec, Dispatch, Plan, chunk_work, received_rows_lower_bound};
 
 /// Key rows that all ranks together receive: by this plan, at least by any, and by other ways to distribute attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,14 +24,25 @@ pub struct TrafficBounds {
 impl TrafficBounds {
     /// Bounds of `plan`, which must be a plan for `mask` and `spec`.
     pub fn new(plan: &Plan, mask: &Mask, spec: &AttentionSpec) -> Self {
-        let ranks = plan.cp_size() as u64;
+        let recv_tokens = plan.ranks.iter().map(|rank| rank.recv_rows()).sum();
+        Self::of(recv_tokens, [&plan.q_dispatch, &plan.k_dispatch], mask, spec)
+    }
+
+    /// Bounds of a plan with these dispatches of queries and keys, whose ranks receive so many key rows.
+    pub(crate) fn of(
+        recv_tokens: u64,
+        [q_dispatch, k_dispatch]: [&Dispatch; 2],
+        mask: &Mask,
+        spec: &AttentionSpec,
+    ) -> Self {
+        let ranks = q_dispatch.cp_size() as u64;
         let all = (ranks - 1) * mask.seqlen_k() as u64;
         Self {
-            recv_tokens: plan.ranks.iter().map(|rank| rank.recv_rows()).sum(),
+            recv_tokens,
             lower_bound_tokens: received_rows_lower_bound(
-                &chunk_work(mask, plan.q_dispatch.chunk_size()),
-                &plan.q_dispatch,
-                &plan.k_dispatch,
+                &chunk_work(mask, q_dispatch.chunk_size()),
+                q_dispatch,
+                k_dispatch,
             ),
             ring_tokens: all,
             all_gather_tokens: all,
@@ -61,7 +72,7 @@ mod tests {
 
     use super::*;
     use crate::outline::Outline;
-    use crate::{DType, Dispatch, PlanConfig};
+    use crate::{DType, PlanConfig};
 
     const SPEC: AttentionSpec = AttentionSpec {
         heads_q: 8,

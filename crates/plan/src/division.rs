@@ -116,8 +116,8 @@ impl Division {
         // Who computes what, and with it every bit of a result, must not depend on the stages that were asked for.
         let config = PlanConfig { stages: StageCount::Auto, ..*config };
         let seconds = |division: &Self| {
-            let plan = Outline::of(division.clone(), spec, &config).into_plan();
-            let prediction = Prediction::new(&plan, spec, &config);
+            let prediction =
+                Prediction::of_outline(&Outline::of(division.clone(), spec, &config), spec, &config);
             (prediction.forward_seconds(), prediction.backward_seconds())
         };
         let limit = seconds(&without);

@@ -70,6 +70,19 @@ pub enum PlanError {
         /// What it must be.
         wanted: String,
     },
+    /// All ranks' pieces would take more memory than there is.
+    #[error(
+        "the pieces of {ranks} ranks take about {needed} bytes, but only {available} are available; plan fewer ranks, larger chunks, \
+         or one rank alone"
+    )]
+    Memory {
+        /// Number of ranks.
+        ranks: usize,
+        /// Bytes, estimated.
+        needed: u64,
+        /// Bytes.
+        available: u64,
+    },
     /// There is no such rank.
     #[error("rank {rank} does not exist; the plan is for {cp_size} ranks, counted from 0")]
     Rank {

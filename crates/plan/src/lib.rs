@@ -25,8 +25,10 @@ mod hosting;
 mod layout;
 mod linear;
 mod linear_pass;
+mod link_counts;
 mod machine_profile;
 mod outline;
+mod overview;
 mod plan;
 mod prediction;
 mod ready_work;
@@ -65,6 +67,7 @@ pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS}
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,
 };
+pub use overview::PlanOverview;
 pub use plan::{Plan, RankPlan, StagePlan, plan_rank};
 pub use prediction::{Prediction, RankPrediction, StagePrediction};
 pub use ready_work::ReadyWork;

@@ -1,8 +1,13 @@
+use counterpoint_mask::{Band, Range};
 use serde::{Deserialize, Serialize};
 
 use crate::direction::{Direction, LinkRows, StageWork, makespan};
+use crate::link_counts::LinkCounts;
+use crate::outline::{Outline, RankOutline};
+use crate::stages::StageCuts;
 use crate::{
-    AttentionSpec, CostModel, GroupPart, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan, Topology,
+    AttentionSpec, CostModel, GroupPart, HostedWork, Plan, PlanConfig, RankPlan, ReadyWork, StagePlan,
+    Topology,
 };
 
 /// Predicted seconds of one stage of one rank.
@@ -66,36 +71,45 @@ impl Prediction {
     /// [`TileCosts`](crate::TileCosts) by the tiles of each stage.
     pub fn new(plan: &Plan, spec: &AttentionSpec, config: &PlanConfig) -> Self {
         let predict = |direction: Direction, plan: &RankPlan, stages: &[StagePlan]| {
-            let (rank, q_rows) = (plan.rank, plan.q_rows);
-            let stages: Vec<StagePrediction> = stages
-                .iter()
-                .enumerate()
-                .map(|(index, stage)| {
-                    let rows = busier_rows(&stage.part, rank, &config.topology);
-                    let StagePlan { area, own_rows, key_rows, ref bands, .. } = *stage;
-                    let work = StageWork { area, q_rows, own_rows, remote: index > 0 && own_rows == 0 };
-                    let predicted = direction.predict(work, rows, spec, &config.cost);
-                    match own_rows {
-                        0 => predicted,
-                        _ => {
-                            let ready = ReadyWork::of(bands, own_rows);
-                            predicted.as_rows_arrive(&ready, key_rows - own_rows, spec, &config.cost)
-                        }
-                    }
-                })
-                .collect();
-            let hosted = plan.hosted.as_ref().map(|hosted| {
-                let rows = busier_rows(&hosted.part, rank, &config.topology);
-                direction.predict_hosted(hosted, rows, spec, &config.cost)
+            let stages = stages.iter().map(|stage| {
+                let StagePlan { area, own_rows, key_rows, ref bands, .. } = *stage;
+                let links = busier_rows(&stage.part, plan.rank, &config.topology);
+                StageFigures { area, own_rows, key_rows, bands, links }
             });
-            let (local, remote) = stages.split_at(1);
-            let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());
-            RankPrediction { seconds, stages, hosted }
+            let rank = RankFigures { rank: plan.rank, q_rows: plan.q_rows, hosted: plan.hosted.as_ref() };
+            rank.predict(direction, stages, spec, config)
         };
         let ranks = plan.ranks.iter();
         Self {
             forward: ranks.clone().map(|rank| predict(Direction::Forward, rank, &rank.forward)).collect(),
             backward: ranks.map(|rank| predict(Direction::Backward, rank, &rank.backward)).collect(),
+        }
+    }
+
+    /// As [`Prediction::new`] of the plan that the outline becomes, whose pieces are only counted.
+    pub(crate) fn of_outline(outline: &Outline, spec: &AttentionSpec, config: &PlanConfig) -> Self {
+        let predict = |direction: Direction, cuts: &StageCuts| -> Vec<RankPrediction> {
+            let links = LinkCounts::new(&outline.k_runs, cuts, outline.ranks.len(), &config.topology);
+            let of_rank = |(rank, of_rank): (usize, &RankOutline)| {
+                let bands = cuts.bands(rank, of_rank);
+                let stages = bands.iter().enumerate().map(|(stage, bands)| {
+                    let own_rows = cuts.own_rows(rank, stage);
+                    StageFigures {
+                        area: bands.iter().map(Band::area).sum(),
+                        own_rows,
+                        key_rows: own_rows + cuts.rows(rank, stage).iter().map(Range::len).sum::<usize>(),
+                        bands,
+                        links: links.busier(rank, stage),
+                    }
+                });
+                let figures = RankFigures { rank, q_rows: of_rank.q_rows, hosted: of_rank.hosted.as_ref() };
+                figures.predict(direction, stages, spec, config)
+            };
+            outline.ranks.iter().enumerate().map(of_rank).collect()
+        };
+        Self {
+            forward: predict(Direction::Forward, &outline.forward),
+            backward: predict(Direction::Backward, &outline.backward),
         }
     }
 
@@ -107,6 +121,55 @@ impl Prediction {
     /// Seconds of the slowest rank's backward.
     pub fn backward_seconds(&self) -> f64 {
         self.backward.iter().map(|rank| rank.seconds).fold(0.0, f64::max)
+    }
+}
+
+/// What the prediction of a stage follows from.
+struct StageFigures<'a> {
+    area: u64,
+    own_rows: usize,
+    /// With own ones; of stage 0 not looked at.
+    key_rows: usize,
+    bands: &'a [Band],
+    links: LinkRows,
+}
+
+/// What that of a rank follows from, besides its stages.
+struct RankFigures<'a> {
+    rank: usize,
+    q_rows: usize,
+    hosted: Option<&'a HostedWork>,
+}
+
+impl RankFigures<'_> {
+    fn predict<'a>(
+        &self,
+        direction: Direction,
+        stages: impl Iterator<Item = StageFigures<'a>>,
+        spec: &AttentionSpec,
+        config: &PlanConfig,
+    ) -> RankPrediction {
+        let predict = |(index, stage): (usize, StageFigures<'a>)| {
+            let StageFigures { area, own_rows, key_rows, bands, links } = stage;
+            let remote = index > 0 && own_rows == 0;
+            let work = StageWork { area, q_rows: self.q_rows, own_rows, remote };
+            let predicted = direction.predict(work, links, spec, &config.cost);
+            match own_rows {
+                0 => predicted,
+                _ => {
+                    let ready = ReadyWork::of(bands, own_rows);
+                    predicted.as_rows_arrive(&ready, key_rows - own_rows, spec, &config.cost)
+                }
+            }
+        };
+        let stages: Vec<StagePrediction> = stages.enumerate().map(predict).collect();
+        let hosted = self.hosted.map(|hosted| {
+            let rows = busier_rows(&hosted.part, self.rank, &config.topology);
+            direction.predict_hosted(hosted, rows, spec, &config.cost)
+        });
+        let (local, remote) = stages.split_at(1);
+        let seconds = makespan(local.iter().chain(&hosted).chain(remote).copied());
+        RankPrediction { seconds, stages, hosted }
     }
 }
 

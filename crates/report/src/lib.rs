@@ -27,7 +27,7 @@ pub use statistics::{Statistics, geometric_mean};
 pub use svg::MaskDrawing;
 pub use table::{
     BenchRow, Column, ComparisonRow, LiveTable, Rate, Style, Verified, bench_table, check_table,
-    comparison_table, fold, plan_table, table,
+    comparison_table, fold, plan_table, summary_table, table,
 };
 pub use timelines::TimelinePair;
 pub use trace::{TraceSection, chrome_trace};

@@ -14,7 +14,7 @@ pub use check::check_table;
 use grid::{Grid, Tone, plain};
 pub use live::LiveTable;
 pub(crate) use plan::chunk_list;
-pub use plan::{ComparisonRow, comparison_table, plan_table};
+pub use plan::{ComparisonRow, comparison_table, plan_table, summary_table};
 
 /// How a table is drawn. The caller finds out what the terminal is and whether `NO_COLOR` is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,18 +1,15 @@
 //! A plan's traffic beside what one would compare it with.
 
-use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Plan, TrafficBounds};
+use counterpoint_plan::TrafficBounds;
 use counterpoint_report::ComparisonRow;
 
 /// Rows of a table: this plan, the lower bound, and other ways to distribute the same attention.
 pub(crate) fn traffic_rows(
     name: &str,
-    plan: &Plan,
-    mask: &Mask,
-    spec: &AttentionSpec,
+    bounds: &TrafficBounds,
+    balance: f64,
     seconds: f64,
 ) -> Vec<ComparisonRow> {
-    let bounds = TrafficBounds::new(plan, mask, spec);
     let ratio = |rows: u64| (bounds.recv_tokens > 0).then(|| rows as f64 / bounds.recv_tokens as f64);
     let other = |name: &str, rows: u64| ComparisonRow {
         name: name.to_owned(),
@@ -25,7 +22,7 @@ pub(crate) fn traffic_rows(
         ComparisonRow {
             name: format!("this plan ({name})"),
             solve_seconds: Some(seconds),
-            balance: Some(plan.balance()),
+            balance: Some(balance),
             recv_rows: bounds.recv_tokens,
             ratio: ratio(bounds.recv_tokens),
         },

@@ -1,10 +1,14 @@
 use std::time::Instant;
 
+use counterpoint_exec::available_memory;
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanSummary, Topology};
+use counterpoint_plan::{AttentionSpec, Plan, PlanConfig, PlanError, PlanSummary, Topology};
 
 use crate::console;
 use crate::error::CliError;
+
+/// A plan's pieces and those of Programs.
+const COPIES: u64 = 2;
 
 /// A plan and the seconds that solving it took.
 #[derive(Debug)]
@@ -16,10 +20,19 @@ pub(crate) struct Solution {
 }
 
 impl Solution {
-    /// Plans `mask`, all ranks' parts.
+    /// Plans `mask`, all ranks' parts; refused where these and their Programs, which are about as large, would not fit into memory.
     pub(crate) fn solve(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Result<Self, CliError> {
         let begin = Instant::now();
-        let plan = Plan::new(mask, spec, config).map_err(|source| CliError::Plan { source })?;
+        let available = available_memory().unwrap_or(u64::MAX);
+        let plan = Plan::within(mask, spec, config, available / COPIES).map_err(|source| match source {
+            PlanError::Memory { needed, .. } => CliError::OutOfMemory {
+                what: "a plan with every rank's pieces, and its Programs,",
+                needed: needed.saturating_mul(COPIES),
+                available,
+                instead: "use fewer ranks or a larger --chunk-size; `counterpoint plan` without --report and --program needs figures alone",
+            },
+            source => CliError::Plan { source },
+        })?;
         Ok(Self { plan, seconds: begin.elapsed().as_secs_f64() })
     }
 

@@ -5,7 +5,7 @@ mod non_finite;
 mod shape;
 mod tensor_file;
 
-pub(crate) use counterpoint_exec::random_inputs;
+pub(crate) use counterpoint_exec::{random_inputs, random_rows};
 pub(crate) use non_finite::refuse_non_finite;
 pub(crate) use shape::{Problem, flags_divide};
 pub(crate) use tensor_file::TensorFile;

@@ -362,3 +362,42 @@ fn the_machine_of_a_profile_is_named() {
     );
     assert_ne!(other["fingerprint"], inputs["fingerprint"]);
 }
+
+/// Of many ranks figures are made without pieces: those that the plan itself has.
+#[test]
+fn many_ranks_have_the_figures_of_their_plan() {
+    let folder = Folder::new();
+    let line = "plan --mask causal:40k --cp-size 300 --nodes 30 --json";
+    let figures = |line: &str| {
+        let mut plan = folder.run(line).ok().json();
+        for changes in ["solve_seconds", "dispatches"] {
+            plan[changes] = Value::Null;
+        }
+        plan["imbalance"]["compute_balance"] = Value::Null;
+        plan
+    };
+    // A report needs the pieces.
+    assert_eq!(figures(line), figures(&format!("{line} --report plan.html")));
+    let text = folder.run(line.trim_end_matches(" --json")).ok().stdout;
+    for word in ["300 ranks on 30 nodes", "(chosen)", "predicted rank by rank", "up to 256 ranks"] {
+        assert!(text.contains(word), "{word}: {text}");
+    }
+}
+
+/// Within a gigabyte of address space: figures of 4,096 ranks are made, their pieces are refused with both figures.
+#[test]
+fn memory_is_foretold() {
+    let run = |arguments: &str| {
+        let limited = format!("ulimit -v 1000000; exec {} {arguments}", env!("CARGO_BIN_EXE_counterpoint"));
+        let ran = std::process::Command::new("bash").args(["-c", &limited]).output().unwrap();
+        (ran.status.code(), String::from_utf8(ran.stdout).unwrap(), String::from_utf8(ran.stderr).unwrap())
+    };
+    let (status, stdout, stderr) = run("plan --mask full:16M --cp-size 4096");
+    assert_eq!((status, stderr.as_str()), (Some(0), ""));
+    assert!(stdout.contains("4,096 ranks") || stdout.contains("4096 ranks"), "{stdout}");
+    let (status, _, stderr) = run("plan --mask full:4M --cp-size 2048 --program 0");
+    assert_eq!(status, Some(2), "{stderr}");
+    for word in ["takes 7.5", "of memory are available", "--chunk-size"] {
+        assert!(stderr.contains(word), "{word}: {stderr}");
+    }
+}

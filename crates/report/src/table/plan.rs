@@ -1,6 +1,6 @@
 //! A plan, rank by rank, and beside other ways to dispatch.
 
-use counterpoint_plan::{Plan, RankPlan};
+use counterpoint_plan::{Plan, PlanSummary, RankPlan, RankSummary};
 
 use super::{Column, Grid, Style, Tone, plain};
 use crate::{
@@ -17,8 +17,32 @@ const HEAVIEST_SHOWN: usize = 16;
 /// hosts (where ranks do), and the predicted seconds of the forward where the caller has them (one a rank). Of more than 32 ranks the 16 with the largest area are
 /// shown. Mean and maximum of all ranks end the table.
 pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style) -> String {
-    let received: Vec<u64> = plan.ranks.iter().map(RankPlan::recv_rows).collect();
-    let sent: Vec<u64> = plan.ranks.iter().map(RankPlan::send_rows).collect();
+    let row = |rank: &RankPlan| RankRow {
+        chunks: chunk_list(plan.q_dispatch.chunks(rank.rank), 4),
+        figures: [rank.q_rows as u64, rank.area, rank.recv_rows(), rank.send_rows(), rank.query_recv_rows()],
+    };
+    let hosts = plan.ranks.iter().any(|rank| rank.hosted.is_some());
+    rank_table(&plan.ranks.iter().map(row).collect::<Vec<_>>(), hosts, predicted_seconds, style)
+}
+
+/// As [`plan_table`], of a plan's figures.
+pub fn summary_table(summary: &PlanSummary, predicted_seconds: Option<&[f64]>, style: &Style) -> String {
+    let row = |rank: &RankSummary| RankRow {
+        chunks: chunk_list(&rank.chunks, 4),
+        figures: [rank.tokens as u64, rank.area, rank.recv_tokens, rank.send_tokens, rank.query_recv_tokens],
+    };
+    let hosts = summary.ranks.iter().any(|rank| rank.hosted_area > 0);
+    rank_table(&summary.ranks.iter().map(row).collect::<Vec<_>>(), hosts, predicted_seconds, style)
+}
+
+/// One rank of a table.
+struct RankRow {
+    chunks: String,
+    /// Query rows, area, key rows received and sent, query rows hosted.
+    figures: [u64; 5],
+}
+
+fn rank_table(rows: &[RankRow], hosts: bool, predicted_seconds: Option<&[f64]>, style: &Style) -> String {
     let mut columns = vec![
         Column::number_name("rank"),
         Column::text("chunks", 5),
@@ -28,12 +52,7 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
         Column::number("recv rows", 0),
         Column::number("send rows", 3),
     ];
-    let hosted: Option<Vec<u64>> = plan
-        .ranks
-        .iter()
-        .any(|rank| rank.hosted.is_some())
-        .then(|| plan.ranks.iter().map(RankPlan::query_recv_rows).collect());
-    if hosted.is_some() {
+    if hosts {
         columns.push(Column::number("hosted rows", 1));
     }
     if predicted_seconds.is_some() {
@@ -41,9 +60,10 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
     }
     let mut grid = Grid::new(columns);
 
-    let areas: Vec<u64> = plan.ranks.iter().map(|rank| rank.area).collect();
+    let [tokens, areas, received, sent, hosted] =
+        [0, 1, 2, 3, 4].map(|at| rows.iter().map(|row| row.figures[at]).collect::<Vec<u64>>());
     let mean_area = mean(&areas);
-    let mut order: Vec<usize> = (0..plan.ranks.len()).collect();
+    let mut order: Vec<usize> = (0..rows.len()).collect();
     if order.len() > RANKS_SHOWN {
         order.sort_by_key(|&rank| std::cmp::Reverse(areas[rank]));
         order.truncate(HEAVIEST_SHOWN);
@@ -52,20 +72,19 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
         let ratio = if mean_area > 0.0 { areas[rank] as f64 / mean_area } else { 1.0 };
         let mut row = vec![
             plain(rank.to_string()),
-            (chunk_list(plan.q_dispatch.chunks(rank), 4), Tone::Soft),
-            plain(format_count(plan.ranks[rank].q_rows as u64)),
+            (rows[rank].chunks.clone(), Tone::Soft),
+            plain(format_count(tokens[rank])),
             plain(format_count(areas[rank])),
             (format!("{ratio:.3}"), if ratio > 1.05 { Tone::Bad } else { Tone::Plain }),
             plain(format_count(received[rank])),
             plain(format_count(sent[rank])),
         ];
-        row.extend(hosted.as_ref().map(|hosted| plain(format_count(hosted[rank]))));
+        row.extend(hosts.then(|| plain(format_count(hosted[rank]))));
         if let Some(seconds) = predicted_seconds {
             row.push(plain(seconds.get(rank).map_or_else(String::new, |&s| format_seconds(s))));
         }
         grid.row(row);
     }
-    let tokens: Vec<u64> = plan.ranks.iter().map(|rank| rank.q_rows as u64).collect();
     for (name, of) in [("mean", mean as fn(&[u64]) -> f64), ("max", max)] {
         let count = |values: &[u64]| plain(format_count(of(values).round() as u64));
         let mut row = vec![
@@ -81,7 +100,7 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
             count(&received),
             count(&sent),
         ];
-        row.extend(hosted.as_ref().map(|hosted| count(hosted)));
+        row.extend(hosts.then(|| count(&hosted)));
         if let Some(statistics) = predicted_seconds.and_then(Statistics::of) {
             row.push(plain(format_seconds(if name == "mean" { statistics.mean } else { statistics.max })));
         } else if predicted_seconds.is_some() {
@@ -90,11 +109,11 @@ pub fn plan_table(plan: &Plan, predicted_seconds: Option<&[f64]>, style: &Style)
         grid.row(row);
     }
     let mut out = grid.render(style);
-    if order.len() < plan.ranks.len() {
+    if order.len() < rows.len() {
         out.push_str(&format!(
             "(the {} ranks with the largest area of {}; mean and max are of all)\n",
             order.len(),
-            format_count(plan.ranks.len() as u64)
+            format_count(rows.len() as u64)
         ));
     }
     out

@@ -72,7 +72,7 @@ impl Rank<'_> {
 
         progress.step("reading tensors");
         let plan = &solution.plan;
-        let inputs = tensors.read_rank(arguments, &mask, &plan.ranks[rendezvous.rank()])?;
+        let inputs = tensors.read_rank(arguments, &plan.ranks[rendezvous.rank()])?;
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };

@@ -4,7 +4,7 @@ use counterpoint_plan::{AttentionSpec, DType, GradientShares, RankPlan};
 
 use crate::arguments::{AttentionArguments, Device, TensorArguments, scale_of};
 use crate::error::CliError;
-use crate::input::{Problem, TensorFile, flags_divide, random_inputs};
+use crate::input::{Problem, TensorFile, flags_divide, random_inputs, random_rows};
 
 /// Tensors that are known to fit the mask, not yet read or drawn.
 pub(super) enum Tensors {
@@ -59,20 +59,18 @@ impl Tensors {
         }
     }
 
-    /// Reads or draws a rank's rows of them. Of a file nothing else is read.
+    /// Reads or draws a rank's rows of them, and nothing else.
     pub(super) fn read_rank(
         &mut self,
         arguments: &AttentionArguments,
-        mask: &Mask,
         rank: &RankPlan,
     ) -> Result<AttentionInputs, CliError> {
         match self {
             Self::File(problem) => {
                 problem.read(&rank.q_ranges, &rank.k_ranges, arguments.tensors.allow_non_finite)
             }
-            Self::Random { .. } => {
-                let whole = self.read(arguments, mask)?;
-                whole.of_rank(rank).map_err(|source| CliError::Run { source })
+            Self::Random { spec, seed } => {
+                Ok(random_rows(&rank.q_ranges, &rank.k_ranges, spec, *seed, arguments.run.backward))
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, RankPlan};
+use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, RankPlan};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy};
 use serde::Serialize;
@@ -39,6 +39,24 @@ pub(super) struct DispatchRow {
 }
 
 impl DispatchRow {
+    /// The chosen one, of figures alone.
+    pub(super) fn of_figures(
+        dispatch: DispatchAlgorithm,
+        overview: &PlanOverview,
+        spec: &AttentionSpec,
+    ) -> Self {
+        let PlanOverview { summary, prediction, .. } = overview;
+        Self {
+            name: dispatch_name(dispatch),
+            forward_seconds: prediction.forward_seconds(),
+            backward_seconds: prediction.backward_seconds(),
+            recv_tokens: summary.comm.recv_tokens,
+            recv_bytes: received_bytes(summary.comm.recv_tokens, summary.comm.query_tokens, spec),
+            balance: summary.balance,
+            chosen: true,
+        }
+    }
+
     fn new(
         dispatch: DispatchAlgorithm,
         plan: &Plan,
@@ -53,7 +71,7 @@ impl DispatchRow {
             forward_seconds: prediction.forward.makespan(),
             backward_seconds: prediction.backward.as_ref().map_or(0.0, |timeline| timeline.makespan()),
             recv_tokens,
-            recv_bytes: recv_tokens * spec.exchanged_key_bytes() + queries * spec.exchanged_query_bytes(),
+            recv_bytes: received_bytes(recv_tokens, queries, spec),
             balance: plan.balance(),
             chosen,
         }
@@ -62,6 +80,11 @@ impl DispatchRow {
     fn seconds(&self) -> f64 {
         self.forward_seconds + self.backward_seconds
     }
+}
+
+/// Bytes of a forward and a backward.
+fn received_bytes(keys: u64, queries: u64, spec: &AttentionSpec) -> u64 {
+    keys * spec.exchanged_key_bytes() + queries * spec.exchanged_query_bytes()
 }
 
 /// A plan's prediction: how its passes run by default on the configured machine.

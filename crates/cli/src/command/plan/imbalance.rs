@@ -39,21 +39,45 @@ pub(super) struct Remedy {
     pub(super) balance: f64,
 }
 
+/// How level a plan is, and its chunks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Level {
+    pub(super) balance: f64,
+    /// Of what ranks compute.
+    pub(super) compute_balance: f64,
+    pub(super) chunk_size: usize,
+    pub(super) num_chunks: usize,
+    /// Whether queries travel.
+    pub(super) hosts: bool,
+}
+
+impl Level {
+    pub(super) fn of(plan: &Plan, compute_balance: f64) -> Self {
+        Self {
+            balance: plan.balance(),
+            compute_balance,
+            chunk_size: plan.q_dispatch.chunk_size(),
+            num_chunks: plan.q_dispatch.num_chunks(),
+            hosts: plan.ranks.iter().any(|rank| rank.hosted.is_some()),
+        }
+    }
+}
+
 impl Imbalance {
     /// Of a plan that is not level; `None` of one that is.
     pub(super) fn of(
         mask: &Mask,
         spec: &AttentionSpec,
         config: &PlanConfig,
-        (plan, prediction): (&Plan, &Prediction),
+        level: &Level,
         rows: &[DispatchRow],
     ) -> Option<Self> {
-        let balance = plan.balance();
+        let Level { balance, compute_balance, .. } = *level;
         if balance <= LEVEL {
             return None;
         }
-        let compute_balance = compute_balance(prediction);
-        let is_settled = config.dispatch == DispatchAlgorithm::Affinity && plan.cp_size() <= SETTLED_RANKS;
+        let ranks = config.topology.world_size;
+        let is_settled = config.dispatch == DispatchAlgorithm::Affinity && ranks <= SETTLED_RANKS;
         let by_pairs = is_settled.then(|| pair_balance(mask, config));
         if let Some(by_pairs) = by_pairs.filter(|by_pairs| by_pairs + LEAST_GAIN < balance) {
             let reason = format!(
@@ -63,14 +87,14 @@ impl Imbalance {
             return Some(Self { reason, compute_balance, remedies: Vec::new() });
         }
         let mut remedies = Vec::new();
-        remedies.extend(smaller_chunks(mask, spec, config, plan));
+        remedies.extend(smaller_chunks(mask, spec, config, level));
         let others = rows.iter().filter(|row| !row.chosen && row.balance + LEAST_GAIN < balance);
         remedies.extend(
             others
                 .min_by(|a, b| a.balance.total_cmp(&b.balance))
                 .map(|row| Remedy { flag: format!("--dispatch {}", row.name), balance: row.balance }),
         );
-        Some(Self { reason: reason(mask, config, plan), compute_balance, remedies })
+        Some(Self { reason: reason(mask, config, level), compute_balance, remedies })
     }
 
     /// One line for people.
@@ -92,7 +116,7 @@ impl Imbalance {
 }
 
 /// Largest over mean of what ranks compute.
-fn compute_balance(prediction: &Prediction) -> f64 {
+pub(super) fn compute_balance(prediction: &Prediction) -> f64 {
     let mut seconds = vec![0.0; prediction.forward.world_size];
     let mut add = |timeline: &Timeline| {
         let spans = timeline.spans.iter().filter(|span| span.kind == SpanKind::Compute);
@@ -100,9 +124,13 @@ fn compute_balance(prediction: &Prediction) -> f64 {
     };
     add(&prediction.forward);
     prediction.backward.iter().for_each(&mut add);
-    let most = seconds.iter().fold(0.0, |most: f64, &rank| most.max(rank));
-    let sum: f64 = seconds.iter().sum();
-    if sum > 0.0 { most * seconds.len() as f64 / sum } else { 1.0 }
+    most_over_mean(&seconds)
+}
+
+pub(super) fn most_over_mean(values: &[f64]) -> f64 {
+    let most = values.iter().fold(0.0, |most: f64, &value| most.max(value));
+    let sum: f64 = values.iter().sum();
+    if sum > 0.0 { most * values.len() as f64 / sum } else { 1.0 }
 }
 
 /// The balance of the areas that the dispatch algorithm gives ranks, before anything else is looked at.
@@ -132,9 +160,9 @@ fn balance_with(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig) -> Optio
 }
 
 /// The largest chunks below the plan's that make it level, or the best of those that are tried.
-fn smaller_chunks(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig, plan: &Plan) -> Option<Remedy> {
+fn smaller_chunks(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig, level: &Level) -> Option<Remedy> {
     let seqlen = mask.seqlen_q().max(mask.seqlen_k());
-    let sizes = std::iter::successors(Some(plan.q_dispatch.chunk_size() / 2), |size| Some(size / 2))
+    let sizes = std::iter::successors(Some(level.chunk_size / 2), |size| Some(size / 2))
         .take_while(|&size| size >= LEAST_ROWS && seqlen.div_ceil(size) <= MOST_CHUNKS);
     let mut best: Option<(usize, f64)> = None;
     for size in sizes {
@@ -146,20 +174,20 @@ fn smaller_chunks(mask: &Mask, spec: &AttentionSpec, config: &PlanConfig, plan: 
             break;
         }
     }
-    let (size, balance) = best.filter(|(_, balance)| balance + LEAST_GAIN < plan.balance())?;
+    let (size, balance) = best.filter(|(_, balance)| balance + LEAST_GAIN < level.balance)?;
     Some(Remedy { flag: format!("--chunk-size {size}"), balance })
 }
 
-fn reason(mask: &Mask, config: &PlanConfig, plan: &Plan) -> String {
-    if plan.ranks.iter().any(|rank| rank.hosted.is_some()) {
+fn reason(mask: &Mask, config: &PlanConfig, level: &Level) -> String {
+    if level.hosts {
         return "queries travel to the keys that they see, and their work with them".to_owned();
     }
     if matches!(config.dispatch, DispatchAlgorithm::Sequential | DispatchAlgorithm::Zigzag) {
         return format!("the dispatch {} does not look at the mask", dispatch_name(config.dispatch));
     }
-    let (chunks, ranks) = (plan.q_dispatch.num_chunks(), plan.cp_size());
-    let work = chunk_work(mask, plan.q_dispatch.chunk_size());
-    let heaviest = work.areas().iter().copied().max().unwrap_or(0) as f64 * ranks as f64 / plan.area() as f64;
+    let (chunks, ranks) = (level.num_chunks, config.topology.world_size);
+    let work = chunk_work(mask, level.chunk_size);
+    let heaviest = work.areas().iter().copied().max().unwrap_or(0) as f64 * ranks as f64 / mask.area() as f64;
     let a_rank = chunks as f64 / ranks as f64;
     let a_rank = if chunks.is_multiple_of(ranks) { format!("{a_rank}") } else { format!("{a_rank:.1}") };
     if heaviest > 1.0 {

@@ -1,6 +1,7 @@
 //! `counterpoint plan`.
 
 mod dispatches;
+mod figures;
 mod imbalance;
 
 use std::fmt::Write;
@@ -8,7 +9,7 @@ use std::fmt::Write;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
-    TwoLevelExchange, flat_crossing_rows,
+    TrafficBounds, TwoLevelExchange, flat_crossing_rows,
 };
 use counterpoint_report::{
     Figures, HtmlReport, TimelinePair, comparison_table, format_count, format_seconds, plan_table,
@@ -29,7 +30,7 @@ use crate::schema::Schema;
 use crate::{console, mask_argument, profile};
 
 use dispatches::DispatchRow;
-use imbalance::Imbalance;
+use imbalance::{Imbalance, Level};
 
 /// `counterpoint plan`.
 pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
@@ -47,6 +48,10 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
         cost: profile.cost,
     };
     let ranks = arguments.program.map(|rank| programs::ranks(rank, arguments.cp_size)).transpose()?;
+    let needs_pieces = ranks.is_some() || arguments.report.is_some();
+    if arguments.cp_size > dispatches::MOST_COMPARED_RANKS && !needs_pieces {
+        return figures::run(arguments, &mask, &spec, &profile, &config);
+    }
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
@@ -59,7 +64,8 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     progress.step("comparing dispatches");
     let planned = (&solution.plan, &prediction);
     let dispatches = dispatches::compare(&mask, &spec, &config, planned)?;
-    let imbalance = Imbalance::of(&mask, &spec, &config, planned, &dispatches);
+    let level = Level::of(&solution.plan, imbalance::compute_balance(&prediction));
+    let imbalance = Imbalance::of(&mask, &spec, &config, &level, &dispatches);
     let told = Told { arguments, mask: &mask, spec, profile, config, solution, dispatches, imbalance };
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
@@ -95,6 +101,27 @@ struct Inputs<'a> {
     fingerprint: String,
 }
 
+impl<'a> Inputs<'a> {
+    fn new(
+        name: &'a str,
+        mask: &Mask,
+        attention: &'a AttentionSpec,
+        config: &'a PlanConfig,
+        profile: &'a MachineProfile,
+    ) -> Self {
+        Self {
+            mask: name,
+            seqlen_q: mask.seqlen_q(),
+            seqlen_k: mask.seqlen_k(),
+            slices: mask.slices().len(),
+            attention,
+            config,
+            model: Model { machine: &profile.machine, source: &profile.source, version: profile.version },
+            fingerprint: Fingerprint::of(mask, attention, config).to_string(),
+        }
+    }
+}
+
 /// The machine that is planned for.
 #[derive(Serialize)]
 struct Model<'a> {
@@ -126,6 +153,25 @@ pub(super) fn attention_spec(
     })
 }
 
+/// A profile's machine, as text shows it.
+fn machine_of(profile: &MachineProfile) -> String {
+    profile.machine.chars().filter(|c| !c.is_control()).collect()
+}
+
+/// The first line of what is printed.
+fn headline(mask: &Mask, config: &PlanConfig, dispatch: &str, chunks: usize, chunk_size: usize) -> String {
+    format!(
+        "{} queries x {} keys, area {}; {} on {}, {} of {} rows, dispatch {dispatch}\n\n",
+        format_count(mask.seqlen_q() as u64),
+        format_count(mask.seqlen_k() as u64),
+        format_count(mask.area()),
+        console::count(config.topology.world_size, "rank"),
+        console::count(config.topology.nodes(), "node"),
+        console::count(chunks, "chunk"),
+        format_count(chunk_size as u64),
+    )
+}
+
 /// A plan with all that is to be told of it.
 struct Told<'a> {
     arguments: &'a PlanArguments,
@@ -141,50 +187,26 @@ struct Told<'a> {
 
 impl Told<'_> {
     fn document(&self) -> Document<'_> {
-        let (mask, profile) = (self.mask, &self.profile);
         Document {
-            inputs: Inputs {
-                mask: &self.arguments.mask,
-                seqlen_q: mask.seqlen_q(),
-                seqlen_k: mask.seqlen_k(),
-                slices: mask.slices().len(),
-                attention: &self.spec,
-                config: &self.config,
-                model: Model { machine: &profile.machine, source: &profile.source, version: profile.version },
-                fingerprint: Fingerprint::of(mask, &self.spec, &self.config).to_string(),
-            },
-            summary: self.solution.summary(mask, &self.spec),
+            inputs: Inputs::new(&self.arguments.mask, self.mask, &self.spec, &self.config, &self.profile),
+            summary: self.solution.summary(self.mask, &self.spec),
             dispatches: &self.dispatches,
             imbalance: &self.imbalance,
         }
-    }
-
-    /// The machine, as text shows it.
-    fn machine(&self) -> String {
-        self.profile.machine.chars().filter(|c| !c.is_control()).collect()
     }
 
     fn text(&self, prediction: &Prediction, outputs: &Outputs) -> String {
         let style = console::style();
         let (mask, plan) = (self.mask, &self.solution.plan);
         let dispatch = dispatch_name(self.arguments.planning.dispatch);
-        let mut out = String::new();
-        let _ = writeln!(
-            out,
-            "{} queries x {} keys, area {}; {} on {}, {} of {} rows, dispatch {dispatch}\n",
-            format_count(mask.seqlen_q() as u64),
-            format_count(mask.seqlen_k() as u64),
-            format_count(mask.area()),
-            console::count(plan.cp_size(), "rank"),
-            console::count(self.config.topology.nodes(), "node"),
-            console::count(plan.q_dispatch.num_chunks(), "chunk"),
-            format_count(plan.q_dispatch.chunk_size() as u64),
-        );
+        let (chunks, chunk_size) = (plan.q_dispatch.num_chunks(), plan.q_dispatch.chunk_size());
+        let mut out = headline(mask, &self.config, dispatch, chunks, chunk_size);
         out.push_str(&plan_table(plan, Some(&rank_seconds(&prediction.forward)), &style));
         if let Some(imbalance) = &self.imbalance {
             out.push_str(&imbalance.text(plan.balance()));
         }
-        let rows = traffic_rows(dispatch, plan, mask, &self.spec, self.solution.seconds);
+        let bounds = TrafficBounds::new(plan, mask, &self.spec);
+        let rows = traffic_rows(dispatch, &bounds, plan.balance(), self.solution.seconds);
         let _ = writeln!(out, "\nkey rows that a rank receives, mean, and as a multiple of this plan's:");
         out.push_str(&comparison_table(plan.cp_size(), &rows, &style));
         if self.config.topology.nodes() > 1 {
@@ -197,7 +219,7 @@ impl Told<'_> {
             );
         }
         let _ = writeln!(out);
-        let machine = self.machine();
+        let machine = machine_of(&self.profile);
         for (name, timeline, count) in [
             ("forward", Some(&prediction.forward), plan.ranks[0].forward.len()),
             ("backward", prediction.backward.as_ref(), plan.ranks[0].backward.len()),
@@ -239,7 +261,7 @@ impl Told<'_> {
                     dtype_name(spec.dtype)
                 ),
             ),
-            ("cost model", self.machine()),
+            ("cost model", machine_of(&self.profile)),
         ];
         let predicted = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
         HtmlReport {
