@@ -56,20 +56,21 @@ fn text(report: &CompileReport, verbose: bool, seconds: f64) -> String {
     text
 }
 
-const COLUMNS: [Column; 6] = [
+const COLUMNS: [Column; 7] = [
     Column::name("kernel"),
     Column::name("arch"),
     Column::number("registers", 0),
     Column::number("local", 2),
     Column::number("spilled", 1),
     Column::number("HGMMA", 1),
+    Column::number("HMMA", 1),
 ];
 
 fn cells(kernel: &KernelReport) -> Vec<String> {
-    let KernelReport { name, arch, registers, local_bytes, spill_bytes, hgmma } = kernel;
+    let KernelReport { name, arch, registers, local_bytes, spill_bytes, hgmma, hmma } = kernel;
     let figures = [registers, local_bytes, spill_bytes].map(ToString::to_string);
-    let hgmma = hgmma.map_or("–".to_owned(), |count| count.to_string());
-    [name.clone(), arch.clone()].into_iter().chain(figures).chain([hgmma]).collect()
+    let matrix = [hgmma, hmma].map(|count| count.map_or("–".to_owned(), |count| count.to_string()));
+    [name.clone(), arch.clone()].into_iter().chain(figures).chain(matrix).collect()
 }
 
 /// An error when a kernel is not what it must be.
@@ -112,8 +113,8 @@ mod tests {
         let all = text(&report, true, 1.5);
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         let lines: Vec<String> = all.lines().map(words).collect();
-        assert_eq!(lines[0], "kernel arch registers local spilled HGMMA");
-        assert_eq!(lines[2..4], ["attention sm_90a 168 0 0 64", "cast sm_90a 168 0 0 –"]);
+        assert_eq!(lines[0], "kernel arch registers local spilled HGMMA HMMA");
+        assert_eq!(lines[2..4], ["attention sm_90a 168 0 0 64 0", "cast sm_90a 168 0 0 – –"]);
         assert!(all.ends_with(end), "{all}");
     }
 
