@@ -12,6 +12,7 @@ mod files;
 mod input;
 mod interrupt;
 mod mask_argument;
+mod origin;
 mod output;
 mod own_process;
 mod profile;

@@ -85,13 +85,27 @@ pub(crate) fn policy(
         OverlapChoice::Named(policy) => return Ok(policy),
         OverlapChoice::Auto => profile.and_then(MachineProfile::fastest_policy),
     };
-    let wrong = |error: PolicyError| CliError::Flag {
-        flag: "--overlap",
-        value: "auto".to_owned(),
-        reason: format!("cannot be picked: {error}"),
+    let wrong = |reason: String| {
+        let value = "auto".to_owned();
+        CliError::Flag { flag: "--overlap", value, reason }
     };
-    let fastest = named.ok_or_else(|| wrong(PolicyError::NoRecord))?;
-    fastest.policy.parse().map_err(wrong)
+    let Some(fastest) = named else {
+        return Err(wrong(match profile {
+            // Measuring again would change nothing.
+            Some(profile) if profile.devices < 2 => format!(
+                "picks what a measurement between GPUs found to be fastest, and {} was measured with one device, which has nothing to \
+                 overlap with; name a policy, or leave --overlap out",
+                profile.machine
+            ),
+            Some(_) => "picks what a measurement found to be fastest, and this machine's profile has no policies in it; \
+                 measure it again with `counterpoint doctor --calibrate --device cuda`, or name a policy"
+                .to_owned(),
+            None => "picks what a measurement between GPUs found to be fastest, and there is none of this machine; on GPUs \
+                 `counterpoint doctor --calibrate --device cuda` makes one, on CPU ranks name a policy or leave --overlap out"
+                .to_owned(),
+        }));
+    };
+    fastest.policy.parse().map_err(|error: PolicyError| wrong(format!("cannot be followed: {error}")))
 }
 
 #[cfg(test)]
@@ -110,8 +124,14 @@ mod tests {
     #[test]
     fn auto_is_the_fastest_and_needs_a_record() {
         let mut profile = MachineProfile::h200();
-        let refused = policy(OverlapChoice::Auto, Some(&profile)).unwrap_err().to_string();
-        assert!(refused.contains("doctor --calibrate"), "{refused}");
+        let refused = |profile| policy(OverlapChoice::Auto, profile).unwrap_err().to_string();
+        let none = refused(None);
+        assert!(none.contains("doctor --calibrate --device cuda") && none.contains("CPU ranks"), "{none}");
+        let empty = refused(Some(&profile));
+        assert!(empty.contains("no policies") && empty.contains("doctor --calibrate"), "{empty}");
+        // Of one device no measurement would find any: calibrating again is not proposed.
+        let alone = refused(Some(&MachineProfile { devices: 1, ..profile.clone() }));
+        assert!(alone.contains("one device") && !alone.contains("calibrate"), "{alone}");
         for (name, seconds) in [("concurrent", 2.0), ("kernel-barrier+sm-margin=16", 1.0)] {
             let measured = PolicyMeasurement { policy: name.to_owned(), seconds, efficiency: 0.5 };
             profile.policies.push(measured);

@@ -36,6 +36,16 @@ pub enum BenchPass {
     Deterministic,
 }
 
+impl std::fmt::Display for BenchPass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Deterministic => "deterministic backward",
+        })
+    }
+}
+
 /// What time is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BenchClock {
@@ -221,7 +231,7 @@ impl BenchCase<'_> {
         const WARM_UP: usize = 3;
         let bench = self.bench;
         let Some((_, rank)) = self.passes.iter_mut().find(|(other, _)| *other == pass) else {
-            let reason = format!("{pass:?} was not prepared");
+            let reason = format!("the {pass} was not prepared");
             return Err(ExecError::Program { program: "attention".to_owned(), rank: 0, reason });
         };
         let mut seconds = Vec::with_capacity(iterations);

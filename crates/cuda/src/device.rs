@@ -390,6 +390,13 @@ impl PartialEq for Device {
 
 impl Eq for Device {}
 
+impl fmt::Display for Device {
+    /// Its number and name, for people.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "GPU {} ({})", self.primary.ordinal, self.primary.properties.name)
+    }
+}
+
 impl fmt::Debug for Device {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Device({}, {})", self.primary.ordinal, self.primary.properties.name)

@@ -182,7 +182,7 @@ pub enum CudaError {
     },
     /// A tensor that kernels cannot load 16 bytes at a time.
     #[error(
-        "a tensor begins at {address:#x}, which is no multiple of 16; copy it to the begin of an allocation"
+        "a tensor begins at {address:#x}, which is not a multiple of 16; copy it to the begin of an allocation"
     )]
     Misaligned {
         /// Its first byte's address.

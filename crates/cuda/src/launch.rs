@@ -122,7 +122,7 @@ impl Launch {
         }
         if (0..3).any(|axis| !self.grid[axis].is_multiple_of(self.cluster[axis])) {
             return Err(format!(
-                "a grid of {:?} blocks is no multiple of clusters of {:?}",
+                "a grid of {:?} blocks is not a multiple of clusters of {:?}",
                 self.grid, self.cluster
             ));
         }

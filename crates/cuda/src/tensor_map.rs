@@ -176,7 +176,7 @@ impl TensorMapSpec {
     fn check(&self) -> Result<(), String> {
         let element = u64::from(self.element.bytes());
         if self.address == 0 || !self.address.is_multiple_of(16) {
-            return Err(format!("its address {:#x} is no multiple of 16", self.address));
+            return Err(format!("its address {:#x} is not a multiple of 16", self.address));
         }
         if self.strides_for != self.rank {
             let (outer, rank) = (self.strides_for - 1, self.rank);
@@ -277,7 +277,7 @@ mod tests {
         let good = spec(256, [128, 8, 1000], [64, 1, 128]);
         assert_eq!(good.check(), Ok(()));
         assert_eq!(good.box_bytes(), 64 * 128 * 2);
-        assert!(refused(spec(8, [128, 8, 1000], [64, 1, 128])).contains("0x8 is no multiple of 16"));
+        assert!(refused(spec(8, [128, 8, 1000], [64, 1, 128])).contains("0x8 is not a multiple of 16"));
         assert!(refused(spec(256, [128, 0, 1000], [64, 1, 128])).contains("axis 1 has 0 elements"));
         assert!(refused(spec(256, [128, 8, 1000], [64, 1, 257])).contains("257 elements along axis 2"));
         assert!(refused(spec(256, [12, 8, 1000], [8, 1, 1])).contains("stride of 24 bytes"));

@@ -127,7 +127,7 @@ fn launches_are_checked() {
     assert!(refused(Launch::linear(1, 2048)).contains("compiled for 1024"));
     assert!(refused(Launch::linear(0, 128)).contains("empty"));
     assert!(refused(Launch::linear(1, 128).shared_bytes(1 << 20)).contains("1048576 bytes"));
-    assert!(refused(Launch::linear(3, 128).cluster([2, 1, 1])).contains("no multiple of clusters"));
+    assert!(refused(Launch::linear(3, 128).cluster([2, 1, 1])).contains("not a multiple of clusters"));
     // SAFETY: as above.
     let error = unsafe { add.launch(&stream, &Launch::linear(1, 128), &(x.address(), 1000u64, 1u32)) };
     assert!(error.unwrap_err().to_string().contains("arguments of [8, 8, 4] bytes, it takes [8, 4, 4]"));

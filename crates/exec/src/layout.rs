@@ -47,7 +47,7 @@ pub fn undispatch(dispatch: &Dispatch, locals: &[HostTensor]) -> Result<HostTens
             let (has, want) = (local.shape(), first.shape());
             return Err(error(
                 rank,
-                format!("is {:?} {has:?} and rank 0's is {:?} {want:?}", local.dtype(), first.dtype()),
+                format!("is {} {has:?} and rank 0's is {} {want:?}", local.dtype(), first.dtype()),
             ));
         }
         let owned = dispatch.tokens(rank);

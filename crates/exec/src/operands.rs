@@ -125,7 +125,7 @@ pub fn check_operands(program: &Program, index: usize) -> Result<(), ExecError> 
             shape[0] = check.spec(*dst).rows();
             check.tensor(*dst, source.dtype, &shape)
         }
-        other => Err(check.error(format!("{other:?} is no computation"))),
+        _ => Err(check.error("it is not a computation".to_owned())),
     }
 }
 
@@ -210,7 +210,7 @@ impl<'a> Check<'a> {
             return Ok(());
         }
         let BufferSpec { name, dtype: has, shape: has_shape, .. } = spec;
-        Err(self.error(format!("buffer `{name}` must be {dtype:?} {shape:?}, not {has:?} {has_shape:?}")))
+        Err(self.error(format!("buffer `{name}` must be {dtype} {shape:?}, not {has} {has_shape:?}")))
     }
 
     fn three_axes(&self, id: BufferId) -> Result<&'a BufferSpec, ExecError> {
@@ -228,7 +228,7 @@ impl<'a> Check<'a> {
         let (q, k_spec, v_spec) = (self.three_axes(q)?, self.three_axes(k)?, self.three_axes(v)?);
         let (heads, heads_kv) = (q.shape[1], k_spec.shape[1]);
         if !heads.is_multiple_of(heads_kv) {
-            return Err(self.error(format!("{heads} query heads are no multiple of {heads_kv} key heads")));
+            return Err(self.error(format!("{heads} query heads are not a multiple of {heads_kv} key heads")));
         }
         self.tensor(k, q.dtype, &[k_spec.rows(), heads_kv, q.shape[2]])?;
         self.tensor(v, q.dtype, &[k_spec.rows(), heads_kv, v_spec.shape[2]])?;
@@ -252,7 +252,7 @@ impl<'a> Check<'a> {
             if block.rows.is_empty() || block.rows.end > spec.rows() {
                 let (range, name, has) = (block.rows, &spec.name, spec.rows());
                 return Err(self.error(format!(
-                    "{range:?} of operand {operand} are not rows of `{name}`, which has {has}"
+                    "{range} of operand {operand} are not rows of `{name}`, which has {has}"
                 )));
             }
             rows += block.rows.len();
@@ -272,7 +272,7 @@ impl<'a> Check<'a> {
         };
         if (b.dtype, b_k) != (a.dtype, k) {
             let (mine, theirs) = (a.dtype, b.dtype);
-            return Err(self.error(format!("a sums over {k} of {mine:?} and b over {b_k} of {theirs:?}")));
+            return Err(self.error(format!("a sums over {k} of {mine} and b over {b_k} of {theirs}")));
         }
         let out = self.spec(op.out);
         self.tensor(op.out, self.result_type(op.out, a.dtype), &[out.rows(), n])?;
@@ -287,9 +287,7 @@ impl<'a> Check<'a> {
         let mut end = 0;
         for rows in rows {
             if rows.start < end || rows.is_empty() || rows.end > held {
-                return Err(
-                    self.error(format!("{rows:?} do not follow row {end} of the result, or leave it"))
-                );
+                return Err(self.error(format!("{rows} do not follow row {end} of the result, or leave it")));
             }
             end = rows.end;
         }
@@ -304,7 +302,10 @@ impl<'a> Check<'a> {
         let leaves = |band: &&Band| band.q_range.end > q_rows || band.k_range.end > key_rows;
         match bands.iter().find(leaves) {
             Some(band) => {
-                Err(self.error(format!("{band:?} leaves {q_rows} query rows and {key_rows} key rows")))
+                let (q, k) = (band.q_range, band.k_range);
+                Err(self.error(format!(
+                    "queries {q} and keys {k} leave {q_rows} query rows and {key_rows} key rows"
+                )))
             }
             None => Ok(()),
         }

@@ -67,7 +67,7 @@ pub struct PolicyMeasurement {
 #[non_exhaustive]
 pub enum ProfileError {
     /// Not JSON, or not of a profile's form.
-    #[error("it is no machine profile ({reason}); measure one with `counterpoint doctor --calibrate`")]
+    #[error("it is not a machine profile ({reason}); measure one with `counterpoint doctor --calibrate`")]
     Form {
         /// What is wrong, with line and column.
         reason: String,

@@ -20,6 +20,16 @@ impl std::fmt::Display for DType {
     }
 }
 
+impl std::fmt::Display for GradientShares {
+    /// The name on the command line.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            GradientShares::Accumulators => "accumulators",
+            GradientShares::Elements => "elements",
+        })
+    }
+}
+
 impl DType {
     /// All of them.
     pub const ALL: [DType; 4] = [DType::F64, DType::F32, DType::Bf16, DType::F16];

@@ -1,3 +1,5 @@
+//! The report of a run, a page for a browser.
+
 use std::fmt::Write;
 
 use counterpoint_mask::Mask;
@@ -71,6 +73,19 @@ impl CheckFigures {
     }
 }
 
+/// Where a report came from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The command line, as a shell takes it.
+    pub command: String,
+    /// The program's version.
+    pub version: String,
+    /// When, in universal time.
+    pub date: String,
+    /// The machine's name.
+    pub host: String,
+}
+
 /// A report of one run: a single HTML file with everything in it, no network.
 #[derive(Clone, Debug)]
 pub struct HtmlReport<'a> {
@@ -88,10 +103,12 @@ pub struct HtmlReport<'a> {
     pub backward: Option<TimelinePair<'a>>,
     /// Errors against the reference, where they were checked.
     pub check: Option<&'a CheckFigures>,
+    /// What made the report.
+    pub origin: Option<&'a Origin>,
 }
 
 /// A page with its heading, up to its first section.
-fn open_page(title: &str, setup: &[(String, String)]) -> String {
+fn open_page(title: &str, setup: &[(String, String)], origin: Option<&Origin>) -> String {
     let title = escape(title);
     let mut out = String::with_capacity(1 << 19);
     let _ = write!(
@@ -111,6 +128,13 @@ fn open_page(title: &str, setup: &[(String, String)]) -> String {
             let _ = write!(out, "<div><dt>{}</dt><dd>{}</dd></div>", escape(name), escape(value));
         }
         out.push_str("</dl>\n");
+    }
+    if let Some(Origin { command, version, date, host }) = origin {
+        let [command, version, date, host] = [command, version, date, host].map(|text| escape(text));
+        let _ = writeln!(
+            out,
+            "<p class=\"origin\"><code>{command}</code> <span>counterpoint {version}, on {host}, {date}</span></p>"
+        );
     }
     out.push_str("</header>\n<main>\n");
     out
@@ -134,7 +158,8 @@ impl HtmlReport<'_> {
     /// timeline keeps a selection (the slowest, the fastest, an even sample) and says so; everything else has them all.
     pub fn render(&self) -> String {
         let matrix = CommMatrix::forward(self.plan);
-        let mut out = open_page(self.title, &self.figures.setup);
+        let mut out = open_page(self.title, &self.figures.setup, self.origin);
+        figures::limits(&mut out, self.passes().filter_map(|(_, pair)| pair.best()));
         self.cards(&mut out);
         out.push_str("<div class=\"two\">\n");
         self.mask_section(&mut out);

@@ -6,6 +6,7 @@
 #![warn(clippy::unwrap_used)]
 
 mod html;
+mod limits;
 mod matrix;
 mod ownership;
 mod palette;
@@ -17,7 +18,7 @@ mod table;
 mod timelines;
 mod trace;
 
-pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, SimulationReport};
+pub use html::{CheckFigures, CheckRow, Figures, HtmlReport, Origin, SimulationReport};
 pub use printable::{printable, printable_json, printable_lines};
 pub use quantity::{
     format_bytes, format_count, format_counted, format_flops, format_gbps, format_ratio, format_seconds,

@@ -1,22 +1,27 @@
+//! Colours of ranks and activities, and of the page.
+
 use std::fmt::Write;
 
 /// Number of different rank colours; ranks beyond take them again from the start, so every drawing also says the rank
 /// in words.
 pub(crate) const RANK_COLORS: usize = 24;
 
-/// Eight hues that stay apart under the common kinds of colour blindness (after Okabe and Ito, "Color universal
-/// design", 2008, with yellow darkened and black replaced, so that all eight show on light and dark paper), in three
-/// tones: plain, deep, pale.
+/// Colours of ranks: from orange over green to blue, found by a search for the largest distances in OKLab among those that have a
+/// contrast of 3 with the paper; the first eight stay apart under the common kinds of colour blindness too. Violet, crimson and grey
+/// are left to activities ([`ACTIVITIES`]), so that no rank looks like one.
 const LIGHT: [&str; RANK_COLORS] = [
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a39a00", "#6f7680", "#004c78",
-    "#a86f00", "#00694c", "#8f4a72", "#2a7fb0", "#8f3e00", "#6b6500", "#454b54", "#66aad1", "#f3c766",
-    "#66c5ab", "#e3b3cd", "#a3d6f3", "#e89e66", "#cec866", "#a9aeb5",
+    "#116bb5", "#e25c26", "#0e915f", "#621f02", "#079fa8", "#003672", "#358bf6", "#045b61", "#a08b3e",
+    "#0c7501", "#b66d54", "#54a31b", "#6c4436", "#094d9a", "#8d5d1c", "#479f7e", "#4e4a02", "#0f8dc8",
+    "#c04201", "#044044", "#74840a", "#067253", "#055f89", "#064502",
 ];
 const DARK: [&str; RANK_COLORS] = [
-    "#3d9bd1", "#f0b429", "#2dbb91", "#db93bb", "#7cc7f2", "#ec7b2b", "#8f8a1c", "#98a1ad", "#1f6e9e",
-    "#b98212", "#168064", "#a8658c", "#4495c4", "#b4560f", "#6b6712", "#69717c", "#93c9ea", "#f8d98a",
-    "#8adcc3", "#efc6db", "#bde3fa", "#f6b283", "#e0da83", "#c5cbd3",
+    "#53a3f2", "#fd811b", "#0fbb7c", "#dbe237", "#08729a", "#fecab8", "#16f5f7", "#a25c43", "#117f06",
+    "#e0b43e", "#1e78e1", "#8fc4d5", "#9f8d05", "#64e37e", "#029983", "#d3a595", "#517355", "#c6835a",
+    "#b6e4ca", "#91b906", "#0cc3f6", "#0f8dc8", "#d85218", "#a5c883",
 ];
+
+/// Colours of what a timeline shows (computation, communication, waiting), on light and on dark paper.
+const ACTIVITIES: [[&str; 3]; 2] = [["#6d28b8", "#e0277a", "#878f98"], ["#b48cf5", "#ff5c9e", "#848e99"]];
 
 /// Index of the colour of `rank`.
 pub(crate) fn color_of(rank: usize) -> usize {
@@ -26,8 +31,9 @@ pub(crate) fn color_of(rank: usize) -> usize {
 /// Custom properties of the drawing colours for `selector`: `--rank-0` and so on, `--ink`, `--soft` (secondary text and
 /// lines), `--line`, `--paper`, `--plain` (a mask without ranks); dark ones where the reader prefers dark.
 pub(crate) fn color_properties(selector: &str) -> String {
-    let properties = |ranks: &[&str; RANK_COLORS], base: &str| {
+    let properties = |ranks: &[&str; RANK_COLORS], [compute, communication, wait]: [&str; 3], base: &str| {
         let mut out = base.to_owned();
+        let _ = write!(out, "--compute:{compute};--communication:{communication};--wait:{wait};");
         for (index, color) in ranks.iter().enumerate() {
             let _ = write!(out, "--rank-{index}:{color};");
         }
@@ -35,13 +41,15 @@ pub(crate) fn color_properties(selector: &str) -> String {
     };
     let light = properties(
         &LIGHT,
+        ACTIVITIES[0],
         "--ink:#1c2126;--soft:#5b6570;--line:#d8dde2;--paper:#ffffff;--ground:#f5f6f4;--plain:#0a5c8c;\
-         --compute:#0072b2;--communication:#d98200;--wait:#8a929b;--good:#0b7a4b;--bad:#b3261e;",
+         --good:#0b7a4b;--bad:#b3261e;",
     );
     let dark = properties(
         &DARK,
+        ACTIVITIES[1],
         "--ink:#e6e9ec;--soft:#9aa5b1;--line:#333b44;--paper:#1a1f25;--ground:#12161a;--plain:#57b1e4;\
-         --compute:#3d9bd1;--communication:#f0b429;--wait:#7b8590;--good:#4cc38a;--bad:#ff8a80;",
+         --good:#4cc38a;--bad:#ff8a80;",
     );
     format!("{selector}{{{light}}}@media (prefers-color-scheme:dark){{{selector}{{{dark}}}}}")
 }
@@ -82,13 +90,68 @@ mod tests {
         }
     }
 
+    /// Contrast of WCAG 2, which asks for 3 of graphics.
+    fn contrast(a: &str, b: &str) -> f64 {
+        let (a, b) = (luminance(a), luminance(b));
+        (a.max(b) + 0.05) / (a.min(b) + 0.05)
+    }
+
+    /// OKLab (Ottosson 2020): equal distances look equally far apart.
+    fn oklab(color: &str) -> [f64; 3] {
+        let c =
+            channels(color).map(|c| if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) });
+        let times = |matrix: [[f64; 3]; 3], v: [f64; 3]| {
+            matrix.map(|row| row.iter().zip(v).map(|(m, x)| m * x).sum::<f64>())
+        };
+        let cones = times(
+            [
+                [0.4122214708, 0.5363325363, 0.0514459929],
+                [0.2119034982, 0.6806995451, 0.1073969566],
+                [0.0883024619, 0.2817188376, 0.6299787005],
+            ],
+            c,
+        );
+        times(
+            [
+                [0.2104542553, 0.7936177850, -0.0040720468],
+                [1.9779984951, -2.4285922050, 0.4505937099],
+                [0.0259040371, 0.7827717662, -0.8086757660],
+            ],
+            cones.map(f64::cbrt),
+        )
+    }
+
     #[test]
-    fn every_color_shows_on_its_paper() {
-        for (palette, paper) in [(&LIGHT, "#ffffff"), (&DARK, "#1a1f25")] {
-            for color in palette {
-                let (a, b) = (luminance(color), luminance(paper));
-                let contrast = (a.max(b) + 0.05) / (a.min(b) + 0.05);
-                assert!(contrast > 1.5, "{color} on {paper}: {contrast}");
+    fn every_color_has_a_contrast_of_3_with_its_paper() {
+        for (palette, activities, paper) in
+            [(&LIGHT, ACTIVITIES[0], "#ffffff"), (&DARK, ACTIVITIES[1], "#1a1f25")]
+        {
+            for color in palette.iter().chain(&activities) {
+                assert!(contrast(color, paper) >= 3.0, "{color} on {paper}: {}", contrast(color, paper));
+            }
+        }
+    }
+
+    /// No rank has the hue of an activity, nor do two activities have one.
+    #[test]
+    fn ranks_and_activities_share_no_color() {
+        let hue = |[_, a, b]: [f64; 3]| b.atan2(a).to_degrees();
+        for (palette, activities) in [(&LIGHT, ACTIVITIES[0]), (&DARK, ACTIVITIES[1])] {
+            for activity in activities {
+                let other = oklab(activity);
+                for rank in palette {
+                    let own = oklab(rank);
+                    let distance = own.iter().zip(other).map(|(x, y)| (x - y).powi(2)).sum::<f64>().sqrt();
+                    assert!(distance > 0.1, "{rank} and {activity}: {distance}");
+                }
+            }
+            // Grey has no hue.
+            for activity in &activities[..2] {
+                for color in palette.iter().chain(activities[..2].iter().filter(|other| *other != activity)) {
+                    let apart = (hue(oklab(color)) - hue(oklab(activity))).abs();
+                    let apart = apart.min(360.0 - apart);
+                    assert!(apart > 25.0, "{color} and {activity}: {apart} degrees");
+                }
             }
         }
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use counterpoint_mask::{AttnSlice, Mask, MaskType, Range};
-use counterpoint_report::{Figures, HtmlReport, SimulationReport, TimelinePair};
+use counterpoint_report::{Figures, HtmlReport, Origin, SimulationReport, TimelinePair};
 use fixture::{Run, documents, lengths};
 use serde_json::Value;
 
@@ -250,9 +250,14 @@ fn one_of_many_passes_is_picked() {
         columns: ["pass", "policy", "seconds"].map(str::to_owned).to_vec(),
         rows: rows.to_vec(),
         timelines: timelines.collect(),
+        origin: None,
     };
     let html = report.render();
     assert_self_contained(&html);
+    // Policies of a pass stand side by side, each with its parts.
+    let bars = html.split("id=\"policies\"").nth(1).unwrap().split("</table>").next().unwrap();
+    assert_eq!(bars.matches("<tr>").count(), 2 * policies.len(), "{bars}");
+    assert!(bars.contains("<i class=\"compute\"") && bars.contains("<i class=\"communication\""), "{bars}");
     assert!(html.contains("<th scope=\"col\" class=\"text\">policy</th><th scope=\"col\">seconds</th>"));
     for seen in [seen("simulation", &html, 1280), seen_narrow("simulation", &html)] {
         assert_eq!(seen["spans"], forward.spans.len());
@@ -416,6 +421,32 @@ fn the_largest_plan_is_drawn() {
     assert!(text(&seen, "barTip").starts_with("ranks 0 to 31\n"), "{}", seen["barTip"]);
     assert!(text(&seen, "cellTip").contains("ranks 0 to 63 →"), "{}", seen["cellTip"]);
     assert!(text(&seen, "firstPage").ends_with("ranks (selected from 4,096)"), "{}", seen["firstPage"]);
+}
+
+/// A page says what made it, and what limits the run.
+#[test]
+fn a_report_says_where_it_came_from_and_what_limits_the_run() {
+    let run = four_documents();
+    let origin = Origin {
+        command: "counterpoint attention --mask '<b>' --cp-size 4".to_owned(),
+        version: "0.1.0".to_owned(),
+        date: "2026-11-24T00:00:00Z".to_owned(),
+        host: "node-7".to_owned(),
+    };
+    let html = HtmlReport { origin: Some(&origin), ..run.report() }.render();
+    assert!(
+        html.contains("<code>counterpoint attention --mask '&lt;b&gt;' --cp-size 4</code>")
+            || html.contains("--mask &#39;&lt;b&gt;&#39;"),
+        "{}",
+        &html[..9000]
+    );
+    assert!(html.contains("counterpoint 0.1.0, on node-7, 2026-11-24T00:00:00Z"));
+    let sentence = html.split("<p class=\"limits\">").nth(1).unwrap().split("</p>").next().unwrap();
+    assert!(
+        sentence.starts_with("What limits this run is ") && sentence.contains(" % of the "),
+        "{sentence}"
+    );
+    assert!(!run.report().render().contains("class=\"origin\""), "nothing is said of what is not known");
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod program;
 mod simulate;
 mod timeline;
 mod transformer;
+mod transport;
 mod validate;
 
 pub use attention::{GradientReduction, STAGE_SLOTS, lower_attention_backward, lower_attention_forward};
@@ -37,4 +38,5 @@ pub use program::{
 pub use simulate::{SimulateError, simulate};
 pub use timeline::{Overlap, Span, SpanKind, Timeline};
 pub use transformer::{LayerPart, LayerPrediction, Parallelism, StepError, StepPrediction, StepSpec};
+pub use transport::{PolicySupport, RankTransport, Workload};
 pub use validate::ProgramError;

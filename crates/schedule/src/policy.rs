@@ -1,6 +1,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use counterpoint_plan::{PassOverlap, SUMMING_WORKERS};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -131,11 +132,31 @@ impl OverlapPolicy {
         }
     }
 
+    /// Whether what one group of a pass sends travels under another's product: a kernel that sends its tiles as they are done has no use
+    /// for groups.
+    pub const fn overlaps_by_groups(&self) -> bool {
+        !matches!((self.mover, self.start), (Mover::Fused, _) | (_, StartOrder::Sequential))
+    }
+
     /// Workers that compute operations leave free by themselves.
     pub const fn sm_margin(&self) -> usize {
         match self.workers {
             WorkerShare::Margin(workers) => workers,
             WorkerShare::Common | WorkerShare::Partition(_) => 0,
+        }
+    }
+}
+
+impl From<PassOverlap> for OverlapPolicy {
+    /// The policy that has a pass of a layer run so.
+    fn from(way: PassOverlap) -> Self {
+        let concurrent = Self::default();
+        match way {
+            PassOverlap::Sequential => Self::new(StartOrder::Sequential),
+            PassOverlap::Fused => Self { mover: Mover::Fused, ..concurrent },
+            PassOverlap::Beside => {
+                Self { mover: Mover::CopyEngine, workers: WorkerShare::Margin(SUMMING_WORKERS), ..concurrent }
+            }
         }
     }
 }
@@ -181,12 +202,11 @@ pub enum PolicyError {
     /// Something beside `sequential`.
     #[error("overlap policy `sequential` overlaps nothing, so `{0}` has nothing to act on; leave it out")]
     BesideSequential(String),
-    /// `auto`, where no measurement is at hand.
+    /// `auto`, where a policy must be named.
     #[error(
-        "overlap policy `auto` picks by measurement, and this machine has no record of one; measure it with \
-         `counterpoint doctor --calibrate`, or name a policy"
+        "overlap policy `auto` is picked by prediction or measurement; name a policy here, such as concurrent"
     )]
-    NoRecord,
+    Unpicked,
 }
 
 impl FromStr for OverlapPolicy {
@@ -194,7 +214,7 @@ impl FromStr for OverlapPolicy {
 
     fn from_str(text: &str) -> Result<Self, PolicyError> {
         if text == "auto" {
-            return Err(PolicyError::NoRecord);
+            return Err(PolicyError::Unpicked);
         }
         let mut policy = OverlapPolicy::default();
         // What each aspect was set by.
@@ -300,6 +320,6 @@ mod tests {
         for text in ["sequential+sm-margin=1", "priority+sequential"] {
             assert!(matches!(refused(text), PolicyError::BesideSequential(_)), "{text}");
         }
-        assert_eq!(refused("auto"), PolicyError::NoRecord);
+        assert_eq!(refused("auto"), PolicyError::Unpicked);
     }
 }

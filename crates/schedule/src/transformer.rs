@@ -57,7 +57,7 @@ pub enum StepError {
     Plan(#[from] PlanError),
     /// Ranks that make no whole replicas.
     #[error(
-        "{ranks} ranks are no multiple of tp_size {tp_size} times cp_size {cp_size}; use as many ranks as make whole replicas"
+        "{ranks} ranks are not a multiple of tp_size {tp_size} times cp_size {cp_size}; use as many ranks as make whole replicas"
     )]
     Replicas {
         /// All ranks.

@@ -133,7 +133,7 @@ pub(crate) struct RunArguments {
 
     /// How communication is brought to run under computation: sequential, or concurrent, kernel-barrier or signals with any of
     /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine
-    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::overlap)]
+    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::attention_overlap)]
     pub(crate) overlap: OverlapChoice,
 
     /// Limit of every wait of one rank for another

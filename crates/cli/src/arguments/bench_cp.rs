@@ -82,7 +82,7 @@ pub(crate) struct BenchCpArguments {
     pub(crate) deterministic: bool,
 
     /// How communication is brought to run under computation; all that are named run in turns
-    #[arg(long, value_name = "POLICIES", default_value = "concurrent", value_parser = value::overlap, value_delimiter = ',')]
+    #[arg(long, value_name = "POLICIES", default_value = "concurrent", value_parser = value::attention_overlap, value_delimiter = ',')]
     pub(crate) overlap: Vec<OverlapChoice>,
 
     /// How rows travel between GPUs

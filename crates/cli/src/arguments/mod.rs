@@ -24,6 +24,7 @@ mod value;
 
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
+use counterpoint_schedule::RankTransport;
 
 pub(crate) use attention::{AttentionArguments, Device, Exchange, TensorArguments};
 pub(crate) use bench::{
@@ -113,15 +114,7 @@ Examples:
     #[command(
         subcommand_required = true,
         arg_required_else_help = false,
-        after_help = "\
-Nothing runs and nothing is measured: Programs are played against the figures of a
-machine. On GPUs a computation takes all multiprocessors, so two streams alone hide
-nothing; policies differ in what lets communication start, and in what it takes.
-
-Examples:
-  counterpoint simulate model --model gpt3-175b --ranks 8,64,512,4096
-  counterpoint simulate linear --kind row --tokens 8k --in-features 8k --out-features 8k --tp-size 8
-  counterpoint simulate attention --mask causal:64k --cp-size 16 --dtype bf16"
+        after_help = simulate_help()
     )]
     #[command(subcommand)]
     Simulate(SimulateCommand),
@@ -165,6 +158,27 @@ Examples:
 pub(crate) struct ManArguments {
     /// A command, such as `attention` or `bench tp`
     pub(crate) command: Vec<String>,
+}
+
+fn simulate_help() -> String {
+    format!(
+        "\
+Nothing runs and nothing is measured: Programs are played against the figures of a
+machine. On GPUs a computation takes all multiprocessors, so two streams alone hide
+nothing; policies differ in what lets communication start, and in what it takes.
+
+Each row says whether a transport of that machine runs its policy; of those that
+run, the one that is predicted to end first is marked, and what is run by default.
+
+What runs where:
+{}
+Examples:
+  counterpoint simulate model --model gpt3-175b --ranks 8,64,512,4096
+  counterpoint simulate linear --kind row --tokens 8k --in-features 8k \\
+      --out-features 8k --tp-size 8
+  counterpoint simulate attention --mask causal:64k --cp-size 16 --dtype bf16",
+        RankTransport::table()
+    )
 }
 
 #[cfg(test)]

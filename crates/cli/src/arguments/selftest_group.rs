@@ -179,7 +179,7 @@ impl Group {
     /// The group of this very name.
     pub(crate) fn named(name: &str) -> Result<Self, String> {
         let group = Self::ALL.into_iter().find(|group| group.name() == name);
-        group.ok_or_else(|| format!("`{name}` is no group of checks"))
+        group.ok_or_else(|| format!("`{name}` is not a group of checks"))
     }
 }
 

@@ -4,7 +4,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_plan::{Activations, DType, LinearKind, TransformerSpec, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
-use super::{PlanningArguments, ShapeArguments, value};
+use super::{OverlapChoice, PlanningArguments, ShapeArguments, value};
 
 /// What to predict.
 #[derive(Debug, Subcommand)]
@@ -20,16 +20,6 @@ pub(crate) struct SimulationArguments {
     /// Ranks of one NVLink domain; beyond it is the network
     #[arg(long, value_name = "N", default_value = "8", value_parser = value::ranks, allow_hyphen_values = true)]
     pub(crate) ranks_per_node: usize,
-
-    /// How communication is brought to run under computation; may be several
-    #[arg(
-        long,
-        value_name = "POLICIES",
-        value_delimiter = ',',
-        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine",
-        value_parser = value::named_overlap
-    )]
-    pub(crate) overlap: Vec<OverlapPolicy>,
 
     /// Write the timelines for Perfetto or chrome://tracing
     #[arg(long, value_name = "FILE")]
@@ -64,6 +54,16 @@ pub(crate) struct SimulateAttentionArguments {
 
     #[command(flatten)]
     pub(crate) shape: ShapeArguments,
+
+    /// How communication is brought to run under computation; may be several. auto: what is run by default
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_delimiter = ',',
+        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine,auto",
+        value_parser = value::attention_overlap
+    )]
+    pub(crate) overlap: Vec<OverlapChoice>,
 
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
@@ -116,6 +116,16 @@ pub(crate) struct SimulateLinearArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Option<PathBuf>,
 
+    /// How communication is brought to run under computation; may be several. auto: what is run by default
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_delimiter = ',',
+        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine,fused,auto",
+        value_parser = value::overlap
+    )]
+    pub(crate) overlap: Vec<OverlapChoice>,
+
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
 }
@@ -164,6 +174,16 @@ pub(crate) struct SimulateModelArguments {
     /// Groups of every linear layer: auto, or a number of equal ones
     #[arg(long, value_name = "auto|N", default_value = "auto", value_parser = value::groups, allow_hyphen_values = true)]
     pub(crate) groups: WaveGroups,
+
+    /// How communication is brought to run under computation; may be several.
+    #[arg(
+        long,
+        value_name = "POLICIES",
+        value_delimiter = ',',
+        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine",
+        value_parser = value::named_overlap
+    )]
+    pub(crate) overlap: Vec<OverlapPolicy>,
 
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,

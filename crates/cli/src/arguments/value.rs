@@ -9,7 +9,7 @@ use counterpoint_plan::{
     DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, MAX_STAGES, QueryExchange,
     StageCount, TransformerSpec, WaveGroups,
 };
-use counterpoint_schedule::OverlapPolicy;
+use counterpoint_schedule::{OverlapPolicy, PolicySupport, RankTransport, Workload};
 
 use crate::error::CliError;
 
@@ -212,6 +212,17 @@ pub(crate) fn overlap(text: &str) -> Result<OverlapChoice, String> {
         return Ok(OverlapChoice::Auto);
     }
     named_overlap(text).map(OverlapChoice::Named)
+}
+
+/// An overlap policy of attention, on any transport.
+pub(crate) fn attention_overlap(text: &str) -> Result<OverlapChoice, String> {
+    let choice = overlap(text)?;
+    let OverlapChoice::Named(policy) = choice else { return Ok(choice) };
+    // What all refuse alike is no matter of the transport.
+    match RankTransport::Nvlink.support(&policy, Workload::Attention) {
+        PolicySupport::Refused(reason) => Err(format!("{reason}; leave it out, or use another policy")),
+        PolicySupport::Runs | PolicySupport::WithoutEffect(_) => Ok(choice),
+    }
 }
 
 /// What `--overlap` says.

@@ -212,7 +212,7 @@ fn bad_usage_is_one_sentence() {
         ("attention --mask causal:8 --overlap magic", &["magic", "kernel-barrier"]),
         ("attention --mask causal:8 --cp-size 3 --nodes 2", &["--nodes", "3", "2"]),
         ("attention --mask causal:8 --cp-size 2 --slow-network 1,1", &["--slow-network", "--nodes 2"]),
-        ("attention --mask causal:8 --overlap auto", &["auto", "measurement"]),
+        ("attention --mask causal:8 --overlap auto", &["auto", "measurement", "CPU ranks", "name a policy"]),
         ("attention --mask causal:8 --overlap sequential+priority", &["sequential", "`priority`"]),
         ("attention --mask causal:8 --overlap copy-engine", &["copy-engine", "CPU ranks"]),
         ("attention --mask causal:8 --slow-link 3", &["--slow-link", "ALPHA_US,GB_PER_S"]),

@@ -69,6 +69,66 @@ fn attention_on_two_levels() {
     assert_eq!(rows(&near).len(), 10);
 }
 
+/// What runs depends on the nodes, and what is marked is what runs.
+#[test]
+fn rows_say_what_can_run_and_what_is_run() {
+    let folder = Folder::new();
+    let linear = |ranks: usize, more: &str| {
+        let line = format!("{LINEAR} --tp-size {ranks} --ranks-per-node 8 {more}");
+        folder.run(&format!("{line} --json")).ok().json()
+    };
+    let of = |document: &Value, pass: &str, policy: &str| -> Value {
+        let row = rows(document).iter().find(|row| row["pass"] == pass && row["policy"] == policy);
+        row.unwrap_or_else(|| panic!("no {policy} in {document}")).clone()
+    };
+    let one = linear(8, "");
+    for pass in ["forward", "backward"] {
+        let of_pass = || rows(&one).iter().filter(|row| row["pass"] == pass);
+        assert_eq!(of_pass().filter(|row| row["chosen"] == true).count(), 1, "{one}");
+        assert!(of_pass().all(|row| row["can_run"].is_boolean()), "{one}");
+        // The kernels that send what they compute: known, and the fastest of all.
+        let fused = of(&one, pass, "concurrent+fused");
+        assert_eq!((&fused["can_run"], &fused["transport"]), (&true.into(), &"nvlink".into()));
+    }
+    assert_eq!(of(&one, "forward", "concurrent+fused")["chosen"], true);
+    let two = linear(16, "");
+    for policy in ["concurrent+fused", "concurrent+copy-engine"] {
+        let row = of(&two, "forward", policy);
+        assert_eq!((&row["can_run"], &row["chosen"]), (&false.into(), &false.into()));
+        assert!(row["reason"].is_string() && row["transport"].is_null(), "{row}");
+    }
+    assert_eq!(of(&two, "forward", "sequential")["chosen"], true);
+    let auto = linear(8, "--overlap auto");
+    assert_eq!(rows(&auto).len(), 2);
+    assert!(rows(&auto).iter().all(|row| row["asked"] == "auto" && row["chosen"] == true), "{auto}");
+    let text = folder.run(&format!("{LINEAR} --tp-size 16")).ok().stdout;
+    assert_eq!(text.matches("predicted fastest").count(), 2, "{text}");
+    assert_eq!(text.matches("default").count(), 2, "{text}");
+    let marked = |line: &&str| line.contains("predicted fastest");
+    assert!(text.lines().filter(marked).all(|line| !line.contains("cannot run")), "{text}");
+
+    let attention =
+        "simulate attention --mask causal:32k --cp-size 16 --heads-q 16 --heads-kv 4 --dtype bf16";
+    let document = folder.run(&format!("{attention} --ranks-per-node 2 --json")).ok().json();
+    assert_eq!(of(&document, "forward", "concurrent+copy-engine")["can_run"], false);
+    assert_eq!(of(&document, "backward", "concurrent")["chosen"], true);
+    let near = folder.run(&format!("{attention} --ranks-per-node 16 --json")).ok().json();
+    assert_eq!(of(&near, "forward", "concurrent+copy-engine")["can_run"], true);
+}
+
+/// A policy that means nothing to attention is refused wherever attention is.
+#[test]
+fn attention_refuses_what_only_layers_have() {
+    let folder = Folder::new();
+    for line in [
+        "attention --mask causal:64 --cp-size 2",
+        "bench cp",
+        "simulate attention --mask causal:64 --cp-size 2",
+    ] {
+        folder.refuses(&format!("{line} --overlap fused"), &["fused", "linear layers", "--stages 0"]);
+    }
+}
+
 #[test]
 fn a_profile_decides_and_a_wrong_one_is_refused() {
     let folder = Folder::new();

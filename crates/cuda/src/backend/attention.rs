@@ -270,7 +270,7 @@ impl Prepare<'_> {
             DType::Bf16 => Ok(ElementType::Bf16),
             DType::F16 => Ok(ElementType::F16),
             other => Err(self.error(format!(
-                "`{}` is {other:?}; products on CUDA take bf16 and f16, run this type on the CPU",
+                "`{}` is {other}; products on CUDA take bf16 and f16, run this type on the CPU",
                 self.spec(id).name
             ))),
         }

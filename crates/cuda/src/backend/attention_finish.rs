@@ -92,7 +92,7 @@ impl Placing {
         let (from, to) = (prepare.spec(src), prepare.spec(dst));
         if from.dtype != DType::F32 {
             let reason =
-                format!("buffer `{}` is {:?}; on CUDA rows that are placed are f32", from.name, from.dtype);
+                format!("buffer `{}` is {}; on CUDA rows that are placed are f32", from.name, from.dtype);
             return Err(prepare.error(reason));
         }
         let elements = to.row_elements();

@@ -1,5 +1,4 @@
 use counterpoint_exec::{ExecError, check_operands};
-use counterpoint_plan::DType;
 use counterpoint_schedule::{BufferId, BufferSpec, Mover, Op, Program, ProgramOp, WorkerShare};
 
 use super::attention::Forward;
@@ -76,7 +75,7 @@ impl CudaKernel {
                 let bytes = rows * spec.row_elements() * spec.dtype.size();
                 Work::CopyFirst { src: *src, dst: *dst, bytes }
             }
-            other => return Err(prepare.error(format!("no CUDA kernel computes {other:?}"))),
+            _ => return Err(prepare.error("no CUDA kernel computes it".to_owned())),
         };
         Ok(Self(work))
     }
@@ -199,10 +198,8 @@ impl<'a> Prepare<'a> {
 
     pub(super) fn scalar(&self, id: BufferId) -> Result<Scalar, ExecError> {
         let BufferSpec { name, dtype, .. } = self.spec(id);
-        Scalar::of(*dtype).ok_or_else(|| {
-            let types = [DType::Bf16, DType::F16, DType::F32];
-            self.error(format!("buffer `{name}` is {dtype:?}; CUDA has {types:?}"))
-        })
+        Scalar::of(*dtype)
+            .ok_or_else(|| self.error(format!("buffer `{name}` is {dtype}; CUDA has bf16, f16 and f32")))
     }
 
     fn cast(&self, src: BufferId, dst: BufferId) -> Result<Cast, ExecError> {

@@ -35,7 +35,7 @@ impl CudaBackend {
                     Some(exchange) => exchange.stalled(self, began),
                     None => {
                         let awaited = Awaited {
-                            name: format!("stream {} of {:?}", stream.status().name, self.0.device),
+                            name: format!("stream {} of {}", stream.status().name, self.0.device),
                             evidence: "the device has not finished what was enqueued there".to_owned(),
                             blocker: None::<Blocker>,
                         };
@@ -111,7 +111,7 @@ impl CudaBackend {
         for signal in lock(signals).iter() {
             let Some((label, MissedWait { seen, wanted, .. })) = signal.missed() else { continue };
             let awaited = Awaited {
-                name: format!("a kernel of {:?} that raises the signal", self.0.device),
+                name: format!("a kernel of {} that raises the signal", self.0.device),
                 evidence: format!("its counter is at {seen} of {wanted}"),
                 blocker: None::<Blocker>,
             };

@@ -31,7 +31,7 @@ impl NcclRank {
         let limit = world.config().limit;
         if let Some(rank) = (1..devices.len()).find(|&rank| devices[..rank].contains(&devices[rank])) {
             let reason = format!(
-                "rank {rank} shares {:?} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
+                "rank {rank} shares {} with a rank before it, and NCCL wants a GPU for each; use fewer ranks, or another \
                  transport",
                 devices[rank]
             );

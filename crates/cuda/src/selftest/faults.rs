@@ -228,7 +228,7 @@ impl Problem {
         let mut prepared = Prepared::new(self.programs[rank].clone(), backend, transport)?;
         let ran = prepared.run(&inputs).and_then(|_| match prepared.buffer("out") {
             Some(out) => told.download(out),
-            None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is no output".to_owned() }),
+            None => Err(ExecError::Tensor { name: "out".to_owned(), reason: "is not an output".to_owned() }),
         });
         let ended = ran.map_err(|error| told.fail(error));
         // What is freed from here on may wait for other processes, which the driver serves first.

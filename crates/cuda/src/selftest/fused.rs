@@ -174,9 +174,10 @@ impl Caller {
         }
         prepared.bind("x", x[which].clone())?;
         prepared.start(Instant::now())?;
-        let y = prepared
-            .buffer("y")
-            .ok_or_else(|| ExecError::Tensor { name: "y".to_owned(), reason: "is no output".to_owned() })?;
+        let y = prepared.buffer("y").ok_or_else(|| ExecError::Tensor {
+            name: "y".to_owned(),
+            reason: "is not an output".to_owned(),
+        })?;
         let compare = || {
             for (other, mark) in others.iter().zip(&marks[1..]) {
                 mark.record(other)?;

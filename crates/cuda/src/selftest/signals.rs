@@ -227,7 +227,7 @@ fn bind_inputs<B: Backend, T: Transport<B>>(ranks: &mut [Prepared<B, T>]) -> Res
 }
 
 fn output<B: Backend, T: Transport<B>>(rank: &Prepared<B, T>, name: &str) -> Result<HostTensor, ExecError> {
-    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is no output".to_owned() };
+    let missing = || ExecError::Tensor { name: name.to_owned(), reason: "is not an output".to_owned() };
     rank.backend().download(rank.buffer(name).ok_or_else(missing)?)
 }
 

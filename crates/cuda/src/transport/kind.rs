@@ -1,6 +1,7 @@
 use std::fmt;
 
 use counterpoint_plan::PassOverlap;
+use counterpoint_schedule::{Mover, PolicySupport, RankTransport};
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,10 +35,24 @@ impl TransportKind {
     /// The ways in which passes of linear layers can be run; `meets` where kernels of all ranks can wait for each other.
     pub(crate) fn pass_overlaps(self, meets: bool) -> &'static [PassOverlap] {
         use PassOverlap::{Beside, Fused, Sequential};
-        match self {
-            Self::Auto | Self::Nvlink if meets => &[Sequential, Fused, Beside],
-            Self::CopyEngine => &[Sequential, Beside],
+        let transport = self.transport();
+        // Where kernels do not meet, ranks that read each other's memory do so on the host.
+        let meets = meets || transport != RankTransport::Nvlink;
+        let runs = |mover| meets && transport.moves_by(mover) == PolicySupport::Runs;
+        match (runs(Mover::Fused), runs(Mover::CopyEngine)) {
+            (true, true) => &[Sequential, Fused, Beside],
+            (false, true) => &[Sequential, Beside],
             _ => &[Sequential],
+        }
+    }
+
+    /// What it is in the table of what runs where, on one node where that is left open.
+    pub const fn transport(self) -> RankTransport {
+        match self {
+            Self::Auto | Self::Nvlink => RankTransport::Nvlink,
+            Self::CopyEngine => RankTransport::CopyEngine,
+            Self::Nccl => RankTransport::Nccl,
+            Self::Hierarchical => RankTransport::Hierarchical,
         }
     }
 

@@ -39,7 +39,8 @@ use std::sync::{Arc, Mutex};
 use counterpoint_exec::collective::{Board, Collective};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
 use counterpoint_schedule::{
-    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Mover, OverlapPolicy, Program,
+    BackwardReduce, BufferSpec, CastGemm, GemmReduce, GroupCast, GroupReduce, Mover, OverlapPolicy,
+    PolicySupport, Program, RankTransport,
 };
 
 use crate::backend::{CudaBackend, exec_error};
@@ -128,9 +129,11 @@ impl CudaTransport {
 
     /// Refuses what nothing here moves rows by.
     fn check_policy(&self, policy: &OverlapPolicy) -> Result<(), ExecError> {
-        if matches!(self.means, Means::Exchange(_)) && policy.mover == Mover::CopyEngine {
-            let reason = "NCCL moves the rows of this transport; leave copy-engine out".to_owned();
-            return Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason });
+        let by_library =
+            matches!(self.means, Means::Exchange(_)).then(|| RankTransport::Nccl.moves_by(policy.mover));
+        if let Some(PolicySupport::Refused(reason)) = by_library {
+            let (policy, reason) = (policy.to_string(), reason.to_owned());
+            return Err(ExecError::Policy { rank: self.rank, policy, reason });
         }
         Ok(())
     }

@@ -44,7 +44,7 @@ pub(super) fn check(collective: &Collective, outputs: &[BufferSpec]) -> Result<(
 }
 
 fn scalar(dtype: DType) -> Result<Scalar, String> {
-    Scalar::of(dtype).ok_or_else(|| format!("CUDA converts and combines bf16, f16 and f32, not {dtype:?}"))
+    Scalar::of(dtype).ok_or_else(|| format!("CUDA converts and combines bf16, f16 and f32, not {dtype}"))
 }
 
 fn copy_tensor(tensor: &WireTensor) -> Result<RowCopyTensor, String> {

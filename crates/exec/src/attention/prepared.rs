@@ -98,7 +98,10 @@ impl<M: Machine> PreparedAttention<M> {
         if taken {
             return Ok(());
         }
-        Err(ExecError::Tensor { name: name.to_owned(), reason: "is no input of this attention".to_owned() })
+        Err(ExecError::Tensor {
+            name: name.to_owned(),
+            reason: "is not an input of this attention".to_owned(),
+        })
     }
 
     /// The buffers of a result, `out`, `lse`, `dq`, `dk`, `dv` or `dsink`, one for each rank here: what the last run left, until the next.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use counterpoint_mask::Range;
 
-use super::contract::Collective;
+use super::contract::{Collective, tensors_text};
 use super::pattern::PeerRows;
 use crate::monitor::Monitor;
 use crate::world::{Awaited, Blocker, StreamStatus, WaitEnd, World};
@@ -104,8 +104,9 @@ impl<P> Post<P> {
         };
         if own_contract.tensors != other_contract.tensors {
             let reason = format!(
-                "tensors are {:?} on rank {rank} and {:?} on rank {peer}",
-                own_contract.tensors, other_contract.tensors
+                "tensors are {} on rank {rank} and {} on rank {peer}",
+                tensors_text(&own_contract.tensors),
+                tensors_text(&other_contract.tensors)
             );
             return Err(mismatch(reason));
         }

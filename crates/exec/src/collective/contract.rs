@@ -33,6 +33,22 @@ pub struct Contract {
     pub plan: Option<PlanIdentity>,
 }
 
+/// What ranks send of the tensors of a collective, for people.
+pub(super) fn tensors_text(tensors: &[WireTensor]) -> String {
+    let text = |tensor: &WireTensor| {
+        let WireTensor { row_elements, dtype, wire } = tensor;
+        match dtype == wire {
+            true => format!("{row_elements} x {dtype}"),
+            false => format!("{row_elements} x {dtype} sent as {wire}"),
+        }
+    };
+    if tensors.is_empty() {
+        "none".to_owned()
+    } else {
+        tensors.iter().map(text).collect::<Vec<_>>().join(", ")
+    }
+}
+
 /// One tensor of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WireTensor {
@@ -75,7 +91,7 @@ impl Collective {
             if input.dtype != output.dtype {
                 let (from, to) = (&input.name, &output.name);
                 return Err(check.error(format!(
-                    "`{from}` is {:?} and `{to}` is {:?}; a group-cast keeps the element type",
+                    "`{from}` is {} and `{to}` is {}; a group-cast keeps the element type",
                     input.dtype, output.dtype
                 )));
             }
@@ -133,7 +149,7 @@ impl Collective {
         };
         Ok(Self {
             contract: Contract {
-                kind: format!("group_reduce {:?} in {:?}", op.op, op.reduce_dtype),
+                kind: format!("group_reduce {} in {}", op.op, op.reduce_dtype),
                 tensors: tensors.iter().enumerate().map(wire).collect(),
                 plan: context.plan.cloned(),
             },
@@ -215,7 +231,7 @@ impl Check<'_> {
             for (out, lse) in [(pair[0].0, pair[1].0), (pair[0].1, pair[1].1)] {
                 if out.shape[..out.shape.len() - 1] != lse.shape {
                     return Err(self.error(format!(
-                        "`{}` {:?} and `{}` {:?} are no (out, lse) pair; lse has the shape of out without its last axis",
+                        "`{}` {:?} and `{}` {:?} are not an (out, lse) pair; lse has the shape of out without its last axis",
                         out.name, out.shape, lse.name, lse.shape
                     )));
                 }

@@ -210,7 +210,7 @@ impl CpuBuffer {
     pub fn store(&self, tensor: HostTensor) -> Result<(), ExecError> {
         if tensor.shape() != self.shape() || tensor.dtype() != self.dtype() {
             let reason = format!(
-                "it holds {:?} {:?} and cannot take {:?} {:?}",
+                "it holds {} {:?} and cannot take {} {:?}",
                 self.dtype(),
                 self.shape(),
                 tensor.dtype(),

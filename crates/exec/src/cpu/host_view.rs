@@ -71,7 +71,7 @@ impl HostView {
         };
         if !pointer.addr().get().is_multiple_of(dtype.size()) {
             return Err(refuse(format!(
-                "its address {address:p} is no multiple of an element's {} bytes",
+                "its address {address:p} is not a multiple of an element's {} bytes",
                 dtype.size()
             )));
         }

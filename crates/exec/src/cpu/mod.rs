@@ -17,8 +17,7 @@ use std::time::Instant;
 
 use counterpoint_plan::DType;
 use counterpoint_schedule::{
-    BufferSpec, CommunicationPriority, HardwareQueues, Mover, OverlapPolicy, Program, Span, SpanKind,
-    StreamSpec, WorkerShare,
+    BufferSpec, OverlapPolicy, PolicySupport, Program, RankTransport, Span, SpanKind, StreamSpec, Workload,
 };
 use rayon::ThreadPool;
 
@@ -145,18 +144,10 @@ impl Backend for CpuBackend {
                 format!("{reason}; use sequential, concurrent, kernel-barrier or signals, with sm-margin=N");
             Err(ExecError::Policy { rank: self.rank, policy: policy.to_string(), reason })
         };
-        match policy {
-            OverlapPolicy { workers: WorkerShare::Partition(_), .. } => {
-                refuse("communication on CPU ranks has threads of its own, not a share of the workers")
-            }
-            OverlapPolicy { priority: CommunicationPriority::High, .. } => {
-                refuse("threads of CPU ranks have no priorities")
-            }
-            OverlapPolicy { queues: HardwareQueues::Single, .. } => {
-                refuse("CPU ranks have no hardware queues")
-            }
-            OverlapPolicy { mover: Mover::CopyEngine, .. } => refuse("CPU ranks have no copy engines"),
-            _ => Ok(()),
+        // What a layer may ask for; attention's own limits are known to whoever lowers it.
+        match RankTransport::Cpu.support(policy, Workload::Linear) {
+            PolicySupport::Refused(reason) => refuse(reason),
+            PolicySupport::Runs | PolicySupport::WithoutEffect(_) => Ok(()),
         }
     }
 

@@ -180,8 +180,10 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
     /// # Errors
     /// [`ExecError::Tensor`] when there is none.
     pub fn buffers_of(ranks: &[Self], name: &str) -> Result<Vec<B::Buffer>, ExecError> {
-        let missing =
-            || ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() };
+        let missing = || ExecError::Tensor {
+            name: name.to_owned(),
+            reason: "is not an output of the Program".to_owned(),
+        };
         ranks.iter().map(|rank| rank.buffer(name).cloned().ok_or_else(missing)).collect()
     }
 

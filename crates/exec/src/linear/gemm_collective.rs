@@ -229,7 +229,7 @@ fn run<M: Machine>(
     Prepared::run_ranks(&mut prepared)?;
     let result = |prepared: &Prepared<M::Backend, M::Transport>| match prepared.buffer("y") {
         Some(buffer) => prepared.backend().download(buffer),
-        None => Err(refuse("y", "is no output of the Program".to_owned())),
+        None => Err(refuse("y", "is not an output of the Program".to_owned())),
     };
     prepared.iter().map(result).collect()
 }

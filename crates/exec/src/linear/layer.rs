@@ -67,6 +67,17 @@ pub enum LinearTensor {
     Bias,
 }
 
+impl std::fmt::Display for LinearTensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::Input => "input",
+            Self::Output => "output",
+            Self::Weight => "weight",
+            Self::Bias => "bias",
+        })
+    }
+}
+
 impl LinearTensor {
     pub(super) fn shard(self, plan: &LinearPlan) -> Shard {
         match self {
@@ -186,11 +197,11 @@ impl<M: Machine> LinearLayer<M> {
         let wanted = self.shape(tensor);
         if whole.shape() != wanted {
             let reason = format!("must be {wanted:?}, not {:?}", whole.shape());
-            return Err(ExecError::Tensor { name: format!("{tensor:?}").to_lowercase(), reason });
+            return Err(ExecError::Tensor { name: tensor.to_string(), reason });
         }
         let upload = |rank: &Rank<M>| {
             let part = shard.cut(&self.plan, rank.backend().rank(), whole)?;
-            rank.backend().upload(&format!("{tensor:?}").to_lowercase(), part)
+            rank.backend().upload(&tensor.to_string(), part)
         };
         self.forward.iter().map(upload).collect()
     }
@@ -200,7 +211,7 @@ impl<M: Machine> LinearLayer<M> {
     /// # Errors
     /// [`ExecError::Tensor`] unless all ranks are in this process and have their part.
     pub fn gather(&self, tensor: LinearTensor, parts: &RankBuffers<M>) -> Result<HostTensor, ExecError> {
-        let name = format!("{tensor:?}").to_lowercase();
+        let name = tensor.to_string();
         self.check_count(&name, parts)?;
         if parts.len() != self.plan.tp_size {
             let reason = format!("{} of its {} parts are in this process", parts.len(), self.plan.tp_size);
@@ -401,12 +412,12 @@ fn identity(plan: &LinearPlan, policy: OverlapPolicy) -> PlanIdentity {
     let spec = &plan.spec;
     PlanIdentity::new([
         ("ranks", plan.tp_size.to_string()),
-        ("layer", format!("{:?}, {:?}", spec.kind, spec.activations).to_lowercase()),
+        ("layer", format!("{}, {}", spec.kind, spec.activations)),
         ("tokens", spec.tokens.to_string()),
         ("in_features", spec.in_features.to_string()),
         ("out_features", spec.out_features.to_string()),
         ("bias", spec.has_bias.to_string()),
-        ("dtype", format!("{:?}", spec.dtype).to_lowercase()),
+        ("dtype", spec.dtype.to_string()),
         ("policy", policy.to_string()),
         ("groups", plan.groups().to_string()),
     ])

@@ -1,10 +1,9 @@
 //! How a layer's passes overlap.
 
 use counterpoint_plan::{
-    CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, SUMMING_WORKERS,
-    WaveGroups,
+    CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, WaveGroups,
 };
-use counterpoint_schedule::{Mover, OverlapPolicy, StartOrder, WorkerShare};
+use counterpoint_schedule::OverlapPolicy;
 
 use super::layer::LayerGradient;
 
@@ -58,7 +57,7 @@ impl LayerOverlap {
         let cost = match self {
             Self::Policy(policy, groups, cost) => {
                 let groups = match groups {
-                    WaveGroups::Auto if !overlaps_by_groups(policy) => WaveGroups::Fixed(1),
+                    WaveGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
                     groups => groups.clone(),
                 };
                 let plan = LinearPlan::new(spec, tp_size, groups, cost)?;
@@ -77,7 +76,7 @@ impl LayerOverlap {
             let way = pass.fastest(ways, cost);
             let groups = if way == PassOverlap::Beside { pass.groups_beside(cost) } else { 1 };
             let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), cost)?;
-            Ok(PlannedPass { plan, policy: policy_of(way) })
+            Ok(PlannedPass { plan, policy: way.into() })
         };
         let weight_gradient = !matches!(gradient, LayerGradient::Frozen | LayerGradient::Deferred { .. });
         Ok(PlannedPasses {
@@ -87,26 +86,10 @@ impl LayerOverlap {
     }
 }
 
-/// Whether what one group sends travels under another's product: a kernel that sends its tiles as they are done has no use for groups.
-fn overlaps_by_groups(policy: &OverlapPolicy) -> bool {
-    policy.mover != Mover::Fused && policy.start != StartOrder::Sequential
-}
-
-fn policy_of(way: PassOverlap) -> OverlapPolicy {
-    let concurrent = OverlapPolicy::default();
-    match way {
-        PassOverlap::Sequential => OverlapPolicy::new(StartOrder::Sequential),
-        PassOverlap::Fused => OverlapPolicy { mover: Mover::Fused, ..concurrent },
-        PassOverlap::Beside => {
-            let workers = WorkerShare::Margin(SUMMING_WORKERS);
-            OverlapPolicy { mover: Mover::CopyEngine, workers, ..concurrent }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use counterpoint_plan::{Activations, DType, LinearKind};
+    use counterpoint_schedule::{Mover, StartOrder};
 
     use super::*;
 

@@ -142,6 +142,6 @@ fn check(name: &str, tensor: &HostTensor, dtype: DType, shape: &[usize]) -> Resu
     if tensor.dtype() == dtype && tensor.shape() == shape {
         return Ok(());
     }
-    let reason = format!("must be {dtype:?} {shape:?}, not {:?} {:?}", tensor.dtype(), tensor.shape());
+    let reason = format!("must be {dtype} {shape:?}, not {} {:?}", tensor.dtype(), tensor.shape());
     Err(ExecError::Tensor { name: name.to_owned(), reason })
 }

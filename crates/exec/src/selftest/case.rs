@@ -155,7 +155,7 @@ impl Case {
     /// What it is, for people: name, sizes and whatever is not the default.
     pub fn describe(&self) -> String {
         let spec = &self.spec;
-        let dtype = format!("{:?}", spec.dtype).to_lowercase();
+        let dtype = spec.dtype.to_string();
         let dims = match (spec.head_dim, spec.head_dim_v) {
             (dim, dim_v) if dim == dim_v => format!("hd{dim}"),
             (dim, dim_v) => format!("hd{dim}/{dim_v}"),

@@ -133,11 +133,11 @@ impl Exchange {
     fn describe(&self) -> String {
         let ranks = self.pattern.parts.len();
         let tensors = &self.owned[0];
-        let dtype = |dtype: DType| format!("{dtype:?}").to_lowercase();
+        let dtype = |dtype: DType| dtype.to_string();
         let (what, wire) = match self.what {
             What::Cast { wire } => ("group-cast".to_owned(), wire),
             What::Reduce(Reduce { op, accumulate, wire_dtype, reduce_dtype }) => {
-                let words = format!("group-reduce {op:?} {accumulate:?} in {reduce_dtype:?}").to_lowercase();
+                let words = format!("group-reduce {op} {accumulate} in {reduce_dtype}");
                 (words, wire_dtype)
             }
         };

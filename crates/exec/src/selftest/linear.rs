@@ -93,7 +93,7 @@ impl LinearCase {
     fn describe(&self) -> String {
         let LinearPlan { spec, tp_size, .. } = &self.plan;
         let LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype } = spec;
-        let words = format!("{kind:?} {activations:?} {dtype:?}").to_lowercase();
+        let words = format!("{kind} {activations} {dtype}");
         let mut text = format!("{words} {tokens} tokens {in_features} to {out_features}");
         if *has_bias {
             text.push_str(" bias");
@@ -102,8 +102,8 @@ impl LinearCase {
             (WeightGradient::Written, _) => Ok(()),
             (WeightGradient::Frozen, _) => write!(text, " frozen"),
             (WeightGradient::Deferred, None) => write!(text, " deferred"),
-            (WeightGradient::Deferred, Some(dtype)) => write!(text, " deferred into {dtype:?}"),
-            (WeightGradient::Accumulated(dtype), _) => write!(text, " into {dtype:?}"),
+            (WeightGradient::Deferred, Some(dtype)) => write!(text, " deferred into {dtype}"),
+            (WeightGradient::Accumulated(dtype), _) => write!(text, " into {dtype}"),
         };
         if *tp_size > 1 {
             let _ = write!(text, " ranks={tp_size} groups={} {}", self.plan.groups(), self.config.run.policy);

@@ -52,7 +52,7 @@ impl FromStr for Share {
             text.split_once('/').and_then(|(number, of)| Some((number.parse().ok()?, of.parse().ok()?)));
         match parts {
             Some((number, of)) if (1..=of).contains(&number) => Ok(Self { index: number - 1, of }),
-            _ => Err(format!("`{text}` is no share; give one such as 2/3, the second of three")),
+            _ => Err(format!("`{text}` is not a share; give one such as 2/3, the second of three")),
         }
     }
 }

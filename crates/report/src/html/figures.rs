@@ -6,6 +6,7 @@ use counterpoint_schedule::Timeline;
 use super::{HtmlReport, escape};
 use crate::{
     TimelinePair,
+    limits::Limits,
     quantity::{
         format_bytes, format_count, format_counted, format_flops, format_ratio, format_seconds, three_digits,
     },
@@ -21,6 +22,60 @@ fn card(out: &mut String, name: &str, value: &str, note: &str) {
         escape(value),
         escape(note)
     );
+}
+
+/// What limits the passes, in a sentence.
+pub(super) fn limits<'a>(out: &mut String, timelines: impl Iterator<Item = &'a Timeline>) {
+    if let Some(sentence) = Limits::of_all(timelines).sentence() {
+        let _ = writeln!(out, "<p class=\"limits\">{}</p>", escape(&sentence));
+    }
+}
+
+/// Timelines that are drawn side by side, at most.
+const MOST_BARS: usize = 64;
+
+/// Where the time of each timeline goes, side by side with those of the same pass: what comes before the first comma of its name.
+pub(super) fn side_by_side(out: &mut String, timelines: &[(String, &Timeline)]) {
+    if !(2..=MOST_BARS).contains(&timelines.len()) {
+        return;
+    }
+    out.push_str(
+        "<section class=\"panel\" id=\"policies\"><h2>Side by side</h2>\n\
+         <p>Where the time goes until the last rank is done; bars of one pass are on one scale.</p>\n\
+         <ul class=\"legend\"><li><i class=\"compute\"></i>computation</li><li><i class=\"imbalance\"></i>imbalance</li>\
+         <li><i class=\"communication\"></i>exposed communication</li><li><i class=\"wait\"></i>waiting</li></ul>\n\
+         <table class=\"compare bars\"><tbody>",
+    );
+    let pass_of = |name: &str| name.split(", ").next().unwrap_or_default().to_owned();
+    let mut passes: Vec<String> = Vec::new();
+    for (name, _) in timelines {
+        if !passes.contains(&pass_of(name)) {
+            passes.push(pass_of(name));
+        }
+    }
+    for pass in passes {
+        let of_pass: Vec<(&str, Limits)> = timelines
+            .iter()
+            .filter(|(name, _)| pass_of(name) == pass)
+            .map(|(name, timeline)| (name.as_str(), Limits::of(timeline)))
+            .collect();
+        let longest = of_pass.iter().map(|(_, limits)| limits.seconds()).fold(0.0, f64::max);
+        for (name, limits) in of_pass {
+            let _ = write!(out, "<tr><th scope=\"row\">{}</th><td class=\"track\">", escape(name));
+            for (class, part, seconds) in limits.parts() {
+                let width = if longest > 0.0 { 100.0 * seconds / longest } else { 0.0 };
+                if width > 0.0 {
+                    let title = format!("{part} {}", format_seconds(seconds));
+                    let _ = write!(
+                        out,
+                        "<i class=\"{class}\" style=\"width:{width:.2}%\" title=\"{title}\"></i>"
+                    );
+                }
+            }
+            let _ = write!(out, "</td><td>{}</td></tr>", format_seconds(limits.seconds()));
+        }
+    }
+    out.push_str("</tbody></table></section>\n");
 }
 
 /// Three digits and a word: `5.24 billion`.

@@ -1,9 +1,11 @@
+//! The report of a prediction, a page for a browser.
+
 use std::fmt::Write;
 
 use counterpoint_schedule::Timeline;
 use serde_json::json;
 
-use super::{close_page, data, escape, figures, open_page};
+use super::{Origin, close_page, data, escape, figures, open_page};
 use crate::TimelinePair;
 
 /// A report of what was predicted without a mask or a plan to show: a table and timelines, in a single HTML file.
@@ -17,14 +19,16 @@ pub struct SimulationReport<'a> {
     pub columns: Vec<String>,
     /// Its rows, each with a cell for every column.
     pub rows: Vec<Vec<String>>,
-    /// Timelines by name.
+    /// Timelines by name: the pass, a comma, and what tells it from others of the pass.
     pub timelines: Vec<(String, &'a Timeline)>,
+    /// What made the report.
+    pub origin: Option<&'a Origin>,
 }
 
 impl SimulationReport<'_> {
     /// The page.
     pub fn render(&self) -> String {
-        let mut out = open_page(self.title, &self.setup);
+        let mut out = open_page(self.title, &self.setup, self.origin);
         out.push_str("<section class=\"panel\"><h2>Predicted</h2>\n<div class=\"scroll\"><table class=\"figures\"><thead><tr>");
         let classes: Vec<&str> = (0..self.columns.len()).map(|column| self.class(column)).collect();
         for (name, class) in self.columns.iter().zip(&classes) {
@@ -40,6 +44,7 @@ impl SimulationReport<'_> {
             out.push_str("</tr>");
         }
         out.push_str("</tbody></table></div></section>\n");
+        figures::side_by_side(&mut out, &self.timelines);
         let pair = |timeline| TimelinePair { predicted: Some(timeline), measured: None };
         let names = self.timelines.iter().map(|(name, timeline)| (name.as_str(), pair(*timeline)));
         let passes: Vec<_> = names.collect();

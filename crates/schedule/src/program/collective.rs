@@ -19,6 +19,16 @@ pub enum ReduceOp {
     Lse,
 }
 
+impl std::fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Avg => "avg",
+            ReduceOp::Lse => "lse",
+        })
+    }
+}
+
 /// How a group-cast tells of its rows as they come, to an operation that has begun before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Delivery {

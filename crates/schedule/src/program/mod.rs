@@ -128,6 +128,15 @@ pub enum Accumulate {
     Continue,
 }
 
+impl std::fmt::Display for Accumulate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Accumulate::Start => "start",
+            Accumulate::Continue => "continue",
+        })
+    }
+}
+
 /// One operation in its place.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProgramOp {

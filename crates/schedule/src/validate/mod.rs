@@ -140,7 +140,7 @@ impl Program {
             for &BufferId(buffer) in buffers {
                 let reason = match self.buffers.get(buffer) {
                     None => "names a buffer that the Program does not have",
-                    Some(spec) if spec.role != BufferRole::Scratch => "names a buffer that is no scratch",
+                    Some(spec) if spec.role != BufferRole::Scratch => "names a buffer that is not scratch",
                     Some(_) if memory[buffer] != buffer => "names a buffer that has a slot already",
                     Some(_) => {
                         memory[buffer] = self.buffers.len() + slot;

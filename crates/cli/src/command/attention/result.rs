@@ -1,3 +1,5 @@
+//! What a run of attention gave, told in every way.
+
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
@@ -12,12 +14,12 @@ use counterpoint_report::{
 use counterpoint_schedule::{Overlap, Span, Timeline};
 use serde::Serialize;
 
-use crate::arguments::{AttentionArguments, dispatch_name, dtype_name};
+use crate::arguments::{AttentionArguments, Device, dispatch_name, dtype_name};
 use crate::command::prediction::{Prediction, rank_seconds};
 use crate::command::solution::Solution;
-use crate::console;
 use crate::error::CliError;
 use crate::output::{Outputs, outputs_as_safetensors};
+use crate::{console, device, origin};
 
 /// A run with all that is to be told of it.
 pub(super) struct AttentionResult<'a> {
@@ -252,7 +254,7 @@ impl AttentionResult<'_> {
         let (spec, plan) = (&self.spec, &self.solution.plan);
         let setup = [
             ("mask", self.arguments.mask.clone()),
-            ("device", "CPU, ranks as threads".to_owned()),
+            ("device", device_name(self.arguments.run.device)),
             ("dtype", dtype_name(spec.dtype).to_owned()),
             ("heads", format!("{}:{} of {}", spec.heads_q, spec.heads_kv, spec.head_dim)),
             ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
@@ -280,6 +282,7 @@ impl AttentionResult<'_> {
             forward: passes.get("forward").copied(),
             backward: passes.get("backward").copied(),
             check: check.as_ref(),
+            origin: Some(&origin::here()),
         }
         .render()
     }
@@ -306,5 +309,15 @@ impl AttentionResult<'_> {
             ..span.clone()
         }));
         whole
+    }
+}
+
+/// What computed.
+fn device_name(device: Device) -> String {
+    match device {
+        Device::Cpu => device::cpu_name(),
+        Device::Cuda => {
+            counterpoint_cuda::Device::properties_of(0).map_or_else(|_| "GPUs".to_owned(), |first| first.name)
+        }
     }
 }

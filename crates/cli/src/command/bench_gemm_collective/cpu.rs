@@ -153,5 +153,5 @@ fn compare(spec: &GemmCollectiveSpec, expected: &[Vec<f64>], results: &[HostTens
 }
 
 fn missing(name: &str) -> ExecError {
-    ExecError::Tensor { name: name.to_owned(), reason: "is no output of the Program".to_owned() }
+    ExecError::Tensor { name: name.to_owned(), reason: "is not an output of the Program".to_owned() }
 }

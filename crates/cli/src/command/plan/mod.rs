@@ -27,7 +27,7 @@ use crate::input::flags_divide;
 use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::schema::Schema;
-use crate::{console, mask_argument, profile};
+use crate::{console, mask_argument, origin, profile};
 
 use dispatches::DispatchRow;
 use imbalance::{Imbalance, Level};
@@ -279,6 +279,7 @@ impl Told<'_> {
             forward: Some(predicted(&prediction.forward)),
             backward: prediction.backward.as_ref().map(predicted),
             check: None,
+            origin: Some(&origin::here()),
         }
         .render()
     }

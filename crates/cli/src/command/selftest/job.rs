@@ -27,6 +27,11 @@ pub(super) struct Ended {
     pub(super) text: String,
 }
 
+/// How a process ended, for people.
+pub(super) fn how(code: Option<i32>) -> String {
+    code.map_or_else(|| "a signal".to_owned(), |code| format!("status {code}"))
+}
+
 /// Starts a process for each of these command lines, its words apart by spaces, as ranks of one job; a single one alone.
 /// `name` is that of their files in `folder`. `gpus` hides all but one GPU from each.
 pub(super) fn start(folder: &Path, name: &str, lines: &[String], gpus: Gpus) -> io::Result<Job> {

@@ -12,7 +12,7 @@ use counterpoint_exec::selftest::{Extent, SelfCheck};
 
 use super::crossing;
 use super::examiner::CannotBegin;
-use super::job::{Ended, Gpus, Job, start};
+use super::job::{Ended, Gpus, Job, how, start};
 use crate::temporary_folder::TemporaryFolder;
 
 /// What every rank is given where bits are compared.
@@ -36,6 +36,15 @@ const SOON: Duration = Duration::from_secs(30);
 enum Fault {
     Dies,
     Stops,
+}
+
+impl std::fmt::Display for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Dies => "dies",
+            Self::Stops => "stops",
+        })
+    }
 }
 
 /// Where jobs run, and leave what they say.
@@ -147,7 +156,7 @@ impl Bench {
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             None => Ok(output),
             Some((rank, Ended { code, text })) => {
-                Err(format!("rank {rank} ended with {code:?}: {}", last_line(text)))
+                Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
         }
     }
@@ -186,12 +195,12 @@ impl Bench {
 
     fn fault(&self, transport: &str, fault: Fault, delay: Duration) -> SelfCheck {
         let name = format!(
-            "{transport}, rank 1 {fault:?} {delay:?} after its first row: seconds until rank 0 says so"
+            "{transport}, rank 1 {fault} {delay:?} after its first row: seconds until rank 0 says so"
         );
         let fail = |reason: String| SelfCheck::failed(name.clone(), 0, reason);
         let line = self.within(LIMIT, &format!("{COLLECTIVES} --transports {transport}"));
         let limit = self.patient(LIMIT + GRACE);
-        let file = format!("{fault:?}-{transport}-{}", delay.as_millis());
+        let file = format!("{fault}-{transport}-{}", delay.as_millis());
         let job = match start(self.folder.path(), &file, &[line.clone(), line], Gpus::All) {
             Ok(job) => job,
             Err(error) => return fail(error.to_string()),
@@ -260,7 +269,7 @@ fn side_by_side<C: Sync, R: Send>(cases: &[C], run: impl Fn(&C) -> R + Sync) -> 
 fn who_says(name: String, ended: &[Ended], says: impl Fn(&Ended) -> bool) -> SelfCheck {
     let silent: Vec<_> = ended.iter().enumerate().filter(|(_, rank)| !says(rank)).collect();
     let told = |(rank, ended): &(usize, &Ended)| {
-        format!("rank {rank} ended with {:?}: {}", ended.code, last_line(&ended.text))
+        format!("rank {rank} ended with {}: {}", how(ended.code), last_line(&ended.text))
     };
     let reason = silent.iter().map(told).collect::<Vec<_>>().join("; ");
     let check = SelfCheck::of(name, 0, silent.len() as f64, 0.0);

@@ -1,15 +1,17 @@
-use counterpoint_plan::{PlanConfig, Topology};
-use counterpoint_schedule::GradientReduction;
+//! `counterpoint simulate attention`.
 
-use super::{Predicted, Setting, pass_columns, pass_row};
-use crate::arguments::{SimulateAttentionArguments, dispatch_name, dtype_name};
+use counterpoint_plan::{PlanConfig, Topology};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Workload};
+
+use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
+use crate::arguments::{OverlapChoice, SimulateAttentionArguments, dispatch_name, dtype_name};
 use crate::command::plan::attention_spec;
 use crate::command::prediction::Prediction;
 use crate::command::solution::Solution;
 use crate::error::CliError;
-use crate::mask_argument;
 use crate::progress::Progress;
 use crate::schema::Schema;
+use crate::{mask_argument, profile};
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
@@ -39,23 +41,38 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     predicted.set("dispatch", dispatch_name(arguments.planning.dispatch));
     let rank = &solution.plan.ranks[0];
     predicted.set("stages", format!("{} and {}", rank.forward.len() - 1, rank.backward.len() - 1));
+    // What `counterpoint attention` runs on such a machine.
+    let default = match setting.profile.fastest_policy() {
+        Some(_) => profile::policy(OverlapChoice::Auto, Some(&setting.profile))?,
+        None => OverlapPolicy::default(),
+    };
     let mut first = [0.0; 2];
-    for (index, &policy) in arguments.simulation.overlap.iter().enumerate() {
+    let mut rows = Vec::new();
+    let policies = simulated(&arguments.overlap, [default; 2]);
+    for (index, Simulated { asked, passes: [policy, _] }) in policies.iter().enumerate() {
+        let policy = *policy;
         progress.step(format!("simulating {policy}"));
         let reduction = Some(GradientReduction::default());
         let Prediction { forward, backward, .. } =
             Prediction::of(&solution.plan, &spec, policy, reduction, &config)?;
         let passes = [Some(("forward", forward)), backward.map(|backward| ("backward", backward))];
-        for (pass, (name, timeline)) in passes.into_iter().flatten().enumerate() {
+        for (at, (pass, timeline)) in passes.into_iter().flatten().enumerate() {
             if index == 0 {
-                first[pass] = timeline.makespan();
+                first[at] = timeline.makespan();
             }
-            let (row, json) = pass_row(name, &policy.to_string(), &timeline, first[pass]);
-            predicted.rows.push(row);
-            predicted.json.push(json);
-            predicted.timelines.push((format!("{name}, {policy}"), timeline));
+            rows.push(PassRow {
+                pass,
+                asked,
+                policy,
+                timeline,
+                first: first[at],
+                groups: None,
+                runs: RankTransport::any_of_gpus(&topology, &policy, Workload::Attention),
+                chosen: policy == OverlapPolicy::default(),
+            });
         }
     }
+    predicted.add_passes(rows);
     drop(progress);
     predicted.tell(&arguments.simulation, &setting)
 }

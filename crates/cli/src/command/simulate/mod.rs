@@ -11,14 +11,14 @@ use counterpoint_report::{
     Column, SimulationReport, TimelinePair, TraceSection, chrome_trace, fold, format_seconds, printable,
     table,
 };
-use counterpoint_schedule::Timeline;
+use counterpoint_schedule::{OverlapPolicy, RankTransport, Timeline};
 use serde_json::{Value, json};
 
-use crate::arguments::{SimulateCommand, SimulationArguments};
+use crate::arguments::{OverlapChoice, SimulateCommand, SimulationArguments};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::schema::Schema;
-use crate::{console, profile};
+use crate::{console, origin, profile};
 
 /// `counterpoint simulate`.
 pub(crate) fn run(command: &SimulateCommand) -> Result<(), CliError> {
@@ -115,6 +115,7 @@ impl Predicted {
 
     fn report(&self) -> String {
         SimulationReport {
+            origin: Some(&origin::here()),
             title: &self.title,
             setup: self.setup.clone(),
             columns: self.columns.iter().map(Column::header).collect(),
@@ -123,6 +124,44 @@ impl Predicted {
         }
         .render()
     }
+}
+
+/// A policy that is simulated: what was asked for, and for each pass what that is.
+struct Simulated {
+    asked: String,
+    /// Forward and backward.
+    passes: [OverlapPolicy; 2],
+}
+
+/// What was asked for, each once; `default` is what is run by default, forward and backward.
+fn simulated(asked: &[OverlapChoice], default: [OverlapPolicy; 2]) -> Vec<Simulated> {
+    let mut all: Vec<Simulated> = Vec::new();
+    for choice in asked {
+        let passes = match choice {
+            OverlapChoice::Named(policy) => [*policy; 2],
+            OverlapChoice::Auto => default,
+        };
+        if all.iter().all(|known| known.passes != passes) {
+            all.push(Simulated { asked: choice.to_string(), passes });
+        }
+    }
+    all
+}
+
+/// What a row of a pass says of its policy, and of how the pass would be run.
+struct PassRow<'a> {
+    pass: &'static str,
+    asked: &'a str,
+    policy: OverlapPolicy,
+    timeline: Timeline,
+    /// Seconds under the first policy.
+    first: f64,
+    /// Groups of tokens; none of attention.
+    groups: Option<usize>,
+    /// The transport of these nodes that runs it so, or why none does.
+    runs: Result<RankTransport, &'static str>,
+    /// Whether it is what is run by default.
+    chosen: bool,
 }
 
 /// Columns of a table of passes.
@@ -136,32 +175,69 @@ fn pass_columns() -> Vec<Column> {
         Column::number("exposed", 1),
         Column::number("efficiency", 1),
         Column::number("vs first", 2),
+        Column::text("", 0),
     ]
 }
 
-/// One pass under one policy, beside the same pass under the first.
-fn pass_row(pass: &str, policy: &str, timeline: &Timeline, first: f64) -> (Vec<String>, Value) {
-    let overlap = timeline.overlap();
-    let seconds = timeline.makespan();
-    let row = vec![
-        pass.to_owned(),
-        policy.to_owned(),
-        format_seconds(seconds),
-        format_seconds(overlap.compute_seconds),
-        format_seconds(overlap.communication_seconds),
-        format_seconds(overlap.exposed_seconds),
-        overlap.efficiency.map_or_else(|| "–".to_owned(), |efficiency| format!("{efficiency:.2}")),
-        format!("{:.2}x", first / seconds),
-    ];
-    let json = json!({
-        "pass": pass,
-        "policy": policy,
-        "seconds": seconds,
-        "compute_seconds": overlap.compute_seconds,
-        "communication_seconds": overlap.communication_seconds,
-        "exposed_seconds": overlap.exposed_seconds,
-        "overlap_efficiency": overlap.efficiency,
-        "ratio": first / seconds,
-    });
-    (row, json)
+impl Predicted {
+    /// Adds the rows of passes, and marks of each pass that which is predicted to end first, of those that can run.
+    fn add_passes(&mut self, rows: Vec<PassRow<'_>>) {
+        let ends = |row: &PassRow<'_>| row.timeline.makespan();
+        let fastest = |pass: &str| {
+            let of_pass = rows.iter().filter(|row| row.pass == pass && row.runs.is_ok());
+            of_pass.map(ends).fold(f64::INFINITY, f64::min)
+        };
+        for row in &rows {
+            let notes = [
+                (row.runs.is_ok() && ends(row) == fastest(row.pass)).then(|| "predicted fastest".to_owned()),
+                row.chosen.then(|| "default".to_owned()),
+                row.runs.err().map(|reason| format!("cannot run: {reason}")),
+            ];
+            let notes: Vec<String> = notes.into_iter().flatten().collect();
+            let (cells, json) = row.told(&notes.join(", "));
+            self.rows.push(cells);
+            self.json.push(json);
+        }
+        for PassRow { pass, asked, timeline, .. } in rows {
+            self.timelines.push((format!("{pass}, {asked}"), timeline));
+        }
+    }
+}
+
+impl PassRow<'_> {
+    /// One pass under one policy, beside the same pass under the first: as a table and as JSON have it.
+    fn told(&self, notes: &str) -> (Vec<String>, Value) {
+        let overlap = self.timeline.overlap();
+        let seconds = self.timeline.makespan();
+        let policy = self.policy.to_string();
+        let named = self.asked == "auto" && policy != self.asked;
+        let row = vec![
+            self.pass.to_owned(),
+            if named { format!("auto: {policy}") } else { policy.clone() },
+            format_seconds(seconds),
+            format_seconds(overlap.compute_seconds),
+            format_seconds(overlap.communication_seconds),
+            format_seconds(overlap.exposed_seconds),
+            overlap.efficiency.map_or_else(|| "–".to_owned(), |efficiency| format!("{efficiency:.2}")),
+            format!("{:.2}x", self.first / seconds),
+            notes.to_owned(),
+        ];
+        let json = json!({
+            "pass": self.pass,
+            "policy": policy,
+            "asked": self.asked,
+            "groups": self.groups,
+            "can_run": self.runs.is_ok(),
+            "transport": self.runs.ok().map(RankTransport::name),
+            "reason": self.runs.err(),
+            "chosen": self.chosen,
+            "seconds": seconds,
+            "compute_seconds": overlap.compute_seconds,
+            "communication_seconds": overlap.communication_seconds,
+            "exposed_seconds": overlap.exposed_seconds,
+            "overlap_efficiency": overlap.efficiency,
+            "ratio": self.first / seconds,
+        });
+        (row, json)
+    }
 }

@@ -47,7 +47,7 @@ pub(super) fn run(arguments: &SimulateModelArguments) -> Result<(), CliError> {
             tp_size: arguments.tp_size,
             cp_size: arguments.cp_size,
         };
-        for &policy in &arguments.simulation.overlap {
+        for &policy in &arguments.overlap {
             progress.step(format!("{ranks} ranks, {policy}"));
             let spec = StepSpec {
                 model,

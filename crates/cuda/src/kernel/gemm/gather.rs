@@ -219,7 +219,7 @@ impl GemmGather {
     /// As [`GemmGather::shapes`]; when the kernel cannot be compiled, or memory is short.
     pub fn with_shape(stream: &Stream, spec: &GemmGatherSpec, shape: GemmShape) -> Result<Self, CudaError> {
         if !Self::shapes(stream.device(), spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is no shape of this product")));
+            return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
         let mut product = spec.product.clone();
         product.sources = spec.sources();

@@ -152,7 +152,7 @@ impl Gemm {
     pub fn with_shape(stream: &Stream, spec: &GemmSpec, shape: GemmShape) -> Result<Self, CudaError> {
         let device = stream.device();
         if !Self::shapes(device, spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is no shape of this product")));
+            return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
         let rows = spec.tiled_rows();
         let mut unit_list = order::units(&spec.order, &shape, rows, spec.n).map_err(refused)?;

@@ -103,7 +103,7 @@ impl GemmReduceSpec {
             ));
         }
         if !n.is_multiple_of(8) {
-            return Err(format!("{n} columns, which are no multiple of 8"));
+            return Err(format!("{n} columns, which are not a multiple of 8"));
         }
         if product.output != product.element.scalar() || product.epilogue == GemmEpilogue::Accumulate {
             return Err("sums over ranks are written, in the type of the operands".to_owned());
@@ -203,7 +203,7 @@ impl GemmReduce {
     /// As [`GemmReduce::shapes`]; when the kernel cannot be compiled, or memory is short.
     pub fn with_shape(stream: &Stream, spec: &GemmReduceSpec, shape: GemmShape) -> Result<Self, CudaError> {
         if !Self::shapes(stream.device(), spec)?.contains(&shape) {
-            return Err(refused(format!("{shape:?} is no shape of this product")));
+            return Err(refused(format!("{shape:?} is not a shape of this product")));
         }
         let mut product = spec.product.clone();
         product.order = match spec.shards() {

@@ -191,7 +191,7 @@ impl GemmSpec {
             }
             if !(stride as u64 * bytes[index]).is_multiple_of(16) {
                 return Err(format!(
-                    "rows of {name} are {stride} elements of {} bytes apart, which is no multiple of 16 bytes; pad them",
+                    "rows of {name} are {stride} elements of {} bytes apart, which is not a multiple of 16 bytes; pad them",
                     bytes[index]
                 ));
             }

@@ -109,8 +109,8 @@ impl Shape {
             for &pass in &passes {
                 // The other passes are worth knowing.
                 if let Err(error) = case.prepare(pass) {
-                    console::note(&format!("error: {pass:?} of {}, {shape}: {error}", mask::name(name)));
-                    section.wrong.push(format!("{pass:?} of {} did not run", mask::name(name)));
+                    console::note(&format!("error: {pass} of {}, {shape}: {error}", mask::name(name)));
+                    section.wrong.push(format!("{pass} of {} did not run", mask::name(name)));
                     continue;
                 }
                 let check = self.check(&mask, &case, pass)?;

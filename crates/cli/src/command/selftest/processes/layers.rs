@@ -1,6 +1,6 @@
 use counterpoint_exec::selftest::SelfCheck;
 
-use super::super::job::{Ended, Gpus, start};
+use super::super::job::{Ended, Gpus, how, start};
 use super::{Bench, LONG, last_line, lost_check, lost_thread, side_by_side};
 
 /// Layers whose passes gather, scatter and sum, as parts and in one kernel. Few: NCCL takes two seconds to connect each.
@@ -44,7 +44,7 @@ impl Bench {
         let ended = job.end(&all, self.patient(LONG));
         match ended.iter().enumerate().find(|(_, rank)| rank.code != Some(0)) {
             Some((rank, Ended { code, text })) => {
-                Err(format!("rank {rank} ended with {code:?}: {}", last_line(text)))
+                Err(format!("rank {rank} ended with {}: {}", how(*code), last_line(text)))
             }
             None => {
                 let of_row = |line: &str| line.split(BITS).nth(1)?.split('"').next().map(str::to_owned);
