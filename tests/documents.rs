@@ -28,6 +28,43 @@ fn the_map_stays_a_map() {
     assert!(lines <= 150, "ARCHITECTURE.md has {lines} lines; move what explains a choice to docs/decisions");
 }
 
+/// Every relative link of a page leads to a file, and every page of docs/ is linked from its index.
+#[test]
+fn links_lead_somewhere_and_nothing_is_linked_from_nowhere() {
+    let docs: Vec<PathBuf> =
+        fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let pages = docs.iter().filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+    let others = ["README.md", "ARCHITECTURE.md"].map(|name| root().join(name));
+    let mut broken = Vec::new();
+    for page in pages.cloned().chain(others) {
+        let text = fs::read_to_string(&page).unwrap();
+        for link in links(&text) {
+            if !page.parent().unwrap().join(link).exists() {
+                broken.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "these links lead nowhere:\n{}", broken.join("\n"));
+    let index = fs::read_to_string(root().join("docs/README.md")).unwrap();
+    let linked: Vec<&str> = links(&index).collect();
+    let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
+    let unlinked = docs.iter().map(name).filter(|name| {
+        name != "README.md"
+            && name != "report.png"
+            && !linked.iter().any(|link| link.trim_end_matches('/') == name)
+    });
+    assert_eq!(unlinked.collect::<Vec<_>>(), Vec::<String>::new(), "link them in docs/README.md");
+}
+
+/// The targets of relative links, without their anchors.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    let targets = text.split("](").skip(1).filter_map(|rest| rest.split_once(')').map(|(target, _)| target));
+    targets
+        .filter(|target| !target.contains("://") && !target.starts_with('#'))
+        .map(|target| target.split('#').next().unwrap_or_default())
+        .filter(|target| !target.is_empty())
+}
+
 /// The maps: the page of the house, where things are, and every decision.
 fn pages() -> Vec<PathBuf> {
     let decisions = fs::read_dir(root().join("docs/decisions")).unwrap();

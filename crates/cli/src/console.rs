@@ -27,6 +27,11 @@ fn write(text: &str) -> Result<(), CliError> {
     }
 }
 
+/// Prints `text` with lines that fit the terminal, broken between words.
+pub(crate) fn print_folded(text: &str) -> Result<(), CliError> {
+    print(&counterpoint_report::fold(text, &style()))
+}
+
 /// Prints one JSON document, an object, on one line, its schema in front.
 pub(crate) fn print_json(schema: Schema, document: &impl Serialize) -> Result<(), CliError> {
     let text = serde_json::to_string(&Documented { schema, document })

@@ -99,6 +99,7 @@ fn examples_work() {
         let help = folder.run(&format!("{level} --help")).ok().stdout;
         let (_, examples) = help.split_once("Examples:").unwrap();
         let mut count = 0;
+        let examples = examples.replace("\\\n", "");
         for line in examples.lines().filter_map(|line| line.trim().strip_prefix("counterpoint ")) {
             let (line, _) = line.split_once(" > ").unwrap_or((line, ""));
             folder.run(line).ok();

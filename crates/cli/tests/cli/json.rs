@@ -44,3 +44,97 @@ fn a_printed_mask_is_a_mask_file() {
     assert_eq!(folder.run("mask mask.json --json").ok().stdout, printed);
     folder.refuses("mask other.json", &["other.json", "schema", "counterpoint.mask/1"]);
 }
+
+const PAGE: &str = include_str!("../../../../docs/json.md");
+const SCHEMAS: &str = include_str!("../../src/schema.rs");
+
+/// A document of the page: its schema, the command that prints it where any machine can run it, and the example.
+struct Documented<'a> {
+    schema: &'a str,
+    command: Option<&'a str>,
+    example: Value,
+}
+
+fn documented() -> Vec<Documented<'static>> {
+    let fenced = |section: &'static str, language: &str| -> Option<&'static str> {
+        let (_, rest) = section.split_once(&format!("```{language}\n"))?;
+        rest.split_once("\n```").map(|(text, _)| text)
+    };
+    PAGE.split("\n## `")
+        .skip(1)
+        .map(|section| {
+            let (schema, _) = section.split_once('`').unwrap();
+            let command = fenced(section, "sh").map(|line| line.strip_prefix("counterpoint ").unwrap());
+            let example = serde_json::from_str(fenced(section, "json").unwrap())
+                .unwrap_or_else(|error| panic!("{schema}: {error}"));
+            Documented { schema, command, example }
+        })
+        .collect()
+}
+
+/// What differs between two documents in keys and types, of lists in their first elements. `null` stands for what is not known.
+fn differences(place: &str, example: &Value, real: &Value, found: &mut Vec<String>) {
+    match (example, real) {
+        (Value::Object(a), Value::Object(b)) => {
+            for key in a.keys().chain(b.keys().filter(|key| !a.contains_key(*key))) {
+                match (a.get(key), b.get(key)) {
+                    (Some(a), Some(b)) => differences(&format!("{place}.{key}"), a, b, found),
+                    (Some(_), None) => found.push(format!("{place}.{key} is documented and not printed")),
+                    _ => found.push(format!("{place}.{key} is printed and not documented")),
+                }
+            }
+        }
+        (Value::Array(a), Value::Array(b)) => {
+            if let (Some(a), Some(b)) = (a.first(), b.first()) {
+                differences(&format!("{place}[0]"), a, b, found);
+            }
+        }
+        (Value::Null, _) | (_, Value::Null) => {}
+        (a, b) if std::mem::discriminant(a) == std::mem::discriminant(b) => {}
+        (a, b) => found.push(format!("{place} is documented as {a} and printed as {b}")),
+    }
+}
+
+/// The page's examples are what commands print: the same keys, the same types.
+#[test]
+fn documents_are_as_the_page_says() {
+    let folder = Folder::new();
+    let mut run = 0;
+    for Documented { schema, command, example } in documented() {
+        assert_eq!(example["schema"], schema);
+        let Some(command) = command else { continue };
+        let ran = folder.run(command);
+        if ran.status == 3 {
+            continue;
+        }
+        let ran = ran.ok();
+        let documents = serde_json::Deserializer::from_str(&ran.stdout).into_iter::<Value>();
+        let real = documents.map(Result::unwrap).find(|document| document["schema"] == schema);
+        let real = real.unwrap_or_else(|| panic!("{command} prints no {schema}:\n{}", ran.stdout));
+        let mut found = Vec::new();
+        differences("", &example, &real, &mut found);
+        assert!(found.is_empty(), "{schema}: {found:#?}");
+        run += 1;
+    }
+    assert!(run >= 15, "{run}");
+}
+
+/// Every schema is on the page, and nothing else is.
+#[test]
+fn every_schema_is_documented() {
+    let quoted =
+        SCHEMAS.split('"').filter(|text| text.starts_with("counterpoint.") && !text.contains(['{', ' ']));
+    let mut schemas: Vec<&str> = quoted.chain([counterpoint_mask_schema()]).collect();
+    // One process of a selftest tells another.
+    schemas.retain(|schema| *schema != "counterpoint.selftest-part/1");
+    schemas.sort_unstable();
+    schemas.dedup();
+    let mut documented: Vec<&str> = documented().iter().map(|document| document.schema).collect();
+    documented.sort_unstable();
+    assert_eq!(documented, schemas);
+}
+
+/// The crate of masks names its own.
+fn counterpoint_mask_schema() -> &'static str {
+    "counterpoint.mask/1"
+}

@@ -37,7 +37,7 @@ fn what_cannot_be_used_is_refused() {
     let with = |name: &str| format!("{ATTENTION} --profile {name}");
     folder.refuses(&with("other.json"), &["other.json", "another machine", "doctor --calibrate"]);
     folder.refuses(&with("later.json"), &["later.json", "version 9"]);
-    folder.refuses(&with("broken.json"), &["broken.json", "no machine profile"]);
+    folder.refuses(&with("broken.json"), &["broken.json", "not a machine profile"]);
     folder.refuses(&with("missing.json"), &["missing.json"]);
     folder.refuses(&format!("{ATTENTION} --overlap auto"), &["auto", "doctor --calibrate"]);
     folder.refuses("doctor --output mine.json", &["--calibrate"]);

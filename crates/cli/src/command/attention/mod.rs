@@ -120,7 +120,7 @@ impl Ended<'_> {
         if arguments.results.json {
             console::print_json(Schema::Attention, &result.document(outputs))?;
         } else {
-            console::print(&result.text(outputs))?;
+            console::print_folded(&result.text(outputs))?;
         }
         result.verdict()
     }

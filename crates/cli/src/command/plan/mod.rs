@@ -73,7 +73,7 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     if arguments.json {
         return console::print_json(Schema::Plan, &told.document());
     }
-    console::print(&told.text(&prediction, &outputs))
+    console::print_folded(&told.text(&prediction, &outputs))
 }
 
 /// What `--json` prints.

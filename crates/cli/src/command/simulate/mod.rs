@@ -182,14 +182,15 @@ fn pass_columns() -> Vec<Column> {
 impl Predicted {
     /// Adds the rows of passes, and marks of each pass that which is predicted to end first, of those that can run.
     fn add_passes(&mut self, rows: Vec<PassRow<'_>>) {
-        let ends = |row: &PassRow<'_>| row.timeline.makespan();
+        let ends = |at: usize| rows[at].timeline.makespan();
+        // The first of those that end at the same moment.
         let fastest = |pass: &str| {
-            let of_pass = rows.iter().filter(|row| row.pass == pass && row.runs.is_ok());
-            of_pass.map(ends).fold(f64::INFINITY, f64::min)
+            let can_run = (0..rows.len()).filter(|&at| rows[at].pass == pass && rows[at].runs.is_ok());
+            can_run.min_by(|&a, &b| ends(a).total_cmp(&ends(b)))
         };
-        for row in &rows {
+        for (at, row) in rows.iter().enumerate() {
             let notes = [
-                (row.runs.is_ok() && ends(row) == fastest(row.pass)).then(|| "predicted fastest".to_owned()),
+                (fastest(row.pass) == Some(at)).then(|| "predicted fastest".to_owned()),
                 row.chosen.then(|| "default".to_owned()),
                 row.runs.err().map(|reason| format!("cannot run: {reason}")),
             ];
