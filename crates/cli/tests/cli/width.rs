@@ -29,7 +29,7 @@ const TABLES: [(&str, &[&str]); 11] = [
         &["row", "forward", "replicated", "sequence-parallel", "64:32:32", "concurrent", "sequential"],
     ),
     (
-        "bench gemm-collective --products 64:64:64 --iterations 2 --cycles 2",
+        "bench gemm-collective --shapes 64:64:64 --iterations 2 --cycles 2",
         &["all-reduce", "reduce-scatter", "sequential", "64"],
     ),
     ("bench bandwidth -b 4K -e 4K --iterations 2", &["all-gather", "4.10 kB"]),
