@@ -32,7 +32,7 @@ const TABLES: [(&str, &[&str]); 11] = [
         "bench gemm-collective --shapes 64:64:64 --iterations 2 --cycles 2",
         &["all-reduce", "reduce-scatter", "sequential", "64"],
     ),
-    ("bench bandwidth -b 4K -e 4K --iterations 2", &["all-gather", "4.10 kB"]),
+    ("bench bandwidth -b 4K -e 4K --iterations 2", &["all-gather", "8.19 kB"]),
 ];
 
 #[test]
