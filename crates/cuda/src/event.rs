@@ -1,6 +1,7 @@
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::sys::{CUevent, CUipcEventHandle};
@@ -17,6 +18,8 @@ pub struct Event(Arc<Mark>);
 struct Mark {
     device: Device,
     raw: CUevent,
+    /// Whether its last mark went into a graph, so that there is nothing to wait for outside of it.
+    captured: AtomicBool,
 }
 
 // SAFETY: events may be used from any thread.
@@ -64,7 +67,16 @@ impl Event {
         let handle = CUipcEventHandle { reserved: memory::handle_bytes(handle) };
         // SAFETY: the pointer is to a local; the event is destroyed in drop.
         unsafe { call!(driver, cuIpcOpenEventHandle(&mut raw, handle)) }?;
-        Ok(Self(Arc::new(Mark { device: device.clone(), raw })))
+        Ok(Self::of(device, raw))
+    }
+
+    fn of(device: &Device, raw: CUevent) -> Self {
+        Self(Arc::new(Mark { device: device.clone(), raw, captured: AtomicBool::new(false) }))
+    }
+
+    /// Whether its last mark went into a graph.
+    pub(crate) fn is_captured(&self) -> bool {
+        self.0.captured.load(Ordering::Relaxed)
     }
 
     /// An event that also takes the time when it is reached, for [`Event::time_since`].
@@ -80,7 +92,7 @@ impl Event {
         let mut raw = ptr::null_mut();
         // SAFETY: the pointer is to a local; the event is destroyed in drop.
         unsafe { call!(driver, cuEventCreate(&mut raw, flags)) }?;
-        Ok(Self(Arc::new(Mark { device: device.clone(), raw })))
+        Ok(Self::of(device, raw))
     }
 
     /// Its device.
@@ -99,15 +111,19 @@ impl Event {
     /// When the driver refuses.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         let driver = self.0.device.bind()?;
+        self.0.captured.store(stream.is_capturing()?, Ordering::Relaxed);
         // SAFETY: both handles are alive.
         unsafe { call!(driver, cuEventRecord(self.0.raw, stream.raw())) }
     }
 
-    /// Whether the mark has been reached. True when it was never recorded.
+    /// Whether the mark has been reached. True when it was never recorded, or went into a graph.
     ///
     /// # Errors
     /// When something before the mark failed.
     pub fn is_done(&self) -> Result<bool, CudaError> {
+        if self.is_captured() {
+            return Ok(true);
+        }
         let driver = self.0.device.bind()?;
         // SAFETY: the handle is alive.
         driver.check_done("cuEventQuery", unsafe { (driver.cuEventQuery)(self.0.raw) })

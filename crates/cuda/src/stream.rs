@@ -102,14 +102,23 @@ impl Stream {
     }
 
     /// Lets what is enqueued from now on wait for the point that `event` marks now. An event that was never recorded is no
-    /// wait at all.
+    /// wait at all, nor is one that was recorded within a capture that has ended.
     ///
     /// # Errors
     /// When the driver refuses.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        const CAPTURE_ISOLATION: u32 = 905;
+        const CAPTURED_EVENT: u32 = 907;
         let driver = self.0.device.bind()?;
         // SAFETY: both handles are alive.
-        unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) }
+        match unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) } {
+            Err(CudaError::Driver { code: CAPTURE_ISOLATION | CAPTURED_EVENT, .. })
+                if event.is_captured() =>
+            {
+                Ok(())
+            }
+            waited => waited,
+        }
     }
 
     /// Whether what is put on it goes into a graph, which somebody captures.
