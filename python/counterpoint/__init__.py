@@ -5,6 +5,9 @@ Importing this package imports neither PyTorch nor anything else that takes time
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from counterpoint._native import Mask, __version__
 from counterpoint.errors import (
     DeviceError,
@@ -21,19 +24,50 @@ from counterpoint.errors import (
     TensorError,
 )
 
+if TYPE_CHECKING:
+    from counterpoint.functional import attention, flex_attention
+    from counterpoint.group import Group, LocalGroup
+    from counterpoint.plan import Plan
+
+_LATER = {
+    "Group": "counterpoint.group",
+    "LocalGroup": "counterpoint.group",
+    "Plan": "counterpoint.plan",
+    "attention": "counterpoint.functional",
+    "flex_attention": "counterpoint.functional",
+}
+
 __all__ = [
     "DeviceError",
     "Error",
+    "Group",
     "InternalError",
+    "LocalGroup",
     "Mask",
     "MaskError",
     "MismatchError",
     "MissingLibraryError",
     "OutOfMemoryError",
     "PeerError",
+    "Plan",
     "PlanError",
     "PolicyError",
     "StalledError",
     "TensorError",
     "__version__",
+    "attention",
+    "flex_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LATER.get(name)
+    if module is None:
+        raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

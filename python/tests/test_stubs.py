@@ -22,6 +22,8 @@ def stubs() -> dict[str, dict[str, ast.FunctionDef] | ast.FunctionDef | None]:
             found[node.name] = {member.name: member for member in members}
         elif isinstance(node, ast.FunctionDef):
             found[node.name] = node
+        elif isinstance(node, ast.Assign):
+            continue  # a name for a type
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = None
     return found

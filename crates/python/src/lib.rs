@@ -3,9 +3,14 @@
 // Not a workspace lint.
 #![warn(clippy::unwrap_used)]
 
+mod borrow;
+mod engine;
 mod error;
 mod integers;
 mod mask;
+mod ranks;
+mod solution;
+mod timeline;
 
 use pyo3::prelude::*;
 
@@ -16,6 +21,12 @@ mod _native {
 
     #[pymodule_export]
     use crate::mask::Mask;
+    #[pymodule_export]
+    use crate::ranks::Ranks;
+    #[pymodule_export]
+    use crate::solution::Solution;
+    #[pymodule_export]
+    use crate::timeline::Timeline;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -1,0 +1,234 @@
+//! The ranks of a group that are in this process, and what they do together.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use counterpoint_exec::{
+    CpuMachine, ExecError, Launch, Launcher, MeetingPoint, Rendezvous, RendezvousError, RunConfig, SlowLink,
+    TcpMachine,
+};
+use counterpoint_schedule::OverlapPolicy;
+use pyo3::prelude::*;
+
+use crate::borrow::Borrowed;
+use crate::engine::{Call, Engine, Joined, Named, RowCollective};
+use crate::error::{Raised, engine, raise};
+use crate::solution::Solution;
+use crate::timeline::Timeline;
+
+/// Ranks that are joined: all of a group in this process, or one of several processes.
+#[pyclass(frozen, module = "counterpoint._native")]
+pub(crate) struct Ranks {
+    rank: Option<usize>,
+    size: usize,
+    rendezvous: Mutex<Option<Arc<Rendezvous>>>,
+    engine: Mutex<Option<Arc<dyn Engine>>>,
+    process: u32,
+}
+
+/// Names and tensors of one call.
+type Tensors = Vec<(String, Borrowed)>;
+
+const NAMES: [&str; 11] = ["q", "k", "v", "sink", "out", "lse", "dout", "dq", "dk", "dv", "dsink"];
+
+fn named(tensors: Tensors) -> Result<Named, ExecError> {
+    let name = |(name, tensor): (String, Borrowed)| {
+        let known = NAMES.into_iter().find(|known| *known == name);
+        known
+            .map(|known| (known, tensor))
+            .ok_or_else(|| ExecError::Tensor { name, reason: "is no tensor of attention".to_owned() })
+    };
+    tensors.into_iter().map(name).collect()
+}
+
+#[pymethods]
+impl Ranks {
+    /// All `size` ranks in this process. `slow_link` imitates a link: (seconds of a collective, bytes a second).
+    #[staticmethod]
+    #[pyo3(signature = (size, *, slow_link, limit))]
+    fn local(py: Python<'_>, size: usize, slow_link: Option<(f64, f64)>, limit: f64) -> PyResult<Self> {
+        let limit = duration(py, limit)?;
+        let slow_link = match slow_link {
+            None => None,
+            Some((alpha, bytes_per_second)) => {
+                Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
+            }
+        };
+        let machine = engine(py, || CpuMachine::new(0, slow_link))?;
+        let engine = Arc::new(Joined::new(machine, size, RunConfig { limit, ..RunConfig::default() }));
+        Ok(Self::with(None, size, None, engine))
+    }
+
+    /// Rank `rank` of `size` processes, which meet at `host` at one of `ports`; `token` tells them from others. Collective.
+    #[staticmethod]
+    #[pyo3(signature = (host, ports, token, *, rank, size, limit))]
+    fn join(
+        py: Python<'_>,
+        host: String,
+        ports: Vec<u16>,
+        token: String,
+        rank: usize,
+        size: usize,
+        limit: f64,
+    ) -> PyResult<Self> {
+        let limit = duration(py, limit)?;
+        let meeting = MeetingPoint { host, ports, job: token };
+        let launch =
+            Launch { launcher: Launcher::Torchrun, rank, world_size: size, local_rank: None, meeting };
+        let (rendezvous, machine) = engine(py, || {
+            let rendezvous = Rendezvous::join(&launch, limit)?;
+            let machine = TcpMachine::new(rendezvous.clone(), 0, None)?;
+            Ok::<_, ExecError>((rendezvous, machine))
+        })?;
+        let engine = Arc::new(Joined::new(machine, size, RunConfig { limit, ..RunConfig::default() }));
+        Ok(Self::with(Some(rank), size, Some(rendezvous), engine))
+    }
+
+    /// This process's rank; None where all are here.
+    #[getter]
+    fn rank(&self) -> Option<usize> {
+        self.rank
+    }
+
+    /// Number of ranks.
+    #[getter]
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    /// One pass of attention: `outputs` are written. Collective.
+    #[pyo3(signature = (solution, *, backward, overlap, deterministic, inputs, outputs))]
+    fn attention(
+        &self,
+        py: Python<'_>,
+        solution: &Solution,
+        backward: bool,
+        overlap: &str,
+        deterministic: bool,
+        inputs: Tensors,
+        outputs: Tensors,
+    ) -> PyResult<Timeline> {
+        let policy: OverlapPolicy = match overlap {
+            "auto" => OverlapPolicy::default(),
+            text => text.parse().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))?,
+        };
+        let ranks = self.engine(py)?;
+        let content = solution.content.clone();
+        let native = engine(py, || {
+            let (inputs, outputs) = (named(inputs)?, named(outputs)?);
+            ranks.attention(&Call { content, policy, deterministic, backward, inputs, outputs })
+        })?;
+        Ok(Timeline { native })
+    }
+
+    /// Moves rows of a tensor that is dispatched as the queries (or keys) of a plan: "gather", "reduce_scatter", or "roll". Collective.
+    #[pyo3(signature = (solution, what, role, *, shift, source, target))]
+    fn rows(
+        &self,
+        py: Python<'_>,
+        solution: &Solution,
+        what: &str,
+        role: &str,
+        shift: i64,
+        source: Borrowed,
+        target: Borrowed,
+    ) -> PyResult<()> {
+        let ranks = self.engine(py)?;
+        let content = solution.content.clone();
+        let what = match what {
+            "gather" => RowCollective::Gather,
+            "reduce_scatter" => RowCollective::ReduceScatter,
+            _ => RowCollective::Roll(shift),
+        };
+        let keys = role == "k";
+        engine(py, || {
+            let dispatch = if keys { &content.plan.k_dispatch } else { &content.plan.q_dispatch };
+            ranks.rows(dispatch, &what, &source, &target)
+        })
+    }
+
+    /// Every rank's text, in the order of ranks. Collective.
+    fn all_gather(&self, py: Python<'_>, place: &str, own: &str) -> PyResult<Vec<String>> {
+        self.engine(py)?;
+        let Some(rendezvous) = self.rendezvous() else { return Ok(vec![own.to_owned(); self.size]) };
+        let all = engine(py, || rendezvous.all_gather(place, own.as_bytes()))?;
+        Ok(all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect())
+    }
+
+    /// Ends the group for all ranks, which hear `reason`.
+    fn fail(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        let Some(rendezvous) = self.rendezvous() else { return Ok(()) };
+        let (rank, message) = (self.rank.unwrap_or(0), reason.to_owned());
+        let place = "Python".to_owned();
+        engine::<_, ExecError>(py, || {
+            rendezvous.fail(ExecError::RankPanicked { rank, place, message });
+            Ok(())
+        })
+    }
+
+    /// Leaves the group. Calls from now on are errors.
+    fn close(&self, py: Python<'_>) {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let forked = std::process::id() != self.process;
+        if forked {
+            // Its threads are those of another process.
+            std::mem::forget((engine, rendezvous));
+        } else {
+            py.detach(|| drop((engine, rendezvous)));
+        }
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+}
+
+impl Ranks {
+    fn with(
+        rank: Option<usize>,
+        size: usize,
+        rendezvous: Option<Arc<Rendezvous>>,
+        engine: Arc<dyn Engine>,
+    ) -> Self {
+        let process = std::process::id();
+        Self { rank, size, rendezvous: Mutex::new(rendezvous), engine: Mutex::new(Some(engine)), process }
+    }
+
+    fn rendezvous(&self) -> Option<Arc<Rendezvous>> {
+        self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
+        if std::process::id() != self.process {
+            let message = "this group was made in another process, and a fork does not copy its threads; start workers \
+                           with spawn, or make the group in them";
+            return Err(raise(py, "Error", message, &[]));
+        }
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        engine.ok_or_else(|| raise(py, "Error", "this group is closed; make a new one", &[]))
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        if std::process::id() != self.process {
+            let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).take();
+            std::mem::forget((engine, rendezvous));
+        }
+    }
+}
+
+impl Raised for RendezvousError {
+    fn class(&self) -> &'static str {
+        "PeerError"
+    }
+}
+
+fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| raise(py, "Error", &format!("{seconds} is no number of seconds to wait"), &[]))
+}

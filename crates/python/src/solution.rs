@@ -1,0 +1,254 @@
+//! A solved plan as a value: what `counterpoint.Plan` is about, without ranks.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use counterpoint_plan::{
+    AttentionSpec, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanError, PlanSummary,
+    QueryExchange, StageCount, Topology,
+};
+use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
+use counterpoint_schedule::{
+    GradientReduction, KeyBlocks, OverlapPolicy, SimulateError, lower_attention_backward,
+    lower_attention_forward, simulate,
+};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::borrow::dtype_of;
+use crate::error::{Raised, engine, raise};
+use crate::integers::described;
+use crate::mask::Mask;
+use crate::timeline::Timeline;
+
+/// A plan with its mask, problem and configuration. Pure: the same in every process that solves it with the same arguments.
+#[pyclass(frozen, module = "counterpoint._native")]
+pub(crate) struct Solution {
+    pub(crate) content: Arc<Content>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Content {
+    pub(crate) mask: counterpoint_mask::Mask,
+    pub(crate) spec: AttentionSpec,
+    config: PlanConfig,
+    pub(crate) plan: Plan,
+    seconds: f64,
+}
+
+/// A name of the command line as the value it stands for.
+fn named<T: DeserializeOwned>(py: Python<'_>, argument: &str, name: &str, known: &str) -> PyResult<T> {
+    serde_json::from_value(serde_json::Value::String(name.to_owned()))
+        .map_err(|_| raise(py, "PlanError", &format!("{argument} is {name:?}; it must be {known}"), &[]))
+}
+
+impl Raised for serde_json::Error {
+    fn class(&self) -> &'static str {
+        "PlanError"
+    }
+}
+
+#[pymethods]
+impl Solution {
+    /// Plans `mask` for ranks. `on` is another plan of the same ranks, whose dispatch is kept.
+    #[new]
+    #[pyo3(signature = (mask, *, ranks, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, ranks_per_node, on))]
+    fn new(
+        py: Python<'_>,
+        mask: &Mask,
+        ranks: usize,
+        heads_q: usize,
+        heads_k: usize,
+        head_dim: usize,
+        head_dim_v: usize,
+        dtype: &str,
+        scale: f64,
+        softcap: f64,
+        sink_rows: usize,
+        chunk: Option<usize>,
+        dispatch: &str,
+        stages: &Bound<'_, PyAny>,
+        queries: &str,
+        ranks_per_node: usize,
+        on: Option<&Solution>,
+    ) -> PyResult<Self> {
+        let dispatch: DispatchAlgorithm =
+            named(py, "dispatch", dispatch, "\"affinity\", \"min-heap\", \"sequential\" or \"zigzag\"")?;
+        let query_exchange: QueryExchange =
+            named(py, "queries", queries, "\"never\", \"auto\" or \"fewest_bytes\"")?;
+        let stages = match (stages.extract::<usize>(), stages.extract::<String>()) {
+            (Ok(stages), _) => StageCount::Fixed(stages),
+            (_, Ok(text)) if text == "auto" => StageCount::Auto,
+            _ => {
+                let found = described(stages);
+                return Err(PyTypeError::new_err(format!(
+                    "stages must be \"auto\" or a number, not {found}"
+                )));
+            }
+        };
+        let spec = AttentionSpec {
+            heads_q,
+            heads_kv: heads_k,
+            head_dim,
+            head_dim_v,
+            dtype: dtype_of(dtype)?,
+            scale,
+            softcap,
+            seqlen_sink: sink_rows,
+            gradient_shares: GradientShares::default(),
+        };
+        let topology = Topology { world_size: ranks, ranks_per_node };
+        let config = PlanConfig {
+            chunk_size: chunk,
+            dispatch,
+            stages,
+            query_exchange,
+            topology,
+            ..PlanConfig::new(ranks)
+        };
+        let mask = mask.native.clone();
+        let on = on.map(|on| on.content.clone());
+        let content = engine(py, move || {
+            let began = Instant::now();
+            let plan = match on {
+                Some(on) => on.plan.for_mask_on(&mask, &spec, &config)?,
+                None => Plan::new(&mask, &spec, &config)?,
+            };
+            let plan = plan.over_nodes(&topology);
+            let seconds = began.elapsed().as_secs_f64();
+            Ok::<_, PlanError>(Content { mask, spec, config, plan, seconds })
+        })?;
+        Ok(Self { content: Arc::new(content) })
+    }
+
+    /// The inverse of `to_json`.
+    #[classmethod]
+    fn from_json(cls: &Bound<'_, PyType>, text: &str) -> PyResult<Self> {
+        let content = engine(cls.py(), || serde_json::from_str(text))?;
+        Ok(Self { content: Arc::new(content) })
+    }
+
+    /// All of it.
+    fn to_json(&self, py: Python<'_>) -> PyResult<String> {
+        engine(py, || serde_json::to_string(&*self.content))
+    }
+
+    /// The mask.
+    #[getter]
+    fn mask(&self) -> Mask {
+        Mask { native: self.content.mask.clone() }
+    }
+
+    /// Number of ranks.
+    #[getter]
+    fn ranks(&self) -> usize {
+        self.content.plan.ranks.len()
+    }
+
+    /// Rows of a chunk.
+    #[getter]
+    fn chunk(&self) -> usize {
+        self.content.plan.q_dispatch.chunk_size()
+    }
+
+    /// Global rows that a rank owns, as (start, end), in the order of its local rows. `role` is "q" or "k".
+    fn ranges(&self, rank: usize, role: &str) -> PyResult<Vec<(usize, usize)>> {
+        let ranks = &self.content.plan.ranks;
+        let Some(rank) = ranks.get(rank) else {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!("rank {rank} of {}", ranks.len())));
+        };
+        let ranges = if role == "k" { &rank.k_ranges } else { &rank.q_ranges };
+        Ok(ranges.iter().map(|range| (range.start, range.end)).collect())
+    }
+
+    /// Whether queries and keys are dispatched alike.
+    #[getter]
+    fn self_attention(&self) -> bool {
+        self.content.plan.q_dispatch == self.content.plan.k_dispatch
+    }
+
+    /// Bytes that are equal for equal plans, in every process.
+    #[getter]
+    fn fingerprint(&self, py: Python<'_>) -> PyResult<String> {
+        engine(py, || Ok::<_, PlanError>(self.content.plan.fingerprint().to_string()))
+    }
+
+    /// `PlanSummary` as JSON, as `counterpoint plan --json` prints it.
+    fn summary_json(&self, py: Python<'_>) -> PyResult<String> {
+        let Content { mask, spec, plan, seconds, .. } = &*self.content;
+        engine(py, || serde_json::to_string(&PlanSummary::new(plan, mask, spec, *seconds)))
+    }
+
+    /// A table of ranks for terminals.
+    fn table(&self) -> String {
+        plan_table(&self.content.plan, None, &Style::PLAIN)
+    }
+
+    /// What the simulator expects of forward and backward, on the ranks of the plan's machine.
+    fn predict(&self, py: Python<'_>) -> PyResult<(Timeline, Timeline)> {
+        let (forward, backward) = engine(py, || self.simulate())?;
+        Ok((Timeline { native: forward }, Timeline { native: backward }))
+    }
+
+    /// The mask in the colours of the ranks, as SVG text.
+    #[pyo3(signature = (*, small=false))]
+    fn svg(&self, py: Python<'_>, small: bool) -> PyResult<String> {
+        let Content { mask, plan, .. } = &*self.content;
+        let drawing = MaskDrawing { title: "Attention mask by rank", mask, plan: Some(plan) };
+        engine(py, || Ok::<_, PlanError>(if small { drawing.render_small() } else { drawing.render() }))
+    }
+
+    /// The page that `--report` writes: predicted timelines, and measured ones where there are.
+    fn html(
+        &self,
+        py: Python<'_>,
+        title: &str,
+        setup: Vec<(String, String)>,
+        forward: Option<&Timeline>,
+        backward: Option<&Timeline>,
+    ) -> PyResult<String> {
+        let Content { mask, spec, plan, seconds, .. } = &*self.content;
+        let measured = (forward.map(|timeline| &timeline.native), backward.map(|timeline| &timeline.native));
+        engine(py, || {
+            let predicted = self.simulate()?;
+            let pair = |predicted, measured| Some(TimelinePair { predicted: Some(predicted), measured });
+            let figures = Figures {
+                setup,
+                plan_seconds: Some(*seconds),
+                comm: Some(PlanSummary::new(plan, mask, spec, *seconds).comm),
+                kv_row_bytes: Some(spec.kv_row_bytes() as u64),
+                forward_flops: Some(spec.flops_forward(mask.area())),
+                backward_flops: Some(spec.flops_backward(mask.area())),
+            };
+            let (forward, backward) = (pair(&predicted.0, measured.0), pair(&predicted.1, measured.1));
+            let report = HtmlReport { title, mask, plan, figures, forward, backward, check: None };
+            Ok::<_, SimulateError>(report.render())
+        })
+    }
+}
+
+impl Solution {
+    fn simulate(
+        &self,
+    ) -> Result<(counterpoint_schedule::Timeline, counterpoint_schedule::Timeline), SimulateError> {
+        let Content { spec, config, plan, .. } = &*self.content;
+        let policy = OverlapPolicy::default();
+        let ranks = || 0..plan.ranks.len();
+        let forward =
+            ranks().map(|rank| lower_attention_forward(plan, rank, spec, policy, KeyBlocks::Suited));
+        let reduction = GradientReduction::default();
+        let backward = ranks().map(|rank| lower_attention_backward(plan, rank, spec, policy, reduction));
+        let run = |programs: Vec<_>| simulate(&programs, &config.topology, &config.cost);
+        Ok((run(forward.collect())?, run(backward.collect())?))
+    }
+}
+
+impl Content {
+    /// Rows of queries (or keys) of a rank.
+    pub(crate) fn rows(&self, rank: usize, keys: bool) -> usize {
+        let rank = &self.plan.ranks[rank];
+        if keys { rank.k_rows } else { rank.q_rows }
+    }
+}

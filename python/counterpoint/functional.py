@@ -1,0 +1,127 @@
+"""Attention as functions of tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+import torch
+
+from counterpoint import ops
+from counterpoint._native import Mask
+from counterpoint.errors import MaskError, TensorError
+from counterpoint.group import LocalGroup
+from counterpoint.plan import Plan
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, *, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the local rows of a plan, over the keys of all its ranks: (out, lse). Collective.
+
+    `q [q_rows, heads, head_dim]`, `k [k_rows, key heads, head_dim]` and `v [k_rows, key heads, head_dim_v]` are local rows in the
+    order of `plan.position_ids`, with or without a batch axis of 1. `sink [sink_rows, heads]` is f32 (f64 for f64).
+    `lse [q_rows, heads]` is the natural logarithm of the sum of exponentials, -inf where a row sees nothing (`out` is 0 there),
+    f32 (f64 for f64), and has no gradient.
+    """
+    q, k, v, batched = _rows_first(q, k, v)
+    if sink is not None and sink.ndim == 1:
+        sink = sink.unsqueeze(0)
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.counterpoint.attention(q, k, v, sink, plan.handle)
+    else:
+        if not isinstance(plan, Plan):
+            raise TensorError(f"plan must be a counterpoint.Plan, as Group.plan makes it, not a {type(plan).__name__}")
+        ops.check(plan, q, k, v, sink)
+        out, lse = ops.Attention.apply(q, k, v, sink, plan)
+    return (out.unsqueeze(0), lse.unsqueeze(0)) if batched else (out, lse)
+
+
+def _rows_first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """The tensors without a batch axis, and whether they had one."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TensorError(f"{name} must be a torch.Tensor, not a {type(tensor).__name__}")
+        if tensor.ndim not in (3, 4) or tensor.ndim != q.ndim or (tensor.ndim == 4 and tensor.shape[0] != 1):
+            raise TensorError(
+                f"{name} is {list(tensor.shape)}; all three are [tokens, heads, head_dim], or [1, tokens, heads, head_dim]: "
+                "pack a batch of several sequences into one"
+            )
+    if q.ndim == 3:
+        return q, k, v, False
+    return q.squeeze(0), k.squeeze(0), v.squeeze(0), True
+
+
+_KEPT = 64
+_alone: LocalGroup | None = None
+_plans: OrderedDict[Any, Plan] = OrderedDict()
+_lock = Lock()
+
+
+@torch.compiler.disable
+def flex_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    *,
+    sink: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over any mask on this device, without ranks: (out, lse), as `attention`.
+
+    Plans are kept for the last 64 masks and shapes. Inside `torch.compile` it is a graph break; there, make a plan with
+    `LocalGroup(1)` and call `attention`.
+    """
+    if not isinstance(mask, Mask):
+        raise MaskError(
+            f"mask must be a counterpoint.Mask, not a {type(mask).__name__}; Mask.from_dense takes a tensor of booleans"
+        )
+    rows_q, rows_k, rows_v, _ = _rows_first(q, k, v)
+    for name, tensor, rows in (("q", rows_q, mask.seqlen_q), ("k", rows_k, mask.seqlen_k), ("v", rows_v, mask.seqlen_k)):
+        if tensor.shape[0] != rows:
+            raise TensorError(f"{name} has {tensor.shape[0]} rows, and the mask {rows}")
+    sink_rows = 0 if sink is None else 1 if sink.ndim == 1 else sink.shape[0]
+    arguments = {
+        "heads": (rows_q.shape[1], rows_k.shape[1]),
+        "head_dim": rows_q.shape[2],
+        "head_dim_v": rows_v.shape[2],
+        "dtype": q.dtype,
+        "scale": scale,
+        "softcap": softcap,
+        "sink_rows": sink_rows,
+        "deterministic": deterministic,
+    }
+    return attention(q, k, v, _plan_alone(mask, arguments), sink=sink)
+
+
+def _plan_alone(mask: Mask, arguments: dict[str, Any]) -> Plan:
+    import os
+
+    global _alone
+    key = (os.getpid(), mask, *arguments.values(), torch.are_deterministic_algorithms_enabled())
+    with _lock:
+        if key in _plans:
+            _plans.move_to_end(key)
+            return _plans[key]
+        if _alone is None or _alone_in != os.getpid():
+            _restart()
+        assert _alone is not None
+        plan = _plans[key] = _alone.plan(mask, **arguments)
+        while len(_plans) > _KEPT:
+            _plans.popitem(last=False)
+        return plan
+
+
+_alone_in = 0
+
+
+def _restart() -> None:
+    """A group of this process; of a parent's, a fork has no threads."""
+    import os
+
+    global _alone, _alone_in
+    _alone, _alone_in = LocalGroup(1), os.getpid()

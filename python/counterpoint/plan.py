@@ -1,0 +1,337 @@
+"""Plans: who owns which rows, what each rank computes and receives, and how tensors get from one order into the other."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from counterpoint._native import Mask, Solution, Timeline
+from counterpoint.errors import Error, PlanError, TensorError
+from counterpoint.report import Report
+
+if TYPE_CHECKING:
+    import torch
+
+    from counterpoint.group import Group
+
+Role = Literal["q", "k"]
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage of a rank: unmasked pairs, and key rows that it receives for them."""
+
+    area: int
+    recv_tokens: int
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank of a plan. Token counts are rows; areas are unmasked pairs."""
+
+    rank: int
+    chunks: tuple[int, ...]
+    tokens: int
+    area: int
+    recv_tokens: int
+    send_tokens: int
+    query_recv_tokens: int
+    query_send_tokens: int
+    hosted_area: int
+    recv_ranges: tuple[tuple[int, int], ...]
+    stages: tuple[StageSummary, ...]
+
+
+@dataclass(frozen=True)
+class CommSummary:
+    """Rows that all ranks together receive: by this plan, at least, and by the usual methods."""
+
+    recv_tokens: int
+    query_tokens: int
+    lower_bound_tokens: int
+    ring_tokens: int
+    all_gather_tokens: int
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """A plan in figures: what `counterpoint plan --json` prints."""
+
+    area: int
+    cp_size: int
+    chunk_size: int
+    num_chunks: int
+    solve_seconds: float
+    balance: float
+    ranks: tuple[RankSummary, ...]
+    comm: CommSummary
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanSummary:
+        """From the JSON of `counterpoint plan --json`; fields that are not known are left out."""
+        fields = json.loads(text)
+
+        def rank(entry: dict[str, Any]) -> RankSummary:
+            entry["chunks"] = tuple(entry["chunks"])
+            entry["recv_ranges"] = tuple((start, end) for start, end in entry["recv_ranges"])
+            entry["stages"] = tuple(_known(StageSummary, stage) for stage in entry["stages"])
+            made: RankSummary = _known(RankSummary, entry)
+            return made
+
+        fields["ranks"] = tuple(rank(entry) for entry in fields["ranks"])
+        fields["comm"] = _known(CommSummary, fields["comm"])
+        made: PlanSummary = _known(cls, fields)
+        return made
+
+
+def _known(kind: Any, fields: dict[str, Any]) -> Any:
+    return kind(**{name: value for name, value in fields.items() if name in kind.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Timelines:
+    """Forward and backward."""
+
+    forward: Timeline
+    backward: Timeline | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan's calls do beside the plan itself."""
+
+    overlap: str = "auto"
+    deterministic: bool = False
+    sink_grad: str = "share"
+
+
+_handles = itertools.count(1)
+_plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
+def of_handle(handle: int) -> Plan:
+    """The plan that a compiled operator was given as a number."""
+    plan = _plans.get(int(handle))
+    if plan is None:
+        raise PlanError(f"plan {handle} is gone; keep a reference to a plan as long as a compiled call may use it")
+    return plan
+
+
+class Plan:
+    """A mask planned for the ranks of a group; made by `Group.plan`.
+
+    Local rows are those of this process's ranks, one rank after the other: of one rank under `Group`, of all under `LocalGroup`.
+    A plan without its group (after pickling) can still dispatch, and show itself.
+    """
+
+    def __init__(self, solution: Solution, arguments: dict[str, Any], settings: Settings, tokens: tuple[int, int]) -> None:
+        self._solution = solution
+        self._arguments = arguments
+        self._settings = settings
+        self._tokens = tokens
+        self._group: Group | None = None
+        self._rank: int | None = None
+        self._measured: dict[bool, Timeline] = {}
+        self._indices: dict[tuple[Role, bool, str], Any] = {}
+        self._on: dict[Any, Plan] = {}
+        self._handle = next(_handles)
+        _plans[self._handle] = self
+
+    def _bound_to(self, group: Group) -> Plan:
+        self._group, self._rank = group, group._native.rank
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (self._solution.to_json(), self._arguments, self._settings, self._tokens, self._rank)
+        return _restored, state
+
+    @property
+    def handle(self) -> int:
+        """The number by which compiled operators know the plan."""
+        return self._handle
+
+    @property
+    def group(self) -> Group:
+        """The group that it was made by."""
+        if self._group is None:
+            raise PlanError("this plan has no group, as after pickling; make it by Group.plan to compute with it")
+        return self._group
+
+    @property
+    def mask(self) -> Mask:
+        """The mask, with the rows of padding that `even=True` adds."""
+        return self._solution.mask
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a chunk."""
+        return self._solution.chunk
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        import torch
+
+        from counterpoint.group import dtype_name
+
+        made: torch.dtype = getattr(torch, dtype_name(self._arguments["dtype"]))
+        return made
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal plans, in every process."""
+        return self._solution.fingerprint
+
+    def _ranks_here(self) -> range:
+        return range(self._solution.ranks) if self._rank is None else range(self._rank, self._rank + 1)
+
+    def _ranges(self, rank: int, role: Role) -> list[tuple[int, int]]:
+        return self._solution.ranges(rank, role)
+
+    def rows_of(self, rank: int, role: Role = "q") -> int:
+        """Rows of a rank."""
+        return sum(end - start for start, end in self._ranges(rank, role))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Query rows of every rank, in the order of ranks."""
+        return [self.rows_of(rank) for rank in range(self._solution.ranks)]
+
+    @property
+    def q_rows(self) -> int:
+        """Local query rows."""
+        return sum(self.rows_of(rank) for rank in self._ranks_here())
+
+    @property
+    def k_rows(self) -> int:
+        """Local key rows."""
+        return sum(self.rows_of(rank, "k") for rank in self._ranks_here())
+
+    def _local_ranges(self, role: Role) -> list[tuple[int, int]]:
+        return [pair for rank in self._ranks_here() for pair in self._ranges(rank, role)]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """The global row of every local query row, [q_rows], int64: what rotary embeddings take."""
+        return self._index("q").clone()
+
+    @property
+    def k_position_ids(self) -> torch.Tensor:
+        """Likewise of local key rows."""
+        return self._index("k").clone()
+
+    @property
+    def cu_seqlens_local(self) -> list[int]:
+        """Cumulative starts of the runs of neighbouring global rows among the local query rows."""
+        return [0, *itertools.accumulate(end - start for start, end in self._local_ranges("q"))]
+
+    def _index(self, role: Role, *, inverse: bool = False, device: Any = "cpu") -> torch.Tensor:
+        import torch
+
+        key = (role, inverse, str(device))
+        if key not in self._indices:
+            parts = [torch.arange(start, end) for start, end in self._local_ranges(role)]
+            index = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+            self._indices[key] = (index.argsort() if inverse else index).to(device)
+        made: torch.Tensor = self._indices[key]
+        return made
+
+    def _total(self, role: Role) -> int:
+        return self.mask.seqlen_q if role == "q" else self.mask.seqlen_k
+
+    def _given(self, role: Role) -> int:
+        return self._tokens[0 if role == "q" else 1]
+
+    def dispatch(self, x: torch.Tensor, dim: int = 0, role: Role = "q", pad_value: float = 0) -> torch.Tensor:
+        """The local rows of a tensor that has all rows along `dim`. Its backward gathers, so every rank gets the whole gradient."""
+        from counterpoint import rows
+
+        return rows.dispatch(self, x, dim, _role(role), pad_value)
+
+    def undispatch(self, x: torch.Tensor, dim: int = 0, role: Role = "q", grad: Literal["take", "sum"] = "take") -> torch.Tensor:
+        """All rows from the local ones, on every rank; the inverse of `dispatch`. Collective.
+
+        The backward takes this rank's rows of the gradient; with `grad="sum"`, of the gradients of all ranks added up, for a loss
+        of which every rank computes another part.
+        """
+        from counterpoint import rows
+
+        return rows.undispatch(self, x, dim, _role(role), grad)
+
+    def roll(self, x: torch.Tensor, shift: int, dim: int = 0) -> torch.Tensor:
+        """As `torch.roll` of the whole sequence by `shift` rows, of dispatched rows. Collective."""
+        from counterpoint import rows
+
+        return rows.roll(self, x, shift, dim)
+
+    def on(self, mask: Mask, **changes: Any) -> Plan:
+        """Another mask on this plan's dispatch, kept: a layer with a window asks for the same one at every step."""
+        key = (mask, tuple(sorted(changes.items())))
+        if key not in self._on:
+            self._on[key] = self.group.plan(mask, **{**self._arguments, **changes, "on": self})
+        return self._on[key]
+
+    def summary(self) -> PlanSummary:
+        """The plan in figures."""
+        return PlanSummary.from_json(self._solution.summary_json())
+
+    def predict(self) -> Timelines:
+        """What the simulator expects, on H200 GPUs."""
+        return Timelines(*self._solution.predict())
+
+    def timeline(self) -> Timelines:
+        """Measured by the last call of each direction."""
+        if False not in self._measured:
+            raise Error("nothing is measured yet: call attention with this plan first")
+        return Timelines(self._measured[False], self._measured.get(True))
+
+    def report(self, path: str | os.PathLike[str] | None = None, *, title: str = "Plan of distributed attention") -> Report:
+        """The report as one HTML page: mask, balance, who sends to whom, timelines. Written to `path` if that is given."""
+        setup = [(name, str(value)) for name, value in self._arguments.items() if value is not None]
+        page = self._solution.html(
+            title, [("ranks", str(self._solution.ranks)), *setup], self._measured.get(False), self._measured.get(True)
+        )
+        report = Report(page, title)
+        if path is not None:
+            report.save(path)
+        return report
+
+    def __repr__(self) -> str:
+        q, k = self.mask.seqlen_q, self.mask.seqlen_k
+        ranks, chunk = self._solution.ranks, self.chunk
+        return f"Plan({q} queries x {k} keys, ranks={ranks}, chunk={chunk}, balance={self.summary().balance:.3f})"
+
+    def _repr_html_(self) -> str:
+        summary = self.summary()
+        head = "".join(f"<th>{name}</th>" for name in ("rank", "tokens", "pairs", "receives", "sends", "stages"))
+        body = "".join(
+            f"<tr><td>{rank.rank}</td><td>{rank.tokens:,}</td><td>{rank.area:,}</td><td>{rank.recv_tokens:,}</td>"
+            f"<td>{rank.send_tokens:,}</td><td>{len(rank.stages)}</td></tr>"
+            for rank in summary.ranks[:64]
+        )
+        more = f"<p>… and {len(summary.ranks) - 64} more ranks</p>" if len(summary.ranks) > 64 else ""
+        caption = html.escape(repr(self))
+        return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}{self._solution.svg(small=True)}"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self._repr_html_(), "text/plain": f"{self!r}\n{self._solution.table()}"}
+
+
+def _role(role: str) -> Role:
+    if role not in ("q", "k"):
+        raise TensorError(f'role is {role!r}; it must be "q" or "k"')
+    return "q" if role == "q" else "k"
+
+
+def _restored(solution: str, arguments: dict[str, Any], settings: Settings, tokens: tuple[int, int], rank: int | None) -> Plan:
+    plan = Plan(Solution.from_json(solution), arguments, settings, tokens)
+    plan._rank = rank
+    return plan
+
+
+Prefetched = Callable[[], Plan]

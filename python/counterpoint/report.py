@@ -1,0 +1,42 @@
+"""Reports: one page of HTML that needs no network, in a file or a notebook."""
+
+from __future__ import annotations
+
+import html
+import os
+import tempfile
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Report:
+    """A page. A notebook shows it in a frame of its own, because its styles and scripts are those of a whole page."""
+
+    html: str
+    title: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page to `path`, whole or not at all."""
+        target = os.path.abspath(os.fspath(path))
+        handle, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".counterpoint-", suffix=".html")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(self.html)
+            os.chmod(name, 0o666 & ~_umask())
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.html, quote=True)
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{html.escape(self.title)}" style="width:100%;height:720px;border:0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Report({self.title!r}, {len(self.html):,} characters)"
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current

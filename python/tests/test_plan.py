@@ -1,0 +1,142 @@
+"""Plans of a group in this process: figures, rows there and back, pictures, prefetching, bad input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+import counterpoint as cp
+
+torch = pytest.importorskip("torch")
+
+SHAPE = {"heads": (4, 2), "head_dim": 16, "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def group() -> cp.LocalGroup:
+    return cp.LocalGroup(3)
+
+
+def test_figures(group) -> None:
+    mask = cp.Mask("varlen-causal:lengths=300,200,77")
+    plan = group.plan(mask, **SHAPE, chunk=32)
+    assert plan.mask == mask and plan.chunk == 32 and plan.group is group
+    assert sum(plan.sizes) == plan.q_rows == plan.k_rows == 577
+    summary = plan.summary()
+    assert summary.area == mask.area == sum(rank.area for rank in summary.ranks)
+    assert [rank.tokens for rank in summary.ranks] == plan.sizes
+    assert summary.comm.recv_tokens == sum(rank.recv_tokens for rank in summary.ranks)
+    assert sorted(plan.position_ids.tolist()) == list(range(577))
+    assert plan.cu_seqlens_local[0] == 0 and plan.cu_seqlens_local[-1] == 577
+    predicted = plan.predict()
+    assert predicted.forward.seconds > 0 and predicted.backward.seconds > predicted.forward.seconds
+    assert len(predicted.forward.spans) > 0 and "efficiency" in predicted.forward.overlap
+
+
+def test_rows_there_and_back(group) -> None:
+    plan = group.plan(cp.Mask.causal(130), **SHAPE, chunk=16)
+    for x in (torch.randn(130, 5), torch.arange(130), torch.randn(2, 130, 3)):
+        dim = 1 if x.ndim == 3 else 0
+        local = plan.dispatch(x, dim)
+        assert torch.equal(local, x.index_select(dim, plan.position_ids))
+        assert torch.equal(plan.undispatch(local, dim), x)
+        assert torch.equal(plan.undispatch(plan.roll(local, 7, dim), dim), x.roll(7, dim))
+    x = torch.randn(130, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: plan.dispatch(x), (x,))
+    assert torch.autograd.gradcheck(lambda x: plan.undispatch(plan.roll(x, -3)), (x,))
+
+
+def test_even_plans_pad(group) -> None:
+    mask = cp.Mask.causal(100)
+    plan = group.plan(mask, **SHAPE, even=True)
+    assert len(set(plan.sizes)) == 1 and sum(plan.sizes) >= 100
+    assert plan.mask.area == mask.area
+    x = torch.arange(100)
+    local = plan.dispatch(x, pad_value=-100)
+    assert (local == -100).sum() == sum(plan.sizes) - 100
+    assert torch.equal(plan.undispatch(local), x)
+    assert torch.equal(plan.undispatch(plan.roll(local, -1)), x.roll(-1))
+
+
+def test_another_mask_on_the_same_dispatch(group) -> None:
+    plan = group.plan(cp.Mask.causal(256), **SHAPE, chunk=16)
+    window = plan.on(cp.Mask.sliding_window(256, 31, 0))
+    assert torch.equal(window.position_ids, plan.position_ids)
+    assert plan.on(cp.Mask.sliding_window(256, 31, 0)) is window
+    with pytest.raises(cp.PlanError, match="plan this mask on its own"):
+        plan.on(cp.Mask.causal(255))
+
+
+def test_prefetch(group) -> None:
+    mask = cp.Mask.causal(1000)
+    group.prefetch(mask, **SHAPE)
+    assert group.plan(mask, **SHAPE).mask == mask
+    assert group._prefetched == {}
+    group.prefetch(mask, **SHAPE, chunk=0)
+    with pytest.raises(cp.PlanError, match="chunk_size is 0"):
+        group.plan(mask, **SHAPE, chunk=0)
+    for length in range(40, 80):
+        group.prefetch(cp.Mask.causal(length), **SHAPE)
+    assert len(group._prefetched) <= 16
+    with pytest.raises(TypeError, match="no argument 'head'"):
+        group.prefetch(mask, head=3, head_dim=8, dtype="float32", heads=1)
+
+
+def test_pickled_plans_dispatch_but_do_not_compute(group) -> None:
+    plan = group.plan(cp.Mask.causal(64), **SHAPE)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy.fingerprint == plan.fingerprint and torch.equal(copy.position_ids, plan.position_ids)
+    x = torch.randn(64, 4, 16)
+    with pytest.raises(cp.PlanError, match="this plan has no group"):
+        cp.attention(x, x[:, :2], x[:, :2], copy)
+    with pytest.raises(TypeError, match="a group cannot be pickled"):
+        pickle.dumps(group)
+
+
+def test_reports(group, tmp_path) -> None:
+    plan = group.plan(cp.Mask("varlen-causal:lengths=300,200,77"), **SHAPE, chunk=32)
+    report = plan.report(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == report.html and report.html.startswith("<!DOCTYPE html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert report._repr_html_().startswith("<iframe srcdoc=")
+    assert plan._repr_html_().count("<svg") == 1 and "<table>" in plan._repr_html_()
+    assert "text/plain" in plan._repr_mimebundle_()
+    trace = json.loads(plan.predict().forward.chrome_trace())
+    assert trace
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"heads": (4, 3)}, "heads are 4 of queries and 3 of keys"),
+        ({"dtype": torch.int8}, "dtype is torch.int8; attention computes in"),
+        ({"head_dim": 0}, "head_dim is 0; it must be at least 1"),
+        ({"chunk": 0}, "chunk_size is 0"),
+        ({"dispatch": "random"}, 'dispatch is "random"; it must be'),
+        ({"stages": 1000}, "the number of stages is 1000"),
+        ({"queries": "sometimes"}, 'queries is "sometimes"'),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"sink_grad": "all"}, "sink_grad is 'all'"),
+    ],
+)
+def test_bad_plans_are_one_sentence(group, change, sentence) -> None:
+    with pytest.raises(cp.PlanError, match=sentence.replace("(", r"\(")) as raised:
+        group.plan(cp.Mask.causal(64), **{**SHAPE, **change})
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_rows_are_one_sentence(group) -> None:
+    plan = group.plan(cp.Mask.causal(64), **SHAPE)
+    with pytest.raises(cp.TensorError, match="x has 63 rows along dim 0; the plan has 64 for all rows of queries"):
+        plan.dispatch(torch.zeros(63))
+    with pytest.raises(cp.TensorError, match='role is \'x\'; it must be "q" or "k"'):
+        plan.dispatch(torch.zeros(64), role="x")
+    with pytest.raises(cp.PlanError, match="size is 0"):
+        cp.LocalGroup(0)
+    with pytest.raises(cp.DeviceError, match="device is cuda:0: this build"):
+        cp.LocalGroup(1, device="cuda:0")
+    with pytest.raises(cp.Error, match=r"torch.distributed is not initialised"):
+        cp.Group()
