@@ -27,7 +27,7 @@ from counterpoint.errors import (
 if TYPE_CHECKING:
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import Group, LocalGroup
-    from counterpoint.plan import Plan
+    from counterpoint.plan import Plan, profile
 
 _LATER = {
     "Group": "counterpoint.group",
@@ -35,6 +35,7 @@ _LATER = {
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
     "flex_attention": "counterpoint.functional",
+    "profile": "counterpoint.plan",
 }
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "attention",
     "flex_attention",
+    "profile",
 ]
 
 

@@ -59,7 +59,7 @@ _plans: OrderedDict[Any, Plan] = OrderedDict()
 _lock = Lock()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def flex_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from counterpoint._native import Mask, Ranks
 from counterpoint.errors import DeviceError, Error, PeerError, PlanError
@@ -176,7 +176,7 @@ class _Group:
             stages=given["stages"],
             queries=given["queries"],
             ranks_per_node=self.size // self._nodes,
-            on=on and on._solution,
+            on=None if on is None else on._solution,
         )
         settings = Settings(given["overlap"], _deterministic(given["deterministic"]), given["sink_grad"])
         return Plan(solution, given, settings, tokens)._bound_to(self)
@@ -270,7 +270,7 @@ def _evened(mask: Mask, chunk: int | None, ranks: int) -> tuple[Mask, int]:
 
 
 class LocalGroup(_Group):
-    """`size` ranks inside this process: for laptops, notebooks and tests. Tensors hold the rows of all ranks, one after the other.
+    """`size` ranks inside this process, for laptops, notebooks and tests. Tensors hold the rows of all, one rank after the other.
 
     `slow_link` imitates a link between the ranks: (seconds of a collective, bytes a second).
     """
@@ -294,7 +294,7 @@ class Group(_Group):
     disturb each other. `limit` is the longest that a wait may take, in seconds. Groups of equal ranks are one.
     """
 
-    _made: weakref.WeakValueDictionary[Any, Group] = weakref.WeakValueDictionary()
+    _made: ClassVar[weakref.WeakValueDictionary[Any, Group]] = weakref.WeakValueDictionary()
 
     def __new__(cls, group_or_mesh: Any = None, **_: Any) -> Group:
         group, _nodes = _process_group(group_or_mesh, None)

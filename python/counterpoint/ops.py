@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from counterpoint.errors import Error, TensorError
-from counterpoint.plan import of_handle
-from counterpoint.rows import _on_cpu, borrowed
+from counterpoint.plan import of_handle, profiling
+from counterpoint.rows import borrowed, check_device
 
 if TYPE_CHECKING:
     from counterpoint.plan import Plan
@@ -26,7 +26,7 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
     heads_q, heads_k = (heads, heads) if isinstance(heads, int) else heads
     head_dim, head_dim_v = arguments["head_dim"], arguments["head_dim_v"] or arguments["head_dim"]
     dtype = plan._dtype
-    wanted = {
+    wanted: dict[str, tuple[torch.Tensor, tuple[int, ...], torch.dtype]] = {
         "q": (q, (plan.q_rows, heads_q, head_dim), dtype),
         "k": (k, (plan.k_rows, heads_k, head_dim), dtype),
         "v": (v, (plan.k_rows, heads_k, head_dim_v), dtype),
@@ -40,7 +40,7 @@ def check(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: t
     for name, (tensor, shape, type_) in wanted.items():
         if tensor.dtype != type_:
             raise TensorError(f"{name} is {tensor.dtype}, and the plan is for {type_}; plan with dtype={tensor.dtype}")
-        _on_cpu(name, tensor)
+        check_device(name, tensor)
         if tuple(tensor.shape) != shape:
             raise TensorError(f"{name} is {list(tensor.shape)}; the plan wants {list(shape)}: rows, heads, elements of a head")
 
@@ -50,25 +50,33 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()
 
 
+def _run(plan: Plan, backward: bool, given: dict[str, torch.Tensor], made: dict[str, torch.Tensor]) -> None:
+    """One pass of the engine: reads `given`, writes `made`."""
+    group, settings, measured = plan.group, plan._settings, profiling()
+    if measured:
+        given = {name: tensor.contiguous() for name, tensor in given.items()}
+    with group._named_errors():
+        timeline = group._native.attention(
+            plan._solution,
+            backward=backward,
+            overlap=settings.overlap,
+            deterministic=settings.deterministic,
+            measured=measured,
+            inputs=[(name, borrowed(_dense(tensor))) for name, tensor in given.items()],
+            outputs=[(name, borrowed(tensor)) for name, tensor in made.items()],
+        )
+    if timeline is not None:
+        plan._measured[backward] = timeline
+
+
 def run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local rows: (out, lse)."""
-    group = plan.group
     out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
     lse = q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
-    given = {"q": _dense(q), "k": _dense(k), "v": _dense(v)}
-    if sink is not None:
-        given["sink"] = _dense(sink)
-    with group._named_errors():
-        plan._measured[False] = group._native.attention(
-            plan._solution,
-            backward=False,
-            overlap=plan._settings.overlap,
-            deterministic=plan._settings.deterministic,
-            inputs=[(name, borrowed(tensor)) for name, tensor in given.items()],
-            outputs=[("out", borrowed(out)), ("lse", borrowed(lse))],
-        )
+    given = {"q": q, "k": k, "v": v} | ({} if sink is None else {"sink": sink})
+    _run(plan, False, given, {"out": out, "lse": lse})
     return out, lse
 
 
@@ -83,31 +91,19 @@ def run_backward(
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and sink (of no elements without one)."""
-    group = plan.group
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": dout}
-    made = {
-        f"d{name}": torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for name, tensor in (("q", q), ("k", k), ("v", v))
-    }
-    if sink is not None:
-        given["sink"] = sink
-        made["dsink"] = torch.empty_like(sink, memory_format=torch.contiguous_format)
-    # Kept until the call has returned.
-    given = {name: _dense(tensor) for name, tensor in given.items()}
-    with group._named_errors():
-        plan._measured[True] = group._native.attention(
-            plan._solution,
-            backward=True,
-            overlap=plan._settings.overlap,
-            deterministic=plan._settings.deterministic,
-            inputs=[(name, borrowed(tensor)) for name, tensor in given.items()],
-            outputs=[(name, borrowed(tensor)) for name, tensor in made.items()],
-        )
-    dsink = made.get("dsink", q.new_empty(0, dtype=lse.dtype))
-    # The engine gives every rank the sum; of shares, the sum over ranks is the gradient.
+    dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+    made = {"dq": dq, "dk": dk, "dv": dv}
+    if sink is None:
+        _run(plan, True, given, made)
+        return dq, dk, dv, q.new_empty(0, dtype=lse.dtype)
+    # Every rank of this process writes the sum over all ranks.
+    dsinks = sink.new_empty((len(plan._ranks_here()) * sink.shape[0], sink.shape[1]))
+    _run(plan, True, given | {"sink": sink}, made | {"dsink": dsinks})
+    dsink = dsinks[: sink.shape[0]]
     if plan._settings.sink_grad == "share" and plan._rank:
-        dsink.zero_()
-    return made["dq"], made["dk"], made["dv"], dsink
+        dsink.zero_()  # of shares, the sum over ranks is the gradient
+    return dq, dk, dv, dsink.clone() if len(dsinks) > len(dsink) else dsink
 
 
 class Attention(torch.autograd.Function):
@@ -173,7 +169,7 @@ _library.impl("attention", _forward_operator, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward_operator, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("counterpoint::attention", lib=_library)
+@torch.library.register_fake("counterpoint::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _forward_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, plan: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +177,7 @@ def _forward_shapes(
     return out, q.new_empty((q.shape[0], q.shape[1]), dtype=accumulator(q.dtype))
 
 
-@torch.library.register_fake("counterpoint::attention_backward", lib=_library)
+@torch.library.register_fake("counterpoint::attention_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _backward_shapes(
     dout: torch.Tensor,
     q: torch.Tensor,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import itertools
 import json
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from counterpoint.report import Report
 if TYPE_CHECKING:
     import torch
 
-    from counterpoint.group import Group
+    from counterpoint.group import _Group
 
 Role = Literal["q", "k"]
 
@@ -111,6 +112,26 @@ class Settings:
     sink_grad: str = "share"
 
 
+_profilers = 0
+
+
+@contextlib.contextmanager
+def profile() -> Iterator[None]:
+    """Calls inside it take times: `Plan.timeline()` and `Plan.report()` show those of the last one. All ranks enter it."""
+    global _profilers
+    # Not a context variable: the thread of backwards has a context of its own.
+    _profilers += 1
+    try:
+        yield
+    finally:
+        _profilers -= 1
+
+
+def profiling() -> bool:
+    """Whether calls take times."""
+    return _profilers > 0
+
+
 _handles = itertools.count(1)
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 
@@ -135,7 +156,7 @@ class Plan:
         self._arguments = arguments
         self._settings = settings
         self._tokens = tokens
-        self._group: Group | None = None
+        self._group: _Group | None = None
         self._rank: int | None = None
         self._measured: dict[bool, Timeline] = {}
         self._indices: dict[tuple[Role, bool, str], Any] = {}
@@ -143,7 +164,7 @@ class Plan:
         self._handle = next(_handles)
         _plans[self._handle] = self
 
-    def _bound_to(self, group: Group) -> Plan:
+    def _bound_to(self, group: _Group) -> Plan:
         self._group, self._rank = group, group._native.rank
         return self
 
@@ -157,7 +178,7 @@ class Plan:
         return self._handle
 
     @property
-    def group(self) -> Group:
+    def group(self) -> _Group:
         """The group that it was made by."""
         if self._group is None:
             raise PlanError("this plan has no group, as after pickling; make it by Group.plan to compute with it")
@@ -248,7 +269,7 @@ class Plan:
         return self._tokens[0 if role == "q" else 1]
 
     def dispatch(self, x: torch.Tensor, dim: int = 0, role: Role = "q", pad_value: float = 0) -> torch.Tensor:
-        """The local rows of a tensor that has all rows along `dim`. Its backward gathers, so every rank gets the whole gradient."""
+        """The local rows of a tensor that has all rows along `dim`. The backward gathers: every rank gets all of the gradient."""
         from counterpoint import rows
 
         return rows.dispatch(self, x, dim, _role(role), pad_value)
@@ -285,9 +306,9 @@ class Plan:
         return Timelines(*self._solution.predict())
 
     def timeline(self) -> Timelines:
-        """Measured by the last call of each direction."""
+        """Measured by the last calls inside `counterpoint.profile()`."""
         if False not in self._measured:
-            raise Error("nothing is measured yet: call attention with this plan first")
+            raise Error("nothing is measured yet: call attention with this plan inside counterpoint.profile()")
         return Timelines(self._measured[False], self._measured.get(True))
 
     def report(self, path: str | os.PathLike[str] | None = None, *, title: str = "Plan of distributed attention") -> Report:
@@ -316,7 +337,8 @@ class Plan:
         )
         more = f"<p>… and {len(summary.ranks) - 64} more ranks</p>" if len(summary.ranks) > 64 else ""
         caption = html.escape(repr(self))
-        return f"<p>{caption}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}{self._solution.svg(small=True)}"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<p>{caption}</p>{table}{more}{self._solution.svg(small=True)}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self._repr_html_(), "text/plain": f"{self!r}\n{self._solution.table()}"}
@@ -332,6 +354,3 @@ def _restored(solution: str, arguments: dict[str, Any], settings: Settings, toke
     plan = Plan(Solution.from_json(solution), arguments, settings, tokens)
     plan._rank = rank
     return plan
-
-
-Prefetched = Callable[[], Plan]

@@ -29,8 +29,9 @@ class Report:
             raise
 
     def _repr_html_(self) -> str:
-        page = html.escape(self.html, quote=True)
-        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="{html.escape(self.title)}" style="width:100%;height:720px;border:0"></iframe>'
+        page, title = html.escape(self.html, quote=True), html.escape(self.title)
+        look = f'sandbox="allow-scripts" title="{title}" style="width:100%;height:720px;border:0"'
+        return f'<iframe srcdoc="{page}" {look}></iframe>'
 
     def __repr__(self) -> str:
         return f"Report({self.title!r}, {len(self.html):,} characters)"

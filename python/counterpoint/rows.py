@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 # The engine moves floats. Of other types it moves the bits, as floats of the same size.
 _CARRIERS = {torch.int64: torch.float64, torch.int32: torch.float32, torch.int16: torch.float16}
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_NAME_OF = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
-def borrowed(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
-    """A tensor as the engine takes it. The caller keeps it alive until the engine's call has returned."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
+def borrowed(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], str, torch.Tensor]:
+    """A tensor as the engine takes it, which keeps it alive as long as it uses the memory."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _NAME_OF[tensor.dtype], tensor
 
 
 def dispatch(plan: Plan, x: torch.Tensor, dim: int, role: Role, pad_value: float) -> torch.Tensor:
@@ -77,7 +82,7 @@ def _gather(plan: Plan, x: torch.Tensor, dim: int, role: Role) -> torch.Tensor:
 
 
 def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, rows: int, shift: int = 0) -> torch.Tensor:
-    _on_cpu("x", x)
+    check_device("x", x)
     if x.is_complex():
         return torch.view_as_complex(
             _exchange(plan, torch.view_as_real(x), dim % x.ndim, role, what, rows=rows, shift=shift).contiguous()
@@ -87,7 +92,7 @@ def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, r
     flat = first.reshape(first.shape[0], -1).contiguous()
     if dtype in _CARRIERS:
         flat = flat.view(_CARRIERS[dtype])
-    elif dtype not in _FLOATS:
+    elif dtype not in _NAME_OF:
         flat = flat.to(torch.int16).view(torch.float16)
     result = torch.empty((rows, flat.shape[1]), dtype=flat.dtype)
     if flat.shape[1]:
@@ -95,12 +100,12 @@ def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, r
             plan.group._native.rows(plan._solution, what, role, shift=shift, source=borrowed(flat), target=borrowed(result))
     if dtype in _CARRIERS:
         result = result.view(dtype)
-    elif dtype not in _FLOATS:
+    elif dtype not in _NAME_OF:
         result = result.view(torch.int16).to(dtype)
     return result.reshape(rows, *tail).movedim(0, dim)
 
 
-def _on_cpu(name: str, tensor: torch.Tensor) -> None:
+def check_device(name: str, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise TensorError(
             f"{name} is on {tensor.device}: this build of the package computes on the CPU alone; move it there with .cpu()"
@@ -114,7 +119,7 @@ class _Dispatch(torch.autograd.Function):
         return _select(plan, x, dim, role, pad_value)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return _gather(ctx.plan, grad, ctx.dim, ctx.role), None, None, None, None
 
@@ -126,7 +131,7 @@ class _Undispatch(torch.autograd.Function):
         return _gather(plan, x, dim, role)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         plan, dim, role = ctx.plan, ctx.dim, ctx.role
         if ctx.grad == "take" or plan._rank is None:
@@ -147,7 +152,7 @@ class _Roll(torch.autograd.Function):
         return _rolled(plan, x, shift, dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _rolled(ctx.plan, grad, -ctx.shift, ctx.dim), None, None, None
 

@@ -51,7 +51,7 @@ impl Raised for ExecError {
             Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
             Self::OutOfMemory { .. } => "OutOfMemoryError",
             Self::Device { .. } => "DeviceError",
-            Self::Rendezvous(_) => "PeerError",
+            Self::Rendezvous(_) | Self::GaveUp { .. } => "PeerError",
             _ => "Error",
         }
     }

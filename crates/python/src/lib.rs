@@ -9,6 +9,7 @@ mod error;
 mod integers;
 mod mask;
 mod ranks;
+mod row_program;
 mod solution;
 mod timeline;
 

@@ -4,15 +4,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use counterpoint_exec::{
-    CpuMachine, ExecError, Launch, Launcher, MeetingPoint, Rendezvous, RendezvousError, RunConfig, SlowLink,
-    TcpMachine,
+    CpuMachine, ExecError, Group, Launch, Launcher, MeetingPoint, Rendezvous, RendezvousError, SlowLink,
+    TcpMachine, WorldConfig,
 };
 use counterpoint_schedule::OverlapPolicy;
 use pyo3::prelude::*;
 
 use crate::borrow::Borrowed;
-use crate::engine::{Call, Engine, Joined, Named, RowCollective};
+use crate::engine::{AttentionCall, Engine, Joined, Named};
 use crate::error::{Raised, engine, raise};
+use crate::row_program::RowCollective;
 use crate::solution::Solution;
 use crate::timeline::Timeline;
 
@@ -54,9 +55,8 @@ impl Ranks {
                 Some(SlowLink { alpha: duration(py, alpha)?, bytes_per_second, network: None })
             }
         };
-        let machine = engine(py, || CpuMachine::new(0, slow_link))?;
-        let engine = Arc::new(Joined::new(machine, size, RunConfig { limit, ..RunConfig::default() }));
-        Ok(Self::with(None, size, None, engine))
+        let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
+        Ok(Self::with(None, size, None, Arc::new(Joined::new(group))))
     }
 
     /// Rank `rank` of `size` processes, which meet at `host` at one of `ports`; `token` tells them from others. Collective.
@@ -75,13 +75,13 @@ impl Ranks {
         let meeting = MeetingPoint { host, ports, job: token };
         let launch =
             Launch { launcher: Launcher::Torchrun, rank, world_size: size, local_rank: None, meeting };
-        let (rendezvous, machine) = engine(py, || {
+        let (rendezvous, group) = engine(py, || {
             let rendezvous = Rendezvous::join(&launch, limit)?;
             let machine = TcpMachine::new(rendezvous.clone(), 0, None)?;
-            Ok::<_, ExecError>((rendezvous, machine))
+            let group = Group::connect(&machine, size, config(limit))?;
+            Ok::<_, ExecError>((rendezvous, group))
         })?;
-        let engine = Arc::new(Joined::new(machine, size, RunConfig { limit, ..RunConfig::default() }));
-        Ok(Self::with(Some(rank), size, Some(rendezvous), engine))
+        Ok(Self::with(Some(rank), size, Some(rendezvous), Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -96,8 +96,8 @@ impl Ranks {
         self.size
     }
 
-    /// One pass of attention: `outputs` are written. Collective.
-    #[pyo3(signature = (solution, *, backward, overlap, deterministic, inputs, outputs))]
+    /// One pass of attention: `outputs` are written. Its times, where it is `measured`. Collective.
+    #[pyo3(signature = (solution, *, backward, overlap, deterministic, measured, inputs, outputs))]
     fn attention(
         &self,
         py: Python<'_>,
@@ -105,9 +105,10 @@ impl Ranks {
         backward: bool,
         overlap: &str,
         deterministic: bool,
+        measured: bool,
         inputs: Tensors,
         outputs: Tensors,
-    ) -> PyResult<Timeline> {
+    ) -> PyResult<Option<Timeline>> {
         let policy: OverlapPolicy = match overlap {
             "auto" => OverlapPolicy::default(),
             text => text.parse().map_err(|error| raise(py, "PolicyError", &format!("{error}"), &[]))?,
@@ -116,9 +117,10 @@ impl Ranks {
         let content = solution.content.clone();
         let native = engine(py, || {
             let (inputs, outputs) = (named(inputs)?, named(outputs)?);
-            ranks.attention(&Call { content, policy, deterministic, backward, inputs, outputs })
+            let call = AttentionCall { content, policy, deterministic, backward, measured, inputs, outputs };
+            ranks.attention(&call)
         })?;
-        Ok(Timeline { native })
+        Ok(native.map(|native| Timeline { native }))
     }
 
     /// Moves rows of a tensor that is dispatched as the queries (or keys) of a plan: "gather", "reduce_scatter", or "roll". Collective.
@@ -143,7 +145,7 @@ impl Ranks {
         let keys = role == "k";
         engine(py, || {
             let dispatch = if keys { &content.plan.k_dispatch } else { &content.plan.q_dispatch };
-            ranks.rows(dispatch, &what, &source, &target)
+            ranks.rows(dispatch, what, &source, &target)
         })
     }
 
@@ -157,11 +159,9 @@ impl Ranks {
 
     /// Ends the group for all ranks, which hear `reason`.
     fn fail(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        let Some(rendezvous) = self.rendezvous() else { return Ok(()) };
-        let (rank, message) = (self.rank.unwrap_or(0), reason.to_owned());
-        let place = "Python".to_owned();
+        let ranks = self.engine(py)?;
         engine::<_, ExecError>(py, || {
-            rendezvous.fail(ExecError::RankPanicked { rank, place, message });
+            ranks.fail(reason);
             Ok(())
         })
     }
@@ -226,6 +226,10 @@ impl Raised for RendezvousError {
     fn class(&self) -> &'static str {
         "PeerError"
     }
+}
+
+fn config(limit: Duration) -> WorldConfig {
+    WorldConfig { limit, ..WorldConfig::default() }
 }
 
 fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
