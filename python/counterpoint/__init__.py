@@ -26,11 +26,10 @@ from counterpoint.errors import (
 
 if TYPE_CHECKING:
     from counterpoint.functional import attention, flex_attention
-    from counterpoint.group import Group, LocalGroup
+    from counterpoint.group import LocalGroup
     from counterpoint.plan import Plan, profile
 
 _LATER = {
-    "Group": "counterpoint.group",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
@@ -41,7 +40,6 @@ _LATER = {
 __all__ = [
     "DeviceError",
     "Error",
-    "Group",
     "InternalError",
     "LocalGroup",
     "Mask",

@@ -1,22 +1,17 @@
-"""Groups: the ranks that work together, made from a process group of PyTorch, or all in this process."""
+"""Groups: the ranks that work together, all in this process."""
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import secrets
-import socket
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoint._native import Mask, Ranks
-from counterpoint.errors import DeviceError, Error, PeerError, PlanError
+from counterpoint.errors import DeviceError, Error, PlanError
 from counterpoint.plan import Plan, Settings
 
 if TYPE_CHECKING:
@@ -287,134 +282,9 @@ class LocalGroup(_Group):
         self._global_ranks = tuple(range(size))
 
 
-class Group(_Group):
-    """The ranks of a process group of PyTorch, or of a dimension of a `DeviceMesh`: one process each. Collective to make.
-
-    Of torch.distributed only the group's store is used, and only here: calls of this group and collectives of that one do not
-    disturb each other. `limit` is the longest that a wait may take, in seconds. Groups of equal ranks are one.
-    """
-
-    _made: ClassVar[weakref.WeakValueDictionary[Any, Group]] = weakref.WeakValueDictionary()
-
-    def __new__(cls, group_or_mesh: Any = None, **_: Any) -> Group:
-        group, _nodes = _process_group(group_or_mesh, None)
-        known = cls._made.get((os.getpid(), _global_ranks(group)))
-        return known if known is not None and not known._native.closed else super().__new__(cls)
-
-    def __init__(
-        self,
-        group_or_mesh: Any = None,
-        *,
-        device: Any = None,
-        transport: Literal["auto", "tcp"] = "auto",
-        nodes: int | None = None,
-        limit: float = 600.0,
-        profile: None = None,
-    ) -> None:
-        if hasattr(self, "_native") and not self._native.closed:
-            return
-        _refuse_cuda(device)
-        if transport not in ("auto", "tcp"):
-            raise PlanError(f'transport is {transport!r}; between CPU ranks it is "tcp", or "auto"')
-        if profile is not None:
-            raise PlanError("profile: measured profiles are for GPUs; leave it out")
-        group, nodes = _process_group(group_or_mesh, nodes)
-        super().__init__(nodes=nodes)
-        self.device = "cpu"
-        self._global_ranks = _global_ranks(group)
-        if len(self._global_ranks) % nodes:
-            raise PlanError(f"nodes is {nodes}, which does not divide the {len(self._global_ranks)} ranks of the group")
-        self._native = _join(group, limit, self._global_ranks)
-        self._made[(os.getpid(), self._global_ranks)] = self
-        _open.add(self)
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank among all processes."""
-        return self._global_ranks[self.rank]
-
-
-_open: weakref.WeakSet[Group] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for group in list(_open):
-        group.close()
-
-
 def _refuse_cuda(device: Any) -> None:
     name = str(device) if device is not None else "cpu"
     if name.split(":")[0] != "cpu":
         raise DeviceError(
             f"device is {name}: this build of the package computes on the CPU alone; move tensors there with .cpu()"
         )
-
-
-def _process_group(group_or_mesh: Any, nodes: int | None) -> tuple[Any, int]:
-    """The process group that is meant, and on how many nodes its ranks are."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        raise Error(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group, or use counterpoint.LocalGroup"
-        )
-    if group_or_mesh is None:
-        return dist.group.WORLD, nodes or 1
-    if hasattr(group_or_mesh, "get_all_groups"):
-        mesh = group_or_mesh
-        if mesh.ndim == 1:
-            return mesh.get_group(), nodes or 1
-        if mesh.ndim == 2:
-            return mesh._flatten().get_group(), nodes or mesh.size(0)
-        raise Error(
-            f"the mesh has {mesh.ndim} dimensions; give one of them, such as mesh['cp'], or two: nodes and ranks of a node"
-        )
-    if not isinstance(group_or_mesh, dist.ProcessGroup):
-        if group_or_mesh == dist.GroupMember.NON_GROUP_MEMBER:
-            raise Error("this process is no member of the group")
-        raise Error(f"group_or_mesh must be a ProcessGroup or a DeviceMesh, not a {type(group_or_mesh).__name__}")
-    return group_or_mesh, nodes or 1
-
-
-def _global_ranks(group: Any) -> tuple[int, ...]:
-    import torch.distributed as dist
-
-    return tuple(dist.get_process_group_ranks(group))
-
-
-_joined: dict[tuple[int, ...], int] = {}
-
-
-def _join(group: Any, limit: float, ranks: tuple[int, ...]) -> Ranks:
-    """Meets the other ranks at an address that the first one leaves in the group's store."""
-    import torch.distributed as dist
-
-    store = dist.distributed_c10d._get_process_group_store(group)
-    # Every rank joins the n-th time when the others do.
-    number = _joined[ranks] = _joined.get(ranks, -1) + 1
-    key = f"counterpoint/{'.'.join(map(str, ranks))}/{number}"
-    rank, size = group.rank(), group.size()
-    if rank == 0:
-        ports = [20_000 + secrets.randbelow(12_000) for _ in range(8)]
-        store.set(key, "\n".join([_own_address(), ",".join(map(str, ports)), secrets.token_hex(16)]))
-    try:
-        host, ports_text, token = store.get(key).decode().split("\n")
-    except Exception as error:
-        raise PeerError(
-            f"rank {rank} of the group (global rank {ranks[rank]}) waited for rank 0 to make the group: {error}"
-        ) from error
-    return Ranks.join(host, [int(port) for port in ports_text.split(",")], token, rank=rank, size=size, limit=limit)
-
-
-def _own_address() -> str:
-    """The address by which this machine reaches the master, so that others reach it there."""
-    master = os.environ.get("MASTER_ADDR")
-    if master:
-        try:
-            with socket.socket(socket.AF_INET6 if ":" in master else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((master, 9))
-                return str(probe.getsockname()[0])
-        except OSError:
-            return master
-    return "127.0.0.1"

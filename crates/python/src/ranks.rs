@@ -3,16 +3,13 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use counterpoint_exec::{
-    CpuMachine, ExecError, Group, Launch, Launcher, MeetingPoint, Rendezvous, RendezvousError, SlowLink,
-    TcpMachine, WorldConfig,
-};
+use counterpoint_exec::{CpuMachine, ExecError, Group, SlowLink, WorldConfig};
 use counterpoint_schedule::OverlapPolicy;
 use pyo3::prelude::*;
 
 use crate::borrow::Borrowed;
 use crate::engine::{AttentionCall, Engine, Joined, Named};
-use crate::error::{Raised, engine, raise};
+use crate::error::{engine, raise};
 use crate::row_program::RowCollective;
 use crate::solution::Solution;
 use crate::timeline::Timeline;
@@ -22,7 +19,6 @@ use crate::timeline::Timeline;
 pub(crate) struct Ranks {
     rank: Option<usize>,
     size: usize,
-    rendezvous: Mutex<Option<Arc<Rendezvous>>>,
     engine: Mutex<Option<Arc<dyn Engine>>>,
     process: u32,
 }
@@ -56,32 +52,7 @@ impl Ranks {
             }
         };
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
-        Ok(Self::with(None, size, None, Arc::new(Joined::new(group))))
-    }
-
-    /// Rank `rank` of `size` processes, which meet at `host` at one of `ports`; `token` tells them from others. Collective.
-    #[staticmethod]
-    #[pyo3(signature = (host, ports, token, *, rank, size, limit))]
-    fn join(
-        py: Python<'_>,
-        host: String,
-        ports: Vec<u16>,
-        token: String,
-        rank: usize,
-        size: usize,
-        limit: f64,
-    ) -> PyResult<Self> {
-        let limit = duration(py, limit)?;
-        let meeting = MeetingPoint { host, ports, job: token };
-        let launch =
-            Launch { launcher: Launcher::Torchrun, rank, world_size: size, local_rank: None, meeting };
-        let (rendezvous, group) = engine(py, || {
-            let rendezvous = Rendezvous::join(&launch, limit)?;
-            let machine = TcpMachine::new(rendezvous.clone(), 0, None)?;
-            let group = Group::connect(&machine, size, config(limit))?;
-            Ok::<_, ExecError>((rendezvous, group))
-        })?;
-        Ok(Self::with(Some(rank), size, Some(rendezvous), Arc::new(Joined::new(group))))
+        Ok(Self::with(None, size, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -149,14 +120,6 @@ impl Ranks {
         })
     }
 
-    /// Every rank's text, in the order of ranks. Collective.
-    fn all_gather(&self, py: Python<'_>, place: &str, own: &str) -> PyResult<Vec<String>> {
-        self.engine(py)?;
-        let Some(rendezvous) = self.rendezvous() else { return Ok(vec![own.to_owned(); self.size]) };
-        let all = engine(py, || rendezvous.all_gather(place, own.as_bytes()))?;
-        Ok(all.iter().map(|text| String::from_utf8_lossy(text).into_owned()).collect())
-    }
-
     /// Ends the group for all ranks, which hear `reason`.
     fn fail(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let ranks = self.engine(py)?;
@@ -169,13 +132,12 @@ impl Ranks {
     /// Leaves the group. Calls from now on are errors.
     fn close(&self, py: Python<'_>) {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).take();
         let forked = std::process::id() != self.process;
         if forked {
             // Its threads are those of another process.
-            std::mem::forget((engine, rendezvous));
+            std::mem::forget(engine);
         } else {
-            py.detach(|| drop((engine, rendezvous)));
+            py.detach(|| drop(engine));
         }
     }
 
@@ -187,18 +149,8 @@ impl Ranks {
 }
 
 impl Ranks {
-    fn with(
-        rank: Option<usize>,
-        size: usize,
-        rendezvous: Option<Arc<Rendezvous>>,
-        engine: Arc<dyn Engine>,
-    ) -> Self {
-        let process = std::process::id();
-        Self { rank, size, rendezvous: Mutex::new(rendezvous), engine: Mutex::new(Some(engine)), process }
-    }
-
-    fn rendezvous(&self) -> Option<Arc<Rendezvous>> {
-        self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn with(rank: Option<usize>, size: usize, engine: Arc<dyn Engine>) -> Self {
+        Self { rank, size, engine: Mutex::new(Some(engine)), process: std::process::id() }
     }
 
     fn engine(&self, py: Python<'_>) -> PyResult<Arc<dyn Engine>> {
@@ -216,15 +168,8 @@ impl Drop for Ranks {
     fn drop(&mut self) {
         if std::process::id() != self.process {
             let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let rendezvous = self.rendezvous.lock().unwrap_or_else(PoisonError::into_inner).take();
-            std::mem::forget((engine, rendezvous));
+            std::mem::forget(engine);
         }
-    }
-}
-
-impl Raised for RendezvousError {
-    fn class(&self) -> &'static str {
-        "PeerError"
     }
 }
 
