@@ -110,6 +110,25 @@ fn unsafe_code_lives_in_crate_cuda_and_three_files() {
     }
 }
 
+/// Files are read with limits and programs found by absolute paths in one place, crate files. What is read besides it are the
+/// system's own files, and what this program wrote itself.
+#[test]
+fn files_are_read_and_programs_found_in_one_place() {
+    let own = ["crates/cli/src/command/selftest", "crates/cuda/src/selftest"].map(|path| root().join(path));
+    let words = ["fs::read(", "fs::read_to_string(", "File::open(", "Command::new(\"", "env::temp_dir("];
+    for folder in ["crates/cli/src", "crates/cuda/src"] {
+        for (path, line, text) in code_lines(&root().join(folder)) {
+            let allowed = own.iter().any(|own| path.starts_with(own))
+                || ["\"/proc/", "\"/sys/", "OpenFile::open(", "TensorFile::open("]
+                    .iter()
+                    .any(|word| text.contains(word))
+                || text.contains("TunedFile::open(");
+            let found = words.iter().any(|word| text.contains(word));
+            assert!(allowed || !found, "{}:{line} goes around crate files: {text}", path.display());
+        }
+    }
+}
+
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
