@@ -223,7 +223,8 @@ impl Solution {
                 backward_flops: Some(spec.flops_backward(mask.area())),
             };
             let (forward, backward) = (pair(&predicted.0, measured.0), pair(&predicted.1, measured.1));
-            let report = HtmlReport { title, mask, plan, figures, forward, backward, check: None };
+            let (check, origin) = (None, None);
+            let report = HtmlReport { title, mask, plan, figures, forward, backward, check, origin };
             Ok::<_, SimulateError>(report.render())
         })
     }
