@@ -79,7 +79,9 @@ fn only_crate_cuda_names_a_gpu_library() {
     let cuda = root().join("crates/cuda");
     for (path, line, text) in code_lines(&root().join("crates")) {
         for word in ["cudarc", "libnccl", "libcuda", "nvrtc::"] {
-            let found = text.contains(word) && !path.starts_with(&cuda);
+            // Tests plant files of these names to see that they are left alone.
+            let is_test = path.components().any(|part| part.as_os_str() == "tests");
+            let found = text.contains(word) && !path.starts_with(&cuda) && !is_test;
             assert!(!found, "{}:{line} names {word}: {text}", path.display());
         }
         // It can put a machine's GPUs out of service.
