@@ -5,8 +5,10 @@
 
 mod arguments;
 mod command;
+mod command_line;
 mod console;
 mod device;
+mod digest;
 mod error;
 mod files;
 mod input;
@@ -26,13 +28,18 @@ use std::process::ExitCode;
 use clap::FromArgMatches;
 
 use arguments::Arguments;
+use command_line::CommandLine;
 
 fn main() -> ExitCode {
     interrupt::install();
     report_panics_in_one_line();
-    let parsed = arguments::command().try_get_matches();
-    let result = match parsed.and_then(|matches| Arguments::from_arg_matches(&matches)) {
-        Ok(arguments) => command::run(arguments.command),
+    let accepted = arguments::command();
+    let parsed = accepted.clone().try_get_matches().and_then(|matches| {
+        let arguments = Arguments::from_arg_matches(&matches)?;
+        Ok((arguments, CommandLine::of(&accepted, &matches)))
+    });
+    let result = match parsed {
+        Ok((arguments, line)) => command::run(arguments.command, &line),
         Err(error) if error.use_stderr() => Err(arguments::usage_error(&error)),
         Err(help) => console::print(&arguments::help_text(&help)),
     };

@@ -169,7 +169,7 @@ impl HostTensor {
     }
 
     /// The elements as they lie in memory.
-    pub(crate) fn bytes(&self) -> &[u8] {
+    pub fn bytes(&self) -> &[u8] {
         with_host_element!(self.dtype(), T => bytemuck::cast_slice(self.as_slice::<T>().unwrap_or(&[])))
     }
 

@@ -20,6 +20,7 @@ Examples:
   counterpoint selftest --device cuda --quick --json > selftest.json
   counterpoint selftest --device cuda --only gemm
   counterpoint selftest --device cuda --stress
+  counterpoint selftest --hostile
   counterpoint selftest --compile-only
   counterpoint selftest --compile-only --only attention_forward --verbose")]
 pub(crate) struct SelftestArguments {
@@ -50,6 +51,11 @@ pub(crate) struct SelftestArguments {
     /// Nothing but what meets between GPUs, called a million times with random delays; takes minutes
     #[arg(long, conflicts_with_all = ["compile_only", "quick"])]
     pub(crate) stress: bool,
+
+    /// Nothing but ranks that are processes among hostile others: strangers and other jobs at their port, ranks that are killed,
+    /// stopped or started with something else; on any machine
+    #[arg(long, conflicts_with_all = ["compile_only", "quick", "stress", "device"])]
+    pub(crate) hostile: bool,
 
     /// Let jobs of several processes take N times as long: for tools that slow them down
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100), conflicts_with = "compile_only")]

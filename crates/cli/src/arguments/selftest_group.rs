@@ -8,6 +8,7 @@ pub(crate) enum Group {
     Cpu,
     CpuLinear,
     Tcp,
+    Hostile,
     Guard,
     Callers,
     Kernels,
@@ -61,10 +62,11 @@ pub(crate) enum Group {
 }
 
 impl Group {
-    pub(crate) const ALL: [Self; 53] = [
+    pub(crate) const ALL: [Self; 54] = [
         Self::Cpu,
         Self::CpuLinear,
         Self::Tcp,
+        Self::Hostile,
         Self::Guard,
         Self::Callers,
         Self::Kernels,
@@ -123,6 +125,7 @@ impl Group {
             Self::Cpu => "cpu",
             Self::CpuLinear => "cpu linear layers",
             Self::Tcp => "collectives through tcp",
+            Self::Hostile => "ranks among hostile others",
             Self::Guard => "guard bytes",
             Self::Callers => "calls of other libraries",
             Self::Kernels => "all kernels",

@@ -6,13 +6,14 @@ use counterpoint_cuda::collective_bench::{
     BenchCollective, CollectiveCase, CollectiveTimes, bench_collective,
 };
 use counterpoint_cuda::{CudaMachine, Device, Timing, TransportKind};
-use counterpoint_exec::{Facet, Rendezvous};
+use counterpoint_exec::Rendezvous;
 use counterpoint_plan::{DType, MachineProfile, Topology};
 use counterpoint_report::{Column, LiveTable, Statistics};
 use serde::Serialize;
 
 use super::launched::{as_rank, ended, gather, gpu_of_rank, launch, refuse_other_sizes};
 use crate::arguments::{BenchCollectiveArguments, CollectiveDType, dtype_name};
+use crate::command_line::CommandLine;
 use crate::console;
 use crate::error::CliError;
 use crate::profile;
@@ -44,15 +45,17 @@ struct Row {
 }
 
 /// `counterpoint bench group-cast` and `bench group-reduce`.
-pub(crate) fn run(collective: BenchCollective, arguments: &BenchCollectiveArguments) -> Result<(), CliError> {
+pub(crate) fn run(
+    collective: BenchCollective,
+    arguments: &BenchCollectiveArguments,
+    line: &CommandLine,
+) -> Result<(), CliError> {
     match launch()? {
         None => Ranks::threads(arguments)?.measure_all(collective, arguments),
         Some(launch) => {
             let ranks = arguments.gpus.map_or(launch.world_size, |gpus| gpus as usize);
-            refuse_other_sizes(&launch, "--gpus", ranks)?;
-            as_rank(&launch, arguments.limit, |rendezvous| {
-                let given = Facet::new("the arguments", format!("{collective:?} {arguments:?}"));
-                rendezvous.agree("arguments", &[given]).map_err(ended)?;
+            as_rank(&launch, line, arguments.limit, |rendezvous| {
+                refuse_other_sizes(&launch, "--gpus", ranks)?;
                 let (rendezvous, local_rank) = (rendezvous.clone(), launch.local_rank);
                 Ranks::Process { rendezvous, local_rank }.measure_all(collective, arguments)
             })

@@ -9,6 +9,8 @@ use counterpoint_plan::Topology;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::given;
+use crate::command_line::CommandLine;
 use crate::error::CliError;
 
 /// What started this process, if it is one of several.
@@ -16,13 +18,15 @@ pub(crate) fn launch() -> Result<Option<Launch>, CliError> {
     Launch::from_environment().map_err(|error| ended(error.into()))
 }
 
-/// Joins the other processes for `work`. Whatever ends it ends the others too.
+/// Joins the other processes, which must have been started with the same command line, for `work`. Whatever ends it ends the others
+/// too.
 pub(crate) fn as_rank(
     launch: &Launch,
+    line: &CommandLine,
     limit: Duration,
     work: impl FnOnce(&Arc<Rendezvous>) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let rendezvous = Rendezvous::join_launched(launch, &[], limit).map_err(ended)?;
+    let rendezvous = Rendezvous::join_launched(launch, &given::facets(line), limit).map_err(ended)?;
     let result = work(&rendezvous);
     match &result {
         // A check that fails is a result: the others have done their part.

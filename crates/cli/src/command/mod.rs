@@ -14,6 +14,7 @@ mod bench_tp;
 mod comparison;
 mod doctor;
 mod documents;
+mod given;
 mod launched;
 mod mask;
 mod nodes;
@@ -31,12 +32,13 @@ mod turns;
 use counterpoint_cuda::collective_bench::BenchCollective;
 
 use crate::arguments::{BenchCommand, Command};
+use crate::command_line::CommandLine;
 use crate::error::CliError;
 
 /// Runs a command.
-pub(crate) fn run(command: Command) -> Result<(), CliError> {
+pub(crate) fn run(command: Command, line: &CommandLine) -> Result<(), CliError> {
     match command {
-        Command::Attention(arguments) => attention::run(*arguments),
+        Command::Attention(arguments) => attention::run(*arguments, line),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Mask(arguments) => mask::run(&arguments),
         Command::Bench(BenchCommand::Plan(arguments)) => bench_plan::run(&arguments),
@@ -44,13 +46,13 @@ pub(crate) fn run(command: Command) -> Result<(), CliError> {
         Command::Bench(BenchCommand::FreshMasks(arguments)) => bench_fresh_masks::run(&arguments),
         Command::Bench(BenchCommand::Gemm(arguments)) => bench_gemm::run(&arguments),
         Command::Bench(BenchCommand::GemmCollective(arguments)) => bench_gemm_collective::run(&arguments),
-        Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments),
-        Command::Bench(BenchCommand::Tp(arguments)) => bench_tp::run(&arguments),
+        Command::Bench(BenchCommand::Cp(arguments)) => bench_cp::run(&arguments, line),
+        Command::Bench(BenchCommand::Tp(arguments)) => bench_tp::run(&arguments, line),
         Command::Bench(BenchCommand::GroupCast(arguments)) => {
-            bench_collective::run(BenchCollective::GroupCast, &arguments)
+            bench_collective::run(BenchCollective::GroupCast, &arguments, line)
         }
         Command::Bench(BenchCommand::GroupReduce(arguments)) => {
-            bench_collective::run(BenchCollective::GroupReduce, &arguments)
+            bench_collective::run(BenchCollective::GroupReduce, &arguments, line)
         }
         Command::Bench(BenchCommand::Bandwidth(arguments)) => bench_bandwidth::run(&arguments),
         Command::Simulate(command) => simulate::run(&command),

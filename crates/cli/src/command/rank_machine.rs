@@ -10,8 +10,9 @@ use counterpoint_exec::{
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
 use counterpoint_schedule::Timeline;
 
-use super::launched::{gather, gpu_of_rank};
+use super::launched::{ended, gather, gpu_of_rank};
 use crate::arguments::Device;
+use crate::digest::digest;
 use crate::error::CliError;
 use crate::{device, profile};
 
@@ -125,8 +126,21 @@ impl RankMachine {
     pub(crate) fn profile(&self, named: Option<&Path>) -> Result<Option<MachineProfile>, CliError> {
         match self {
             Self::Cpu(name) => profile::named(named, name),
-            Self::Cuda(_) | Self::Process(_) => profile::of_machine(named, self.name()),
+            Self::Cuda(_) => profile::of_machine(named, self.name()),
+            Self::Process(_) => {
+                let profile = profile::of_machine(named, self.name())?;
+                // One that was measured and kept may be another on another host.
+                let text = profile.as_ref().map_or_else(|| "none".to_owned(), MachineProfile::to_json);
+                self.agree("the machine's profile", &text)?;
+                Ok(profile)
+            }
         }
+    }
+
+    /// Compares a text that decides what is computed, where ranks are processes.
+    pub(crate) fn agree(&self, what: &str, text: &str) -> Result<(), CliError> {
+        let Self::Process(process) = self else { return Ok(()) };
+        process.rendezvous.agree(what, &[Facet::new(what, digest(text.as_bytes()))]).map_err(ended)
     }
 
     /// What work costs on so many ranks of it: as the profile says. Without one it is measured on CPUs, for these very shapes,

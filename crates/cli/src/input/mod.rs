@@ -8,4 +8,4 @@ mod tensor_file;
 pub(crate) use counterpoint_exec::{random_inputs, random_rows};
 pub(crate) use non_finite::refuse_non_finite;
 pub(crate) use shape::{Problem, flags_divide};
-pub(crate) use tensor_file::TensorFile;
+pub(crate) use tensor_file::{FileState, TensorFile};

@@ -86,6 +86,11 @@ impl Problem {
         &self.spec
     }
 
+    /// The file that the tensors are in.
+    pub(crate) fn file(&self) -> &TensorFile {
+        &self.file
+    }
+
     /// Whether there is a dout that a run without the backward does not read.
     pub(crate) fn has_unused_dout(&self) -> bool {
         self.has_unused_dout

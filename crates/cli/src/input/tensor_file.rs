@@ -1,6 +1,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use counterpoint_exec::{HostData, HostTensor, available_memory};
@@ -9,8 +10,11 @@ use counterpoint_plan::DType;
 use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
 use super::header::FileHeader;
+use crate::digest::shown;
 use crate::error::CliError;
 use crate::files;
 
@@ -20,9 +24,37 @@ use crate::files;
 pub(crate) struct TensorFile {
     path: PathBuf,
     file: File,
+    state: FileState,
     data_start: u64,
     tensors: BTreeMap<String, TensorInfo>,
 }
+
+/// Which file of a host it is, and when it was changed last.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileState {
+    device: u64,
+    number: u64,
+    length: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl FileState {
+    fn of(file: &File) -> io::Result<Self> {
+        let of = file.metadata()?;
+        Ok(Self {
+            device: of.dev(),
+            number: of.ino(),
+            length: of.len(),
+            modified: (of.mtime(), of.mtime_nsec()),
+            changed: (of.ctime(), of.ctime_nsec()),
+        })
+    }
+}
+
+/// Blocks of a sample, and bytes of each: 4 MiB in all.
+const SAMPLES: u64 = 64;
+const SAMPLE_BYTES: u64 = 64 << 10;
 
 /// Longest header that the format's own library accepts.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -60,7 +92,50 @@ impl TensorFile {
                 "it is {state}, with {bytes} bytes where its header announces {announced}"
             )));
         }
-        Ok(Self { path: path.to_owned(), file, data_start, tensors: header.tensors })
+        let state = FileState::of(&file).map_err(refused)?;
+        Ok(Self { path: path.to_owned(), file, state, data_start, tensors: header.tensors })
+    }
+
+    /// Its tensors with their types and shapes.
+    pub(crate) fn describe(&self) -> String {
+        let one = |(name, info): (&String, &TensorInfo)| format!("{name} {} {:?}", info.dtype, info.shape);
+        self.tensors.iter().map(one).collect::<Vec<_>>().join(", ")
+    }
+
+    /// A digest of its length and of some of its blocks, the first and the last among them: all of a file that is not large. Files of
+    /// other tensors differ in it, and it takes milliseconds; a copy that differs in a few rows may not.
+    pub(crate) fn sample(&mut self) -> Result<String, CliError> {
+        let length = self.state.length;
+        let mut hash = Sha256::new();
+        hash.update(length.to_le_bytes());
+        let mut block = vec![0; SAMPLE_BYTES as usize];
+        let last = length.saturating_sub(SAMPLE_BYTES);
+        for at in 0..SAMPLES {
+            let start = last / (SAMPLES - 1) * at + last % (SAMPLES - 1) * at / (SAMPLES - 1);
+            let bytes = &mut block[..length.min(SAMPLE_BYTES) as usize];
+            let read = self.file.read_exact_at(bytes, start);
+            read.map_err(|error| self.unreadable(error))?;
+            hash.update(bytes);
+        }
+        Ok(format!("{length} bytes, sampled {}", shown(hash.finalize().as_slice())))
+    }
+
+    /// What says whether two ranks of one host have opened one and the same file.
+    pub(crate) fn state(&self) -> &FileState {
+        &self.state
+    }
+
+    /// Refuses a file that was changed since it was opened.
+    pub(crate) fn refuse_changed(&self) -> Result<(), CliError> {
+        let now = FileState::of(&self.file).map_err(|error| self.unreadable(error))?;
+        match now == self.state {
+            true => Ok(()),
+            false => Err(self.unreadable(io::Error::other("it was changed while it was read; run again"))),
+        }
+    }
+
+    fn unreadable(&self, error: io::Error) -> CliError {
+        CliError::Unreadable { what: "input", path: self.path.clone(), source: error.into() }
     }
 
     /// Where it is.

@@ -3,6 +3,7 @@
 mod current_folder;
 mod files;
 mod limits;
+mod ranks;
 mod terminal;
 mod tune;
 

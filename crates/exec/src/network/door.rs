@@ -103,22 +103,25 @@ impl Hall {
         for _ in 0..BATCH {
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    self.lacking = None;
                     if self.pending.len() >= self.most {
                         self.make_room();
                     }
                     self.pending.extend(Pending::new(stream).ok());
                 }
-                Err(error) if is_out_of_descriptors(&error) && !self.pending.is_empty() => self.make_room(),
                 Err(error) if is_out_of_descriptors(&error) => {
                     let since = *self.lacking.get_or_insert_with(Instant::now);
                     if since.elapsed() >= WITHOUT_DESCRIPTORS {
                         doorman.out_of_descriptors();
                     }
+                    // Those in the middle of a handshake are given the time for it.
+                    self.pending.retain(|pending| !pending.is_silent_since(REST));
                     self.rest = Some(Instant::now() + REST);
                     return;
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    self.lacking = None;
+                    return;
+                }
                 // One that went away before it was accepted.
                 Err(_) => {}
             }
@@ -178,6 +181,12 @@ impl Pending {
         stream.set_nonblocking(true)?;
         let deadline = Instant::now() + HANDSHAKE;
         Ok(Self { stream, deadline, stage: Stage::Greeting, bytes: Vec::new() })
+    }
+
+    /// Whether it has not greeted for so long.
+    fn is_silent_since(&self, time: Duration) -> bool {
+        let since = HANDSHAKE.saturating_sub(self.deadline.saturating_duration_since(Instant::now()));
+        matches!(self.stage, Stage::Greeting) && since >= time
     }
 
     /// Reads what is there, as far as the handshake goes.

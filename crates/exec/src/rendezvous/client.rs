@@ -16,7 +16,7 @@ use super::seek::{Identity, Listening, Seated, Seeker, open};
 use super::server::Server;
 use super::{Facet, RENDEZVOUS_VARIABLE, RendezvousError};
 use crate::ExecError;
-use crate::network::JobToken;
+use crate::network::{JobToken, descriptor_limit, is_out_of_descriptors};
 use crate::world::{World, after};
 
 /// How long rank 0 keeps the store for ranks that have not left yet.
@@ -135,6 +135,9 @@ impl Rendezvous {
         let address =
             listener.local_addr().map_or_else(|_| "its port".to_owned(), |address| address.to_string());
         let server = Server::start(listener, &token, world_size, facets, limit).map_err(|error| {
+            if is_out_of_descriptors(&error) {
+                return RendezvousError::Descriptors { rank: 0, world_size, limit: descriptor_limit() };
+            }
             let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
             RendezvousError::Listen { address, reason, variable }
         })?;

@@ -16,8 +16,8 @@ use crate::network::{JobToken, KnockError, Until, descriptor_limit, is_out_of_de
 const PAUSE: Duration = Duration::from_millis(20);
 /// How long rank 0 waits for the end of another job that meets at the same place.
 const PREDECESSOR: Duration = Duration::from_secs(2);
-/// How long a rank that has no seat at one port looks for another.
-const ELSEWHERE: Duration = Duration::from_secs(5);
+/// How long a rank that has no seat looks for another: at other ports, and where the other job may end and its own follow.
+const ELSEWHERE: Duration = Duration::from_secs(3);
 
 /// How the job's ranks know each other.
 pub(super) enum Identity {
@@ -51,7 +51,7 @@ impl Identity {
             return Err(needed(&format!("rank 0 is on another host ({})", meeting.host)));
         }
         let name = LocalName::of(&format!("{address} {}", meeting.job));
-        name.map(Self::Local).map_err(|error| not_listening(meeting, error.to_string()))
+        name.map(Self::Local).map_err(|error| cannot_listen(launch, &error))
     }
 }
 
@@ -84,7 +84,7 @@ pub(super) fn open(
     limit: Duration,
 ) -> Result<Listening, RendezvousError> {
     let meeting = &launch.meeting;
-    let refused = |error: io::Error| not_listening(meeting, error.to_string());
+    let refused = |error: io::Error| cannot_listen(launch, &error);
     let name = match identity {
         Identity::Secret(token) => {
             let (listener, address) = listen(launch)?;
@@ -127,19 +127,24 @@ fn listen(launch: &Launch) -> Result<(TcpListener, SocketAddr), RendezvousError>
     };
     let is_here = launch.one_host.unwrap_or_else(|| own.is_some_and(|own| own.is_loopback()));
     let at = own.filter(|_| is_here).unwrap_or(any);
-    let mut reason = "there is no port to try".to_owned();
+    let mut failed = io::Error::other("there is no port to try");
     for &port in &meeting.ports {
         match TcpListener::bind((at, port)) {
             // The name may be one that only others know this host by.
             Ok(listener) => return Ok((listener, SocketAddr::new(own.unwrap_or(loopback), port))),
-            Err(error) => reason = error.to_string(),
+            Err(error) => failed = error,
         }
     }
-    Err(not_listening(meeting, reason))
+    Err(cannot_listen(launch, &failed))
 }
 
-fn not_listening(meeting: &MeetingPoint, reason: String) -> RendezvousError {
-    let variable = RENDEZVOUS_VARIABLE.to_owned();
+/// Why rank 0 does not listen.
+pub(super) fn cannot_listen(launch: &Launch, error: &io::Error) -> RendezvousError {
+    let Launch { rank, world_size, ref meeting, .. } = *launch;
+    if is_out_of_descriptors(error) {
+        return RendezvousError::Descriptors { rank, world_size, limit: descriptor_limit() };
+    }
+    let (reason, variable) = (error.to_string(), RENDEZVOUS_VARIABLE.to_owned());
     RendezvousError::Listen { address: meeting.to_string(), reason, variable }
 }
 
@@ -194,8 +199,7 @@ impl Seeker<'_> {
             if !reason.is_empty() {
                 failed = reason;
             }
-            let patience = if matches!(identity, Identity::Local(_)) { Duration::ZERO } else { ELSEWHERE };
-            if let Some((_, reason)) = no_seat.take_if(|(since, _)| since.elapsed() >= patience) {
+            if let Some((_, reason)) = no_seat.take_if(|(since, _)| since.elapsed() >= ELSEWHERE) {
                 let (rank, address) = (self.hello.rank, self.place.to_owned());
                 return Err(RendezvousError::AnotherJob { rank, address, reason }.into());
             }

@@ -1,4 +1,5 @@
 mod process;
+mod process_inputs;
 mod result;
 mod tensors;
 
@@ -8,7 +9,7 @@ use counterpoint_exec::{
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
-use counterpoint_schedule::GradientReduction;
+use counterpoint_schedule::{GradientReduction, OverlapPolicy};
 
 use self::result::AttentionResult;
 use self::tensors::Tensors;
@@ -18,6 +19,7 @@ use super::prediction::Prediction;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
 use crate::arguments::{AttentionArguments, Device, Exchange, OverlapChoice, dtype_name};
+use crate::command_line::CommandLine;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
@@ -25,16 +27,23 @@ use crate::schema::Schema;
 use crate::{console, device, mask_argument, profile};
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
-pub(crate) fn run(mut arguments: AttentionArguments) -> Result<(), CliError> {
-    if arguments.run.overlap == OverlapChoice::Auto {
-        let profile = profile::of_device(arguments.planning.profile.as_deref(), arguments.run.device)?;
-        let fastest = profile::policy(arguments.run.overlap, profile.as_ref())?;
-        arguments.run.overlap = OverlapChoice::Named(fastest);
+pub(crate) fn run(mut arguments: AttentionArguments, line: &CommandLine) -> Result<(), CliError> {
+    if let Some(launch) = launch()? {
+        return process::run(&launch, arguments, line);
     }
-    match launch()? {
-        None => run_all(&arguments),
-        Some(launch) => process::run(&launch, &arguments),
-    }
+    arguments.run.overlap = OverlapChoice::Named(policy(&arguments)?);
+    run_all(&arguments)
+}
+
+/// The policy that was named, or with `auto` the fastest that was measured on this machine.
+fn policy(arguments: &AttentionArguments) -> Result<OverlapPolicy, CliError> {
+    let profile = match arguments.run.overlap {
+        OverlapChoice::Named(_) => None,
+        OverlapChoice::Auto => {
+            profile::of_device(arguments.planning.profile.as_deref(), arguments.run.device)?
+        }
+    };
+    profile::policy(arguments.run.overlap, profile.as_ref())
 }
 
 /// All ranks in this process.

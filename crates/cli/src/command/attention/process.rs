@@ -12,23 +12,34 @@ use counterpoint_exec::{
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, CostModel, Topology};
+use counterpoint_schedule::{OverlapPolicy, PolicyError};
 
+use super::process_inputs::agree_on_rows;
 use super::tensors::Tensors;
 use super::{
-    Ended, checked_outputs, passes, placed, plan_config, refuse_what_does_not_fit,
+    Ended, checked_outputs, passes, placed, plan_config, policy, refuse_what_does_not_fit,
     refuse_what_the_device_lacks, run_config, solve,
 };
-use crate::arguments::{AttentionArguments, Device};
+use crate::arguments::{AttentionArguments, Device, OverlapChoice};
 use crate::command::launched::{as_rank, ended, gather, gpu_of_rank, refuse_other_sizes};
+use crate::command_line::CommandLine;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::{console, device, mask_argument, profile};
 
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
-pub(super) fn run(launch: &Launch, arguments: &AttentionArguments) -> Result<(), CliError> {
-    refuse_other_sizes(launch, "--cp-size", arguments.cp_size)?;
-    as_rank(launch, arguments.run.limit, |rendezvous| Rank { launch, rendezvous, arguments }.run())
+pub(super) fn run(
+    launch: &Launch,
+    mut arguments: AttentionArguments,
+    line: &CommandLine,
+) -> Result<(), CliError> {
+    as_rank(launch, line, arguments.run.limit, |rendezvous| {
+        refuse_other_sizes(launch, "--cp-size", arguments.cp_size)?;
+        let chosen = Rank { launch, rendezvous, arguments: &arguments }.policy()?;
+        arguments.run.overlap = OverlapChoice::Named(chosen);
+        Rank { launch, rendezvous, arguments: &arguments }.run()
+    })
 }
 
 /// Where this process's rank is.
@@ -49,12 +60,10 @@ impl Rank<'_> {
     fn run(&self) -> Result<(), CliError> {
         let Self { rendezvous, arguments, .. } = *self;
         let progress = Progress::new();
-        rendezvous.agree("arguments", &facets(arguments)).map_err(ended)?;
         let mask = self.mask()?;
         let mut tensors = Tensors::of(arguments, &mask)?;
         let spec = *tensors.spec();
         refuse_what_the_device_lacks(arguments, spec.dtype)?;
-        rendezvous.agree("tensors", &shape_facets(&spec)).map_err(ended)?;
         let outputs = if self.is_first() {
             refuse_what_does_not_fit(arguments, &mask, &spec)?;
             checked_outputs(arguments)?
@@ -73,6 +82,9 @@ impl Rank<'_> {
         progress.step("reading tensors");
         let plan = &solution.plan;
         let inputs = tensors.read_rank(arguments, &plan.ranks[rendezvous.rank()])?;
+        agree_on_rows(rendezvous, &mut tensors, &inputs, |tensors, rank| {
+            tensors.read_rank(arguments, &plan.ranks[rank])
+        })?;
         progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
@@ -134,6 +146,12 @@ impl Rank<'_> {
         Ok(Some(all.into_iter().sum::<u64>() / (config.warmups + config.samples) as u64))
     }
 
+    /// The policy, as rank 0 picks it.
+    fn policy(&self) -> Result<OverlapPolicy, CliError> {
+        let name = self.made_by_first("overlap", || Ok(policy(self.arguments)?.to_string()))?;
+        name.parse().map_err(|error: PolicyError| self.broken(&error))
+    }
+
     fn is_first(&self) -> bool {
         self.rendezvous.rank() == 0
     }
@@ -184,54 +202,4 @@ impl Rank<'_> {
         let (rank, reason) = (self.rendezvous.rank(), error.to_string());
         ended(RendezvousError::Broken { rank, reason }.into())
     }
-}
-
-/// What all command lines must have alike: everything that changes what is computed.
-fn facets(arguments: &AttentionArguments) -> Vec<Facet> {
-    let AttentionArguments { mask, cp_size, nodes, planning, tensors, run, results } = arguments;
-    let given = |flag: &str, value: &dyn std::fmt::Debug| Facet::new(flag, format!("{value:?}"));
-    vec![
-        Facet::new("the version of counterpoint", env!("CARGO_PKG_VERSION")),
-        Facet::new("--mask", mask),
-        Facet::new("--cp-size", cp_size),
-        given("--chunk-size", &planning.chunk_size),
-        given("--dispatch", &planning.dispatch),
-        given("--stages", &planning.stages),
-        given("--gradient-shares", &planning.gradient_shares),
-        given("whether there is --input", &tensors.input.is_some()),
-        given("--seqlen", &tensors.seqlen),
-        given("--heads-q", &tensors.heads_q),
-        given("--heads-kv", &tensors.heads_kv),
-        given("--head-dim", &tensors.head_dim),
-        given("--dtype", &tensors.dtype),
-        given("--seed", &tensors.seed),
-        given("--backward", &run.backward),
-        given("--scale", &run.scale),
-        given("--softcap", &run.softcap),
-        given("--deterministic", &run.deterministic),
-        given("--overlap", &run.overlap),
-        given("--device", &run.device),
-        given("--transport", &run.transport),
-        given("--slow-link", &run.slow_link),
-        given("--nodes", nodes),
-        given("--slow-network", &run.slow_network),
-        given("--exchange", &run.exchange),
-        given("--check", &results.check),
-    ]
-}
-
-/// What the files of all ranks must have alike.
-fn shape_facets(spec: &AttentionSpec) -> Vec<Facet> {
-    let AttentionSpec { heads_q, heads_kv, head_dim, head_dim_v, dtype, scale, softcap, seqlen_sink, .. } =
-        *spec;
-    vec![
-        Facet::new("the number of query heads", heads_q),
-        Facet::new("the number of key heads", heads_kv),
-        Facet::new("the length of a query's row", head_dim),
-        Facet::new("the length of a value's row", head_dim_v),
-        Facet::new("the element type", format!("{dtype:?}")),
-        Facet::new("the scale", scale),
-        Facet::new("the softcap", softcap),
-        Facet::new("the number of sinks", seqlen_sink),
-    ]
 }

@@ -38,6 +38,14 @@ impl Tensors {
         }
     }
 
+    /// The file, where there is one.
+    pub(super) fn file(&self) -> Option<&TensorFile> {
+        match self {
+            Self::File(problem) => Some(problem.file()),
+            Self::Random { .. } => None,
+        }
+    }
+
     /// Whether there is a dout that a run without the backward does not read.
     pub(super) fn has_unused_dout(&self) -> bool {
         matches!(self, Self::File(problem) if problem.has_unused_dout())

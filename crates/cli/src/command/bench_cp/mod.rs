@@ -6,7 +6,7 @@ mod peers;
 mod sizes;
 mod step;
 
-use counterpoint_exec::{AttentionInputs, Facet, Pass, RunConfig, random_inputs};
+use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topology};
 use counterpoint_schedule::{GradientReduction, OverlapPolicy, StartOrder};
@@ -16,12 +16,13 @@ use self::peers::{Known, PeerRow};
 use self::sizes::Sizes;
 use super::bench_attention::Section;
 use super::bench_mask;
-use super::launched::{as_rank, ended, launch, refuse_other_sizes};
+use super::launched::{as_rank, launch, refuse_other_sizes};
 use super::nodes::topology;
 use super::pytorch::Peers;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
 use crate::arguments::{BenchCpArguments, BenchMask, Device, Exchange};
+use crate::command_line::CommandLine;
 use crate::console;
 use crate::error::CliError;
 use crate::output::Outputs;
@@ -35,24 +36,20 @@ const SAMPLED_KEYS: usize = 8;
 const WARM_UPS: usize = 3;
 
 /// `counterpoint bench cp`.
-pub(crate) fn run(arguments: &BenchCpArguments) -> Result<(), CliError> {
+pub(crate) fn run(arguments: &BenchCpArguments, line: &CommandLine) -> Result<(), CliError> {
     match launch()? {
         None => measure_all(
             arguments,
             &RankMachine::open(arguments.device, arguments.cp_size, arguments.transport)?
                 .measured(arguments.planning.profile.as_deref())?,
         ),
-        Some(launch) => {
+        Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
             refuse_other_sizes(&launch, "--cp-size", arguments.cp_size.unwrap_or(launch.world_size))?;
             refuse_threads_alone(arguments)?;
             let topology = topology(launch.world_size, arguments.nodes)?;
-            as_rank(&launch, RunConfig::default().limit, |rendezvous| {
-                let given = Facet::new("the arguments", format!("{arguments:?}"));
-                rendezvous.agree("arguments", &[given]).map_err(ended)?;
-                let ranks = RankMachine::join(rendezvous, &launch, arguments.transport, topology)?;
-                measure_all(arguments, &ranks)
-            })
-        }
+            let ranks = RankMachine::join(rendezvous, &launch, arguments.transport, topology)?;
+            measure_all(arguments, &ranks)
+        }),
     }
 }
 

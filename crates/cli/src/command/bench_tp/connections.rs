@@ -3,7 +3,6 @@
 
 use std::process::{Command, Stdio};
 
-use clap::ValueEnum;
 use serde::Deserialize;
 
 use counterpoint_report::{Column, LiveTable, table as report_table};
@@ -11,6 +10,7 @@ use counterpoint_report::{Column, LiveTable, table as report_table};
 use super::peers::{self, PeerRow};
 use super::row::{COLUMNS, Row};
 use crate::arguments::BenchTpArguments;
+use crate::command_line::CommandLine;
 use crate::console;
 use crate::error::CliError;
 use crate::own_process::OwnProcess;
@@ -18,6 +18,9 @@ use crate::schema::Schema;
 
 /// The driver's own variable.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
+/// What such a process is not given, or in another way.
+const LEFT_OUT: [&str; 4] = ["connections", "peers", "trace", "json"];
 
 /// What this process's driver was told.
 pub(super) fn here() -> Option<u32> {
@@ -34,12 +37,12 @@ enum Line {
 
 /// Measures with each number in turn. A number may be named several times: its best median counts. PyTorch's ways run beside those of
 /// ours that have as many. Where a process fails, what was measured until then is kept.
-pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result<(), CliError> {
+pub(super) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
     let (mut all, mut of_peers): (Vec<Row>, Vec<PeerRow>) = Default::default();
     let table = LiveTable::new(&COLUMNS, &console::style());
     let mut ended = Ok(());
     for &connections in &arguments.connections {
-        let (lines, end) = in_child(arguments, shapes, connections)?;
+        let (lines, end) = in_child(arguments, line, connections)?;
         let mut rows = Vec::new();
         for line in lines {
             match line {
@@ -82,7 +85,7 @@ pub(super) fn run(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Result
 /// What it has printed, and how it ended.
 fn in_child(
     arguments: &BenchTpArguments,
-    shapes: &[[usize; 3]],
+    line: &CommandLine,
     connections: u32,
 ) -> Result<(Vec<Line>, Result<(), CliError>), CliError> {
     let failed = |reason: String| CliError::CheckFailed {
@@ -90,7 +93,7 @@ fn in_child(
     };
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let mut child = Command::new(program);
-    child.args(flags(arguments, shapes)).env(CONNECTIONS, connections.to_string());
+    child.args(line.again_without(&LEFT_OUT)).arg("--json").env(CONNECTIONS, connections.to_string());
     if arguments.peers.contains(&connections) {
         child.arg(format!("--peers={connections}"));
     }
@@ -105,36 +108,6 @@ fn in_child(
     let whole = |line: &Result<Line, _>| end.is_ok() || line.is_ok();
     let lines: Result<Vec<Line>, serde_json::Error> = lines.take_while(whole).collect();
     Ok((lines.map_err(|error| failed(error.to_string()))?, end))
-}
-
-/// Those that make a process measure the same, with what its driver was told.
-fn flags(arguments: &BenchTpArguments, shapes: &[[usize; 3]]) -> Vec<String> {
-    fn names<T>(values: &[T], name: impl Fn(&T) -> String) -> String {
-        values.iter().map(name).collect::<Vec<_>>().join(",")
-    }
-    fn word<T: ValueEnum>(value: &T) -> String {
-        value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-    }
-    let shape = |shape: &[usize; 3]| shape.map(|size| size.to_string()).join(":");
-    let mut flags: Vec<String> = ["bench", "tp", "--json", "--device"].map(str::to_owned).into();
-    flags.push(word(&arguments.device));
-    let mut flag = |name: &str, value: String| flags.extend([name.to_owned(), value]);
-    flag("--shapes", names(shapes, shape));
-    flag("--kinds", names(&arguments.kinds, word));
-    flag("--passes", names(&arguments.passes, word));
-    flag("--activations", names(&arguments.activations, word));
-    flag("--overlap", names(&arguments.overlap, ToString::to_string));
-    flag("--groups", names(&arguments.groups, ToString::to_string));
-    flag("--transport", names(&arguments.transport, ToString::to_string));
-    flag("--plain-products", word(&arguments.plain_products));
-    flag("--iterations", arguments.iterations.to_string());
-    if let Some(ranks) = arguments.tp_size {
-        flag("--tp-size", ranks.to_string());
-    }
-    if arguments.bias {
-        flags.push("--bias".to_owned());
-    }
-    flags
 }
 
 /// Of each case its best median with every number of queues and what part of the sequential pass that is, which ran in turns with it, and

@@ -8,17 +8,18 @@ mod peers;
 mod row;
 
 use counterpoint_cuda::TransportKind;
-use counterpoint_exec::{CpuMachine, Facet, LinearInputs, RunConfig, random_linear_inputs};
+use counterpoint_exec::{CpuMachine, LinearInputs, RunConfig, random_linear_inputs};
 use counterpoint_plan::{CostModel, DType, LinearKind, LinearSpec, Topology, TunedPlans};
 use counterpoint_report::{LiveTable, TimelinePair, TraceSection, chrome_trace};
 
 use self::case::Case;
 use self::peers::Known;
 use self::row::Row;
-use super::launched::{as_rank, ended, launch, refuse_other_sizes};
+use super::launched::{as_rank, launch, refuse_other_sizes};
 use super::pytorch::Peers;
 use super::rank_machine::RankMachine;
 use crate::arguments::{BenchTpArguments, Device};
+use crate::command_line::CommandLine;
 use crate::console;
 use crate::error::CliError;
 use crate::output::Outputs;
@@ -27,27 +28,23 @@ use crate::schema::Schema;
 use crate::tuned;
 
 /// `counterpoint bench tp`.
-pub(crate) fn run(arguments: &BenchTpArguments) -> Result<(), CliError> {
+pub(crate) fn run(arguments: &BenchTpArguments, line: &CommandLine) -> Result<(), CliError> {
     match launch()? {
         None if !arguments.connections.is_empty() => {
             // GPUs are those processes' meanwhile.
-            connections::run(arguments, &shapes(arguments))
+            connections::run(arguments, line)
         }
         None => {
             let open = |kind| RankMachine::open(arguments.device, arguments.tp_size, kind);
             measure_all(arguments, &machines(arguments, open)?)
         }
-        Some(launch) => {
+        Some(launch) => as_rank(&launch, line, RunConfig::default().limit, |rendezvous| {
             refuse_other_sizes(&launch, "--tp-size", arguments.tp_size.unwrap_or(launch.world_size))?;
             refuse_threads_alone(arguments)?;
-            as_rank(&launch, RunConfig::default().limit, |rendezvous| {
-                let given = Facet::new("the arguments", format!("{arguments:?}"));
-                rendezvous.agree("arguments", &[given]).map_err(ended)?;
-                let topology = Topology::flat(launch.world_size);
-                let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
-                measure_all(arguments, &machines(arguments, join)?)
-            })
-        }
+            let topology = Topology::flat(launch.world_size);
+            let join = |kind| RankMachine::join(rendezvous, &launch, kind, topology);
+            measure_all(arguments, &machines(arguments, join)?)
+        }),
     }
 }
 
@@ -102,6 +99,7 @@ fn measure_all(
     }
     let shapes = shapes(arguments);
     let tuned = tuned::kept()?;
+    first.agree("what was tuned and kept", &tuned.to_json())?;
     let mut peers = peers::start(arguments, tp_size)?;
     let progress = Progress::new();
     let (mut rows, mut of_peers, mut wrong) = (Vec::new(), Vec::new(), Vec::new());

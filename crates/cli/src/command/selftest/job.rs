@@ -35,7 +35,22 @@ pub(super) fn how(code: Option<i32>) -> String {
 /// Starts a process for each of these command lines, its words apart by spaces, as ranks of one job; a single one alone.
 /// `name` is that of their files in `folder`. `gpus` hides all but one GPU from each.
 pub(super) fn start(folder: &Path, name: &str, lines: &[String], gpus: Gpus) -> io::Result<Job> {
-    let port = TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port();
+    start_at(folder, name, lines, gpus, free_port()?)
+}
+
+/// A port after which there are some that are likely to be free.
+pub(super) fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port().min(u16::MAX - 16))
+}
+
+/// As [`start`]; ranks meet after `port`.
+pub(super) fn start_at(
+    folder: &Path,
+    name: &str,
+    lines: &[String],
+    gpus: Gpus,
+    port: u16,
+) -> io::Result<Job> {
     let mut job = Job { processes: Vec::new(), texts: Vec::new() };
     for (rank, line) in lines.iter().enumerate() {
         let text = folder.join(format!("{name}.{rank}.txt"));
@@ -51,7 +66,7 @@ pub(super) fn start(folder: &Path, name: &str, lines: &[String], gpus: Gpus) -> 
             command.env("RANK", &rank).env("LOCAL_RANK", &rank);
             command.env("WORLD_SIZE", &ranks).env("LOCAL_WORLD_SIZE", &ranks);
             // The ports after it are where ranks meet.
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.min(u16::MAX - 16).to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             command.env("TORCHELASTIC_RUN_ID", format!("{name} {port}"));
             if gpus == Gpus::OwnOnly {
                 command.env("CUDA_VISIBLE_DEVICES", visible(job.processes.len()));

@@ -4,6 +4,7 @@ mod compile_only;
 mod crew;
 mod crossing;
 mod examiner;
+mod hostile;
 mod job;
 mod ledger;
 mod part;

@@ -93,6 +93,11 @@ pub(super) fn parts(device: Device, machine: Machine, extent: Extent) -> Vec<Par
     parts
 }
 
+/// Ranks among hostile others.
+pub(super) fn hostile_parts() -> Vec<Part> {
+    vec![Part { groups: vec![Group::Hostile], share: Share::ALL, place: Place::Host, when: When::AtOnce }]
+}
+
 /// What meets between the GPUs of a machine, one after the other.
 pub(super) fn stress_parts(machine: Machine) -> Vec<Part> {
     let mut groups = Vec::new();
@@ -210,7 +215,7 @@ mod tests {
                     let left_out = of_group.is_empty();
                     assert!(takers == 1 || left_out, "{group} {case}");
                 }
-                if gpus > 1 && extent == Extent::Full {
+                if gpus > 1 && extent == Extent::Full && group != Group::Hostile {
                     assert!(!of_group.is_empty(), "{group}");
                 }
             }

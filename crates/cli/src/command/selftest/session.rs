@@ -7,7 +7,7 @@ use counterpoint_exec::selftest::{Extent, SelfCheck, Share};
 
 use super::crew;
 use super::ledger::{Detail, GroupChecks, Ledger};
-use super::part::{Machine, Part, keep, parts, stress_parts};
+use super::part::{Machine, Part, hostile_parts, keep, parts, stress_parts};
 use crate::arguments::{Device as Examinee, Group, SelftestArguments};
 use crate::error::CliError;
 use crate::schema::Schema;
@@ -59,6 +59,7 @@ fn chosen(arguments: &SelftestArguments, machine: Machine, extent: Extent) -> Re
                 ("with --device cpu".to_owned(), "has nothing to call; give --device cuda".to_owned());
             return Err(CliError::Flag { flag: "--stress", value, reason });
         }
+        (false, _) if arguments.hostile => hostile_parts(),
         (false, device) => parts(device, machine, extent),
     };
     let Some(only) = &arguments.only else { return Ok(all) };
