@@ -15,7 +15,7 @@ use super::examiner::CannotBegin;
 use super::job::{Ended, Gpus, Job, free_port, start_at};
 use crate::temporary_folder::TemporaryFolder;
 
-const ATTENTION: &str = "attention --mask causal:64 --heads-q 2 --head-dim 8 --cp-size 2";
+const ATTENTION: &str = "attention --mask causal:64 --heads-q 2 --head-dim 8 --chunk-size 16 --cp-size 2";
 /// Every collective takes a second, so that what happens meanwhile happens in one.
 const SLOW: &str = "--backward --slow-link 1000000,1";
 /// Of every wait of a job that something happens to, and how much longer its end may take.
