@@ -107,12 +107,14 @@ impl Stream {
     /// # Errors
     /// When the driver refuses.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        // What drivers say of an event whose last mark went into a graph, by whether that is still being captured.
+        const INVALID_VALUE: u32 = 1;
         const CAPTURE_ISOLATION: u32 = 905;
         const CAPTURED_EVENT: u32 = 907;
         let driver = self.0.device.bind()?;
         // SAFETY: both handles are alive.
         match unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) } {
-            Err(CudaError::Driver { code: CAPTURE_ISOLATION | CAPTURED_EVENT, .. })
+            Err(CudaError::Driver { code: INVALID_VALUE | CAPTURE_ISOLATION | CAPTURED_EVENT, .. })
                 if event.is_captured() =>
             {
                 Ok(())

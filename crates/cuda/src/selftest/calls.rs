@@ -330,8 +330,10 @@ fn packed(
 fn many_masks(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
     const RANKS: usize = 2;
     const SIZES: usize = 7;
-    const WARM: usize = 40;
-    const MASKS: usize = 200;
+    const WARM: usize = 100;
+    const MASKS: usize = 260;
+    /// A training loop's host is no further ahead than this.
+    const AHEAD: usize = 8;
     let group = group(machine, RANKS)?;
     let case = |number: usize| {
         let rows = 256 * RANKS * (1 + number * 5 % SIZES);
@@ -360,6 +362,9 @@ fn many_masks(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
         kept.push(calls);
         if kept.len() > 5 {
             drop(kept.swap_remove(number * 3 % 5));
+        }
+        if number.is_multiple_of(AHEAD) {
+            group.synchronize()?;
         }
         Ok(())
     };

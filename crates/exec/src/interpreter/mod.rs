@@ -157,7 +157,7 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
         let (shape, dtype) = self.backend().layout(buffer);
         if shape != spec.shape || dtype != spec.dtype {
             let (want, want_shape) = (spec.dtype, &spec.shape);
-            return Err(error(format!("must be {want:?} {want_shape:?}, not {dtype:?} {shape:?}")));
+            return Err(error(format!("must be {want} {want_shape:?}, not {dtype} {shape:?}")));
         }
         Ok(index)
     }

@@ -539,8 +539,8 @@ fn attention_is_prepared_once_and_run_on_other_tensors() {
     assert_eq!(buffers.len(), 3);
     let refused = |error: ExecError, words: &str| assert!(error.to_string().contains(words), "{error}");
     refused(attention.bind("q", &buffers[1..]).unwrap_err(), "2 ranks, of which 3");
-    refused(attention.bind("weight", &buffers).unwrap_err(), "no input");
-    refused(attention.bind("out", &buffers).unwrap_err(), "no input");
+    refused(attention.bind("weight", &buffers).unwrap_err(), "not an input");
+    refused(attention.bind("out", &buffers).unwrap_err(), "not an input");
     refused(attention.bind("lse", &buffers).unwrap_err(), "no input");
     refused(attention.bind("k", &buffers).unwrap_err(), "k");
     let mut forward = PreparedAttention::new(&machine, &problem(Pass::Forward), &run, of_ranks).unwrap();

@@ -331,7 +331,7 @@ fn what_cannot_be_called_is_refused_and_nothing_is_enqueued() {
     let short = buffer(&[rows - 1, 4, 8], DType::F32);
     refused(ForwardTensors { q: &short, ..own() }, &["tensor q", &format!("[{rows}, 4, 8]")]);
     let other_type = buffer(&[rows, 4, 8], DType::F64);
-    refused(ForwardTensors { out: &other_type, ..own() }, &["tensor out", "F32", "F64"]);
+    refused(ForwardTensors { out: &other_type, ..own() }, &["tensor out", "f32", "f64"]);
     refused(ForwardTensors { out: &tensors[1].q, ..own() }, &["tensor out", "shares memory with q"]);
     refused(ForwardTensors { sink: Some(&tensors[1].lse), ..own() }, &["sink", "no input"]);
     let read_only = Arc::new(Shared::new(&vec![0.0; rows * 32]));

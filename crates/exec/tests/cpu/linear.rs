@@ -325,11 +325,11 @@ fn what_does_not_fit_is_named() {
     refused(
         &LinearInputs { weight: tensor(&[6, 4], DType::Bf16, 1), ..good.clone() },
         written,
-        &["weight", "F32"],
+        &["weight", "f32"],
     );
     refused(&LinearInputs { bias: None, ..good.clone() }, written, &["bias", "missing"]);
     refused(&good, WeightGradient::Accumulated(DType::F32), &["main_grad", "missing"]);
     refused(&inputs(&spec, Some(DType::F32), 1), written, &["main_grad", "no use"]);
     let half = LinearInputs { ..inputs(&spec, Some(DType::Bf16), 1) };
-    refused(&half, WeightGradient::Accumulated(DType::F32), &["main_grad", "F32", "Bf16"]);
+    refused(&half, WeightGradient::Accumulated(DType::F32), &["main_grad", "f32", "bf16"]);
 }

@@ -110,7 +110,7 @@ fn what_is_not_well_formed_is_refused() {
     let mut shapes = Draft::new(0, 1);
     let (x, y) = (shapes.buffer("x", 1, BufferRole::Input), shapes.buffer("y", 2, BufferRole::Output));
     shapes.push(COMPUTE, None, "copy", Op::Cast { src: x, dst: y });
-    assert!(refused(shapes.0).contains("`y` must be F64 [1, 1], not F64 [2, 1]"));
+    assert!(refused(shapes.0).contains("`y` must be f64 [1, 1], not f64 [2, 1]"));
 
     assert!(refused(Draft::new(0, 3).0).contains("rank 0 of 3"));
 }
@@ -126,7 +126,7 @@ fn bindings_are_checked() {
     for (name, shape, reason) in [
         ("z", [2, 1], "no input or output"),
         ("hidden", [2, 1], "no input or output"),
-        ("x", [3, 1], "must be F64 [2, 1], not F64 [3, 1]"),
+        ("x", [3, 1], "must be f64 [2, 1], not f64 [3, 1]"),
     ] {
         let error = rank.bind(name, buffer(&shape, DType::F64, &vec![0.0; shape[0]])).unwrap_err();
         assert!(error.to_string().contains(reason), "{error}");
