@@ -541,7 +541,7 @@ fn attention_is_prepared_once_and_run_on_other_tensors() {
     refused(attention.bind("q", &buffers[1..]).unwrap_err(), "2 ranks, of which 3");
     refused(attention.bind("weight", &buffers).unwrap_err(), "not an input");
     refused(attention.bind("out", &buffers).unwrap_err(), "not an input");
-    refused(attention.bind("lse", &buffers).unwrap_err(), "no input");
+    refused(attention.bind("lse", &buffers).unwrap_err(), "not an input");
     refused(attention.bind("k", &buffers).unwrap_err(), "k");
     let mut forward = PreparedAttention::new(&machine, &problem(Pass::Forward), &run, of_ranks).unwrap();
     refused(forward.backward(&machine).unwrap_err(), "forward alone");
