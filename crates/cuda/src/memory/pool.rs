@@ -32,17 +32,48 @@ pub(crate) struct Block {
 
 /// Blocks of one world on one device that nobody has.
 #[derive(Debug, Default)]
-pub(crate) struct MemoryPool(Mutex<Blocks>);
+pub(crate) struct MemoryPool(Mutex<Blocks<Arc<Point>>>);
 
-#[derive(Debug, Default)]
-struct Blocks {
+/// The pool's bookkeeping, which needs no device: `P` is a point of a stream.
+#[derive(Debug)]
+struct Blocks<P> {
     free: BTreeMap<(PoolMemory, usize), Vec<u64>>,
     /// Given back since anyone looked at the streams.
     dropped: Vec<Block>,
     /// Given back before these points of streams.
-    pending: Vec<(Vec<Arc<Point>>, Vec<Block>)>,
+    pending: Vec<(Vec<P>, Vec<Block>)>,
     /// First bytes of blocks that other processes have open, until the world ends.
     exported: BTreeSet<u64>,
+}
+
+/// What memory that is given back waits for.
+trait StreamPoints {
+    /// Where a stream stood.
+    type Point;
+
+    /// Where all streams stand now. `None` while one of them captures: nothing that is marked there would ever be passed.
+    fn now(&self) -> Result<Option<Vec<Self::Point>>, CudaError>;
+
+    /// Whether a stream has done all that it had been given then.
+    fn is_passed(&self, point: &Self::Point) -> Result<bool, CudaError>;
+}
+
+/// Those of a device, whose context is current.
+struct DevicePoints<'a> {
+    driver: &'a Driver,
+    ends: &'a StreamEnds,
+}
+
+impl StreamPoints for DevicePoints<'_> {
+    type Point = Arc<Point>;
+
+    fn now(&self) -> Result<Option<Vec<Arc<Point>>>, CudaError> {
+        self.ends.now(self.driver)
+    }
+
+    fn is_passed(&self, point: &Arc<Point>) -> Result<bool, CudaError> {
+        point.is_passed(self.driver)
+    }
 }
 
 /// The streams of a device, so that memory may wait for all of them.
@@ -178,7 +209,7 @@ impl MemoryPool {
         if let Some(block) = blocks.fitting(memory, bytes) {
             return Ok(Some(block));
         }
-        blocks.sweep(driver, ends)?;
+        blocks.sweep(&DevicePoints { driver, ends })?;
         Ok(blocks.fitting(memory, bytes))
     }
 
@@ -233,14 +264,20 @@ impl MemoryPool {
     }
 }
 
-impl Blocks {
+impl<P> Default for Blocks<P> {
+    fn default() -> Self {
+        Self { free: BTreeMap::new(), dropped: Vec::new(), pending: Vec::new(), exported: BTreeSet::new() }
+    }
+}
+
+impl<P> Blocks<P> {
     fn is_empty(&self) -> bool {
         self.free.is_empty() && self.dropped.is_empty() && self.pending.is_empty()
     }
 
-    /// The smallest free block that is long enough, and no more than a quarter too long.
+    /// The smallest free block that is long enough, and no more than a quarter too long or else what would be made.
     fn fitting(&mut self, memory: PoolMemory, bytes: usize) -> Option<Block> {
-        let most = bytes.saturating_add(bytes / 4).max(SMALLEST);
+        let most = bytes.saturating_add(bytes / 4).max(block_bytes(bytes));
         let (&(_, bytes), addresses) = self.free.range_mut((memory, bytes)..=(memory, most)).next()?;
         let address = addresses.pop()?;
         if addresses.is_empty() {
@@ -250,9 +287,9 @@ impl Blocks {
     }
 
     /// Frees what all streams have passed.
-    fn sweep(&mut self, driver: &Driver, ends: &StreamEnds) -> Result<(), CudaError> {
+    fn sweep(&mut self, streams: &impl StreamPoints<Point = P>) -> Result<(), CudaError> {
         if !self.dropped.is_empty()
-            && let Some(points) = ends.now(driver)?
+            && let Some(points) = streams.now()?
         {
             let blocks = std::mem::take(&mut self.dropped);
             self.pending.push((points, blocks));
@@ -260,7 +297,7 @@ impl Blocks {
         // A stream that stands still holds up what was given back before it stood still, and nothing else.
         for (mut points, blocks) in std::mem::take(&mut self.pending) {
             while let Some(point) = points.last()
-                && point.is_passed(driver)?
+                && streams.is_passed(point)?
             {
                 points.pop();
             }
@@ -292,35 +329,4 @@ pub(super) fn block_bytes(bytes: usize) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_are_a_sixteenth_longer_at_most() {
-        for bytes in [1, 511, 512, 513, 4097, 70_000, 1 << 20, (1 << 20) + 1, 123_456_789, 1 << 33] {
-            let block = block_bytes(bytes);
-            assert!(block >= bytes && block - bytes < SMALLEST.max(bytes / 16 + 1), "{bytes} {block}");
-            assert_eq!(block_bytes(block), block);
-        }
-    }
-
-    #[test]
-    fn a_block_is_lent_again_to_what_it_fits() {
-        let mut blocks = Blocks::default();
-        let block = |memory, address, bytes| Block { memory, address, bytes };
-        for (memory, address, bytes) in [
-            (PoolMemory::Device, 1, 1024),
-            (PoolMemory::Device, 2, 1280),
-            (PoolMemory::Device, 3, 4096),
-            (PoolMemory::Host, 4, 1024),
-        ] {
-            blocks.put(block(memory, address, bytes));
-        }
-        assert_eq!(blocks.fitting(PoolMemory::Device, 1025), Some(block(PoolMemory::Device, 2, 1280)));
-        assert_eq!(blocks.fitting(PoolMemory::Device, 1025), None);
-        assert_eq!(blocks.fitting(PoolMemory::Device, 1000), Some(block(PoolMemory::Device, 1, 1024)));
-        assert_eq!(blocks.fitting(PoolMemory::Host, 1), None);
-        assert_eq!(blocks.fitting(PoolMemory::Host, 1000), Some(block(PoolMemory::Host, 4, 1024)));
-        assert!(blocks.fitting(PoolMemory::Device, 3300).is_some() && blocks.is_empty());
-    }
-}
+mod tests;

@@ -1,0 +1,202 @@
+//! The pool over streams that no device has.
+
+use std::cell::RefCell;
+
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use super::*;
+
+#[test]
+fn blocks_are_a_sixteenth_longer_at_most() {
+    for bytes in [1, 511, 512, 513, 4097, 70_000, 1 << 20, (1 << 20) + 1, 123_456_789, 1 << 33] {
+        let block = block_bytes(bytes);
+        assert!(block >= bytes && block - bytes < SMALLEST.max(bytes / 16 + 1), "{bytes} {block}");
+        assert_eq!(block_bytes(block), block);
+    }
+}
+
+#[test]
+fn a_block_is_lent_again_to_what_it_fits() {
+    let mut blocks = Blocks::<u64>::default();
+    let block = |memory, address, bytes| Block { memory, address, bytes };
+    for (memory, address, bytes) in [
+        (PoolMemory::Device, 1, 1024),
+        (PoolMemory::Device, 2, 1280),
+        (PoolMemory::Device, 3, 4096),
+        (PoolMemory::Host, 4, 1024),
+    ] {
+        blocks.put(block(memory, address, bytes));
+    }
+    assert_eq!(blocks.fitting(PoolMemory::Device, 1025), Some(block(PoolMemory::Device, 2, 1280)));
+    assert_eq!(blocks.fitting(PoolMemory::Device, 1025), None);
+    assert_eq!(blocks.fitting(PoolMemory::Device, 1000), Some(block(PoolMemory::Device, 1, 1024)));
+    assert_eq!(blocks.fitting(PoolMemory::Host, 1), None);
+    assert_eq!(blocks.fitting(PoolMemory::Host, 1000), Some(block(PoolMemory::Host, 4, 1024)));
+    assert!(blocks.fitting(PoolMemory::Device, 3300).is_some() && blocks.is_empty());
+}
+
+/// Otherwise every ask of this length allocates, however much has been given back.
+#[test]
+fn what_is_made_for_a_length_serves_that_length_again() {
+    let mut blocks = Blocks::<u64>::default();
+    for bytes in (1..20_000).chain((1 << 20)..(1 << 20) + 5000) {
+        let made = Block { memory: PoolMemory::Device, address: 7, bytes: block_bytes(bytes) };
+        blocks.put(made);
+        assert_eq!(blocks.fitting(PoolMemory::Device, bytes), Some(made), "{bytes} bytes");
+    }
+}
+
+/// Streams that do what they are given when the test says so.
+#[derive(Default)]
+struct FakeStreams(RefCell<Vec<FakeStream>>);
+
+#[derive(Clone, Copy, Default)]
+struct FakeStream {
+    given: u64,
+    done: u64,
+    captures: bool,
+}
+
+impl FakeStreams {
+    fn is_done(&self, (stream, number): (usize, u64)) -> bool {
+        self.0.borrow()[stream].done >= number
+    }
+
+    /// One thing more on a stream.
+    fn give(&self, stream: usize) -> (usize, u64) {
+        let given = &mut self.0.borrow_mut()[stream].given;
+        *given += 1;
+        (stream, *given)
+    }
+}
+
+impl StreamPoints for FakeStreams {
+    type Point = (usize, u64);
+
+    fn now(&self) -> Result<Option<Vec<(usize, u64)>>, CudaError> {
+        let streams = self.0.borrow();
+        let captures = streams.iter().any(|stream| stream.captures);
+        let points = streams.iter().enumerate().map(|(stream, FakeStream { given, .. })| (stream, *given));
+        Ok((!captures).then(|| points.collect()))
+    }
+
+    fn is_passed(&self, point: &(usize, u64)) -> Result<bool, CudaError> {
+        Ok(self.is_done(*point))
+    }
+}
+
+/// A pool of a device that never runs out.
+#[derive(Default)]
+struct FakeDevice {
+    streams: FakeStreams,
+    blocks: Blocks<(usize, u64)>,
+    /// Blocks that were made.
+    made: usize,
+    /// What was enqueued with blocks, each until it is done.
+    uses: Vec<(u64, (usize, u64))>,
+}
+
+impl FakeDevice {
+    fn new(streams: usize) -> Self {
+        Self { streams: FakeStreams(RefCell::new(vec![FakeStream::default(); streams])), ..Self::default() }
+    }
+
+    fn take(&mut self, memory: PoolMemory, bytes: usize) -> Block {
+        let mut found = self.blocks.fitting(memory, bytes);
+        if found.is_none() {
+            self.blocks.sweep(&self.streams).unwrap();
+            found = self.blocks.fitting(memory, bytes);
+        }
+        let block = found.unwrap_or_else(|| {
+            self.made += 1;
+            Block { memory, address: self.made as u64, bytes: block_bytes(bytes) }
+        });
+        assert!(block.bytes >= bytes && block.memory == memory);
+        let streams = &self.streams;
+        self.uses.retain(|(_, work)| !streams.is_done(*work));
+        assert!(
+            self.uses.iter().all(|(address, _)| *address != block.address),
+            "block {} is still in use",
+            block.address
+        );
+        block
+    }
+
+    fn enqueue(&mut self, stream: usize, block: Block) {
+        let work = self.streams.give(stream);
+        self.uses.push((block.address, work));
+    }
+}
+
+/// What a group does with masks of seven sizes: a mask's tables and tensors come, are used on two streams, stay for a while, and go in
+/// another order, while the device is up to eight masks behind.
+#[test]
+fn masks_of_known_sizes_make_nothing_new() {
+    const PERIOD: usize = 5 * 7 * 8;
+    let mut device = FakeDevice::new(2);
+    let mut kept: Vec<Vec<Block>> = Vec::new();
+    let mut made = Vec::new();
+    for number in 0..40 * PERIOD {
+        let rows = 256 * (1 + number * 5 % 7);
+        let lengths =
+            [rows * 2048, rows * 32, rows / 128 * 20, rows / 64 * 12 + 4, 12, rows / 3, rows / 2 + 1];
+        let mut blocks: Vec<Block> =
+            lengths.iter().map(|bytes| device.take(PoolMemory::Device, *bytes)).collect();
+        blocks.push(device.take(PoolMemory::Host, rows / 2 + 1));
+        for (at, block) in blocks.iter().enumerate() {
+            device.enqueue(at % 2, *block);
+        }
+        kept.push(blocks);
+        if kept.len() > 5 {
+            device.blocks.dropped.extend(kept.swap_remove(number * 3 % 5));
+        }
+        if number.is_multiple_of(8) {
+            device.streams.0.borrow_mut().iter_mut().for_each(|stream| stream.done = stream.given);
+        }
+        if number.is_multiple_of(PERIOD) {
+            made.push(device.made);
+        }
+    }
+    assert!(made[2..].iter().all(|count| *count == made[2]), "{made:?}");
+}
+
+/// Whatever comes and goes: no block is lent that something enqueued uses, and no more blocks are made than the most that were in use at
+/// once, of each size.
+#[test]
+fn a_block_is_lent_behind_what_uses_it() {
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    const LENGTHS: [usize; 9] = [1, 513, 700, 1025, 1228, 1537, 5000, 70_000, 1 << 20];
+    let mut device = FakeDevice::new(4);
+    let mut held: Vec<Block> = Vec::new();
+    for _ in 0..20_000 {
+        match rng.random_range(0..6) {
+            0 | 1 if held.len() < 40 => {
+                let memory = if rng.random_bool(0.3) { PoolMemory::Host } else { PoolMemory::Device };
+                let block = device.take(memory, LENGTHS[rng.random_range(0..LENGTHS.len())]);
+                held.push(block);
+            }
+            2 if !held.is_empty() => {
+                let block = held[rng.random_range(0..held.len())];
+                device.enqueue(rng.random_range(0..4), block);
+            }
+            3 if !held.is_empty() => {
+                let at = rng.random_range(0..held.len());
+                device.blocks.dropped.push(held.swap_remove(at));
+            }
+            4 => {
+                let stream = &mut device.streams.0.borrow_mut()[rng.random_range(0..4)];
+                stream.done = rng.random_range(stream.done..=stream.given);
+            }
+            _ => {
+                let stream = &mut device.streams.0.borrow_mut()[rng.random_range(0..4)];
+                // Captures are short, and what is enqueued meanwhile is no work.
+                stream.captures = !stream.captures && rng.random_bool(0.1);
+            }
+        }
+    }
+    // At most 40 are held; the rest are on their way. Growth without end would make thousands.
+    assert!(device.made < 1500, "{} blocks were made", device.made);
+}
