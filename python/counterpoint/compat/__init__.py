@@ -1,0 +1,1 @@
+"""Faces of other libraries over this engine: code that was written for them changes an import."""

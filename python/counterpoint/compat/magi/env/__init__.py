@@ -1,0 +1,5 @@
+"""Environment variables of MagiAttention."""
+
+from counterpoint.compat.magi.env import build, comm, general
+
+__all__ = ["build", "comm", "general"]
