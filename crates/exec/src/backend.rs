@@ -332,6 +332,10 @@ pub trait Backend: Clone + Send + Sync {
     /// The first error of the run.
     fn synchronize(&self, streams: &[&Self::Stream]) -> Result<(), ExecError>;
 
+    /// Sleeps until nothing runs on these streams any more, also where the world has failed, for the world's limit at most. Whether it
+    /// came to that: from then on no call uses its tensors.
+    fn drain(&self, streams: &[&Self::Stream]) -> bool;
+
     /// The spans that a stream measured since they were last taken; `stream` is the index that they get. The stream must
     /// be synchronised.
     ///

@@ -370,6 +370,11 @@ impl Backend for CudaBackend {
         checked.map_err(|error| self.fail(error))
     }
 
+    fn drain(&self, streams: &[&CudaStream]) -> bool {
+        let began = Instant::now();
+        streams.iter().all(|stream| self.becomes_idle(stream, began))
+    }
+
     fn take_spans(&self, stream: &CudaStream, index: usize) -> Result<Vec<Span>, ExecError> {
         let Some(clock) = lock(&self.0.run).clone() else { return Ok(Vec::new()) };
         let spans = stream.take_spans(self.0.rank, index, &clock);

@@ -49,6 +49,18 @@ impl CudaBackend {
         }
     }
 
+    /// Waits until `stream` is idle, also where the world has failed, for `limit` at most. Whether it is: a device that has failed runs
+    /// nothing any more.
+    pub(super) fn becomes_idle(&self, stream: &CudaStream, began: Instant) -> bool {
+        while matches!(stream.queue().is_idle(), Ok(false)) {
+            if began.elapsed() > self.0.world.config().limit {
+                return false;
+            }
+            thread::sleep(PAUSE);
+        }
+        true
+    }
+
     /// Has the end of every run ask whether a wait inside a kernel gave up.
     pub(crate) fn watch(&self, label: String, waits: CtaWaits) {
         lock(&self.0.waits).push((label, waits));

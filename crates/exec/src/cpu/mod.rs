@@ -357,6 +357,11 @@ impl Backend for CpuBackend {
         streams.iter().try_for_each(|stream| stream.synchronize())
     }
 
+    fn drain(&self, streams: &[&CpuStream]) -> bool {
+        let deadline = self.world.deadline();
+        streams.iter().all(|stream| stream.drain(deadline))
+    }
+
     fn take_spans(&self, stream: &CpuStream, index: usize) -> Result<Vec<Span>, ExecError> {
         let origin = lock(&self.run).as_ref().map(|run| run.origin);
         Ok(origin.map_or_else(Vec::new, |origin| stream.take_spans(origin, index)))

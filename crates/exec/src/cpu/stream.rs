@@ -118,6 +118,13 @@ impl CpuStream {
         shared.world.wait_while_moving(shared.rank, place, &shared.queued, |q| q.done >= target, awaited)
     }
 
+    /// Sleeps until everything that was pushed before has finished or was left out after a failure. Whether it has by `deadline`.
+    pub(crate) fn drain(&self, deadline: Instant) -> bool {
+        let target = self.shared.queued.peek(|queued| queued.given);
+        let finished = |queued: &mut Queued| (queued.done >= target).then_some(());
+        self.shared.queued.wait_until(deadline, || false, finished).is_some()
+    }
+
     /// Spans measured since the last call, in seconds since `origin`.
     pub(crate) fn take_spans(&self, origin: Instant, stream: usize) -> Vec<Span> {
         let seconds = |at: Instant| at.saturating_duration_since(origin).as_secs_f64();

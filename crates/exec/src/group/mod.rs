@@ -145,9 +145,20 @@ impl<M: Machine> Group<M> {
     /// Ends the group, collectively: returns once all calls of all ranks have ended. From then on it takes no calls. Dropping a group
     /// without it waits for no one; calls that other ranks make then fail when they need this one.
     ///
+    /// A group that has failed is left by this rank alone: what runs here ends first, for the limit at most, so that another
+    /// group may take the same tensors.
+    ///
     /// # Errors
     /// The first error of any rank; [`ExecError::Stalled`] with the rank that does not close within the limit.
     pub fn close(&self) -> Result<(), ExecError> {
+        self.end_together().inspect_err(|_| {
+            self.ranks.iter().for_each(|rank| {
+                rank.drain();
+            });
+        })
+    }
+
+    fn end_together(&self) -> Result<(), ExecError> {
         let last = self.prepare(|rank| end::program(rank, self.world_size), None)?;
         let tensors = last.iter().map(end::tensors).collect::<Result<Vec<_>, _>>()?;
         let calls = last.iter().zip(&tensors).map(|(rank, tensors)| Call::new(rank, tensors, None));

@@ -129,6 +129,12 @@ impl<B: Backend, T: Transport<B>> GroupRank<B, T> {
         self.backend.synchronize(&streams.iter().map(|stream| &**stream).collect::<Vec<_>>())
     }
 
+    /// Sleeps until no call uses its tensors any more, also in a failed group, for the group's limit at most. Whether it came to that.
+    pub fn drain(&self) -> bool {
+        let streams: Vec<_> = lock(&self.shared).streams.iter().map(|shared| shared.stream.clone()).collect();
+        self.backend.drain(&streams.iter().map(|stream| &**stream).collect::<Vec<_>>())
+    }
+
     pub(crate) fn order(&self) -> MutexGuard<'_, CallOrder<B>> {
         lock(&self.order)
     }

@@ -1,17 +1,21 @@
 //! Groups: calls on tensors of the caller, many in flight, in its memory; what is refused; ends.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use counterpoint_exec::{
-    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Communicator,
-    CpuBackend, CpuBuffer, CpuMachine, ExecError, ForwardTensors, Group, HostTensor, HostView, Machine, Pass,
-    RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig, run_attention,
+    AttentionCalls, AttentionInputs, AttentionOutputs, Backend, BackwardTensors, BufferAccess, Call,
+    Communicator, CpuBackend, CpuBuffer, CpuMachine, CpuUserPart, ExecError, ForwardTensors, Group,
+    HostTensor, HostView, Machine, Pass, RanksRun, RunConfig, TcpLoopback, Ticket, WorldConfig,
+    run_attention,
 };
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, GroupPart, Plan, PlanConfig};
-use counterpoint_schedule::{OverlapPolicy, StreamKind};
+use counterpoint_schedule::{
+    BufferId, BufferRole, BufferSpec, Op, OverlapPolicy, Program, ProgramOp, StreamId, StreamKind,
+    StreamSpec, UserKernel, UserPart,
+};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
@@ -383,6 +387,53 @@ fn plans_that_differ_are_found_in_the_first_call_and_the_difference_is_named() {
         words.iter().for_each(|word| assert!(text.contains(word), "{word} in {text}"));
         assert_eq!(group.poll(), Err(error));
         drop(tickets);
+    }
+}
+
+/// Leaving a failed group waits for the operation that was running, so that the next group may write the same tensors.
+#[test]
+fn a_failed_group_is_left_when_nothing_uses_its_tensors() {
+    let (began, begins) = mpsc::channel();
+    let slow = move |mut part: CpuUserPart<'_>| {
+        began.send(()).unwrap();
+        std::thread::sleep(Duration::from_millis(200));
+        part.writes[0].as_mut_slice::<f32>().unwrap().fill(1.0);
+    };
+    let machine = CpuMachine::new(0, None).unwrap().with_kernel("slow", slow);
+    let y = CpuBuffer::new(0, "y", HostTensor::zeros(vec![4, 1], DType::F32));
+    for _ in 0..3 {
+        let group = Group::connect(&machine, 1, WorldConfig::default()).unwrap();
+        let prepared = group.prepare(|_| writes_y("slow"), None).unwrap();
+        let ticket = Call::new(&prepared[0], &[("y", y.clone())], None).unwrap().enqueue().unwrap();
+        begins.recv_timeout(Duration::from_secs(30)).unwrap();
+        let given_up = group.fail("enough");
+        assert_eq!(ticket.wait(), Err(given_up.clone()));
+        assert_eq!(group.close(), Err(given_up));
+        assert_eq!(y.tensor().unwrap().to_f64(), [1.0; 4]);
+    }
+}
+
+/// A Program of one kernel of the caller's, which writes `y [4, 1]`.
+fn writes_y(kernel: &str) -> Program {
+    let parts = vec![UserPart { reads: Vec::new(), writes: vec![BufferId(0)] }];
+    let op = Op::UserKernel(UserKernel { kernel: kernel.to_owned(), parts, signal: None });
+    Program {
+        name: kernel.to_owned(),
+        rank: 0,
+        world_size: 1,
+        streams: vec![StreamSpec { name: "compute".to_owned(), kind: StreamKind::Compute }],
+        buffers: vec![BufferSpec {
+            name: "y".to_owned(),
+            dtype: DType::F32,
+            shape: vec![4, 1],
+            role: BufferRole::Output,
+        }],
+        slots: Vec::new(),
+        num_events: 0,
+        num_barriers: 0,
+        num_signals: 0,
+        policy: OverlapPolicy::default(),
+        ops: vec![ProgramOp { stream: StreamId(0), stage: None, label: kernel.to_owned(), op }],
     }
 }
 
