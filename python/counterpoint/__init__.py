@@ -25,11 +25,13 @@ from counterpoint.errors import (
 )
 
 if TYPE_CHECKING:
+    from counterpoint.batch import Batch
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
     from counterpoint.plan import Plan, profile
 
 _LATER = {
+    "Batch": "counterpoint.batch",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
@@ -38,6 +40,7 @@ _LATER = {
 }
 
 __all__ = [
+    "Batch",
     "DeviceError",
     "Error",
     "InternalError",

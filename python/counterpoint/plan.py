@@ -7,6 +7,7 @@ import html
 import itertools
 import json
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -144,6 +145,27 @@ def of_handle(handle: int) -> Plan:
     return plan
 
 
+# (thread, plan) of every `Plan.active` that has been entered. Not a context variable: the threads of backwards, which recompute
+# layers, have contexts of their own.
+_active: list[tuple[int, Plan]] = []
+_active_lock = threading.Lock()
+
+
+def active_plan() -> Plan | None:
+    """The plan of the innermost `Plan.active` of this thread, or, in a thread without, of the one that has any."""
+    if not _active:
+        return None
+    with _active_lock:
+        here = [plan for thread, plan in _active if thread == threading.get_ident()]
+        if here:
+            return here[-1]
+        if len({thread for thread, _ in _active}) > 1:
+            raise PlanError(
+                "several threads have active plans, and this thread none: pass the plan to the model as counterpoint=plan"
+            )
+        return _active[-1][1] if _active else None
+
+
 class Plan:
     """A mask planned for the ranks of a group; made by `Group.plan`.
 
@@ -161,6 +183,10 @@ class Plan:
         self._measured: dict[bool, Timeline] = {}
         self._indices: dict[tuple[Role, bool, str], Any] = {}
         self._on: dict[Any, Plan] = {}
+        # What the transformers hook keeps: masks of sliding windows, and whether the mask is that of a batch's documents.
+        self._windows: dict[int, Mask] = {}
+        self._layers: dict[Any, Plan] = {}
+        self._is_of_documents = False
         self._handle = next(_handles)
         _plans[self._handle] = self
 
@@ -188,6 +214,15 @@ class Plan:
     def mask(self) -> Mask:
         """The mask, with the rows of padding that `even=True` adds."""
         return self._solution.mask
+
+    @property
+    def _given_mask(self) -> Mask:
+        """The mask without the rows of padding that `even=True` adds."""
+        mask = self.mask
+        if (mask.seqlen_q, mask.seqlen_k) == self._tokens:
+            return mask
+        q, k, types = zip(*mask.slices, strict=True) if mask.slices else ((), (), ())
+        return Mask.from_slices(list(q), list(k), list(types), seqlen_q=self._tokens[0], seqlen_k=self._tokens[1])
 
     @property
     def chunk(self) -> int:
@@ -296,6 +331,21 @@ class Plan:
         if key not in self._on:
             self._on[key] = self.group.plan(mask, **{**self._arguments, **changes, "on": self})
         return self._on[key]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[Plan]:
+        """Inside it, attention layers that were given no plan take this one: for models that do not pass keywords on.
+
+        Backwards that recompute layers must lie inside of it too; `counterpoint=plan` as a keyword has no such rule.
+        """
+        entry = (threading.get_ident(), self)
+        with _active_lock:
+            _active.append(entry)
+        try:
+            yield self
+        finally:
+            with _active_lock:
+                del _active[len(_active) - 1 - _active[::-1].index(entry)]
 
     def summary(self) -> PlanSummary:
         """The plan in figures."""
