@@ -69,6 +69,8 @@ for example in examples/*/; do
     # Built with the tests.
     step "${CARGO_TARGET_DIR:-target}/debug/examples/$(basename "$example")"
 done
+# With a real PyTorch, which it installs below target/.
+step python/test.sh
 RUSTDOCFLAGS="-D warnings" step cargo doc --workspace --no-deps --locked --quiet
 printf '%s\n' "${times[@]}"
 echo "== all of it passed"

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from counterpoint.functional import attention, flex_attention
     from counterpoint.group import LocalGroup
     from counterpoint.plan import Plan, profile
+    from counterpoint.processes import Group
 
 _LATER = {
     "Batch": "counterpoint.batch",
+    "Group": "counterpoint.processes",
     "LocalGroup": "counterpoint.group",
     "Plan": "counterpoint.plan",
     "attention": "counterpoint.functional",
@@ -43,6 +45,7 @@ __all__ = [
     "Batch",
     "DeviceError",
     "Error",
+    "Group",
     "InternalError",
     "LocalGroup",
     "Mask",

@@ -9,13 +9,14 @@ from typing import Any
 class Error(RuntimeError):
     """Any error of counterpoint.
 
-    `rank` is the rank in its group that met it, `global_rank` the same rank among all processes, and `peer` the other rank
-    that it concerns, as far as they are known.
+    `rank` is the rank in its group that met it, and `peer` the other rank that it concerns; `global_rank` and `global_peer` are
+    the same ranks among all processes. None where it is not known.
     """
 
     rank: int | None = None
     global_rank: int | None = None
     peer: int | None = None
+    global_peer: int | None = None
 
 
 class MaskError(Error, ValueError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,8 +41,9 @@ class _Group:
     _global_ranks: tuple[int, ...]
     device: Any
 
-    def __init__(self, *, nodes: int) -> None:
+    def __init__(self, *, nodes: int, profile: str | os.PathLike[str] | None = None) -> None:
         self._nodes = nodes
+        self._profile = None if profile is None else _read_profile(profile)
         self._prefetched: dict[Any, Future[Plan]] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
@@ -171,16 +174,23 @@ class _Group:
             stages=given["stages"],
             queries=given["queries"],
             ranks_per_node=self.size // self._nodes,
+            profile=self._profile,
             on=None if on is None else on._solution,
         )
         settings = Settings(given["overlap"], _deterministic(given["deterministic"]), given["sink_grad"])
         return Plan(solution, given, settings, tokens)._bound_to(self)
 
+    def check(self) -> None:
+        """Raises the group's first error, as far as it is known here. Never waits."""
+        with self._named_errors():
+            self._native.check()
+
     def close(self) -> None:
-        """Leaves the group; calls from now on are errors. At the end of the process it happens by itself."""
+        """Leaves the group, once all its ranks do. Calls from now on are errors. Happens by itself at the end of the process."""
         if self._planner is not None:
             self._planner.shutdown(wait=False, cancel_futures=True)
-        self._native.close()
+        with self._named_errors():
+            self._native.close()
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -201,12 +211,13 @@ class _Group:
         try:
             yield
         except Error as error:
-            named = error.rank if error.rank is not None else (self.rank if self._native.rank is not None else None)
-            if named is not None and named < len(self._global_ranks) and error.global_rank is None:
-                error.rank, error.global_rank = named, self._global_ranks[named]
-                if self._global_ranks != tuple(range(len(self._global_ranks))):
-                    ranks = ", ".join(f"rank {rank} is {known}" for rank, known in enumerate(self._global_ranks[:16]))
-                    error.args = (f"{error} (ranks of the group; among all processes {ranks})",)
+            own = self._native.rank
+            if error.global_rank is None and own is not None:
+                error.rank = own if error.rank is None else error.rank
+                error.global_rank = self._global_ranks[error.rank]
+                if error.peer is not None:
+                    error.global_peer = self._global_ranks[error.peer]
+                error.args = (_with_global_ranks(str(error), self._global_ranks),)
             raise
 
     def __repr__(self) -> str:
@@ -226,6 +237,28 @@ def _key(mask: Mask, arguments: dict[str, Any]) -> Any:
     if values["on"] is not None:
         values["on"] = values["on"].handle
     return (mask, tuple(sorted((name, repr(value)) for name, value in values.items())))
+
+
+_RANKS = re.compile(r"\branks? (\d+(?:, \d+)*(?: and \d+)?)")
+
+
+def _with_global_ranks(message: str, global_ranks: tuple[int, ...]) -> str:
+    """A sentence about ranks of a group, with their numbers among all processes where those are others."""
+    if global_ranks == tuple(range(len(global_ranks))):
+        return message
+    found = {int(number) for ranks in _RANKS.findall(message) for number in re.findall(r"\d+", ranks)}
+    named = [
+        f"rank {rank} of the group is global rank {global_ranks[rank]}" for rank in sorted(found) if rank < len(global_ranks)
+    ]
+    return f"{message} ({', '.join(named)})" if named else message
+
+
+def _read_profile(path: str | os.PathLike[str]) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"profile {os.fspath(path)!r} cannot be read: {error}") from None
 
 
 def _heads(heads: int | tuple[int, int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ use crate::remote_ranks::RemoteRanks;
 use crate::{ExecError, OpPlace, Stall};
 
 /// How ranks that are threads of this process run.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct WorldConfig {
     /// Limit of every wait. A wait lasts as long as whatever is awaited, so the limit must be above the longest single
     /// operation, computation included.
@@ -22,13 +22,20 @@ pub struct WorldConfig {
     pub poison: bool,
     /// Faults to inject; a test tool.
     pub faults: Vec<FaultInjection>,
+    /// Asked about ten times a second by a thread of the caller's that waits for a rank here: a reason to end the group, such as
+    /// that its user has interrupted the program.
+    pub interrupted: fn() -> Option<String>,
 }
 
 impl Default for WorldConfig {
     fn default() -> Self {
-        Self { limit: Duration::from_secs(60), poison: cfg!(debug_assertions), faults: Vec::new() }
+        let (limit, poison) = (Duration::from_secs(60), cfg!(debug_assertions));
+        Self { limit, poison, faults: Vec::new(), interrupted: || None }
     }
 }
+
+/// Between two questions whether the caller is interrupted.
+const ATTENTION: Duration = Duration::from_millis(100);
 
 /// What ranks that are threads share: one place for the first error, and who is doing what right now. Every wait goes
 /// through it. The first error wins: it wakes every waiter, and from then on every call gives that error.
@@ -168,16 +175,40 @@ impl World {
         let began = Instant::now();
         // Waits inside operations report better than this one can, so they come first.
         let limit = self.config.limit.saturating_add(self.config.limit / 16);
+        let mut asked = began;
         loop {
             let progress = self.last_progress().max(began);
-            match self.wait(monitor, after(progress, limit), |value| reached(value).then_some(())) {
+            let deadline = after(progress, limit);
+            let pause = deadline.min(Instant::now() + ATTENTION);
+            match self.wait(monitor, pause, |value| reached(value).then_some(())) {
                 Ok(()) => return self.check(),
                 Err(WaitEnd::Failed(error)) => return Err(error),
-                Err(WaitEnd::Limit) if self.last_progress().max(began) > progress => {}
+                Err(WaitEnd::Limit)
+                    if Instant::now() < deadline || self.last_progress().max(began) > progress =>
+                {
+                    self.attend(rank, &mut asked)?;
+                }
                 Err(WaitEnd::Limit) => {
                     return Err(self.fail(self.stalled(rank, place.to_owned(), progress, awaited())));
                 }
             }
+        }
+    }
+
+    /// Ends the world where its caller is interrupted, whose thread waits for `rank`; looks ten times a second. `asked` is when it
+    /// has last looked, or began to wait.
+    ///
+    /// # Errors
+    /// The world's, which the interruption becomes.
+    pub fn attend(&self, rank: usize, asked: &mut Instant) -> Result<(), ExecError> {
+        let now = Instant::now();
+        if now < *asked + ATTENTION {
+            return Ok(());
+        }
+        *asked = now;
+        match (self.config.interrupted)() {
+            Some(reason) => Err(self.fail(ExecError::GaveUp { rank, reason })),
+            None => Ok(()),
         }
     }
 

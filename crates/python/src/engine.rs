@@ -43,8 +43,12 @@ pub(crate) trait Engine: Send + Sync {
         from: &Borrowed,
         to: &Borrowed,
     ) -> Result<(), ExecError>;
+    /// The first error, as far as it is known here.
+    fn poll(&self) -> Result<(), ExecError>;
     /// Ends the group for all ranks.
     fn fail(&self, reason: &str);
+    /// Returns once all ranks have called it and all calls have ended.
+    fn close(&self) -> Result<(), ExecError>;
 }
 
 /// Plans that stay prepared. Preparing one and letting go of it asks no other rank.
@@ -219,8 +223,17 @@ where
         Call::enqueue_ranks(calls)?.iter().try_for_each(Ticket::wait)
     }
 
+    fn poll(&self) -> Result<(), ExecError> {
+        self.group.poll()
+    }
+
     fn fail(&self, reason: &str) {
         self.group.fail(reason);
+    }
+
+    fn close(&self) -> Result<(), ExecError> {
+        let _one = self.calling.lock().unwrap_or_else(PoisonError::into_inner);
+        self.group.close()
     }
 }
 

@@ -3,12 +3,14 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use counterpoint_exec::ExecError;
+use counterpoint_exec::{ExecError, RendezvousError};
 use counterpoint_mask::MaskError;
 use counterpoint_plan::PlanError;
 use counterpoint_schedule::SimulateError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+use crate::interrupt;
 
 /// An error that has a class in `counterpoint.errors`.
 pub(crate) trait Raised: std::fmt::Display {
@@ -44,9 +46,11 @@ impl Raised for ExecError {
         match self {
             Self::Tensor { .. } => "TensorError",
             Self::Policy { .. } => "PolicyError",
-            Self::BadCollective { .. } | Self::CollectiveMismatch { .. } | Self::CollectiveOrder { .. } => {
-                "MismatchError"
-            }
+            Self::BadCollective { .. }
+            | Self::CollectiveMismatch { .. }
+            | Self::CollectiveOrder { .. }
+            | Self::PlanDiffers { .. }
+            | Self::Rendezvous(RendezvousError::Disagreement { .. }) => "MismatchError",
             Self::Stalled(_) => "StalledError",
             Self::RankPanicked { .. } | Self::Program { .. } | Self::DataRace { .. } => "InternalError",
             Self::OutOfMemory { .. } => "OutOfMemoryError",
@@ -62,16 +66,42 @@ impl Raised for ExecError {
             | Self::Program { rank, .. }
             | Self::BadCollective { rank, .. }
             | Self::RankPanicked { rank, .. }
+            | Self::Thread { rank, .. }
             | Self::Device { rank, .. } => vec![("rank", *rank as u64)],
-            Self::CollectiveMismatch { rank, peer, .. } | Self::CollectiveOrder { rank, peer, .. } => {
-                vec![("rank", *rank as u64), ("peer", *peer as u64)]
-            }
-            Self::OutOfMemory { needed, available, .. } => {
-                vec![("needed", *needed), ("available", *available)]
+            Self::CollectiveMismatch { rank, peer, .. }
+            | Self::CollectiveOrder { rank, peer, .. }
+            | Self::PlanDiffers { rank, peer, .. } => vec![("rank", *rank as u64), ("peer", *peer as u64)],
+            Self::Stalled(stall) => vec![("rank", stall.rank as u64), ("peer", stall.culprit as u64)],
+            Self::GaveUp { rank, .. } => vec![("peer", *rank as u64)],
+            Self::Rendezvous(error) => of_rendezvous(error),
+            Self::OutOfMemory { rank, needed, available } => {
+                let rank = rank.map(|rank| ("rank", rank as u64));
+                [("needed", *needed), ("available", *available)].into_iter().chain(rank).collect()
             }
             _ => Vec::new(),
         }
     }
+}
+
+/// Who met it, and whom it concerns.
+fn of_rendezvous(error: &RendezvousError) -> Vec<(&'static str, u64)> {
+    let (rank, peer) = match error {
+        RendezvousError::Lost { lost, rank, .. } => (Some(*rank), Some(*lost)),
+        RendezvousError::Connection { rank, peer, .. } => (Some(*rank), Some(*peer)),
+        RendezvousError::RankFailed { rank, .. } | RendezvousError::Unresponsive { rank, .. } => {
+            (None, Some(*rank))
+        }
+        RendezvousError::Absent { rank, missing, .. } => (Some(*rank), missing.first().copied()),
+        RendezvousError::Unreachable { rank, .. } => (Some(*rank), Some(0)),
+        RendezvousError::Refused { rank, .. }
+        | RendezvousError::AnotherJob { rank, .. }
+        | RendezvousError::Descriptors { rank, .. }
+        | RendezvousError::Unset { rank, .. }
+        | RendezvousError::Broken { rank, .. } => (Some(*rank), None),
+        _ => (None, None),
+    };
+    let named = |name: &'static str, rank: Option<usize>| rank.map(|rank| (name, rank as u64));
+    named("rank", rank).into_iter().chain(named("peer", peer)).collect()
 }
 
 /// The exception of `class` in `counterpoint.errors`.
@@ -96,14 +126,25 @@ where
     T: Send,
     E: Raised + Send,
 {
-    match py.detach(|| catch_unwind(AssertUnwindSafe(work))) {
-        Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => Err(raise(py, error.class(), &error.to_string(), &error.attributes())),
-        Err(panic) => {
-            let message = format!("this is a bug in counterpoint, please report it: {}", text(&*panic));
-            Err(raise(py, "InternalError", &message, &[]))
-        }
+    let result = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
+    if let Some(interruption) = interrupt::take() {
+        return Err(interruption);
     }
+    match result {
+        Ok(result) => result.map_err(|error| raised(py, &error)),
+        Err(panic) => Err(panicked(py, &*panic)),
+    }
+}
+
+/// An error as its exception.
+pub(crate) fn raised(py: Python<'_>, error: &impl Raised) -> PyErr {
+    raise(py, error.class(), &error.to_string(), &error.attributes())
+}
+
+/// A panic as its exception.
+pub(crate) fn panicked(py: Python<'_>, panic: &(dyn Any + Send)) -> PyErr {
+    let message = format!("this is a bug in counterpoint, please report it: {}", text(panic));
+    raise(py, "InternalError", &message, &[])
 }
 
 /// What a panic says.

@@ -7,6 +7,8 @@ mod borrow;
 mod engine;
 mod error;
 mod integers;
+mod interrupt;
+mod join;
 mod mask;
 mod ranks;
 mod row_program;

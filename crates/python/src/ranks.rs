@@ -3,13 +3,15 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use counterpoint_exec::{CpuMachine, ExecError, Group, SlowLink, WorldConfig};
+use counterpoint_exec::{CpuMachine, ExecError, Group, JoinConfig, SlowLink, WorldConfig};
 use counterpoint_schedule::OverlapPolicy;
 use pyo3::prelude::*;
 
 use crate::borrow::Borrowed;
 use crate::engine::{AttentionCall, Engine, Joined, Named};
 use crate::error::{engine, raise};
+use crate::interrupt::{self, interruptible};
+use crate::join::{self, PythonStore};
 use crate::row_program::RowCollective;
 use crate::solution::Solution;
 use crate::timeline::Timeline;
@@ -53,6 +55,25 @@ impl Ranks {
         };
         let group = engine(py, || Group::connect(&CpuMachine::new(0, slow_link)?, size, config(limit)))?;
         Ok(Self::with(None, size, Arc::new(Joined::new(group))))
+    }
+
+    /// This process as `rank` of `size` that are processes, which meet through `store`, a `torch.distributed.Store` of theirs alone.
+    /// `address` is one of rank 0's host at which all reach it. Collective.
+    #[staticmethod]
+    #[pyo3(signature = (store, rank, size, *, address, limit))]
+    fn join(
+        py: Python<'_>,
+        store: Py<PyAny>,
+        rank: usize,
+        size: usize,
+        address: &str,
+        limit: f64,
+    ) -> PyResult<Self> {
+        let (address, world) = (join::address(py, address)?, config(duration(py, limit)?));
+        let (store, _give_up) = PythonStore::new(store, rank, size);
+        let joined = move || Group::join(&store, rank, size, &JoinConfig { address, world });
+        let group = interruptible(py, joined)?;
+        Ok(Self::with(Some(rank), size, Arc::new(Joined::new(group))))
     }
 
     /// This process's rank; None where all are here.
@@ -129,16 +150,22 @@ impl Ranks {
         })
     }
 
-    /// Leaves the group. Calls from now on are errors.
-    fn close(&self, py: Python<'_>) {
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let forked = std::process::id() != self.process;
-        if forked {
+    /// Raises the group's first error, as far as it is known here; never waits.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        let ranks = self.engine(py)?;
+        engine(py, || ranks.poll())
+    }
+
+    /// Leaves the group, once all its ranks do. Calls from now on are errors.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let ranks = self.engine.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(ranks) = ranks else { return Ok(()) };
+        if std::process::id() != self.process {
             // Its threads are those of another process.
-            std::mem::forget(engine);
-        } else {
-            py.detach(|| drop(engine));
+            std::mem::forget(ranks);
+            return Ok(());
         }
+        engine(py, move || ranks.close())
     }
 
     /// Whether `close` was called.
@@ -174,7 +201,7 @@ impl Drop for Ranks {
 }
 
 fn config(limit: Duration) -> WorldConfig {
-    WorldConfig { limit, ..WorldConfig::default() }
+    WorldConfig { limit, interrupted: interrupt::reason, ..WorldConfig::default() }
 }
 
 fn duration(py: Python<'_>, seconds: f64) -> PyResult<Duration> {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use counterpoint_plan::{
-    AttentionSpec, DispatchAlgorithm, GradientShares, Plan, PlanConfig, PlanError, PlanSummary,
-    QueryExchange, StageCount, Topology,
+    AttentionSpec, DispatchAlgorithm, GradientShares, MachineProfile, Plan, PlanConfig, PlanError,
+    PlanSummary, QueryExchange, StageCount, Topology,
 };
 use counterpoint_report::{Figures, HtmlReport, MaskDrawing, Style, TimelinePair, plan_table};
 use counterpoint_schedule::{
@@ -54,7 +54,7 @@ impl Raised for serde_json::Error {
 impl Solution {
     /// Plans `mask` for ranks. `on` is another plan of the same ranks, whose dispatch is kept.
     #[new]
-    #[pyo3(signature = (mask, *, ranks, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, ranks_per_node, on))]
+    #[pyo3(signature = (mask, *, ranks, heads_q, heads_k, head_dim, head_dim_v, dtype, scale, softcap, sink_rows, chunk, dispatch, stages, queries, ranks_per_node, profile, on))]
     fn new(
         py: Python<'_>,
         mask: &Mask,
@@ -72,6 +72,7 @@ impl Solution {
         stages: &Bound<'_, PyAny>,
         queries: &str,
         ranks_per_node: usize,
+        profile: Option<&str>,
         on: Option<&Solution>,
     ) -> PyResult<Self> {
         let dispatch: DispatchAlgorithm =
@@ -100,14 +101,13 @@ impl Solution {
             gradient_shares: GradientShares::default(),
         };
         let topology = Topology { world_size: ranks, ranks_per_node };
-        let config = PlanConfig {
-            chunk_size: chunk,
-            dispatch,
-            stages,
-            query_exchange,
-            topology,
-            ..PlanConfig::new(ranks)
+        let default = PlanConfig::new(ranks);
+        let cost = match profile.map(MachineProfile::from_json) {
+            None => default.cost,
+            Some(Ok(profile)) => profile.cost,
+            Some(Err(error)) => return Err(raise(py, "PlanError", &format!("profile: {error}"), &[])),
         };
+        let config = PlanConfig { chunk_size: chunk, dispatch, stages, query_exchange, topology, cost };
         let mask = mask.native.clone();
         let on = on.map(|on| on.content.clone());
         let content = engine(py, move || {

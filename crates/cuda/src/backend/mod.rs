@@ -307,8 +307,10 @@ impl Backend for CudaBackend {
 
     fn wait_on_host(&self, event: &Event) -> Result<(), ExecError> {
         let began = Instant::now();
+        let mut asked = began;
         let limit = self.0.world.config().limit;
         while !self.has_happened(event)? {
+            self.0.world.attend(self.0.rank, &mut asked)?;
             if began.elapsed() > limit {
                 let awaited = Awaited {
                     name: "the end of a call".to_owned(),

@@ -116,7 +116,12 @@ impl Default for RunConfig {
 impl RunConfig {
     /// What of it a group needs to know.
     pub fn world(&self) -> WorldConfig {
-        WorldConfig { limit: self.limit, poison: self.poison, faults: self.faults.clone() }
+        WorldConfig {
+            limit: self.limit,
+            poison: self.poison,
+            faults: self.faults.clone(),
+            ..WorldConfig::default()
+        }
     }
 }
 

@@ -57,7 +57,7 @@ impl Store for Rendezvous {
 }
 
 /// How a group of processes is joined.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct JoinConfig {
     /// An address of rank 0's host at which all ranks reach it: this host's loopback where all are on one. Only rank 0's counts.
     pub address: IpAddr,

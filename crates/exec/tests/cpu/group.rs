@@ -180,6 +180,23 @@ fn processes_call_plans_over_one_connection() {
     group.close().unwrap();
 }
 
+/// Whoever waits on the host is asked whether it wants to go on: a rank that waits for another that never calls.
+#[test]
+fn a_wait_on_the_host_can_be_interrupted() {
+    let interrupted = || Some("KeyboardInterrupt".to_owned());
+    let config = WorldConfig { interrupted, ..WorldConfig::default() };
+    let group = Group::connect(&TcpLoopback::new(None), 2, config).unwrap();
+    let case = Case::new(&Mask::causal(20).unwrap(), 2, spec(), 0);
+    let (prepared, tensors) = (case.prepare(&group), case.tensors());
+    let began = Instant::now();
+    let ticket = prepared.ranks()[0].forward(&tensors[0].forward(), None).unwrap();
+    let gave_up = ExecError::GaveUp { rank: 0, reason: "KeyboardInterrupt".to_owned() };
+    assert_eq!(ticket.wait(), Err(gave_up.clone()));
+    let waited = began.elapsed();
+    assert!(waited > Duration::from_millis(90) && waited < Duration::from_secs(5), "{waited:?}");
+    assert_eq!(group.poll(), Err(gave_up));
+}
+
 /// A collective reads what a call before it writes, and a call after it what it has brought, with nothing waited for.
 #[test]
 fn collectives_and_calls_of_a_group_follow_each_other() {

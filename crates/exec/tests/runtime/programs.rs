@@ -275,7 +275,8 @@ fn signals_hold_under_random_delays() {
     draft.0.validate().unwrap();
     for (seed, max, runs) in [(1, 0, 300), (2, 50, 80)] {
         let faults = delays(1, seed, Duration::from_micros(max));
-        let config = WorldConfig { limit: Duration::from_secs(20), faults, poison: true };
+        let config =
+            WorldConfig { limit: Duration::from_secs(20), faults, poison: true, ..WorldConfig::default() };
         let mut rank = prepare(vec![draft.0.clone()], config).unwrap().remove(0);
         for run in 0..runs {
             let value = f64::from(run);

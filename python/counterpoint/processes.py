@@ -1,0 +1,284 @@
+"""Groups of ranks that are processes: from any process group of PyTorch's, through its store and nothing else of it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from counterpoint._native import Ranks
+from counterpoint.errors import Error, PeerError, PlanError
+from counterpoint.group import _Group, _refuse_cuda, _with_global_ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
+
+_DEFAULTS = {"transport": "auto", "nodes": None, "limit": 600.0, "profile": None}
+_groups: dict[tuple[tuple[int, ...], str], Group] = {}
+_making = threading.Lock()
+
+
+class Group(_Group):
+    """Ranks that are processes, one each, from a process group of PyTorch's or a dimension of a device mesh.
+
+    Making one is collective among its ranks, and is done once: the same ranks and device give the same group again, until it is
+    closed or has failed. It reads and writes a few keys of the process group's store, and no collective of `torch.distributed` is
+    called, then or later: any backend will do, and none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives
+    one group of all.
+
+    `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
+    many on each; it is found out if it is not given. `profile` is the path of a machine profile of
+    `counterpoint doctor --calibrate`, which plans are made by.
+    """
+
+    _wishes: dict[str, Any]
+
+    def __new__(
+        cls,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        transport: Literal["auto", "tcp"] = "auto",
+        nodes: int | None = None,
+        limit: float = 600.0,
+        profile: str | os.PathLike[str] | None = None,
+    ) -> Group:
+        _refuse_cuda(device)
+        if transport not in ("auto", "tcp"):
+            raise Error(f'transport is {transport!r}; it must be "auto" or "tcp"')
+        process_group, nodes_of_mesh = _process_group(group_or_mesh)
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+        nodes = nodes_of_mesh if nodes is None else nodes
+        if nodes is not None and (nodes < 1 or len(ranks) % nodes):
+            raise PlanError(f"nodes is {nodes}; {len(ranks)} ranks cannot be equally many on each")
+        wishes = {
+            "transport": transport,
+            "nodes": nodes,
+            "limit": limit,
+            "profile": None if profile is None else os.fspath(profile),
+        }
+        with _making:
+            known = _groups.get((ranks, "cpu"))
+            if known is not None and known._is_usable():
+                known._refuse_others(wishes)
+                return known
+            made = super().__new__(cls)
+            made._join(process_group, ranks, nodes, limit, profile)
+            made._wishes = {**wishes, "nodes": made._nodes}
+            _groups[ranks, "cpu"] = made
+            _at_exit()
+            return made
+
+    def __init__(
+        self,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        transport: Literal["auto", "tcp"] = "auto",
+        nodes: int | None = None,
+        limit: float = 600.0,
+        profile: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Nothing: `__new__` gives groups that are ready."""
+
+    def _join(
+        self,
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        nodes: int | None,
+        limit: float,
+        profile: str | os.PathLike[str] | None,
+    ) -> None:
+        rank, store = dist.get_rank(process_group), _store(process_group)
+        self.device, self._global_ranks = "cpu", ranks
+        super().__init__(nodes=nodes or 1, profile=profile)
+        places = _exchange_places(store, rank, ranks, limit)
+        if nodes is None:
+            self._nodes = _nodes([host for host, _ in places])
+        address = "127.0.0.1" if len({host for host, _ in places}) == 1 else places[0][1]
+        try:
+            self._native = Ranks.join(store, rank, len(ranks), address=address, limit=limit)
+        except Error as error:
+            error.rank = rank if error.rank is None else error.rank
+            error.global_rank = ranks[error.rank]
+            error.args = (_with_global_ranks(str(error), ranks),)
+            raise
+
+    def _refuse_others(self, wishes: dict[str, Any]) -> None:
+        """Refuses settings that this group was not made with; those that were left out are no wish."""
+        for name, wish in wishes.items():
+            if wish != _DEFAULTS[name] and wish != self._wishes[name]:
+                made_with = self._wishes[name]
+                raise Error(
+                    f"{name} is {wish!r}, and the group of these ranks was made with {made_with!r}; close that one before"
+                )
+
+    def _is_usable(self) -> bool:
+        """Whether it is open and has not failed."""
+        try:
+            self._native.check()
+        except Error:
+            return False
+        return True
+
+
+def _process_group(given: Any) -> tuple[dist.ProcessGroup, int | None]:
+    """The process group that was meant, and on how many nodes a mesh says it is."""
+    if not dist.is_initialized():
+        raise Error(
+            "counterpoint.Group needs a process group: call torch.distributed.init_process_group before; ranks inside this "
+            "process are a counterpoint.LocalGroup"
+        )
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if given is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return world, None
+    if isinstance(given, DeviceMesh):
+        if given.ndim == 1:
+            return given.get_group(), None
+        if given.ndim != 2:
+            raise Error(
+                f"group_or_mesh is a mesh of {given.ndim} dimensions; take one of them, such as mesh['cp'], or (nodes, ranks)"
+            )
+        if given.mesh_dim_names is None:
+            raise Error("group_or_mesh is a mesh whose dimensions have no names, and cannot be made one; give it mesh_dim_names")
+        return given._flatten().get_group(), given.shape[0]
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise Error(f"global rank {dist.get_rank()} is no rank of this process group; only its ranks make a group of it")
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            f"group_or_mesh must be a torch.distributed.ProcessGroup or a DeviceMesh, not {type(given).__name__} {given!r:.80}"
+        )
+    if dist.get_rank(given) < 0:
+        raise Error(f"global rank {dist.get_rank()} is no rank of this process group; only its ranks make a group of it")
+    return given, None
+
+
+def _store(process_group: dist.ProcessGroup) -> Store:
+    """The store of a process group, whose keys are its own."""
+    store: Store | None = None
+    with contextlib.suppress(AttributeError, RuntimeError):
+        store = process_group.get_group_store()
+    if store is None:
+        store = dist.distributed_c10d._get_process_group_store(process_group)
+    probe = f"counterpoint/probe/{dist.get_rank(process_group)}"
+    try:
+        store.set(probe, "kept")
+        is_kept = store.check([probe]) and bytes(store.get(probe)) == b"kept"
+    except RuntimeError as error:
+        raise Error(
+            f"the store of this process group cannot be used, so its ranks cannot find each other through it: {error}"
+        ) from error
+    if not is_kept:
+        raise Error(
+            "the store of this process group keeps nothing, so its ranks cannot find each other through it; initialise it with a "
+            "TCPStore or FileStore, or use counterpoint.LocalGroup"
+        )
+    return store
+
+
+def _exchange_places(store: Store, rank: int, ranks: tuple[int, ...], limit: float) -> list[tuple[str, str]]:
+    """Every rank's host and the address by which others reach it."""
+    # A group that is made anew must not read what ranks said before.
+    number = store.add(f"counterpoint/places/{rank}", 1)
+    keys = [f"counterpoint/place/{number}/{other}" for other in range(len(ranks))]
+    store.set(keys[rank], json.dumps([_host(), _address(store)]))
+    began, pause = time.monotonic(), 0.002
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited > limit:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise _absent(rank, missing, ranks, waited)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return [(host, address) for host, address in (json.loads(store.get(key)) for key in keys)]
+
+
+def _absent(rank: int, missing: list[int], ranks: tuple[int, ...], waited: float) -> Error:
+    *most, last = map(str, missing or [rank])
+    who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    message = f"rank {rank} waited {waited:.3f} s for {who}, which never called counterpoint.Group; all {len(ranks)} ranks must"
+    error = PeerError(_with_global_ranks(message, ranks))
+    error.rank, error.global_rank = rank, ranks[rank]
+    if missing:
+        error.peer, error.global_peer = missing[0], ranks[missing[0]]
+    return error
+
+
+def _host() -> str:
+    """A name that only this machine has."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def _address(store: Store) -> str:
+    """This machine's address on the way to the one where the job's store is."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or "localhost"
+    for family, kind, protocol, _, where in _resolved(host):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # of datagrams: nothing is sent
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _resolved(host: str) -> Iterable[Any]:
+    try:
+        return socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ()
+
+
+def _nodes(hosts: list[str]) -> int:
+    """How many machines these are, where each has equally many neighbouring ranks; otherwise as many as if they were one."""
+    count = len(set(hosts))
+    each = len(hosts) // count
+    is_even = all(len(set(hosts[start : start + each])) == 1 for start in range(0, len(hosts), each))
+    return count if count * each == len(hosts) and is_even else 1
+
+
+_is_prepared = False
+
+
+def _at_exit() -> None:
+    """Has the end of the process be known to other ranks: its groups are closed, or hear of the exception that ends it."""
+    global _is_prepared
+    if _is_prepared:
+        return
+    _is_prepared = True
+    atexit.register(_close_all)
+    before = sys.excepthook
+
+    def fail_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        for group in _groups.values():
+            with contextlib.suppress(Error):
+                group.fail(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+        before(kind, error, trace)
+
+    sys.excepthook = fail_all
+
+
+def _close_all() -> None:
+    for group in _groups.values():
+        # Of a group that has failed, whoever made a call has heard.
+        with contextlib.suppress(Error):
+            group.close()
+    _groups.clear()

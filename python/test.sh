@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Everything that must hold of the Python package: formatted, linted, typed, and tested against a real PyTorch, which is installed
+# below target/ without the CUDA libraries that it links to: stand-ins are enough where there is no GPU. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch=2.11.0
+packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82")
+tools=("maturin==1.16.0" "ruff==0.17.5" "mypy==2.4.1" "pytest==9.2.0")
+target=${CARGO_TARGET_DIR:-$PWD/target}
+environment=$target/python
+python=$environment/bin/python
+
+install_environment() {
+    rm -rf "$environment"
+    if ! python3 -c 'import ensurepip, venv' 2>/dev/null; then
+        if [ "$(id -u)" = 0 ]; then as_root=(); else as_root=(sudo); fi
+        "${as_root[@]}" apt-get update -qq
+        "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
+    fi
+    python3 -m venv "$environment"
+    local pip=("$python" -m pip install --quiet --disable-pip-version-check)
+    # Side by side: one is written to the disk while the other is fetched. They have no file in common.
+    "${pip[@]}" --no-deps "torch==$torch" &
+    local fetching=$!
+    "${pip[@]}" "${tools[@]}" "${packages[@]}"
+    wait "$fetching"
+    "$python" python/tests/stand_ins.py "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+    if ! "$python" -c 'import torch'; then
+        echo "== PyTorch does not import with stand-ins; installing all of it"
+        "${pip[@]}" --force-reinstall "torch==$torch" "setuptools<82"
+        "$python" -c 'import torch'
+    fi
+}
+wanted="$torch ${packages[*]} ${tools[*]} $(cksum <python/tests/stand_ins.py)"
+if [ "$(cat "$environment/installed.txt" 2>/dev/null)" != "$wanted" ]; then
+    echo "== installing PyTorch $torch and tools into $environment"
+    install_environment
+    echo "$wanted" >"$environment/installed.txt"
+fi
+export PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment
+
+echo "== building counterpoint into it"
+maturin develop --quiet --locked
+ruff format --check --quiet python
+ruff check --quiet python
+mypy
+python -m pytest "$@"
