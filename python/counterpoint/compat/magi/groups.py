@@ -50,8 +50,4 @@ def engine_group(group: Any, mesh: DeviceMesh | None) -> _Group:
         if os.getpid() not in _alone:
             _alone[os.getpid()] = cp.LocalGroup(1)
         return _alone[os.getpid()]
-    import counterpoint.group
-
-    make: Any = getattr(counterpoint.group, "Group")  # noqa: B009
-    made: _Group = make(mesh if mesh is not None else group)
-    return made
+    return cp.Group(mesh if mesh is not None else group)
