@@ -186,11 +186,11 @@ def test_lists_of_ranges_as_containers() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: AttnRanges().pop(), IndexError, "pop of no ranges"),
+        (lambda: AttnRanges().pop(), IndexError, "pop from empty ranges"),
         (lambda: AttnRanges().start, ValueError, "no ranges have no start"),
         (lambda: AttnRanges().end, ValueError, "no ranges have no end"),
         (lambda: AttnRanges.from_ranges([(0, 3)]).make_range_local(AttnRange(2, 5)), ValueError, "is not in the"),
-        (lambda: AttnRanges.from_ranges([(0, 3), (2, 5)]).chunk(2), AssertionError, "cannot be cut into chunks"),
+        (lambda: AttnRanges.from_ranges([(0, 3), (2, 5)]).chunk(2), AssertionError, "only non-overlapping ranges can be cut"),
         (lambda: AttnRanges.from_ranges([(0, 3)]).to_cu_seqlens(4), AssertionError, "do not cover 4 tokens"),
         (lambda: AttnRanges.from_cu_seqlens([0, 3, 2], 2), ValueError, "they must begin at 0, grow, and end at 2"),
         (lambda: AttnRanges.from_ranges([(0, 3)]).__setitem__(0, 3), AssertionError, "an element is an AttnRange, not a int"),
@@ -198,7 +198,7 @@ def test_lists_of_ranges_as_containers() -> None:
         (lambda: AttnMask(None), RuntimeError, "made by AttnMask.from_ranges or AttnMask.from_mask"),
         (lambda: AttnMask.from_mask([[1, 0, 1]]), AssertionError, "row 0 of the mask is not one run of ones"),
         (lambda: AttnMask.from_mask([1, 0]), AssertionError, "the mask has 1 axes"),
-        (lambda: AttnMask.make_causal_mask(2, 2, "top"), ValueError, "align is 'top'"),
+        (lambda: AttnMask.make_causal_mask(2, 2, "top"), ValueError, "Invalid alignment 'top'"),
         (lambda: AttnMaskType("causl"), ValueError, "causl"),
         (lambda: AttnMaskType.from_int_type(4), KeyError, "4"),
     ],
@@ -306,3 +306,24 @@ def test_installing_under_their_name() -> None:
     other = "import sys, types; sys.modules['magi_attention'] = types.ModuleType('magi_attention')\n"
     found = subprocess.run([sys.executable, "-c", other + INSTALLED], capture_output=True, text=True, check=False)
     assert "magi_attention is loaded already" in found.stderr
+
+
+def test_helpers_of_utils() -> None:
+    utils = magi.utils
+    assert (
+        utils.ceil_div(7, 2) == 4
+        and utils.seqlens2cu_seqlens([2, 3]) == [0, 2, 5]
+        and utils.cu_seqlens2seqlens([0, 2, 5]) == [2, 3]
+    )
+    assert utils.wrap_to_list(3, 2) == [3, 3] and utils.wrap_to_list((1, 2)) == [1, 2]
+    assert (
+        utils.is_list_value_all([1, 1], 1) and utils.is_list_value_all([2, 2], just_same=True) and not utils.is_list_value_all([])
+    )
+    assert utils.is_list_type_all([1, 2], int) and not utils.is_list_type_all([1, "2"], just_same=True)
+    assert utils.get_a2a_corr_factor(1) == 1 and utils.get_a2a_corr_factor(4) == 0.75
+    assert utils.get_calc_cost_factor(2, 8, 1e3, 0.5, 1.0, False) == pytest.approx(4 * 16 * 2.5 / 500)
+    assert utils.get_comm_cost_factor(2, 8, 100.0, 0.5, 0.75, 1.0) == pytest.approx(32 / 37.5)
+    utils.set_random_seed(5)
+    first = torch.randn(2), random.random()
+    utils.set_random_seed(5)
+    assert torch.equal(first[0], torch.randn(2)) and first[1] == random.random()

@@ -65,7 +65,7 @@ class AttnMask(torch.nn.Module):
         dense = torch.full((seqlen_q, seqlen_k, cls.meta_info_dim_size), cls.masked_flag, dtype=torch.int32)
         for q, k, kind in zip(q_ranges, k_ranges, attn_mask_type, strict=True):
             if kind not in (AttnMaskType.FULL, AttnMaskType.CAUSAL):
-                raise ValueError(f"an AttnMask has slices of types full and causal, not {kind}")
+                raise ValueError(f"Invalid mask type {kind}: an AttnMask has slices of types full and causal")
             seen = torch.ones((q.seqlen, k.seqlen), dtype=torch.int32)
             if kind is AttnMaskType.CAUSAL:
                 seen = cls.make_causal_mask(q.seqlen, k.seqlen)
@@ -159,7 +159,7 @@ class AttnMask(torch.nn.Module):
     ) -> torch.Tensor:
         """A dense causal mask, aligned at the last or at the first pair."""
         if align not in ("bottom-right", "top-left"):
-            raise ValueError(f"align is {align!r}; it is 'bottom-right' or 'top-left'")
+            raise ValueError(f"Invalid alignment {align!r}; it is 'bottom-right' or 'top-left'")
         shift = seqlen_k - seqlen_q if align == "bottom-right" else 0
         return torch.ones((seqlen_q, seqlen_k)).tril(shift).to(dtype=dtype, device=device)
 

@@ -67,7 +67,7 @@ class AttnRanges:
     def pop(self, idx: int = -1) -> AttnRange:
         """Takes a range out."""
         if not self._ranges:
-            raise IndexError("pop of no ranges")
+            raise IndexError("pop from empty ranges")
         return self._ranges.pop(idx)
 
     def clear_empty(self) -> AttnRanges:
@@ -97,7 +97,7 @@ class AttnRanges:
     def chunk(self, chunk_size: int, check: bool = True) -> list[AttnRanges]:
         """Cut, in this order, into lists of `chunk_size` tokens; the last may have fewer."""
         if check and not self.is_non_overlap():
-            raise AssertionError(f"ranges that overlap cannot be cut into chunks: {self}")
+            raise AssertionError(f"only non-overlapping ranges can be cut into chunks, not {self}")
         chunks: list[AttnRanges] = []
         room = 0
         for part in self._ranges:

@@ -18,6 +18,9 @@ __all__ = [
     "ceil_div",
     "clearup_dist_env",
     "cu_seqlens2seqlens",
+    "get_a2a_corr_factor",
+    "get_calc_cost_factor",
+    "get_comm_cost_factor",
     "is_list_type_all",
     "is_list_value_all",
     "is_same_process_group",
@@ -100,6 +103,26 @@ def is_list_type_all(_list: list[Any], _type: Any = None, just_same: bool = Fals
     if not _list:
         return allow_empty
     return all(isinstance(element, type(_list[0]) if just_same else _type) for element in _list)
+
+
+def get_calc_cost_factor(
+    num_heads_q: int, head_dim: int, tflops: float, mfu: float, sec_ratio: float = 1e6, is_fwd: bool = True
+) -> float:
+    """Time of one pair of tokens, of which a second has `sec_ratio`; a backward takes 2.5 times as long."""
+    flops = 4 * num_heads_q * head_dim * (1 if is_fwd else 2.5)
+    return flops / (tflops * mfu) * sec_ratio
+
+
+def get_comm_cost_factor(
+    num_heads_kv: int, head_dim: int, bandwidth: float, bwu: float, corr_factor: float, sec_ratio: float = 1e6
+) -> float:
+    """Time of one row of keys and values on a link, of which a second has `sec_ratio`."""
+    return 2 * num_heads_kv * head_dim / (bandwidth * corr_factor * bwu) * sec_ratio
+
+
+def get_a2a_corr_factor(world_size: int) -> float:
+    """The part of the rows of an all-to-all that leaves a rank; 1 for one rank."""
+    return (world_size - 1) / world_size if world_size > 1 else 1.0
 
 
 def is_same_process_group(group1: Any, group2: Any) -> bool:
