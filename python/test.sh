@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch=2.11.0
-packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82")
+packages=("numpy<3" "sympy<2" "networkx<4" "jinja2<4" "fsspec" "filelock" "typing_extensions" "setuptools<82" "transformers==5.17.0")
 tools=("maturin==1.16.0" "ruff==0.17.5" "mypy==2.4.1" "pytest==9.2.0")
 target=${CARGO_TARGET_DIR:-$PWD/target}
 environment=$target/python

@@ -70,7 +70,12 @@ def __getattr__(name: str) -> Any:
     module = _LATER.get(name)
     if module is None:
         raise AttributeError(f"module 'counterpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    try:
+        value = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "torch":
+            raise
+        raise MissingLibraryError(f"counterpoint.{name} needs PyTorch, which is not installed: pip install torch") from error
     globals()[name] = value
     return value
 

@@ -1,0 +1,51 @@
+"""What docs/python.md shows, and the examples, run."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "python" / "examples"
+
+
+def test_the_page_shows_what_happens() -> None:
+    results = doctest.testfile(str(ROOT / "docs" / "python.md"), module_relative=False, encoding="utf-8")
+    assert results.attempted > 20 and results.failed == 0, results
+
+
+def run(folder: pathlib.Path, name: str, ranks: int) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_llama_learns_packed_documents(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("transformers")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(tmp_path, "packed_llama.py", 2))]
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3, losses
+
+
+def test_a_video_is_seen_in_blocks(tmp_path: pathlib.Path) -> None:
+    assert "relative error" in run(tmp_path, "video_blocks.py", 0)
+    assert (tmp_path / "video_blocks.html").stat().st_size > 10_000
+
+
+def test_answers_share_a_prompt(tmp_path: pathlib.Path) -> None:
+    assert "with 45% of their pairs" in run(tmp_path, "shared_prompt.py", 2)
+
+
+def test_every_example_is_tested_and_listed() -> None:
+    page, tests = (ROOT / "docs" / "python.md").read_text(), pathlib.Path(__file__).read_text()
+    for example in EXAMPLES.glob("*.py"):
+        assert f"python/examples/{example.name}" in page and f'"{example.name}"' in tests, example.name
