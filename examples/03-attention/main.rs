@@ -49,7 +49,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let exact = RunConfig { deterministic: true, ..RunConfig::default() };
     let sequential = OverlapPolicy::new(StartOrder::Sequential);
     let one = run_attention(&plan, &spec, &inputs, &exact)?;
-    let other = run_attention(&plan, &spec, &inputs, &RunConfig { policy: sequential, ..exact.clone() })?;
+    let other =
+        run_attention(&plan, &spec, &inputs, &RunConfig { policy: sequential.into(), ..exact.clone() })?;
     assert_eq!(one.outputs, other.outputs);
 
     // A training step runs the same attention on other tensors, again and again: everything but them is made ready once.
@@ -74,7 +75,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("\n{:<12} {:>10} {:>15} {:>10}", "policy", "forward", "communication", "exposed");
     for start in StartOrder::ALL {
         let policy = OverlapPolicy::new(start);
-        let slow = RunConfig { policy, slow_link: link, ..RunConfig::default() };
+        let slow = RunConfig { policy: policy.into(), slow_link: link, ..RunConfig::default() };
         let forward = run_attention(&plan, &spec, &inputs, &slow)?.forward;
         let overlap = forward.overlap();
         let ms = 1e3;

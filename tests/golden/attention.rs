@@ -175,7 +175,7 @@ impl Attention {
             sink: (spec.seqlen_sink > 0).then(|| make(&sink_shape, spec.dtype.accumulator(), 3)),
             dout: Some(make(&[q_rows, spec.heads_q, spec.head_dim_v], spec.dtype, 4)),
         };
-        let policy = crate::case::on_cpu(self.policy, margin);
+        let policy = crate::case::on_cpu(self.policy, margin).into();
         let config = RunConfig { policy, deterministic: self.deterministic, ..RunConfig::default() };
         let AttentionOutputs { out, lse, dq, dk, dv, dsink } =
             run_attention(plan, spec, &inputs, &config).unwrap().outputs;

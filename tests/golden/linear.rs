@@ -134,7 +134,7 @@ impl Layer {
             dy: Some(make(&[tokens, out_features], dtype, 3)),
             main_grad: main_grad.map(|dtype| (make(&[out_features, in_features], dtype, 4), bias(dtype, 5))),
         };
-        let run = RunConfig { policy: on_cpu(self.policy, margin), ..RunConfig::default() };
+        let run = RunConfig { policy: on_cpu(self.policy, margin).into(), ..RunConfig::default() };
         let config = LinearConfig { weight_gradient: self.gradient, run };
         let LinearOutputs { y, dx, dweight, dbias } =
             run_linear(&self.plan, &inputs, &config).unwrap().outputs;

@@ -5,9 +5,8 @@ use std::path::{Path, PathBuf};
 use counterpoint_exec::EnvironmentVariable;
 use counterpoint_files::{folder_in_home, folder_named};
 use counterpoint_plan::MachineProfile;
-use counterpoint_schedule::{OverlapPolicy, PolicyError};
 
-use crate::arguments::{Device, OverlapChoice};
+use crate::arguments::Device;
 use crate::error::CliError;
 use crate::{device, files};
 
@@ -76,42 +75,8 @@ pub(crate) fn of_device(path: Option<&Path>, device: Device) -> Result<Option<Ma
     }
 }
 
-/// The policy that was chosen: `auto` is the fastest that was measured on the profile's machine.
-pub(crate) fn policy(
-    choice: OverlapChoice,
-    profile: Option<&MachineProfile>,
-) -> Result<OverlapPolicy, CliError> {
-    let named = match choice {
-        OverlapChoice::Named(policy) => return Ok(policy),
-        OverlapChoice::Auto => profile.and_then(MachineProfile::fastest_policy),
-    };
-    let wrong = |reason: String| {
-        let value = "auto".to_owned();
-        CliError::Flag { flag: "--overlap", value, reason }
-    };
-    let Some(fastest) = named else {
-        return Err(wrong(match profile {
-            // Measuring again would change nothing.
-            Some(profile) if profile.devices < 2 => format!(
-                "picks what a measurement between GPUs found to be fastest, and {} was measured with one device, which has nothing to \
-                 overlap with; name a policy, or leave --overlap out",
-                profile.machine
-            ),
-            Some(_) => "picks what a measurement found to be fastest, and this machine's profile has no policies in it; \
-                 measure it again with `counterpoint doctor --calibrate --device cuda`, or name a policy"
-                .to_owned(),
-            None => "picks what a measurement between GPUs found to be fastest, and there is none of this machine; on GPUs \
-                 `counterpoint doctor --calibrate --device cuda` makes one, on CPU ranks name a policy or leave --overlap out"
-                .to_owned(),
-        }));
-    };
-    fastest.policy.parse().map_err(|error: PolicyError| wrong(format!("cannot be followed: {error}")))
-}
-
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::PolicyMeasurement;
-
     use super::*;
 
     #[test]
@@ -119,26 +84,5 @@ mod tests {
         let name = |machine| file_in(Path::new("folder"), machine).display().to_string();
         assert_eq!(name("NVIDIA H200"), "folder/nvidia-h200.json");
         assert_eq!(name("AMD EPYC(tm) / 2 (4 threads)"), "folder/amd-epyc-tm-2-4-threads.json");
-    }
-
-    #[test]
-    fn auto_is_the_fastest_and_needs_a_record() {
-        let mut profile = MachineProfile::h200();
-        let refused = |profile| policy(OverlapChoice::Auto, profile).unwrap_err().to_string();
-        let none = refused(None);
-        assert!(none.contains("doctor --calibrate --device cuda") && none.contains("CPU ranks"), "{none}");
-        let empty = refused(Some(&profile));
-        assert!(empty.contains("no policies") && empty.contains("doctor --calibrate"), "{empty}");
-        // Of one device no measurement would find any: calibrating again is not proposed.
-        let alone = refused(Some(&MachineProfile { devices: 1, ..profile.clone() }));
-        assert!(alone.contains("one device") && !alone.contains("calibrate"), "{alone}");
-        for (name, seconds) in [("concurrent", 2.0), ("kernel-barrier+sm-margin=16", 1.0)] {
-            let measured = PolicyMeasurement { policy: name.to_owned(), seconds, efficiency: 0.5 };
-            profile.policies.push(measured);
-        }
-        let fastest = policy(OverlapChoice::Auto, Some(&profile)).unwrap();
-        assert_eq!(fastest.to_string(), "kernel-barrier+sm-margin=16");
-        let named = OverlapChoice::Named(OverlapPolicy::default());
-        assert_eq!(policy(named, None).unwrap(), OverlapPolicy::default());
     }
 }

@@ -42,6 +42,8 @@ pub fn calibrate(spec: &AttentionSpec, ranks: usize) -> CostModel {
         launch_seconds: rates.launch * turns,
         link,
         network: link,
+        // Nobody's engines copy.
+        copy_seconds: 0.0,
         // Rates are those of ranks that all compute at once.
         sharing: None,
         // Kernels of the CPU have no tiles to count; their rates are of whole problems.

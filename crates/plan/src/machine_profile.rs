@@ -175,11 +175,6 @@ impl MachineProfile {
         }
         Err(ProfileError::Machine { found: self.machine.clone(), wanted: machine.to_owned() })
     }
-
-    /// The policy that was fastest.
-    pub fn fastest_policy(&self) -> Option<&PolicyMeasurement> {
-        self.policies.iter().min_by(|a, b| a.seconds.total_cmp(&b.seconds))
-    }
 }
 
 impl TransportMeasurement {
@@ -231,7 +226,6 @@ mod tests {
             format!(r#"{{"version": 1, "machine": "X", "devices": 1, "colour": "red", "cost": {cost}}}"#);
         let profile = MachineProfile::from_json(&text).unwrap();
         assert!(profile.transports.is_empty() && profile.cost.tiles.is_none());
-        assert!(profile.fastest_policy().is_none());
     }
 
     #[test]

@@ -202,6 +202,11 @@ pub enum PolicyError {
     /// Something beside `sequential`.
     #[error("overlap policy `sequential` overlaps nothing, so `{0}` has nothing to act on; leave it out")]
     BesideSequential(String),
+    /// A part of a list of passes that is none, or a pass that is missing or named twice.
+    #[error(
+        "`{0}` does not name a policy for each pass once; write one policy, or forward=POLICY,backward=POLICY"
+    )]
+    Pass(String),
     /// `auto`, where a policy must be named.
     #[error(
         "overlap policy `auto` is picked by prediction or measurement; name a policy here, such as concurrent"

@@ -130,7 +130,8 @@ fn arrives_at(op: &Op) -> Option<usize> {
     }
 }
 
-/// What a collective moves through each of a rank's ports: its node's links, and the network.
+/// What a collective moves through each of a rank's ports: its node's links, and the network. A copy engine begins a copy for every
+/// range of rows and who receives it, one after the other.
 struct Transfer {
     /// Seconds until bytes move.
     alpha: [f64; 2],
@@ -139,6 +140,17 @@ struct Transfer {
 }
 
 fn transfer(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
+    let mut moved = bytes_moved(program, op, topology, cost);
+    if program.policy.mover.leaves_to_engines(&op.op)
+        && let Op::GroupCast(cast) = &op.op
+    {
+        let copies = cast.part.owned.iter().map(|split| split.ranks.len()).sum::<usize>();
+        moved.moving[0] += copies as f64 * cost.copy_seconds;
+    }
+    moved
+}
+
+fn bytes_moved(program: &Program, op: &ProgramOp, topology: &Topology, cost: &CostModel) -> Transfer {
     match &op.op {
         Op::GroupCast(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),
         Op::GroupReduce(op) => rows_moved(program, (&op.part, &op.tensors, op.wire_dtype), topology, cost),

@@ -104,7 +104,7 @@ impl RankTransport {
         }
     }
 
-    /// Whether some transport of such nodes of GPUs runs `policy` as it is predicted; else what the first of them says.
+    /// As [`RankTransport::any_of`] those of such nodes of GPUs.
     ///
     /// # Errors
     /// Why none does.
@@ -113,8 +113,20 @@ impl RankTransport {
         policy: &OverlapPolicy,
         workload: Workload,
     ) -> Result<Self, &'static str> {
+        Self::any_of(Self::of_gpus(topology), policy, workload)
+    }
+
+    /// The first of `transports` that runs `policy` as it is predicted; else what the first of them says.
+    ///
+    /// # Errors
+    /// Why none does.
+    pub fn any_of(
+        transports: &[Self],
+        policy: &OverlapPolicy,
+        workload: Workload,
+    ) -> Result<Self, &'static str> {
         let mut refusal = None;
-        for &transport in Self::of_gpus(topology) {
+        for &transport in transports {
             match transport.support(policy, workload) {
                 PolicySupport::Runs => return Ok(transport),
                 PolicySupport::WithoutEffect(reason) | PolicySupport::Refused(reason) => {

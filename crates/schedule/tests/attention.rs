@@ -31,6 +31,7 @@ fn cost() -> CostModel {
         launch_seconds: 1e-6,
         link,
         network: link,
+        copy_seconds: 0.0,
         sharing: None,
         tiles: None,
     }

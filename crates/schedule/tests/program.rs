@@ -20,6 +20,7 @@ fn cost() -> CostModel {
         launch_seconds: 0.0,
         link,
         network: Link { bytes_per_second: link.bytes_per_second / 2.0, ..link },
+        copy_seconds: 0.0,
         sharing: None,
         tiles: None,
     }

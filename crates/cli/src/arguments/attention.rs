@@ -6,7 +6,7 @@ use counterpoint_cuda::TransportKind;
 use counterpoint_exec::SlowLink;
 use counterpoint_plan::DType;
 
-use super::{OverlapChoice, PlanningArguments, value};
+use super::{PassOverlaps, PlanningArguments, overlap, value};
 
 /// Run distributed attention on real tensors, and check it
 #[derive(Debug, Args)]
@@ -132,9 +132,10 @@ pub(crate) struct RunArguments {
     pub(crate) deterministic: bool,
 
     /// How communication is brought to run under computation: sequential, or concurrent, kernel-barrier or signals with any of
-    /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine
-    #[arg(long, value_name = "POLICY", default_value = "concurrent", value_parser = value::attention_overlap)]
-    pub(crate) overlap: OverlapChoice,
+    /// +sm-margin=N (leave N workers free), +partition=N, +priority, +single-connection, +copy-engine; one for both passes, or
+    /// forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
+    #[arg(long, value_name = "POLICY", default_value = "auto", value_parser = overlap::of_passes)]
+    pub(crate) overlap: PassOverlaps,
 
     /// Limit of every wait of one rank for another
     #[arg(long, value_name = "SECONDS", default_value = "600", value_parser = value::seconds, allow_hyphen_values = true)]

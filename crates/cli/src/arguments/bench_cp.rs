@@ -3,7 +3,7 @@ use std::path::PathBuf;
 use clap::Args;
 use counterpoint_cuda::TransportKind;
 
-use super::{BenchMask, Device, Exchange, OverlapChoice, PlanningArguments, value};
+use super::{BenchMask, Device, Exchange, OverlapList, PlanningArguments, overlap, value};
 
 /// Time distributed attention over its ranks: TFLOP/s of a rank, and how that scales from one rank
 #[derive(Debug, Args)]
@@ -28,6 +28,7 @@ Examples:
   counterpoint bench cp --device cuda --tokens 1k,2k,4k --step
   counterpoint bench cp --device cuda --stages 2 --overlap kernel-barrier --json > rows.jsonl
   counterpoint bench cp --device cuda --tokens 8k --overlap kernel-barrier,priority,partition=16
+  counterpoint bench cp --device cuda --overlap auto,concurrent,forward=concurrent,backward=sm-margin=16
   torchrun --no-python --nproc-per-node 4 counterpoint bench cp --device cuda \\
       --nodes 2 --exchange two-level,flat")]
 pub(crate) struct BenchCpArguments {
@@ -81,9 +82,10 @@ pub(crate) struct BenchCpArguments {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// How communication is brought to run under computation; all that are named run in turns
-    #[arg(long, value_name = "POLICIES", default_value = "concurrent", value_parser = value::attention_overlap, value_delimiter = ',')]
-    pub(crate) overlap: Vec<OverlapChoice>,
+    /// How communication is brought to run under computation; all that are named run in turns, each for both passes or as
+    /// forward=POLICY,backward=POLICY. auto: for each pass what is predicted to end first
+    #[arg(long, value_name = "POLICIES", default_value = "auto", value_parser = overlap::of_passes_list)]
+    pub(crate) overlap: OverlapList,
 
     /// How rows travel between GPUs
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = value::transport())]

@@ -5,7 +5,7 @@ use counterpoint_cuda::TransportKind;
 use counterpoint_exec::GemmCollective;
 
 use super::bench::BenchDType;
-use super::value::OverlapChoice;
+use super::overlap::OverlapChoice;
 use super::{Device, value};
 
 /// Time matrix products with their collective: each overlap policy, on GPUs beside cuBLASLt and NCCL one after the other
@@ -58,7 +58,7 @@ pub(crate) struct BenchGemmCollectiveArguments {
     pub(crate) dtype: Option<BenchDType>,
 
     /// Overlap policies; results are compared with those of the first. auto: sequential or fused, by prediction
-    #[arg(long, value_name = "POLICIES", default_value = "sequential,auto", value_delimiter = ',', value_parser = value::overlap)]
+    #[arg(long, value_name = "POLICIES", default_value = "sequential,auto", value_delimiter = ',', value_parser = super::overlap::choice)]
     pub(crate) overlap: Vec<OverlapChoice>,
 
     /// Runs of one time at most; long ones get fewer

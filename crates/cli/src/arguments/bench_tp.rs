@@ -76,7 +76,7 @@ pub(crate) struct BenchTpArguments {
     #[arg(
         long,
         value_name = "POLICIES",
-        value_parser = value::overlap,
+        value_parser = super::overlap::choice,
         value_delimiter = ',',
         default_value = "auto"
     )]

@@ -13,6 +13,7 @@ mod bench_tp;
 mod doctor;
 mod help;
 mod mask;
+mod overlap;
 mod plan;
 mod planning;
 mod selftest;
@@ -39,6 +40,7 @@ pub(crate) use bench_tp::{BenchTpArguments, BenchTpPass};
 pub(crate) use doctor::DoctorArguments;
 pub(crate) use help::{command, documented, help_text};
 pub(crate) use mask::MaskArguments;
+pub(crate) use overlap::{OverlapChoice, OverlapList, PassOverlaps};
 pub(crate) use plan::PlanArguments;
 pub(crate) use planning::{PlanningArguments, ShapeArguments};
 pub(crate) use selftest::SelftestArguments;
@@ -51,7 +53,7 @@ pub(crate) use tune::{
     BenchBandwidthArguments, RanksArguments, SearchArgument, TuneCommand, TuneGemmArguments,
 };
 pub(crate) use usage::usage_error;
-pub(crate) use value::{DISPATCHES, OverlapChoice, dispatch_name, dtype_name, scale_of};
+pub(crate) use value::{DISPATCHES, dispatch_name, dtype_name, scale_of};
 
 /// Distributed attention whose communication runs under its computation.
 #[derive(Debug, Parser)]

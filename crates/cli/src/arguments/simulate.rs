@@ -4,7 +4,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use counterpoint_plan::{Activations, DType, LinearKind, TransformerSpec, WaveGroups};
 use counterpoint_schedule::OverlapPolicy;
 
-use super::{OverlapChoice, PlanningArguments, ShapeArguments, value};
+use super::{OverlapChoice, OverlapList, PlanningArguments, ShapeArguments, overlap, value};
 
 /// What to predict.
 #[derive(Debug, Subcommand)]
@@ -55,15 +55,15 @@ pub(crate) struct SimulateAttentionArguments {
     #[command(flatten)]
     pub(crate) shape: ShapeArguments,
 
-    /// How communication is brought to run under computation; may be several. auto: what is run by default
+    /// How communication is brought to run under computation; may be several, each for both passes or as
+    /// forward=POLICY,backward=POLICY. auto: what is run by default, for each pass what is predicted to end first
     #[arg(
         long,
         value_name = "POLICIES",
-        value_delimiter = ',',
-        default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine,auto",
-        value_parser = value::attention_overlap
+        default_value = "sequential,concurrent,single-connection,kernel-barrier,sm-margin=16,copy-engine,auto",
+        value_parser = overlap::of_passes_list
     )]
-    pub(crate) overlap: Vec<OverlapChoice>,
+    pub(crate) overlap: OverlapList,
 
     #[command(flatten)]
     pub(crate) simulation: SimulationArguments,
@@ -122,7 +122,7 @@ pub(crate) struct SimulateLinearArguments {
         value_name = "POLICIES",
         value_delimiter = ',',
         default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine,fused,auto",
-        value_parser = value::overlap
+        value_parser = overlap::choice
     )]
     pub(crate) overlap: Vec<OverlapChoice>,
 
@@ -181,7 +181,7 @@ pub(crate) struct SimulateModelArguments {
         value_name = "POLICIES",
         value_delimiter = ',',
         default_value = "sequential,concurrent,single-connection,kernel-barrier,copy-engine",
-        value_parser = value::named_overlap
+        value_parser = overlap::named
     )]
     pub(crate) overlap: Vec<OverlapPolicy>,
 

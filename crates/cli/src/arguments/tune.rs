@@ -112,7 +112,7 @@ pub(crate) struct TuneGemmArguments {
 
     /// How communication is brought to run under computation [default: concurrent on CPUs and with copy engines, else
     /// kernel-barrier and a margin as large as the transport's kernels]
-    #[arg(long, value_name = "POLICY", value_parser = value::named_overlap)]
+    #[arg(long, value_name = "POLICY", value_parser = super::overlap::named)]
     pub(crate) overlap: Option<OverlapPolicy>,
 
     /// The file that plans are kept in

@@ -9,7 +9,6 @@ use counterpoint_plan::{
     DType, DispatchAlgorithm, GemmCollective, GradientShares, MAX_CP_SIZE, MAX_STAGES, QueryExchange,
     StageCount, TransformerSpec, WaveGroups,
 };
-use counterpoint_schedule::{OverlapPolicy, PolicySupport, RankTransport, Workload};
 
 use crate::error::CliError;
 
@@ -199,58 +198,6 @@ pub(crate) fn slow_link(text: &str) -> Result<SlowLink, String> {
     let rate = non_negative(rate).ok().filter(|rate| *rate > 0.0).ok_or_else(wrong)?;
     let alpha = Duration::try_from_secs_f64(alpha * 1e-6).map_err(|_| wrong())?;
     Ok(SlowLink { alpha, bytes_per_second: rate * 1e9, network: None })
-}
-
-/// An overlap policy by its own name.
-pub(crate) fn named_overlap(text: &str) -> Result<OverlapPolicy, String> {
-    text.parse().map_err(|error: counterpoint_schedule::PolicyError| error.to_string())
-}
-
-/// An overlap policy.
-pub(crate) fn overlap(text: &str) -> Result<OverlapChoice, String> {
-    if text == "auto" {
-        return Ok(OverlapChoice::Auto);
-    }
-    named_overlap(text).map(OverlapChoice::Named)
-}
-
-/// An overlap policy of attention, on any transport.
-pub(crate) fn attention_overlap(text: &str) -> Result<OverlapChoice, String> {
-    let choice = overlap(text)?;
-    let OverlapChoice::Named(policy) = choice else { return Ok(choice) };
-    // What all refuse alike is no matter of the transport.
-    match RankTransport::Nvlink.support(&policy, Workload::Attention) {
-        PolicySupport::Refused(reason) => Err(format!("{reason}; leave it out, or use another policy")),
-        PolicySupport::Runs | PolicySupport::WithoutEffect(_) => Ok(choice),
-    }
-}
-
-/// What `--overlap` says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum OverlapChoice {
-    /// Whatever was fastest when this machine was measured.
-    Auto,
-    /// This.
-    Named(OverlapPolicy),
-}
-
-impl OverlapChoice {
-    /// The policy that is named. Who takes `auto` has it picked first; without that it is the default.
-    pub(crate) fn policy(self) -> OverlapPolicy {
-        match self {
-            Self::Auto => OverlapPolicy::default(),
-            Self::Named(policy) => policy,
-        }
-    }
-}
-
-impl std::fmt::Display for OverlapChoice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Named(policy) => policy.fmt(f),
-        }
-    }
 }
 
 /// The names of dispatch algorithms, as serde has them too.

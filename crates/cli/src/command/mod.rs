@@ -18,6 +18,7 @@ mod given;
 mod launched;
 mod mask;
 mod nodes;
+mod overlap;
 mod plan;
 mod prediction;
 mod programs;

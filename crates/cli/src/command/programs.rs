@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, lower_attention_backward, lower_attention_forward,
+    GradientReduction, KeyBlocks, PassPolicies, lower_attention_backward, lower_attention_forward,
 };
 
 use crate::error::CliError;
@@ -23,17 +23,16 @@ pub(super) fn ranks(rank: Option<usize>, cp_size: usize) -> Result<Range<usize>,
     }
 }
 
-/// The forward and the backward of each rank, as they are lowered unless other options are given.
-pub(super) fn text(plan: &Plan, spec: &AttentionSpec, ranks: Range<usize>) -> String {
-    let policy = OverlapPolicy::default();
+/// The forward and the backward of each rank, by these policies.
+pub(super) fn text(plan: &Plan, spec: &AttentionSpec, policies: PassPolicies, ranks: Range<usize>) -> String {
     let (blocks, reduction) = (KeyBlocks::default(), GradientReduction::default());
     let mut out = String::new();
     for rank in ranks {
         if !out.is_empty() {
             out.push('\n');
         }
-        let _ = writeln!(out, "{}", lower_attention_forward(plan, rank, spec, policy, blocks));
-        let _ = write!(out, "{}", lower_attention_backward(plan, rank, spec, policy, reduction));
+        let _ = writeln!(out, "{}", lower_attention_forward(plan, rank, spec, policies.forward, blocks));
+        let _ = write!(out, "{}", lower_attention_backward(plan, rank, spec, policies.backward, reduction));
     }
     out
 }

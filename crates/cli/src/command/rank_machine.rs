@@ -8,7 +8,7 @@ use counterpoint_exec::{
     RankProblem, RanksRun, Rendezvous, RunConfig, RunTimes, calibrate,
 };
 use counterpoint_plan::{AttentionSpec, CostModel, MachineProfile, Plan, Topology};
-use counterpoint_schedule::Timeline;
+use counterpoint_schedule::{RankTransport, Timeline};
 
 use super::launched::{ended, gather, gpu_of_rank};
 use crate::arguments::Device;
@@ -141,6 +141,15 @@ impl RankMachine {
     pub(crate) fn agree(&self, what: &str, text: &str) -> Result<(), CliError> {
         let Self::Process(process) = self else { return Ok(()) };
         process.rendezvous.agree(what, &[Facet::new(what, digest(text.as_bytes()))]).map_err(ended)
+    }
+
+    /// How its ranks exchange rows.
+    pub(crate) fn transport(&self) -> RankTransport {
+        match self {
+            Self::Cpu(_) => RankTransport::Cpu,
+            Self::Cuda(machine) => machine.transport().transport(),
+            Self::Process(process) => process.machine.transport().transport(),
+        }
     }
 
     /// What work costs on so many ranks of it: as the profile says. Without one it is measured on CPUs, for these very shapes,

@@ -37,6 +37,7 @@ fn json_has_the_keys_of_the_interface_and_adds_up() {
                 "imbalance",
                 "inputs",
                 "num_chunks",
+                "overlap",
                 "ranks",
                 "schema",
                 "solve_seconds"
@@ -235,11 +236,8 @@ fn programs_are_printed_one_line_an_operation() {
     let all = folder.run(line).ok().stdout;
     for rank in 0..2 {
         let one = folder.run(&format!("{line} {rank}")).ok().stdout;
-        assert!(
-            one.starts_with(&format!("attention forward, rank {rank} of 2, policy concurrent\n")),
-            "{one}"
-        );
-        assert!(one.contains(&format!("\nattention backward, rank {rank} of 2, policy concurrent\n")));
+        assert!(one.starts_with(&format!("attention forward, rank {rank} of 2, policy ")), "{one}");
+        assert!(one.contains(&format!("\nattention backward, rank {rank} of 2, policy ")));
         assert!(all.contains(&one), "all ranks hold rank {rank}");
         for words in
             ["buffer q ", "group_cast k[1024,8,128] -> ", "attention_forward q=q[1024,8,128] ", "# delta"]
@@ -370,7 +368,7 @@ fn many_ranks_have_the_figures_of_their_plan() {
     let line = "plan --mask causal:40k --cp-size 300 --nodes 30 --json";
     let figures = |line: &str| {
         let mut plan = folder.run(line).ok().json();
-        for changes in ["solve_seconds", "dispatches"] {
+        for changes in ["solve_seconds", "dispatches", "overlap"] {
             plan[changes] = Value::Null;
         }
         plan["imbalance"]["compute_balance"] = Value::Null;

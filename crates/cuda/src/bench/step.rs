@@ -5,7 +5,7 @@ use counterpoint_exec::{
     RanksRun, RunConfig, rank_outputs,
 };
 use counterpoint_plan::{AttentionSpec, Plan};
-use counterpoint_schedule::{BufferRole, GradientReduction, OverlapPolicy};
+use counterpoint_schedule::{BufferRole, GradientReduction, PassPolicies};
 
 use crate::backend::PassOrder;
 use crate::{CudaMachine, GraphRun};
@@ -35,11 +35,11 @@ impl StepBench {
         plan: &Plan,
         spec: &AttentionSpec,
         inputs: &AttentionInputs,
-        policy: OverlapPolicy,
+        policies: impl Into<PassPolicies>,
         reduction: GradientReduction,
     ) -> Result<Self, ExecError> {
         let config = RunConfig {
-            policy,
+            policy: policies.into(),
             deterministic: reduction == GradientReduction::Deterministic,
             limit: LIMIT,
             poison: false,

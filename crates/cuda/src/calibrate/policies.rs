@@ -44,7 +44,13 @@ pub(super) fn measure(
     let mut measured = Vec::new();
     for policy in policies {
         told(&format!("overlap policy {policy}"));
-        let config = RunConfig { policy, poison: false, warmups: 2, samples: 7, ..RunConfig::default() };
+        let config = RunConfig {
+            policy: policy.into(),
+            poison: false,
+            warmups: 2,
+            samples: 7,
+            ..RunConfig::default()
+        };
         let run = match run_attention_on(machine, &plan, &spec, &inputs, &config) {
             Ok(run) => run,
             Err(ExecError::Policy { reason, .. }) => {

@@ -8,7 +8,7 @@ mod whole;
 use std::time::Duration;
 
 use counterpoint_plan::{AttentionSpec, DType, Plan, RankPlan, Topology};
-use counterpoint_schedule::{OverlapPolicy, Timeline};
+use counterpoint_schedule::{PassPolicies, Timeline};
 
 pub use self::prepared::{PreparedAttention, PreparedRank, RankBuffer, rank_outputs};
 pub(crate) use self::programs::{backward_program, forward_program, plan_identity};
@@ -74,8 +74,8 @@ pub struct SlowNetwork {
 /// How to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunConfig {
-    /// How communication is brought to run under computation.
-    pub policy: OverlapPolicy,
+    /// How communication is brought to run under computation in each pass: `policy.into()` for one policy.
+    pub policy: PassPolicies,
     /// Same bits for any policy and number of stages.
     pub deterministic: bool,
     /// Limit of every wait. A rank waits for others as long as they compute, so it must be above the longest single
@@ -100,7 +100,7 @@ pub struct RunConfig {
 impl Default for RunConfig {
     fn default() -> Self {
         Self {
-            policy: OverlapPolicy::default(),
+            policy: PassPolicies::default(),
             deterministic: false,
             limit: Duration::from_secs(600),
             poison: cfg!(debug_assertions),

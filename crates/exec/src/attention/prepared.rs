@@ -188,11 +188,12 @@ impl<'a, M: Machine> Setup<'a, M> {
             inputs.check((rank.q_rows, rank.k_rows), spec)?;
         }
         let RunConfig { policy, deterministic, .. } = *config;
-        let forward = here.clone().map(|rank| forward_program(plan, rank, spec, policy, deterministic));
+        let forward =
+            here.clone().map(|rank| forward_program(plan, rank, spec, policy.forward, deterministic));
         let backward = here
             .clone()
             .filter(|_| pass == Pass::ForwardBackward)
-            .map(|rank| backward_program(plan, rank, spec, policy, deterministic));
+            .map(|rank| backward_program(plan, rank, spec, policy.backward, deterministic));
         Ok(Self {
             machine,
             group: None,

@@ -2,7 +2,8 @@
 
 use counterpoint_plan::{AttentionSpec, Plan};
 use counterpoint_schedule::{
-    GradientReduction, KeyBlocks, OverlapPolicy, Program, lower_attention_backward, lower_attention_forward,
+    GradientReduction, KeyBlocks, OverlapPolicy, PassPolicies, Program, lower_attention_backward,
+    lower_attention_forward,
 };
 
 use crate::PlanIdentity;
@@ -36,7 +37,7 @@ pub(crate) fn backward_program(
 pub(crate) fn plan_identity(
     plan: &Plan,
     spec: &AttentionSpec,
-    policy: OverlapPolicy,
+    policies: PassPolicies,
     deterministic: bool,
 ) -> PlanIdentity {
     let AttentionSpec {
@@ -61,7 +62,7 @@ pub(crate) fn plan_identity(
         ("softcap", softcap.to_string()),
         ("seqlen_sink", seqlen_sink.to_string()),
         ("gradient_shares", gradient_shares.to_string()),
-        ("policy", policy.to_string()),
+        ("policy", policies.to_string()),
         ("deterministic", deterministic.to_string()),
         ("stages", plan.ranks.first().map_or(0, |rank| rank.forward.len()).to_string()),
         ("the plan's fingerprint (its mask or its dispatch)", plan.fingerprint().to_string()),

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use counterpoint_plan::{AttentionSpec, Plan};
-use counterpoint_schedule::OverlapPolicy;
+use counterpoint_schedule::PassPolicies;
 
 use super::{Group, GroupRank, Ticket};
 use crate::attention::{backward_program, forward_program, plan_identity};
@@ -67,7 +67,8 @@ pub struct BackwardTensors<'a, B: Backend> {
 }
 
 impl<M: Machine> Group<M> {
-    /// Makes attention of a plan ready: local, on any thread. A plan that is not the same on all ranks is found in the first call.
+    /// Makes attention of a plan ready, with one policy or one for each pass: local, on any thread. A plan that is not the same on all
+    /// ranks is found in the first call.
     ///
     /// # Errors
     /// [`ExecError::Program`] for a plan of another number of ranks; [`ExecError::Policy`]; [`ExecError::OutOfMemory`]. The group is as
@@ -77,9 +78,10 @@ impl<M: Machine> Group<M> {
         plan: &Plan,
         spec: &AttentionSpec,
         pass: Pass,
-        policy: OverlapPolicy,
+        policy: impl Into<PassPolicies>,
         deterministic: bool,
     ) -> Result<AttentionCalls<M>, ExecError> {
+        let policy = policy.into();
         let identity = plan_identity(plan, spec, policy, deterministic);
         let task = Task { plan, spec, pass, policy, deterministic, identity };
         let ranks = self.ranks().iter().map(|rank| AttentionRank::of_task(rank, &task));
@@ -92,7 +94,7 @@ struct Task<'a> {
     plan: &'a Plan,
     spec: &'a AttentionSpec,
     pass: Pass,
-    policy: OverlapPolicy,
+    policy: PassPolicies,
     deterministic: bool,
     identity: PlanIdentity,
 }
@@ -151,9 +153,10 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
         plan: &Plan,
         spec: &AttentionSpec,
         pass: Pass,
-        policy: OverlapPolicy,
+        policy: impl Into<PassPolicies>,
         deterministic: bool,
     ) -> Result<Self, ExecError> {
+        let policy = policy.into();
         let identity = plan_identity(plan, spec, policy, deterministic);
         Self::of_task(rank, &Task { plan, spec, pass, policy, deterministic, identity })
     }
@@ -169,11 +172,11 @@ impl<B: Backend, T: Transport<B>> AttentionRank<B, T> {
             return Err(ExecError::Program { program: "attention".to_owned(), rank: rank.rank(), reason });
         }
         let prepare = |program| Prepared::on(rank, program, Some(identity)).map(Mutex::new);
-        let forward = prepare(forward_program(plan, rank.rank(), spec, *policy, *deterministic))?;
+        let forward = prepare(forward_program(plan, rank.rank(), spec, policy.forward, *deterministic))?;
         let backward = match pass {
             Pass::Forward => None,
             Pass::ForwardBackward => {
-                Some(prepare(backward_program(plan, rank.rank(), spec, *policy, *deterministic))?)
+                Some(prepare(backward_program(plan, rank.rank(), spec, policy.backward, *deterministic))?)
             }
         };
         Ok(Self { forward, backward })

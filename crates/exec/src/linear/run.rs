@@ -4,7 +4,7 @@ use counterpoint_plan::{DType, LinearPlan};
 use counterpoint_schedule::WeightGradient;
 
 use super::layer::{LayerGradient, LinearLayer, LinearTensor, RankBuffers, check_present};
-use super::{LinearInputs, LinearOutputs, LinearRun};
+use super::{LinearInputs, LinearOutputs, LinearRun, PlannedPass, PlannedPasses};
 use crate::{CpuMachine, ExecError, Group, HostTensor, Machine, RunConfig};
 
 /// How to run a layer.
@@ -52,9 +52,14 @@ pub fn run_linear_on<M: Machine>(
         }
     };
     let group = Group::connect(machine, plan.tp_size, config.run.world())?;
+    let policies = config.run.policy;
+    let pass = |policy| PlannedPass { plan: plan.clone(), policy };
     let layer = match inputs.dy {
-        Some(_) => LinearLayer::new(&group, plan.clone(), gradient, config.run.policy),
-        None => LinearLayer::forward_only(&group, plan.clone(), config.run.policy),
+        Some(_) => {
+            let passes = PlannedPasses { forward: pass(policies.forward), backward: pass(policies.backward) };
+            LinearLayer::with_passes(&group, passes, gradient)
+        }
+        None => LinearLayer::forward_only(&group, plan.clone(), policies.forward),
     };
     // Other ranks wait for this one by now: they are to hear of it.
     let mut layer = layer.map_err(|error| group.fail_with(error))?;

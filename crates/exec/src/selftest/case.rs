@@ -127,7 +127,7 @@ impl Case {
             spec,
             plan: PlanConfig { chunk_size, dispatch, stages, ..PlanConfig::new(cp_size) },
             run: RunConfig {
-                policy: OverlapPolicy { workers, ..OverlapPolicy::new(start) },
+                policy: OverlapPolicy { workers, ..OverlapPolicy::new(start) }.into(),
                 deterministic,
                 ..run_config()
             },
@@ -318,7 +318,7 @@ fn hosted(extent: Extent, dtypes: &[DType], cases: &mut Vec<Case>) {
                 query_exchange: QueryExchange::FewestBytes,
                 ..PlanConfig::new(2 + which)
             };
-            case.run.policy = OverlapPolicy::new(StartOrder::ALL[which % StartOrder::ALL.len()]);
+            case.run.policy = OverlapPolicy::new(StartOrder::ALL[which % StartOrder::ALL.len()]).into();
             cases.push(case.clone());
             if extent == Extent::Full {
                 case.run.deterministic = true;

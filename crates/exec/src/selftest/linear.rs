@@ -84,6 +84,7 @@ impl LinearCase {
             if draw.chance(30) { WorkerShare::Margin(draw.within(1, 4)) } else { WorkerShare::Common };
         let mover = draw.pick(movers);
         let policy = OverlapPolicy { workers, mover, ..OverlapPolicy::new(start) };
+        let policy = policy.into();
         let run = RunConfig { policy, poison: true, limit: Duration::from_secs(30), ..RunConfig::default() };
         let plan = LinearPlan::new(spec, tp_size, groups, &CostModel::H200);
         let plan = plan.expect("what is drawn divides and is not 0");
@@ -140,7 +141,7 @@ impl LinearCase {
             Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),
         };
         let mut config = self.config.clone();
-        config.run.policy = OverlapPolicy::new(StartOrder::Sequential);
+        config.run.policy = OverlapPolicy::new(StartOrder::Sequential).into();
         let plain = match subject.run_linear(&plan, inputs, &config) {
             Ok(plain) => plain,
             Err(error) => return SelfCheck::failed(name, self.seed, error.to_string()),

@@ -90,7 +90,7 @@ proptest! {
         let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = inputs(&mask, &spec, &mut rng);
         let run_config = RunConfig {
-            policy: policy(StartOrder::ALL[order]), deterministic, ..RunConfig::default()
+            policy: policy(StartOrder::ALL[order]).into(), deterministic, ..RunConfig::default()
         };
         let run = run(&plan, &spec, &inputs, &run_config);
         let report = check_attention(&mask, &spec, &inputs, &run.outputs);
@@ -120,7 +120,7 @@ proptest! {
             let config = PlanConfig { topology, ..config(cp_size, 64, stages, DispatchAlgorithm::MinHeap) };
             let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
             let start = StartOrder::ALL[order];
-            let run_config = RunConfig { policy: policy(start), deterministic: true, ..RunConfig::default() };
+            let run_config = RunConfig { policy: policy(start).into(), deterministic: true, ..RunConfig::default() };
             let outputs = run(&plan, &spec, &inputs, &run_config).outputs;
             let first = first.get_or_insert_with(|| outputs.clone());
             prop_assert!(*first == outputs, "{:?} {:?}", start, stages);
@@ -164,7 +164,7 @@ proptest! {
         let spec = spec(2, 1, 16, 16, DType::F32);
         let inputs = inputs(&mask, &spec, &mut rng);
         let plan = Plan::new(&mask, &spec, &config(cp_size, 16, StageCount::Fixed(3), DispatchAlgorithm::MinHeap)).unwrap();
-        let quiet = RunConfig { policy: policy(StartOrder::ALL[order]), ..RunConfig::default() };
+        let quiet = RunConfig { policy: policy(StartOrder::ALL[order]).into(), ..RunConfig::default() };
         let expected = run(&plan, &spec, &inputs, &quiet).outputs;
         for round in 0..3 {
             let delay = FaultKind::Delay { seed: seed ^ round, max: Duration::from_micros(300) };

@@ -94,7 +94,7 @@ proptest! {
         let plan = Plan::new(&mask, &spec, &config).unwrap().over_nodes(&topology);
         let inputs = random_inputs(&mask, &spec, seed, true);
         let policy = OverlapPolicy::new(StartOrder::ALL[order]);
-        let run_config = RunConfig { policy, deterministic, ..RunConfig::default() };
+        let run_config = RunConfig { policy: policy.into(), deterministic, ..RunConfig::default() };
         let run = run_attention(&plan, &spec, &inputs, &run_config).unwrap_or_else(|error| panic!("{error}"));
         let report = check_attention(&mask, &spec, &inputs, &run.outputs);
         prop_assert!(report.passed, "hosted {}: {:#?}", is_hosted(&plan), report);
@@ -131,7 +131,7 @@ proptest! {
             let stages = StageCount::Fixed(stages);
             let plan = Plan::new(&mask, &spec, &config(cp_size, 32, stages)).unwrap();
             let policy = OverlapPolicy::new(StartOrder::ALL[order]);
-            let run_config = RunConfig { policy, deterministic: true, ..RunConfig::default() };
+            let run_config = RunConfig { policy: policy.into(), deterministic: true, ..RunConfig::default() };
             let outputs = run_attention(&plan, &spec, &inputs, &run_config).unwrap().outputs;
             let first = first.get_or_insert_with(|| outputs.clone());
             prop_assert!(*first == outputs, "{:?} {:?}", policy, stages);

@@ -83,7 +83,12 @@ fn config(gradient: WeightGradient, start: StartOrder) -> LinearConfig {
     let policy = OverlapPolicy { start, ..OverlapPolicy::default() };
     LinearConfig {
         weight_gradient: gradient,
-        run: RunConfig { policy, poison: true, limit: Duration::from_secs(60), ..RunConfig::default() },
+        run: RunConfig {
+            policy: policy.into(),
+            poison: true,
+            limit: Duration::from_secs(60),
+            ..RunConfig::default()
+        },
     }
 }
 
@@ -205,7 +210,7 @@ proptest! {
         for policy in StartOrder::ALL.map(OverlapPolicy::new).into_iter().chain(fused) {
             for gradient in [WeightGradient::Written, WeightGradient::Deferred, WeightGradient::Frozen] {
                 let mut config = config(gradient, policy.start);
-                config.run.policy = policy;
+                config.run.policy = policy.into();
                 config.run.faults = (0..tp_size)
                     .map(|rank| FaultInjection {
                         rank,

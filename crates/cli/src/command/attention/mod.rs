@@ -8,42 +8,51 @@ use counterpoint_exec::{
     run_attention, run_attention_on,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, PlanConfig, Topology};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy};
+use counterpoint_plan::{AttentionSpec, CostModel, DType, Link, Plan, PlanConfig, Topology};
+use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport};
 
 use self::result::AttentionResult;
 use self::tensors::Tensors;
 use super::launched::launch;
 use super::nodes::{slow_link, topology};
-use super::prediction::Prediction;
+use super::overlap::Overlapped;
+use super::prediction::predict;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
-use crate::arguments::{AttentionArguments, Device, Exchange, OverlapChoice, dtype_name};
+use crate::arguments::{AttentionArguments, Device, Exchange, dtype_name};
 use crate::command_line::CommandLine;
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::progress::Progress;
 use crate::schema::Schema;
-use crate::{console, device, mask_argument, profile};
+use crate::{console, device, mask_argument};
 
 /// `counterpoint attention`: all ranks in this process, or this process one of them.
-pub(crate) fn run(mut arguments: AttentionArguments, line: &CommandLine) -> Result<(), CliError> {
+pub(crate) fn run(arguments: AttentionArguments, line: &CommandLine) -> Result<(), CliError> {
     if let Some(launch) = launch()? {
         return process::run(&launch, arguments, line);
     }
-    arguments.run.overlap = OverlapChoice::Named(policy(&arguments)?);
     run_all(&arguments)
 }
 
-/// The policy that was named, or with `auto` the fastest that was measured on this machine.
-fn policy(arguments: &AttentionArguments) -> Result<OverlapPolicy, CliError> {
-    let profile = match arguments.run.overlap {
-        OverlapChoice::Named(_) => None,
-        OverlapChoice::Auto => {
-            profile::of_device(arguments.planning.profile.as_deref(), arguments.run.device)?
-        }
+/// How gradients travel; `None` where there are none.
+fn reduction(arguments: &AttentionArguments) -> Option<GradientReduction> {
+    let reduction = match arguments.run.deterministic {
+        true => GradientReduction::Deterministic,
+        false => GradientReduction::PerStage,
     };
-    profile::policy(arguments.run.overlap, profile.as_ref())
+    arguments.run.backward.then_some(reduction)
+}
+
+/// The policies that were named, or those that are predicted to end first.
+fn policies(
+    arguments: &AttentionArguments,
+    (plan, spec): (&Plan, &AttentionSpec),
+    config: &PlanConfig,
+    transport: RankTransport,
+) -> Result<PassPolicies, CliError> {
+    let overlapped = Overlapped { plan, spec, backward: reduction(arguments), config };
+    Ok(overlapped.by(arguments.run.overlap, &[transport])?.policies)
 }
 
 /// All ranks in this process.
@@ -65,7 +74,8 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     progress.step("planning");
     let solution = solve(arguments, &mask, &spec, &config)?;
     progress.step(format!("{} on {}", passes(arguments), console::count(arguments.cp_size, "rank")));
-    let how = run_config(arguments, slow_link);
+    let policies = policies(arguments, (&solution.plan, &spec), &config, machine.transport())?;
+    let how = run_config(arguments, policies, slow_link);
     // With the memory of one pass at a time.
     let run = match &machine {
         RankMachine::Cpu(_) => run_attention(&solution.plan, &spec, &inputs, &how),
@@ -77,7 +87,17 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
     };
     let run = run.map_err(|source| CliError::Run { source })?;
     let has_unused_dout = tensors.has_unused_dout();
-    let ended = Ended { crossed: None, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+    let ended = Ended {
+        crossed: None,
+        policies,
+        arguments,
+        mask: &mask,
+        spec,
+        config,
+        solution,
+        run,
+        has_unused_dout,
+    };
     ended.conclude(&outputs, progress, || Ok(inputs))
 }
 
@@ -85,6 +105,7 @@ fn run_all(arguments: &AttentionArguments) -> Result<(), CliError> {
 struct Ended<'a> {
     /// Bytes that were sent between nodes, where they were counted.
     crossed: Option<u64>,
+    policies: PassPolicies,
     arguments: &'a AttentionArguments,
     mask: &'a Mask,
     spec: AttentionSpec,
@@ -102,21 +123,16 @@ impl Ended<'_> {
         progress: Progress,
         inputs: impl FnOnce() -> Result<AttentionInputs, CliError>,
     ) -> Result<(), CliError> {
-        let Self { crossed, arguments, mask, spec, config, solution, run, has_unused_dout } = self;
-        let reduction = match arguments.run.deterministic {
-            true => GradientReduction::Deterministic,
-            false => GradientReduction::PerStage,
-        };
-        let backward = arguments.run.backward.then_some(reduction);
-        let prediction =
-            Prediction::of(&solution.plan, &spec, arguments.run.overlap.policy(), backward, &config)?;
+        let Self { crossed, policies, arguments, mask, spec, config, solution, run, has_unused_dout } = self;
+        let prediction = predict(&solution.plan, &spec, policies, reduction(arguments), &config)?;
         let mut check = None;
         if arguments.results.check {
             progress.step("checking against the dense f64 reference");
             check = Some(check_attention(mask, &spec, &inputs()?, &run.outputs));
         }
         progress.step("writing");
-        let result = AttentionResult { crossed, arguments, mask, spec, solution, prediction, run, check };
+        let result =
+            AttentionResult { crossed, policies, arguments, mask, spec, solution, prediction, run, check };
         outputs.write(|flag| result.contents(flag))?;
         drop(progress);
         result.solution.note_idle_ranks();
@@ -124,7 +140,7 @@ impl Ended<'_> {
             console::note("note: the input's dout was not read; --backward reads it");
         }
         if arguments.run.device == Device::Cpu {
-            note_excessive_margin(arguments);
+            note_excessive_margin(policies);
         }
         if arguments.results.json {
             console::print_json(Schema::Attention, &result.document(outputs))?;
@@ -162,9 +178,13 @@ fn refuse_what_the_device_lacks(arguments: &AttentionArguments, dtype: DType) ->
     Ok(())
 }
 
-fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> RunConfig {
+fn run_config(
+    arguments: &AttentionArguments,
+    policy: PassPolicies,
+    slow_link: Option<SlowLink>,
+) -> RunConfig {
     RunConfig {
-        policy: arguments.run.overlap.policy(),
+        policy,
         deterministic: arguments.run.deterministic,
         limit: arguments.run.limit,
         slow_link,
@@ -174,8 +194,8 @@ fn run_config(arguments: &AttentionArguments, slow_link: Option<SlowLink>) -> Ru
 }
 
 /// A margin may suit another machine, so it is no error here; what it came to should be known.
-fn note_excessive_margin(arguments: &AttentionArguments) {
-    let (margin, threads) = (arguments.run.overlap.policy().sm_margin(), device::cpu_threads());
+fn note_excessive_margin(policies: PassPolicies) {
+    let (margin, threads) = (policies.sm_margin(), device::cpu_threads());
     if margin >= threads {
         console::note(&format!(
             "note: --overlap with sm-margin={margin} leaves none of this machine's {}; one computed all the same",

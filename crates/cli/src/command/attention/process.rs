@@ -6,21 +6,21 @@ use std::sync::Arc;
 use counterpoint_cuda::{CudaProcess, Timing};
 use counterpoint_exec::{
     AttentionInputs, ExecError, Facet, Launch, Pass, RankProblem, RanksRun, Rendezvous, RendezvousError,
-    SlowLink, TcpMachine, calibrate, run_attention_ranks,
+    RunConfig, TcpMachine, calibrate, run_attention_ranks,
 };
 #[cfg(feature = "mpi")]
 use counterpoint_exec::{Launcher, MpiMachine};
 use counterpoint_mask::Mask;
-use counterpoint_plan::{AttentionSpec, CostModel, Topology};
-use counterpoint_schedule::{OverlapPolicy, PolicyError};
+use counterpoint_plan::{AttentionSpec, CostModel, Plan, PlanConfig, Topology};
+use counterpoint_schedule::{PassPolicies, PolicyError, RankTransport};
 
 use super::process_inputs::agree_on_rows;
 use super::tensors::Tensors;
 use super::{
-    Ended, checked_outputs, passes, placed, plan_config, policy, refuse_what_does_not_fit,
+    Ended, checked_outputs, passes, placed, plan_config, policies, refuse_what_does_not_fit,
     refuse_what_the_device_lacks, run_config, solve,
 };
-use crate::arguments::{AttentionArguments, Device, OverlapChoice};
+use crate::arguments::{AttentionArguments, Device};
 use crate::command::launched::{as_rank, ended, gather, gpu_of_rank, refuse_other_sizes};
 use crate::command_line::CommandLine;
 use crate::error::CliError;
@@ -31,13 +31,11 @@ use crate::{console, device, mask_argument, profile};
 /// Joins the other processes and runs this one's rank. Whatever ends it ends the others too.
 pub(super) fn run(
     launch: &Launch,
-    mut arguments: AttentionArguments,
+    arguments: AttentionArguments,
     line: &CommandLine,
 ) -> Result<(), CliError> {
     as_rank(launch, line, arguments.run.limit, |rendezvous| {
         refuse_other_sizes(launch, "--cp-size", arguments.cp_size)?;
-        let chosen = Rank { launch, rendezvous, arguments: &arguments }.policy()?;
-        arguments.run.overlap = OverlapChoice::Named(chosen);
         Rank { launch, rendezvous, arguments: &arguments }.run()
     })
 }
@@ -79,6 +77,8 @@ impl Rank<'_> {
         let fingerprint = Facet::new("the plan", solution.plan.fingerprint());
         rendezvous.agree("plan", &[fingerprint]).map_err(ended)?;
 
+        let policies = self.policies((&solution.plan, &spec), &config, &machine)?;
+
         progress.step("reading tensors");
         let plan = &solution.plan;
         let inputs = tensors.read_rank(arguments, &plan.ranks[rendezvous.rank()])?;
@@ -89,12 +89,13 @@ impl Rank<'_> {
         let pass = if arguments.run.backward { Pass::ForwardBackward } else { Pass::Forward };
         let problem = RankProblem { plan, spec: &spec, pass, host_bytes: 0 };
         let run = self
-            .run_ranks(&machine, &problem, inputs, link)
+            .run_ranks(&machine, &problem, inputs, &run_config(arguments, policies, link))
             .map_err(|error| ended(rendezvous.fail(error)))?;
         let crossed = self.crossed_bytes(&machine)?;
         let Some(run) = run.gather(rendezvous, plan).map_err(ended)? else { return Ok(()) };
         let has_unused_dout = tensors.has_unused_dout();
-        let over = Ended { crossed, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
+        let over =
+            Ended { crossed, policies, arguments, mask: &mask, spec, config, solution, run, has_unused_dout };
         over.conclude(&outputs, progress, || tensors.read(arguments, &mask))
     }
 
@@ -116,23 +117,22 @@ impl Rank<'_> {
         machine: &ProcessMachine,
         problem: &RankProblem<'_>,
         inputs: AttentionInputs,
-        link: Option<SlowLink>,
+        config: &RunConfig,
     ) -> Result<RanksRun, ExecError> {
-        let Self { launch, rendezvous, arguments } = *self;
-        let margin = arguments.run.overlap.policy().sm_margin();
-        let config = run_config(arguments, link);
+        let Self { launch, rendezvous, .. } = *self;
+        let (margin, link) = (config.policy.sm_margin(), config.slow_link);
         if let ProcessMachine::Cuda(machine) = machine {
-            return run_attention_ranks(machine, problem, &config, vec![inputs]);
+            return run_attention_ranks(machine, problem, config, vec![inputs]);
         }
         match launch.launcher {
             #[cfg(feature = "mpi")]
             Launcher::OpenMpi | Launcher::Pmi => {
                 let machine = MpiMachine::new(rendezvous.clone(), margin, link)?;
-                run_attention_ranks(&machine, problem, &config, vec![inputs])
+                run_attention_ranks(&machine, problem, config, vec![inputs])
             }
             _ => {
                 let machine = TcpMachine::new(rendezvous.clone(), margin, link)?;
-                run_attention_ranks(&machine, problem, &config, vec![inputs])
+                run_attention_ranks(&machine, problem, config, vec![inputs])
             }
         }
     }
@@ -141,15 +141,25 @@ impl Rank<'_> {
     fn crossed_bytes(&self, machine: &ProcessMachine) -> Result<Option<u64>, CliError> {
         let ProcessMachine::Cuda(machine) = machine else { return Ok(None) };
         let Some(own) = machine.sent_between_nodes() else { return Ok(None) };
-        let config = run_config(self.arguments, None);
+        let config = run_config(self.arguments, PassPolicies::default(), None);
         let all: Vec<u64> = gather(self.rendezvous, "bytes between nodes", &own)?;
         Ok(Some(all.into_iter().sum::<u64>() / (config.warmups + config.samples) as u64))
     }
 
-    /// The policy, as rank 0 picks it.
-    fn policy(&self) -> Result<OverlapPolicy, CliError> {
-        let name = self.made_by_first("overlap", || Ok(policy(self.arguments)?.to_string()))?;
-        name.parse().map_err(|error: PolicyError| self.broken(&error))
+    /// The policies, as rank 0 picks them.
+    fn policies(
+        &self,
+        planned: (&Plan, &AttentionSpec),
+        config: &PlanConfig,
+        machine: &ProcessMachine,
+    ) -> Result<PassPolicies, CliError> {
+        let transport = match machine {
+            ProcessMachine::Cpu => RankTransport::Cpu,
+            ProcessMachine::Cuda(machine) => machine.transport().transport(),
+        };
+        let pick = || Ok(policies(self.arguments, planned, config, transport)?.to_string());
+        let names = self.made_by_first("overlap", pick)?;
+        names.parse().map_err(|error: PolicyError| self.broken(&error))
     }
 
     fn is_first(&self) -> bool {

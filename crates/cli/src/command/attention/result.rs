@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
+use counterpoint_choose::AttentionPrediction;
 use counterpoint_exec::{AttentionRun, CheckReport};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, PlanSummary};
@@ -11,11 +12,11 @@ use counterpoint_report::{
     CheckFigures, CheckRow, Figures, HtmlReport, Style, TimelinePair, TraceSection, Verified, check_table,
     chrome_trace, format_bytes, format_count, format_flops, format_seconds, plan_table,
 };
-use counterpoint_schedule::{Overlap, Span, Timeline};
+use counterpoint_schedule::{Overlap, PassPolicies, Span, Timeline};
 use serde::Serialize;
 
 use crate::arguments::{AttentionArguments, Device, dispatch_name, dtype_name};
-use crate::command::prediction::{Prediction, rank_seconds};
+use crate::command::prediction::rank_seconds;
 use crate::command::solution::Solution;
 use crate::error::CliError;
 use crate::output::{Outputs, outputs_as_safetensors};
@@ -25,11 +26,13 @@ use crate::{console, device, origin};
 pub(super) struct AttentionResult<'a> {
     /// Bytes that all ranks have sent between nodes, where they were counted.
     pub(super) crossed: Option<u64>,
+    /// By which it ran.
+    pub(super) policies: PassPolicies,
     pub(super) arguments: &'a AttentionArguments,
     pub(super) mask: &'a Mask,
     pub(super) spec: AttentionSpec,
     pub(super) solution: Solution,
-    pub(super) prediction: Prediction,
+    pub(super) prediction: AttentionPrediction,
     pub(super) run: AttentionRun,
     pub(super) check: Option<CheckReport>,
 }
@@ -48,7 +51,10 @@ struct Document<'a> {
     head_dim_v: usize,
     dtype: &'static str,
     dispatch: &'static str,
+    /// By which it ran; where each pass has one of its own `forward=...,backward=...`.
     overlap_policy: String,
+    /// As it was asked for.
+    overlap_asked: String,
     deterministic: bool,
     nodes: usize,
     crossing_bytes: CrossingBytes,
@@ -107,7 +113,8 @@ impl AttentionResult<'_> {
             head_dim_v: spec.head_dim_v,
             dtype: dtype_name(spec.dtype),
             dispatch: dispatch_name(self.arguments.planning.dispatch),
-            overlap_policy: self.arguments.run.overlap.to_string(),
+            overlap_policy: self.policies.to_string(),
+            overlap_asked: self.arguments.run.overlap.to_string(),
             deterministic: self.arguments.run.deterministic,
             nodes: self.arguments.nodes,
             crossing_bytes: CrossingBytes {
@@ -213,7 +220,7 @@ impl AttentionResult<'_> {
 
     /// What was sent between nodes, where there are several.
     fn crossing_text(&self) -> Option<String> {
-        let Prediction { forward_crossing_bytes, backward_crossing_bytes, .. } = self.prediction;
+        let AttentionPrediction { forward_crossing_bytes, backward_crossing_bytes, .. } = self.prediction;
         let forward = format!("{} in the forward", format_bytes(forward_crossing_bytes));
         let text = match backward_crossing_bytes {
             Some(bytes) => format!("{forward}, {} in the backward", format_bytes(bytes)),
@@ -258,7 +265,7 @@ impl AttentionResult<'_> {
             ("dtype", dtype_name(spec.dtype).to_owned()),
             ("heads", format!("{}:{} of {}", spec.heads_q, spec.heads_kv, spec.head_dim)),
             ("dispatch", dispatch_name(self.arguments.planning.dispatch).to_owned()),
-            ("overlap", self.arguments.run.overlap.to_string()),
+            ("overlap", self.policies.to_string()),
         ];
         let crossing = self.crossing_text().map(|text| ("between nodes".to_owned(), text));
         let check = self.check_figures();

@@ -156,7 +156,7 @@ impl Case {
     }
 
     fn run(&self, policy: OverlapPolicy, slow_link: Option<SlowLink>) -> Result<AttentionRun, CliError> {
-        let config = RunConfig { policy, slow_link, ..RunConfig::default() };
+        let config = RunConfig { policy: policy.into(), slow_link, ..RunConfig::default() };
         run_attention(&self.plan, &self.spec, &self.inputs, &config)
             .map_err(|source| CliError::Run { source })
     }

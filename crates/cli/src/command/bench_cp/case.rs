@@ -1,24 +1,26 @@
+use counterpoint_choose::AttentionPrediction;
 use counterpoint_exec::{
     AttentionRun, CheckReport, Pass, RanksRun, RunConfig, RunTimes, Sample, check_sample,
 };
 use counterpoint_mask::Mask;
-use counterpoint_plan::{RankPlan, Topology};
+use counterpoint_plan::{PlanConfig, RankPlan, Topology};
 use counterpoint_report::{
     BenchRow, Rate, Statistics, TimelinePair, TraceSection, chrome_trace, format_bytes, format_ratio,
     format_seconds,
 };
-use counterpoint_schedule::{OverlapPolicy, Timeline};
+use counterpoint_schedule::{GradientReduction, PassPolicies, Timeline};
 use rayon::prelude::*;
 use serde_json::json;
 
 use super::hiding::Hiding;
 use super::peers::{self, Known};
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS, WARM_UPS};
-use crate::arguments::{BenchMask, Exchange, dtype_name};
+use crate::arguments::{BenchMask, Exchange, PassOverlaps, dtype_name};
 use crate::command::bench_attention::{BACKWARD, FORWARD, shape_text, verified};
 use crate::command::bench_mask;
 use crate::command::launched::ended;
-use crate::command::prediction::Prediction;
+use crate::command::overlap::Overlapped;
+use crate::command::prediction::predict;
 use crate::command::pytorch::Peers;
 use crate::command::rank_machine::AttentionRuns;
 use crate::command::solution::Solution;
@@ -44,33 +46,66 @@ pub(super) fn trace(rows: &[Traced]) -> String {
     chrome_trace(&sections)
 }
 
-/// One mask on so many ranks under one policy, ready to run in turn with others.
+/// One mask on so many ranks, planned, and by which policies it is to run.
+pub(super) struct Planned {
+    topology: Topology,
+    exchange: Exchange,
+    asked: PassOverlaps,
+    pub(super) policies: PassPolicies,
+    pub(super) solution: Solution,
+    config: PlanConfig,
+}
+
+/// One mask on so many ranks under one policy of each pass, ready to run in turn with others.
 pub(super) struct Way<'a> {
     topology: Topology,
     exchange: Exchange,
-    policy: OverlapPolicy,
+    asked: PassOverlaps,
+    /// Whether it is one of those that were asked for.
+    is_asked: bool,
+    policies: PassPolicies,
     solution: Solution,
-    predicted: Prediction,
+    predicted: AttentionPrediction,
     /// Several where each GPU does the same by itself, none in a process that has no part in it.
     runs: Vec<Box<dyn AttentionRuns + 'a>>,
     times: RanksRun,
     crossing: Option<Crossing>,
 }
 
+impl Way<'_> {
+    /// Whether it runs by these policies.
+    pub(super) fn runs_by(&self, policies: PassPolicies) -> bool {
+        self.policies == policies
+    }
+}
+
 impl<'a> Bench<'a> {
-    /// Plans, predicts and prepares.
-    pub(super) fn way(
+    /// Plans, and chooses what was left to be chosen.
+    pub(super) fn planned(
         &self,
         mask: &Mask,
         topology: Topology,
         exchange: Exchange,
-        policy: OverlapPolicy,
-    ) -> Result<Way<'a>, CliError> {
+        asked: PassOverlaps,
+    ) -> Result<Planned, CliError> {
         let (solution, config) = self.solve(mask, topology, exchange)?;
-        let backward = self.inputs.dout.as_ref().map(|_| self.reduction());
-        let predicted = Prediction::of(&solution.plan, &self.spec, policy, backward, &config)?;
+        let (plan, spec, backward) = (&solution.plan, &self.spec, self.backward());
+        let overlapped = Overlapped { plan, spec, backward, config: &config };
+        let policies = overlapped.by(asked, &[self.ranks.transport()])?.policies;
+        Ok(Planned { topology, exchange, asked, policies, solution, config })
+    }
+
+    /// How gradients travel; `None` where there are none.
+    fn backward(&self) -> Option<GradientReduction> {
+        self.inputs.dout.as_ref().map(|_| self.reduction())
+    }
+
+    /// Predicts and prepares.
+    pub(super) fn way(&self, planned: Planned, is_asked: bool) -> Result<Way<'a>, CliError> {
+        let Planned { topology, exchange, asked, policies, solution, config } = planned;
+        let predicted = predict(&solution.plan, &self.spec, policies, self.backward(), &config)?;
         let run_config = RunConfig {
-            policy,
+            policy: policies,
             deterministic: self.arguments.deterministic,
             poison: false,
             ..RunConfig::default()
@@ -82,7 +117,7 @@ impl<'a> Bench<'a> {
             Crossing { planned, counted: Some(0) }
         });
         let times = RanksRun::of_outputs(Vec::new());
-        Ok(Way { topology, exchange, policy, solution, predicted, runs, times, crossing })
+        Ok(Way { topology, exchange, asked, is_asked, policies, solution, predicted, runs, times, crossing })
     }
 
     /// Runs a pass in all ways, those of the peers too, once each in turn, again and again.
@@ -135,7 +170,8 @@ impl<'a> Bench<'a> {
 
     /// What came of it, checked; `None` in a process that has no results.
     pub(super) fn finish(&self, mask: &Mask, way: Way<'_>) -> Result<Option<Case>, CliError> {
-        let Way { topology, exchange, policy, solution, predicted, runs, times, crossing } = way;
+        let Way { topology, exchange, asked, is_asked, policies, solution, predicted, runs, times, crossing } =
+            way;
         // What each GPU found by itself is the same.
         let Some(runs) = runs.into_iter().next() else { return Ok(None) };
         let Some(run) = runs.finish(&solution.plan, times).map_err(ended)? else { return Ok(None) };
@@ -147,7 +183,9 @@ impl<'a> Bench<'a> {
             area,
             cp_size,
             exchange,
-            policy,
+            asked,
+            is_asked,
+            policies,
             hiding: [None; 2],
             crossing,
             solution,
@@ -173,13 +211,15 @@ pub(super) struct Case {
     area: u64,
     cp_size: usize,
     exchange: Exchange,
-    policy: OverlapPolicy,
+    asked: PassOverlaps,
+    is_asked: bool,
+    policies: PassPolicies,
     /// What is hidden of the forward and of the backward, judged by the same with nothing side by side.
     hiding: [Option<Hiding>; 2],
     /// Between several nodes.
     crossing: Option<Crossing>,
     solution: Solution,
-    predicted: Prediction,
+    predicted: AttentionPrediction,
     run: AttentionRun,
     check: CheckReport,
 }
@@ -237,7 +277,8 @@ impl Case {
             "heads_q": bench.spec.heads_q,
             "heads_kv": bench.spec.heads_kv,
             "head_dim": bench.spec.head_dim,
-            "overlap": self.policy.to_string(),
+            "overlap": self.policies.to_string(),
+            "asked": self.asked.to_string(),
             "deterministic": bench.arguments.deterministic,
             "chunk_size": plan.k_dispatch.chunk_size(),
             // Stage 0 is the local work.
@@ -293,7 +334,7 @@ impl Case {
 
     /// What tells it from the others.
     fn way_text(&self, bench: &Bench<'_>) -> String {
-        format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.policy))
+        format!("{}{}", bench.exchange_text(self.exchange), bench.policy_text(self.asked, self.policies))
     }
 
     /// What crosses between nodes, where there are several.
@@ -320,14 +361,14 @@ impl Case {
         self.exchange == other.exchange
     }
 
-    /// Whether it ran under that policy.
-    pub(super) fn is(&self, policy: OverlapPolicy) -> bool {
-        self.policy == policy
+    /// Whether it is one of those that were asked for.
+    pub(super) fn is_asked(&self) -> bool {
+        self.is_asked
     }
 
     /// Judges cases that differ in their policy only by the one of them that is `sequential`, which ran in turns with them.
-    pub(super) fn judge(cases: &mut [Case], sequential: OverlapPolicy) {
-        let Some(plain) = cases.iter().position(|case| case.is(sequential)) else { return };
+    pub(super) fn judge(cases: &mut [Case], sequential: PassPolicies) {
+        let Some(plain) = cases.iter().position(|case| case.policies == sequential) else { return };
         for index in (0..cases.len()).filter(|index| *index != plain) {
             cases[index].hiding = PASSES.map(|pass| {
                 let (plain_seconds, measured, _) = cases[plain].pass(pass)?;

@@ -9,7 +9,7 @@ mod step;
 use counterpoint_exec::{AttentionInputs, Pass, RunConfig, random_inputs};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType, MachineProfile, PlanConfig, Topology};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy, StartOrder};
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, PassPolicies, StartOrder};
 
 use self::case::{Case, Traced, trace};
 use self::peers::{Known, PeerRow};
@@ -21,12 +21,11 @@ use super::nodes::topology;
 use super::pytorch::Peers;
 use super::rank_machine::RankMachine;
 use super::solution::Solution;
-use crate::arguments::{BenchCpArguments, BenchMask, Device, Exchange};
+use crate::arguments::{BenchCpArguments, BenchMask, Device, Exchange, OverlapChoice, PassOverlaps};
 use crate::command_line::CommandLine;
 use crate::console;
 use crate::error::CliError;
 use crate::output::Outputs;
-use crate::profile;
 use crate::progress::Progress;
 use crate::schema::Schema;
 
@@ -34,6 +33,11 @@ use crate::schema::Schema;
 const SAMPLED_ROWS: usize = 32;
 const SAMPLED_KEYS: usize = 8;
 const WARM_UPS: usize = 3;
+/// Nothing side by side.
+const SEQUENTIAL: PassOverlaps = {
+    let sequential = OverlapChoice::Named(OverlapPolicy::new(StartOrder::Sequential));
+    PassOverlaps { forward: sequential, backward: sequential }
+};
 
 /// `counterpoint bench cp`.
 pub(crate) fn run(arguments: &BenchCpArguments, line: &CommandLine) -> Result<(), CliError> {
@@ -123,7 +127,7 @@ struct Bench<'a> {
     inputs: AttentionInputs,
     profile: Option<MachineProfile>,
     /// Those that are compared, each once.
-    policies: Vec<OverlapPolicy>,
+    overlaps: Vec<PassOverlaps>,
 }
 
 impl<'a> Bench<'a> {
@@ -147,14 +151,13 @@ impl<'a> Bench<'a> {
         let longest = bench_mask::load(BenchMask::Full, tokens * sizes.cp_size)?;
         let inputs = random_inputs(&longest, &spec, tokens as u64, !arguments.forward_only);
         let profile = ranks.profile(arguments.planning.profile.as_deref())?;
-        let mut policies = Vec::new();
-        for &choice in &arguments.overlap {
-            let policy = profile::policy(choice, profile.as_ref())?;
-            if !policies.contains(&policy) {
-                policies.push(policy);
+        let mut overlaps = Vec::new();
+        for &overlap in &arguments.overlap.0 {
+            if !overlaps.contains(&overlap) {
+                overlaps.push(overlap);
             }
         }
-        Ok(Self { arguments, ranks, topology, tokens, spec, inputs, profile, policies })
+        Ok(Self { arguments, ranks, topology, tokens, spec, inputs, profile, overlaps })
     }
 
     fn measure(
@@ -179,13 +182,18 @@ impl<'a> Bench<'a> {
         for &name in masks {
             let mask = bench_mask::load(name, self.inputs.q.rows())?;
             progress.step(bench_mask::name(name).to_owned());
-            let mut ways = vec![self.way(&mask, Topology::flat(1), Exchange::Flat, self.policies[0])?];
-            // What the others are judged by, whether it is asked for or not.
-            let sequential = OverlapPolicy::new(StartOrder::Sequential);
-            let also = (!self.policies.contains(&sequential)).then_some(sequential);
+            let alone = self.planned(&mask, Topology::flat(1), Exchange::Flat, self.overlaps[0])?;
+            let mut ways = vec![self.way(alone, true)?];
             for &exchange in self.exchanges() {
-                for &policy in self.policies.iter().chain(&also) {
-                    ways.push(self.way(&mask, self.topology, exchange, policy)?);
+                let first = ways.len();
+                // What the others are judged by, whether it is asked for or not.
+                for (overlap, is_asked) in
+                    self.overlaps.iter().map(|one| (*one, true)).chain([(SEQUENTIAL, false)])
+                {
+                    let planned = self.planned(&mask, self.topology, exchange, overlap)?;
+                    if ways[first..].iter().all(|way| !way.runs_by(planned.policies)) {
+                        ways.push(self.way(planned, is_asked)?);
+                    }
                 }
             }
             peers.prepare(&peers::case(name, self.tokens));
@@ -199,11 +207,9 @@ impl<'a> Bench<'a> {
             let alone = finished.next().flatten();
             let mut cases: Vec<Case> = finished.flatten().collect();
             for alike in cases.chunk_by_mut(Case::crosses_alike) {
-                Case::judge(alike, sequential);
+                Case::judge(alike, OverlapPolicy::new(StartOrder::Sequential).into());
             }
-            if also.is_some() {
-                cases.retain(|case| !case.is(sequential));
-            }
+            cases.retain(Case::is_asked);
             let Some(alone) = alone else { continue };
             for pass in [Pass::Forward, Pass::ForwardBackward] {
                 let together = cases.iter().map(|case| case.row(self, name, pass, Some(&alone)));
@@ -234,12 +240,16 @@ impl<'a> Bench<'a> {
     }
 
     fn policies_text(&self) -> String {
-        self.policies.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        self.overlaps.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     }
 
     /// What tells rows of one policy from those of another.
-    fn policy_text(&self, policy: OverlapPolicy) -> String {
-        if self.policies.len() > 1 { format!(", {policy}") } else { String::new() }
+    fn policy_text(&self, asked: PassOverlaps, policies: PassPolicies) -> String {
+        match (self.overlaps.len(), asked.to_string() == policies.to_string()) {
+            (1, _) => String::new(),
+            (_, true) => format!(", {policies}"),
+            (_, false) => format!(", {asked}: {policies}"),
+        }
     }
 
     /// What tells rows of one exchange from those of another.

@@ -2,11 +2,10 @@ use counterpoint_cuda::CudaMachine;
 use counterpoint_cuda::bench::StepBench;
 use counterpoint_exec::{Pass, Sample, check_sample};
 use counterpoint_report::{BenchRow, Rate, Statistics, format_ratio, format_seconds};
-use counterpoint_schedule::OverlapPolicy;
 use serde_json::json;
 
 use super::{Bench, SAMPLED_KEYS, SAMPLED_ROWS};
-use crate::arguments::{BenchMask, dtype_name};
+use crate::arguments::{BenchMask, PassOverlaps, dtype_name};
 use crate::command::bench_attention::{BACKWARD, FORWARD, Section, shape_text, verified};
 use crate::command::bench_mask;
 use crate::command::launched::ended;
@@ -32,8 +31,8 @@ impl Bench<'_> {
         let progress = Progress::new();
         for &mask in masks {
             progress.step(format!("{}, steps", bench_mask::name(mask)));
-            for &policy in &self.policies {
-                self.step(machine, mask, policy, &mut section)?;
+            for &overlap in &self.overlaps {
+                self.step(machine, mask, overlap, &mut section)?;
             }
         }
         Ok(section)
@@ -43,13 +42,14 @@ impl Bench<'_> {
         &self,
         machine: &CudaMachine,
         name: BenchMask,
-        policy: OverlapPolicy,
+        asked: PassOverlaps,
         section: &mut Section,
     ) -> Result<(), CliError> {
         let mask = bench_mask::load(name, self.inputs.q.rows())?;
-        let (solution, _) = self.solve(&mask, self.topology, self.exchanges()[0])?;
+        let planned = self.planned(&mask, self.topology, self.exchanges()[0], asked)?;
+        let (solution, policies) = (&planned.solution, planned.policies);
         let reduction = self.reduction();
-        let mut step = StepBench::new(machine, &solution.plan, &self.spec, &self.inputs, policy, reduction)
+        let mut step = StepBench::new(machine, &solution.plan, &self.spec, &self.inputs, policies, reduction)
             .map_err(ended)?;
         let flops = self.spec.flops_forward(mask.area()) + self.spec.flops_backward(mask.area());
         let iterations = self.arguments.iterations as usize;
@@ -64,7 +64,7 @@ impl Bench<'_> {
             let median = seconds.median;
             let ranks = self.topology.world_size;
             let row = BenchRow {
-                name: format!("attention step, {how}{}", self.policy_text(policy)),
+                name: format!("attention step, {how}{}", self.policy_text(asked, policies)),
                 shape: shape_text(&self.inputs.q, &self.inputs.k),
                 dtype: dtype_name(self.spec.dtype).to_owned(),
                 mask: Some(bench_mask::name(name)),
@@ -84,7 +84,8 @@ impl Bench<'_> {
                 "heads_q": self.spec.heads_q,
                 "heads_kv": self.spec.heads_kv,
                 "head_dim": self.spec.head_dim,
-                "overlap": policy.to_string(),
+                "overlap": policies.to_string(),
+                "asked": asked.to_string(),
                 "deterministic": self.arguments.deterministic,
             });
             section.add(row, detail, &check);

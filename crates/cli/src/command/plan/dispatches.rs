@@ -2,14 +2,16 @@
 
 use std::fmt::Write;
 
+use counterpoint_choose::AttentionPrediction;
 use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DispatchAlgorithm, Plan, PlanConfig, PlanOverview, RankPlan};
 use counterpoint_report::{Column, Style, format_bytes, format_count, format_seconds, table};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy};
+use counterpoint_schedule::GradientReduction;
 use serde::Serialize;
 
 use crate::arguments::{DISPATCHES, dispatch_name};
-use crate::command::prediction::Prediction;
+use crate::command::overlap::{AUTO, Overlap, Overlapped, modelled_transports};
+use crate::command::prediction::predict;
 use crate::command::solution::Solution;
 use crate::error::CliError;
 
@@ -60,7 +62,7 @@ impl DispatchRow {
     fn new(
         dispatch: DispatchAlgorithm,
         plan: &Plan,
-        prediction: &Prediction,
+        prediction: &AttentionPrediction,
         spec: &AttentionSpec,
         chosen: bool,
     ) -> Self {
@@ -87,13 +89,17 @@ fn received_bytes(keys: u64, queries: u64, spec: &AttentionSpec) -> u64 {
     keys * spec.exchanged_key_bytes() + queries * spec.exchanged_query_bytes()
 }
 
-/// A plan's prediction: how its passes run by default on the configured machine.
-pub(super) fn predict(
+/// How a plan's passes are run by default on the configured machine, and what is predicted of them.
+pub(super) fn by_default(
     plan: &Plan,
     spec: &AttentionSpec,
     config: &PlanConfig,
-) -> Result<Prediction, CliError> {
-    Prediction::of(plan, spec, OverlapPolicy::default(), Some(GradientReduction::default()), config)
+) -> Result<(Overlap, AttentionPrediction), CliError> {
+    let backward = Some(GradientReduction::default());
+    let overlapped = Overlapped { plan, spec, backward, config };
+    let overlap = overlapped.by(AUTO, modelled_transports(config))?;
+    let prediction = predict(plan, spec, overlap.policies, backward, config)?;
+    Ok((overlap, prediction))
 }
 
 /// All dispatches; or the chosen one alone, where there are too many ranks.
@@ -101,7 +107,7 @@ pub(super) fn compare(
     mask: &Mask,
     spec: &AttentionSpec,
     config: &PlanConfig,
-    (plan, prediction): (&Plan, &Prediction),
+    (plan, prediction): (&Plan, &AttentionPrediction),
 ) -> Result<Vec<DispatchRow>, CliError> {
     let mut rows = Vec::with_capacity(DISPATCHES.len());
     for (_, dispatch) in DISPATCHES {
@@ -110,7 +116,7 @@ pub(super) fn compare(
         } else if plan.cp_size() <= MOST_COMPARED_RANKS {
             let config = PlanConfig { dispatch, ..*config };
             let other = Solution::solve(mask, spec, &config)?.over_nodes(&config.topology);
-            let predicted = predict(&other.plan, spec, &config)?;
+            let (_, predicted) = by_default(&other.plan, spec, &config)?;
             rows.push(DispatchRow::new(dispatch, &other.plan, &predicted, spec, false));
         }
     }

@@ -1,5 +1,6 @@
 //! Plans of many ranks, in figures: nobody needs all ranks' pieces, which would take gigabytes.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Instant;
 
@@ -44,7 +45,8 @@ pub(super) fn run(
     if arguments.json {
         let inputs = Inputs::new(&arguments.mask, mask, spec, config, profile);
         let summary = overview.summary;
-        let document = Document { inputs, summary, dispatches: &rows, imbalance: &imbalance };
+        let document =
+            Document { inputs, summary, overlap: BTreeMap::new(), dispatches: &rows, imbalance: &imbalance };
         return console::print_json(Schema::Plan, &document);
     }
     console::print(&text(mask, profile, config, &overview, &rows, imbalance.as_ref()))

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::dispatches::DispatchRow;
 use crate::arguments::dispatch_name;
-use crate::command::prediction::Prediction;
+use counterpoint_choose::AttentionPrediction;
 
 /// From here on a balance is explained.
 const LEVEL: f64 = 1.02;
@@ -116,7 +116,7 @@ impl Imbalance {
 }
 
 /// Largest over mean of what ranks compute.
-pub(super) fn compute_balance(prediction: &Prediction) -> f64 {
+pub(super) fn compute_balance(prediction: &AttentionPrediction) -> f64 {
     let mut seconds = vec![0.0; prediction.forward.world_size];
     let mut add = |timeline: &Timeline| {
         let spans = timeline.spans.iter().filter(|span| span.kind == SpanKind::Compute);

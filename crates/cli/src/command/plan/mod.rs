@@ -4,8 +4,10 @@ mod dispatches;
 mod figures;
 mod imbalance;
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use counterpoint_choose::{AttentionPrediction, PassChoice, PolicyChoice};
 use counterpoint_mask::Mask;
 use counterpoint_plan::{
     AttentionSpec, CostModel, DType, Fingerprint, GradientShares, MachineProfile, PlanConfig, PlanSummary,
@@ -18,7 +20,8 @@ use serde::Serialize;
 
 use super::comparison::traffic_rows;
 use super::nodes::topology;
-use super::prediction::{Prediction, rank_seconds};
+use super::overlap::{ChosenPass, chosen_text};
+use super::prediction::rank_seconds;
 use super::programs;
 use super::solution::Solution;
 use crate::arguments::{PlanArguments, ShapeArguments, dispatch_name, dtype_name};
@@ -55,18 +58,20 @@ pub(crate) fn run(arguments: &PlanArguments) -> Result<(), CliError> {
     let progress = Progress::new();
     progress.step(format!("planning for {}", console::count(arguments.cp_size, "rank")));
     let solution = Solution::solve(&mask, &spec, &config)?.over_nodes(&topology);
+    progress.step("simulating");
+    let (overlap, prediction) = dispatches::by_default(&solution.plan, &spec, &config)?;
     if let Some(ranks) = ranks {
         drop(progress);
-        return console::print(&programs::text(&solution.plan, &spec, ranks));
+        return console::print(&programs::text(&solution.plan, &spec, overlap.policies, ranks));
     }
-    progress.step("simulating");
-    let prediction = dispatches::predict(&solution.plan, &spec, &config)?;
     progress.step("comparing dispatches");
     let planned = (&solution.plan, &prediction);
     let dispatches = dispatches::compare(&mask, &spec, &config, planned)?;
     let level = Level::of(&solution.plan, imbalance::compute_balance(&prediction));
     let imbalance = Imbalance::of(&mask, &spec, &config, &level, &dispatches);
-    let told = Told { arguments, mask: &mask, spec, profile, config, solution, dispatches, imbalance };
+    let choice = overlap.choice;
+    let told =
+        Told { arguments, mask: &mask, spec, profile, config, solution, choice, dispatches, imbalance };
     outputs.write(|_| Ok(told.report(&prediction).into_bytes()))?;
     drop(progress);
     told.solution.note_idle_ranks();
@@ -82,6 +87,8 @@ struct Document<'a> {
     inputs: Inputs<'a>,
     #[serde(flatten)]
     summary: PlanSummary,
+    /// How each pass is run by default; none where there are too many ranks to simulate.
+    overlap: BTreeMap<&'static str, ChosenPass>,
     dispatches: &'a [DispatchRow],
     imbalance: &'a Option<Imbalance>,
 }
@@ -181,6 +188,8 @@ struct Told<'a> {
     profile: MachineProfile,
     config: PlanConfig,
     solution: Solution,
+    /// How its passes are run by default.
+    choice: Option<PolicyChoice>,
     dispatches: Vec<DispatchRow>,
     imbalance: Option<Imbalance>,
 }
@@ -190,12 +199,23 @@ impl Told<'_> {
         Document {
             inputs: Inputs::new(&self.arguments.mask, self.mask, &self.spec, &self.config, &self.profile),
             summary: self.solution.summary(self.mask, &self.spec),
+            overlap: self.passes().map(|(name, pass)| (name, ChosenPass::of(pass))).collect(),
             dispatches: &self.dispatches,
             imbalance: &self.imbalance,
         }
     }
 
-    fn text(&self, prediction: &Prediction, outputs: &Outputs) -> String {
+    /// What was chosen for each pass.
+    fn passes(&self) -> impl Iterator<Item = (&'static str, &PassChoice)> {
+        let choice = self.choice.iter();
+        choice.flat_map(|choice| {
+            [("forward", &choice.forward)]
+                .into_iter()
+                .chain(choice.backward.iter().map(|pass| ("backward", pass)))
+        })
+    }
+
+    fn text(&self, prediction: &AttentionPrediction, outputs: &Outputs) -> String {
         let style = console::style();
         let (mask, plan) = (self.mask, &self.solution.plan);
         let dispatch = dispatch_name(self.arguments.planning.dispatch);
@@ -232,8 +252,12 @@ impl Told<'_> {
             let seconds = format_seconds(timeline.makespan());
             let _ = writeln!(
                 out,
-                "{name} on {machine}, predicted: {seconds}, {}, {efficiency}",
-                console::stages(count)
+                "{name} on {machine}, predicted: {seconds}, {}, {efficiency}{}",
+                console::stages(count),
+                self.passes()
+                    .filter(|(pass, _)| *pass == name && plan.cp_size() > 1)
+                    .map(|(_, pass)| format!("; {}", chosen_text(pass)))
+                    .collect::<String>()
             );
         }
         let _ = writeln!(out);
@@ -242,7 +266,7 @@ impl Told<'_> {
         out
     }
 
-    fn report(&self, prediction: &Prediction) -> String {
+    fn report(&self, prediction: &AttentionPrediction) -> String {
         let (mask, spec, plan) = (self.mask, &self.spec, &self.solution.plan);
         let setup = [
             ("mask", self.arguments.mask.clone()),

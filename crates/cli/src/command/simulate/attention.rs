@@ -1,17 +1,19 @@
 //! `counterpoint simulate attention`.
 
+use counterpoint_choose::AttentionPrediction;
 use counterpoint_plan::{PlanConfig, Topology};
-use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Workload};
+use counterpoint_schedule::{GradientReduction, PassPolicies, RankTransport, Workload};
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
-use crate::arguments::{OverlapChoice, SimulateAttentionArguments, dispatch_name, dtype_name};
+use crate::arguments::{SimulateAttentionArguments, dispatch_name, dtype_name};
+use crate::command::overlap::{AUTO, Overlapped, modelled_transports, warning};
 use crate::command::plan::attention_spec;
-use crate::command::prediction::Prediction;
+use crate::command::prediction::predict;
 use crate::command::solution::Solution;
 use crate::error::CliError;
+use crate::mask_argument;
 use crate::progress::Progress;
 use crate::schema::Schema;
-use crate::{mask_argument, profile};
 
 pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError> {
     let setting = Setting::of(&arguments.simulation, arguments.planning.profile.as_deref())?;
@@ -42,23 +44,31 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
     let rank = &solution.plan.ranks[0];
     predicted.set("stages", format!("{} and {}", rank.forward.len() - 1, rank.backward.len() - 1));
     // What `counterpoint attention` runs on such a machine.
-    let default = match setting.profile.fastest_policy() {
-        Some(_) => profile::policy(OverlapChoice::Auto, Some(&setting.profile))?,
-        None => OverlapPolicy::default(),
-    };
+    progress.step("choosing policies");
+    let reduction = Some(GradientReduction::default());
+    let (plan, config) = (&solution.plan, &config);
+    let overlapped = Overlapped { plan, spec: &spec, backward: reduction, config };
+    let transports = modelled_transports(config);
+    let PassPolicies { forward, backward } = overlapped.by(AUTO, transports)?.policies;
+    let default = [forward, backward];
     let mut first = [0.0; 2];
     let mut rows = Vec::new();
-    let policies = simulated(&arguments.overlap, [default; 2]);
-    for (index, Simulated { asked, passes: [policy, _] }) in policies.iter().enumerate() {
-        let policy = *policy;
-        progress.step(format!("simulating {policy}"));
-        let reduction = Some(GradientReduction::default());
-        let Prediction { forward, backward, .. } =
-            Prediction::of(&solution.plan, &spec, policy, reduction, &config)?;
+    let policies = simulated(arguments.overlap.0.iter().copied(), default);
+    for (index, Simulated { asked, passes: of_passes }) in policies.iter().enumerate() {
+        let [forward, backward] = *of_passes;
+        let policies = PassPolicies { forward, backward };
+        progress.step(format!("simulating {policies}"));
+        let AttentionPrediction { forward, backward, .. } =
+            predict(plan, &spec, policies, reduction, config)?;
         let passes = [Some(("forward", forward)), backward.map(|backward| ("backward", backward))];
         for (at, (pass, timeline)) in passes.into_iter().flatten().enumerate() {
             if index == 0 {
                 first[at] = timeline.makespan();
+            }
+            let policy = of_passes[at];
+            if rows.iter().any(|row: &PassRow<'_>| (row.pass, row.policy) == (pass, policy)) {
+                // What is run by default was named too.
+                continue;
             }
             rows.push(PassRow {
                 pass,
@@ -67,8 +77,9 @@ pub(super) fn run(arguments: &SimulateAttentionArguments) -> Result<(), CliError
                 timeline,
                 first: first[at],
                 groups: None,
-                runs: RankTransport::any_of_gpus(&topology, &policy, Workload::Attention),
-                chosen: policy == OverlapPolicy::default(),
+                runs: RankTransport::any_of(transports, &policy, Workload::Attention),
+                chosen: policy == default[at],
+                warning: warning(&policy, &config.cost),
             });
         }
     }

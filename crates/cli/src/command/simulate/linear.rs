@@ -9,7 +9,8 @@ use counterpoint_schedule::{
 };
 
 use super::{PassRow, Predicted, Setting, Simulated, pass_columns, simulated};
-use crate::arguments::{SimulateLinearArguments, dtype_name};
+use crate::arguments::{PassOverlaps, SimulateLinearArguments, dtype_name};
+use crate::command::overlap::warning;
 use crate::error::CliError;
 use crate::schema::Schema;
 
@@ -62,7 +63,8 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     predicted.set("groups", sizes.join("+"));
     let mut first = [0.0; 2];
     let mut rows = Vec::new();
-    let policies = simulated(&arguments.overlap, chosen.map(|(policy, _)| policy));
+    let asked = arguments.overlap.iter().map(|&one| PassOverlaps { forward: one, backward: one });
+    let policies = simulated(asked, chosen.map(|(policy, _)| policy));
     for (index, Simulated { asked, passes }) in policies.iter().enumerate() {
         for (at, (policy, pass)) in passes.iter().zip(["forward", "backward"]).enumerate() {
             let is_chosen = *policy == chosen[at].0;
@@ -77,7 +79,18 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
             let runs = RankTransport::any_of_gpus(&topology, policy, Workload::Linear);
             let groups = Some(plan.groups());
             let (policy, first) = (*policy, first[at]);
-            rows.push(PassRow { pass, asked, policy, timeline, first, groups, runs, chosen: is_chosen });
+            let warning = warning(&policy, &cost);
+            rows.push(PassRow {
+                pass,
+                asked,
+                policy,
+                timeline,
+                first,
+                groups,
+                runs,
+                chosen: is_chosen,
+                warning,
+            });
         }
     }
     predicted.add_passes(rows);

@@ -14,7 +14,7 @@ use counterpoint_report::{
 use counterpoint_schedule::{OverlapPolicy, RankTransport, Timeline};
 use serde_json::{Value, json};
 
-use crate::arguments::{OverlapChoice, SimulateCommand, SimulationArguments};
+use crate::arguments::{OverlapChoice, PassOverlaps, SimulateCommand, SimulationArguments};
 use crate::error::CliError;
 use crate::output::Outputs;
 use crate::schema::Schema;
@@ -134,15 +134,16 @@ struct Simulated {
 }
 
 /// What was asked for, each once; `default` is what is run by default, forward and backward.
-fn simulated(asked: &[OverlapChoice], default: [OverlapPolicy; 2]) -> Vec<Simulated> {
+fn simulated(asked: impl IntoIterator<Item = PassOverlaps>, default: [OverlapPolicy; 2]) -> Vec<Simulated> {
     let mut all: Vec<Simulated> = Vec::new();
-    for choice in asked {
-        let passes = match choice {
-            OverlapChoice::Named(policy) => [*policy; 2],
+    for overlaps in asked {
+        let of_pass = |choice, default| match choice {
+            OverlapChoice::Named(policy) => policy,
             OverlapChoice::Auto => default,
         };
+        let passes = [of_pass(overlaps.forward, default[0]), of_pass(overlaps.backward, default[1])];
         if all.iter().all(|known| known.passes != passes) {
-            all.push(Simulated { asked: choice.to_string(), passes });
+            all.push(Simulated { asked: overlaps.to_string(), passes });
         }
     }
     all
@@ -162,6 +163,8 @@ struct PassRow<'a> {
     runs: Result<RankTransport, &'static str>,
     /// Whether it is what is run by default.
     chosen: bool,
+    /// What to know of the policy on this machine.
+    warning: Option<String>,
 }
 
 /// Columns of a table of passes.
@@ -193,6 +196,7 @@ impl Predicted {
                 (fastest(row.pass) == Some(at)).then(|| "predicted fastest".to_owned()),
                 row.chosen.then(|| "default".to_owned()),
                 row.runs.err().map(|reason| format!("cannot run: {reason}")),
+                row.warning.clone(),
             ];
             let notes: Vec<String> = notes.into_iter().flatten().collect();
             let (cells, json) = row.told(&notes.join(", "));
@@ -231,6 +235,7 @@ impl PassRow<'_> {
             "can_run": self.runs.is_ok(),
             "transport": self.runs.ok().map(RankTransport::name),
             "reason": self.runs.err(),
+            "warning": self.warning,
             "chosen": self.chosen,
             "seconds": seconds,
             "compute_seconds": overlap.compute_seconds,

@@ -1,0 +1,126 @@
+//! The overlap policy of each pass of attention: all that the transport runs are simulated.
+
+use counterpoint_plan::{AttentionSpec, CostModel, Plan, Topology};
+use counterpoint_schedule::{
+    GradientReduction, Mover, OverlapPolicy, PassPolicies, Program, RankTransport, SimulateError, StartOrder,
+    WorkerShare, Workload, simulate,
+};
+
+use crate::prediction::{backwards, forwards};
+
+/// Predictions that differ by less say nothing: of those the simplest policy is kept.
+const LEAST_GAIN: f64 = 0.003;
+
+/// A policy, and what it is predicted to take.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PolicyCandidate {
+    /// The policy.
+    pub policy: OverlapPolicy,
+    /// A transport that runs it.
+    pub transport: RankTransport,
+    /// Predicted seconds until the last rank is done.
+    pub seconds: f64,
+}
+
+/// The policy of one pass, beside all that it was chosen from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PassChoice {
+    /// All that can run, the simplest first.
+    pub candidates: Vec<PolicyCandidate>,
+    chosen: usize,
+}
+
+impl PassChoice {
+    /// The candidate that is kept.
+    pub fn chosen(&self) -> &PolicyCandidate {
+        &self.candidates[self.chosen]
+    }
+
+    /// Seconds of the pass with nothing side by side.
+    pub fn sequential_seconds(&self) -> f64 {
+        let sequential = self.candidates.iter().find(|one| one.policy.start == StartOrder::Sequential);
+        sequential.map_or(f64::INFINITY, |one| one.seconds)
+    }
+
+    /// The first of `candidates` that takes no longer than the sequential one, and hardly longer than the fastest.
+    fn of(candidates: Vec<PolicyCandidate>) -> Self {
+        let mut choice = Self { candidates, chosen: 0 };
+        let least = choice.candidates.iter().map(|one| one.seconds).fold(f64::INFINITY, f64::min);
+        let limit = (least * (1.0 + LEAST_GAIN)).min(choice.sequential_seconds());
+        choice.chosen = choice.candidates.iter().position(|one| one.seconds <= limit).unwrap_or(0);
+        choice
+    }
+}
+
+/// The policies of attention, beside what they were chosen from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PolicyChoice {
+    /// Of the forward.
+    pub forward: PassChoice,
+    /// Of the backward, where there is one.
+    pub backward: Option<PassChoice>,
+}
+
+impl PolicyChoice {
+    /// The policies that are kept; the backward's is the forward's where there is none.
+    pub fn policies(&self) -> PassPolicies {
+        let forward = self.forward.chosen().policy;
+        let backward = self.backward.as_ref().map_or(forward, |backward| backward.chosen().policy);
+        PassPolicies { forward, backward }
+    }
+}
+
+/// The policy of each pass that is predicted to end first, of those that one of `transports` runs as it is predicted. What is
+/// predicted never takes longer than one operation after the other. `backward` says how gradients travel, `None` that there are none.
+///
+/// A policy changes no result, so `cost` may be what a machine was measured to do.
+///
+/// # Errors
+/// As [`simulate`]: Programs of one plan fit each other, so none is known.
+pub fn attention_policies(
+    plan: &Plan,
+    spec: &AttentionSpec,
+    backward: Option<GradientReduction>,
+    transports: &[RankTransport],
+    topology: &Topology,
+    cost: &CostModel,
+) -> Result<PolicyChoice, SimulateError> {
+    let choose = |lower: &dyn Fn(OverlapPolicy) -> Vec<Program>| {
+        let candidates = candidates(plan, transports, cost).into_iter().map(|(policy, transport)| {
+            let seconds = simulate(&lower(policy), topology, cost)?.makespan();
+            Ok(PolicyCandidate { policy, transport, seconds })
+        });
+        candidates.collect::<Result<Vec<_>, SimulateError>>().map(PassChoice::of)
+    };
+    let forward = choose(&|policy| forwards(plan, spec, policy))?;
+    let backward = backward.map(|how| choose(&|policy| backwards(plan, spec, policy, how))).transpose()?;
+    Ok(PolicyChoice { forward, backward })
+}
+
+/// What is tried, the simplest first, each with a transport that runs it. A priority is predicted as nothing, and one hardware queue is
+/// a variable of the process that nothing here can set.
+fn candidates(
+    plan: &Plan,
+    transports: &[RankTransport],
+    cost: &CostModel,
+) -> Vec<(OverlapPolicy, RankTransport)> {
+    let mut policies = vec![OverlapPolicy::default()];
+    let exchanges = plan.ranks.iter().any(|rank| rank.forward.len() > 1 || rank.hosted.is_some());
+    if let Some(sharing) = cost.sharing.filter(|_| exchanges) {
+        // A cast and a reduce at a time; on several nodes each is two.
+        let collectives = if plan.two_level.is_some() { 4 } else { 2 };
+        for start in [StartOrder::Concurrent, StartOrder::KernelBarrier] {
+            let margins = (0..=collectives).map(|at| at * sharing.communication);
+            let policies_of = |margin| OverlapPolicy {
+                workers: if margin == 0 { WorkerShare::Common } else { WorkerShare::Margin(margin) },
+                ..OverlapPolicy::new(start)
+            };
+            policies.extend(margins.filter(|margin| *margin < sharing.workers).map(policies_of));
+        }
+        policies.push(OverlapPolicy { mover: Mover::CopyEngine, ..OverlapPolicy::default() });
+        policies.dedup();
+    }
+    policies.push(OverlapPolicy::new(StartOrder::Sequential));
+    let runs = |policy: &OverlapPolicy| RankTransport::any_of(transports, policy, Workload::Attention).ok();
+    policies.into_iter().filter_map(|policy| Some((policy, runs(&policy)?))).collect()
+}

@@ -1,0 +1,86 @@
+//! The policy that is chosen for each pass, beside all policies that transports of such nodes run.
+
+use std::time::{Duration, Instant};
+
+use counterpoint_choose::{AttentionPrediction, PassChoice, attention_policies};
+use counterpoint_plan::Plan;
+use counterpoint_schedule::{GradientReduction, OverlapPolicy, RankTransport, Workload};
+
+use crate::case::{Case, SEED, Sizes};
+use crate::ratios::Ratios;
+
+/// Policies that users can name, chosen from or not, and that no variable of the process must be set for.
+const NAMED: [&str; 14] = [
+    "sequential",
+    "concurrent",
+    "kernel-barrier",
+    "concurrent+priority",
+    "kernel-barrier+sm-margin=32",
+    "concurrent+partition=16",
+    "concurrent+copy-engine",
+    "kernel-barrier+copy-engine",
+    "concurrent+sm-margin=8",
+    "concurrent+sm-margin=16",
+    "kernel-barrier+sm-margin=16",
+    "concurrent+sm-margin=24",
+    "concurrent+sm-margin=32",
+    "kernel-barrier+priority",
+];
+
+#[test]
+fn none_that_runs_is_predicted_faster() {
+    check(30, Sizes { most_ranks: 16, most_tokens: 1 << 16 });
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn none_that_runs_is_predicted_faster_at_any_size() {
+    check(200, Sizes { most_ranks: 64, most_tokens: 1 << 20 });
+}
+
+fn check(cases: u64, sizes: Sizes) {
+    println!("seed {SEED}");
+    let (mut best, mut sequential) = (Ratios::default(), Ratios::default());
+    let mut concurrent = [Ratios::default(), Ratios::default()];
+    let (mut planning, mut choosing) = (Duration::ZERO, Duration::ZERO);
+    for index in 0..cases {
+        let case = Case::random(SEED, index, sizes);
+        let (topology, cost) = (case.config.topology, case.config.cost);
+        let began = Instant::now();
+        let plan = Plan::new(&case.mask, &case.spec, &case.config).unwrap().over_nodes(&topology);
+        planning += began.elapsed();
+        let backward = Some(GradientReduction::default());
+        let transports = RankTransport::of_gpus(&topology);
+        let began = Instant::now();
+        let choice = attention_policies(&plan, &case.spec, backward, transports, &topology, &cost).unwrap();
+        choosing += began.elapsed();
+        let passes: [&PassChoice; 2] = [&choice.forward, choice.backward.as_ref().unwrap()];
+        for text in NAMED {
+            let policy: OverlapPolicy = text.parse().unwrap();
+            if RankTransport::any_of(transports, &policy, Workload::Attention).is_err() {
+                continue;
+            }
+            let named =
+                AttentionPrediction::of(&plan, &case.spec, policy, backward, &topology, &cost).unwrap();
+            let seconds = [named.forward.makespan(), named.backward.unwrap().makespan()];
+            for (at, (pass, seconds)) in passes.iter().zip(seconds).enumerate() {
+                let ratio = pass.chosen().seconds / seconds;
+                let name = || format!("{}, pass {at}, {} and not {text}", case.name, pass.chosen().policy);
+                match text {
+                    "sequential" => sequential.add(ratio, &name()),
+                    "concurrent" => concurrent[at].add(1.0 / ratio, &name()),
+                    _ => {}
+                }
+                best.add(ratio, &name());
+            }
+        }
+    }
+    println!("planning {planning:.2?}, choosing {choosing:.2?}");
+    println!("chosen over sequential: {}", sequential.text());
+    println!("chosen over each that runs: {}", best.text());
+    for (pass, ratios) in ["forward", "backward"].iter().zip(&concurrent) {
+        println!("{pass}, always concurrent over chosen: {}", ratios.text());
+    }
+    assert!(sequential.worst().0 <= 1.0, "{:?}", sequential.worst());
+    assert!(best.worst().0 <= 1.02, "{:?}", best.worst());
+}
