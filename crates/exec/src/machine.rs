@@ -1,7 +1,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::{DType, PassOverlap};
+use counterpoint_plan::{CostModel, DType, LinearMachine, Link, Topology};
+use counterpoint_schedule::RankTransport;
 use rayon::ThreadPool;
 
 use crate::cpu::{CpuUserKernels, CpuUserPart};
@@ -43,11 +44,8 @@ pub trait Machine: Sized {
         0..world_size
     }
 
-    /// The ways in which so many ranks can run a pass of a linear layer, where what runs side by side takes workers from each other.
-    /// Without any, passes are cut into groups that overlap.
-    fn pass_overlaps(&self, _ranks: usize) -> &'static [PassOverlap] {
-        &[]
-    }
+    /// What so many ranks can do with passes of linear layers, and what these cost. The same on all ranks.
+    fn linear(&self, ranks: usize) -> LinearMachine;
 
     /// Backend and transport of every rank of `world` that is in this process, in the order of ranks.
     ///
@@ -109,7 +107,29 @@ impl Machine for CpuMachine {
         Ok(transports.into_iter().map(|transport| (backend(transport.rank()), transport)).collect())
     }
 
+    fn linear(&self, ranks: usize) -> LinearMachine {
+        linear_on_cpus(ranks, self.slow_link)
+    }
+
     fn check_memory(&self, ranks: u64, host: u64) -> Result<(), ExecError> {
         check_memory(ranks.saturating_add(host))
     }
+}
+
+/// What CPU ranks can do with passes of linear layers: threads of their own move rows, over the link that is imitated.
+pub(crate) fn linear_on_cpus(ranks: usize, slow_link: Option<SlowLink>) -> LinearMachine {
+    let overlaps = RankTransport::Cpu.pass_overlaps(false, 0);
+    let (mut cost, mut topology) = (CostModel::CPU, Topology::flat(ranks));
+    let slowed = |fast: Link, alpha: std::time::Duration, bytes_per_second: f64| Link {
+        alpha_seconds: fast.alpha_seconds + alpha.as_secs_f64(),
+        bytes_per_second: fast.bytes_per_second.min(bytes_per_second),
+    };
+    if let Some(SlowLink { alpha, bytes_per_second, network }) = slow_link {
+        cost.link = slowed(cost.link, alpha, bytes_per_second);
+        if let Some(network) = network {
+            cost.network = slowed(cost.network, network.alpha, network.bytes_per_second);
+            topology.ranks_per_node = network.topology.ranks_per_node.min(ranks);
+        }
+    }
+    LinearMachine { overlaps, topology, cost }
 }

@@ -91,6 +91,21 @@ impl CostModel {
         tiles: Some(TileCosts::H200),
     };
 
+    /// A CPU rank that shares a machine with a few others: what to plan with where nothing was measured. The same everywhere, so that
+    /// ranks on different machines plan alike.
+    pub const CPU: CostModel = CostModel {
+        forward_flops_per_second: 20e9,
+        backward_flops_per_second: 20e9,
+        matmul_flops_per_second: 40e9,
+        memory_bytes_per_second: 8e9,
+        launch_seconds: 20e-6,
+        copy_seconds: 0.0,
+        link: Link { alpha_seconds: 50e-6, bytes_per_second: 2e9 },
+        network: Link { alpha_seconds: 100e-6, bytes_per_second: 1e9 },
+        sharing: None,
+        tiles: None,
+    };
+
     /// Seconds of a product of `m x n x k`, without its launch.
     pub fn matmul_seconds(&self, [m, n, k]: [usize; 3]) -> f64 {
         match self.sharing {

@@ -3,11 +3,11 @@
 use std::ops::ControlFlow;
 
 use crate::{
-    CostModel, GroupFlow, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError, ProductStart,
-    WaveGroups, compositions,
+    CostModel, GroupFlow, LinearDirection, LinearPlan, LinearSpec, LinkUse, PassCosts, PassCurves, PlanError,
+    ProductStart, WaveGroups, compositions,
 };
 
-/// Says how long a forward and its parts take: a machine that runs them, or a simulator.
+/// Says how long a pass of a layer and its parts take: a machine that runs them, or a simulator.
 pub trait PassClock {
     /// Why a time cannot be had.
     type Error: From<PlanError>;
@@ -22,7 +22,10 @@ pub trait PassClock {
     /// Seconds in which a rank puts the sums of several groups together, where they are apart.
     fn join(&mut self) -> Result<f64, Self::Error>;
 
-    /// Seconds of the forward with the groups of a plan.
+    /// Seconds of what a rank computes behind the products that communicate: the gradient of the weight, or nothing.
+    fn after(&mut self) -> Result<f64, Self::Error>;
+
+    /// Seconds of the pass with the groups of a plan.
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, Self::Error>;
 }
 
@@ -44,6 +47,8 @@ pub struct GroupSearcher {
     pub spec: LinearSpec,
     /// Ranks that share it.
     pub tp_size: usize,
+    /// The pass whose groups are searched.
+    pub direction: LinearDirection,
     /// Rows of a wave in each rank's tokens.
     pub wave: usize,
     /// The most groups that are looked at.
@@ -59,7 +64,7 @@ pub struct GroupSearcher {
 }
 
 impl GroupSearcher {
-    /// Waves of the forward.
+    /// Waves of the pass.
     ///
     /// # Errors
     /// A layer that cannot be split.
@@ -177,12 +182,14 @@ impl GroupSearcher {
         let mut sizes: Vec<usize> =
             doubled(self.waves()?).map(|waves| (waves * self.wave).min(rows)).collect();
         sizes.dedup();
-        let flow = whole.flow();
+        let Some(flow) = self.spec.flow(self.direction) else { return Ok(None) };
         let owners = match flow {
             GroupFlow::Gather => (self.tp_size - 1).max(1),
             GroupFlow::Reduce | GroupFlow::ReduceAndGather => self.tp_size,
         };
-        let (mut done, mut all) = (0, 2 * sizes.len() + usize::from(flow != GroupFlow::ReduceAndGather));
+        let has_after = self.direction == (LinearDirection::Backward { weight_gradient: true });
+        let others = usize::from(flow != GroupFlow::ReduceAndGather) + usize::from(has_after);
+        let (mut done, mut all) = (0, 2 * sizes.len() + others);
         let mut tell = |what: String, more: usize| {
             all += more;
             told(SearchStep { what, done, all });
@@ -216,7 +223,13 @@ impl GroupSearcher {
             }
             GroupFlow::ReduceAndGather => {}
         }
+        let mut after = 0.0;
+        if has_after {
+            tell("the gradient of the weight".to_owned(), 0);
+            after = clock.after()?;
+        }
         let curves = PassCurves {
+            after,
             join,
             starts: self.starts,
             link: self.link,
@@ -225,7 +238,7 @@ impl GroupSearcher {
             back: &|rows| back.at(rows),
             speed_beside: self.speed_beside,
         };
-        Ok(whole.pass_costs(self.wave, &curves))
+        Ok(whole.pass_costs(self.direction, self.wave, &curves))
     }
 
     /// The sequences that are expected to be fastest with up to 2, 4, 8 groups and so on.
@@ -331,6 +344,7 @@ mod tests {
         let searcher = GroupSearcher {
             spec: crate::GemmCollective::ReduceScatter.layer([64, 8, 8], crate::DType::Bf16),
             tp_size: 2,
+            direction: LinearDirection::Forward,
             wave: 8,
             most_groups: 3,
             trials: 0,

@@ -24,6 +24,7 @@ mod hierarchy;
 mod hosting;
 mod layout;
 mod linear;
+mod linear_machine;
 mod linear_pass;
 mod link_counts;
 mod machine_profile;
@@ -63,6 +64,7 @@ pub use group_search::{GroupSearcher, PassClock, SearchStep};
 pub use hierarchy::{TwoLevelExchange, TwoLevelPart, flat_crossing_rows};
 pub use hosting::HostedWork;
 pub use linear::{Activations, LinearKind, LinearPlan, LinearSpec};
+pub use linear_machine::LinearMachine;
 pub use linear_pass::{LinearDirection, LinearPass, PassOverlap, SUMMING_WORKERS};
 pub use machine_profile::{
     LinkPoint, MachineProfile, PROFILE_VERSION, PolicyMeasurement, ProfileError, TransportMeasurement,

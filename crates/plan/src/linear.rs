@@ -6,6 +6,7 @@ use std::fmt;
 use counterpoint_mask::Range;
 use serde::{Deserialize, Serialize};
 
+use crate::linear_pass::LinearDirection;
 use crate::{
     CostModel, DType, GroupFlow, GroupPart, LinkUse, OwnedSplit, PassCosts, PassCurves, PlanError,
     ProductStart, RemoteSplit, WaveGroups,
@@ -81,6 +82,44 @@ impl LinearSpec {
         }
     }
 
+    /// `[m, n, k]` of a rank's product of so many rows in a pass: of the product of `y`, or of `dx`.
+    pub fn product_of(&self, direction: LinearDirection, rows: usize, tp_size: usize) -> [usize; 3] {
+        let [m, n, k] = self.product_size(rows, tp_size);
+        match direction {
+            LinearDirection::Forward => [m, n, k],
+            LinearDirection::Backward { .. } => [m, k, n],
+        }
+    }
+
+    /// `[m, n, k]` of a rank's gradient of the weight.
+    pub fn weight_gradient_size(&self, tp_size: usize) -> [usize; 3] {
+        let [_, rows, columns] = self.product_size(self.tokens, tp_size);
+        [rows, columns, self.tokens]
+    }
+
+    /// The pass whose collectives matter most: the forward, or the backward of a layer whose forward has none.
+    pub fn communicating_pass(&self) -> LinearDirection {
+        match (self.kind, self.activations) {
+            (LinearKind::Column, Activations::Replicated) => {
+                LinearDirection::Backward { weight_gradient: true }
+            }
+            _ => LinearDirection::Forward,
+        }
+    }
+
+    /// In which order products and collectives of a pass follow each other; `None` where it has no collective.
+    pub(crate) fn flow(&self, direction: LinearDirection) -> Option<GroupFlow> {
+        let sums = match self.activations {
+            Activations::SequenceParallel => GroupFlow::Reduce,
+            Activations::Replicated => GroupFlow::ReduceAndGather,
+        };
+        match (direction, self.kind) {
+            (LinearDirection::Forward, LinearKind::Row)
+            | (LinearDirection::Backward { .. }, LinearKind::Column) => Some(sums),
+            _ => (self.activations == Activations::SequenceParallel).then_some(GroupFlow::Gather),
+        }
+    }
+
     /// Columns of the rows that travel.
     pub fn travelling_columns(&self) -> usize {
         match self.kind {
@@ -91,7 +130,7 @@ impl LinearSpec {
 }
 
 /// The most groups that a pass is cut into by itself: each costs the start of a collective.
-const MOST_GROUPS: usize = 16;
+pub(crate) const MOST_GROUPS: usize = 16;
 /// The steps in which sizes of groups are looked at.
 const STEPS: usize = 32;
 /// Groups are cut at multiples of so many of an owner's rows, where it has enough: kernels compute tiles of as many.
@@ -167,9 +206,10 @@ impl LinearPlan {
 
     /// The groups with the smallest predicted time of the pass in which they matter most.
     fn fastest_groups(&self, cost: &CostModel) -> Vec<usize> {
-        let (spec, tp_size) = (&self.spec, self.tp_size);
-        let product =
-            |rows: usize| cost.launch_seconds + cost.matmul_seconds(spec.product_size(rows, tp_size));
+        let (spec, tp_size, direction) = (&self.spec, self.tp_size, self.spec.communicating_pass());
+        let product = |rows: usize| {
+            cost.launch_seconds + cost.matmul_seconds(spec.product_of(direction, rows, tp_size))
+        };
         let row_bytes = (tp_size - 1) * spec.travelling_columns() * spec.dtype.size();
         let travel = |rows: usize| cost.link.seconds((rows * row_bytes) as u64);
         let speed_beside = cost.sharing.map_or(1.0, |sharing| sharing.speed_without(sharing.communication));
@@ -178,18 +218,26 @@ impl LinearPlan {
             product: &product,
             travel: &travel,
             back: &travel,
+            after: match direction {
+                LinearDirection::Backward { weight_gradient: true } => product(spec.tokens),
+                _ => 0.0,
+            },
             join: cost.launch_seconds + join / cost.memory_bytes_per_second,
             starts: ProductStart::Free,
             link: LinkUse::Shared,
             speed_beside,
         };
-        let rows = self.tokens_of(0).len();
-        let step = rows.div_ceil(STEPS);
-        let step = if rows < TILE_ROWS { step } else { step.next_multiple_of(TILE_ROWS) };
-        match self.pass_costs(step, &curves) {
+        let step = self.wave_step();
+        match self.pass_costs(direction, step, &curves) {
             Some(costs) => self.rows_of_waves(step, &costs.fastest(MOST_GROUPS)),
-            None => vec![rows],
+            None => vec![self.tokens_of(0).len()],
         }
+    }
+
+    /// Rows of the waves that groups are made of by themselves: whole tiles, where an owner has enough rows.
+    pub(crate) fn wave_step(&self) -> usize {
+        let step = self.tokens_of(0).len().div_ceil(STEPS);
+        if step < TILE_ROWS { step } else { step.next_multiple_of(TILE_ROWS) }
     }
 
     /// Rows of groups of so many waves, each of `wave` rows of the first rank's tokens; the last one may have fewer.
@@ -203,24 +251,23 @@ impl LinearPlan {
         sizes.filter(|size| *size > 0).collect()
     }
 
-    /// What the forward costs in waves of `wave` rows of each rank's tokens, or the backward where the forward does not
-    /// communicate; `None` where neither does.
-    pub fn pass_costs(&self, wave: usize, curves: &PassCurves<'_>) -> Option<PassCosts> {
+    /// What a pass costs in waves of `wave` rows of each rank's tokens; `None` where it does not communicate.
+    pub fn pass_costs(
+        &self,
+        direction: LinearDirection,
+        wave: usize,
+        curves: &PassCurves<'_>,
+    ) -> Option<PassCosts> {
         if self.tp_size == 1 {
             return None;
         }
+        let flow = self.spec.flow(direction)?;
         let rows = self.tokens_of(0).len();
         let waves = rows.div_ceil(wave.max(1));
         let table = |seconds: &dyn Fn(usize) -> f64| {
             (0..=waves).map(|n| if n == 0 { 0.0 } else { seconds((n * wave).min(rows)) }).collect()
         };
-        let flow = self.flow();
-        let (before, after) = match (flow, self.spec.kind) {
-            (GroupFlow::Gather, _) => ((curves.product)(rows), 0.0),
-            // The gradient of the weight follows where it is the backward that communicates.
-            (_, LinearKind::Column) => (0.0, (curves.product)(self.spec.tokens)),
-            _ => (0.0, 0.0),
-        };
+        let before = if flow == GroupFlow::Gather { (curves.product)(rows) } else { 0.0 };
         // Of a gather the own rows are multiplied before.
         let owners = if flow == GroupFlow::Gather { self.tp_size - 1 } else { self.tp_size };
         Some(PassCosts {
@@ -229,21 +276,12 @@ impl LinearPlan {
             travel: table(curves.travel),
             back: table(curves.back),
             before,
-            after,
+            after: curves.after,
             join: if flow == GroupFlow::Reduce { curves.join } else { 0.0 },
             starts: curves.starts,
             link: curves.link,
             speed_beside: curves.speed_beside,
         })
-    }
-
-    /// In which order products and collectives follow each other.
-    pub(crate) fn flow(&self) -> GroupFlow {
-        match (self.spec.kind, self.spec.activations) {
-            (LinearKind::Column, Activations::SequenceParallel) => GroupFlow::Gather,
-            (LinearKind::Row, Activations::SequenceParallel) => GroupFlow::Reduce,
-            (_, Activations::Replicated) => GroupFlow::ReduceAndGather,
-        }
     }
 
     /// The tokens that a rank owns where activations are split by tokens, and sums where they are not: stretches of equal

@@ -1,15 +1,18 @@
 //! What a pass of a tensor-parallel linear layer takes in each of the ways in which it can be run, and so which of them to take.
 
-use crate::linear::TILE_ROWS;
-use crate::{Activations, CostModel, GemmExchange, GemmTraffic, LinearKind, LinearSpec};
+use crate::linear::{MOST_GROUPS, TILE_ROWS};
+use crate::{
+    Activations, CostModel, GemmExchange, GemmTraffic, GroupFlow, LinearKind, LinearPlan, LinearSpec,
+    LinkUse, PassCurves, PlanError, ProductStart, Topology, WaveGroups,
+};
 
 /// A pass of a layer on its ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinearPass {
     /// The layer.
     pub spec: LinearSpec,
-    /// Ranks of the tensor-parallel group, at least 2.
-    pub tp_size: usize,
+    /// Ranks of the tensor-parallel group, and their nodes.
+    pub topology: Topology,
     /// Which pass.
     pub direction: LinearDirection,
 }
@@ -26,11 +29,21 @@ pub enum LinearDirection {
     },
 }
 
-/// How a pass and its collectives share a GPU.
+/// How a pass and its collectives share a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PassOverlap {
     /// One after the other.
     Sequential,
+    /// Collectives run beside products and take nothing from them: ranks whose rows other threads or devices move.
+    Concurrent,
+    /// The transport's kernels move rows beside products. Products start once the kernel that they should hide has, and have so many
+    /// multiprocessors fewer while it runs.
+    Barrier(usize),
+    /// The same, and products leave so many multiprocessors free all the time, so that communication also starts under a product.
+    Margin(usize),
+    /// One kernel computes all groups of a pass and signals each; what a group sends travels under the rest of that kernel, on so many
+    /// multiprocessors that it leaves free; none where communication takes none.
+    Signals(usize),
     /// Rows leave and arrive while the kernel that makes or takes them computes, and those of others by copy engines beside it or
     /// what follows.
     Fused,
@@ -53,6 +66,22 @@ const SLOWER_FUSED: f64 = 1.04;
 /// measured on two H200s, 36 of 180 us.
 const HELD_UP: f64 = 0.2;
 
+/// Kernels that take multiprocessors from products cost more than those: of ways without them, which were measured on H200s, one that is
+/// predicted to be slower by less than this is taken.
+const WORKERS_COST: f64 = 1.1;
+
+impl PassOverlap {
+    /// Whether communication takes no multiprocessors but for sums.
+    fn spares_workers(self) -> bool {
+        matches!(self, Self::Fused | Self::Beside)
+    }
+
+    /// Whether the transport's kernels take multiprocessors that products would have.
+    fn takes_workers(self) -> bool {
+        matches!(self, Self::Barrier(_) | Self::Margin(_) | Self::Signals(1..))
+    }
+}
+
 /// The parts of a pass, in seconds.
 struct Parts {
     /// The product of `y` or `dx`.
@@ -69,6 +98,13 @@ struct Parts {
     inputs: [f64; 2],
 }
 
+/// A way to run a pass, and what that is predicted to take.
+struct Candidate {
+    overlap: PassOverlap,
+    groups: WaveGroups,
+    seconds: f64,
+}
+
 impl Parts {
     fn groups(&self) -> usize {
         if self.sums[1] > self.weight_gradient { 2 } else { 1 }
@@ -76,17 +112,132 @@ impl Parts {
 }
 
 impl LinearPass {
-    /// The way that is predicted to end soonest, of those that a machine has.
-    pub fn fastest(&self, ways: &[PassOverlap], cost: &CostModel) -> PassOverlap {
-        let seconds = |way: &PassOverlap| self.seconds(*way, cost);
-        let known = ways.iter().filter(|way| seconds(way).is_some());
-        let fastest =
-            known.min_by(|a, b| seconds(a).partial_cmp(&seconds(b)).unwrap_or(std::cmp::Ordering::Equal));
-        fastest.copied().unwrap_or(PassOverlap::Sequential)
+    /// The way that is predicted to end first, of those that a machine has, and the layer in the groups of that way. Of equal times the
+    /// first one counts.
+    ///
+    /// # Errors
+    /// As [`LinearPlan::new`].
+    pub fn fastest(
+        &self,
+        ways: &[PassOverlap],
+        cost: &CostModel,
+    ) -> Result<(PassOverlap, LinearPlan), PlanError> {
+        let whole = LinearPlan::new(self.spec, self.topology.world_size, WaveGroups::Fixed(1), cost)?;
+        let candidates: Vec<Candidate> =
+            ways.iter().filter_map(|way| self.candidate(*way, &whole, cost)).collect();
+        let has_better = candidates.iter().any(|candidate| candidate.overlap.spares_workers());
+        let rated = |candidate: &Candidate| match has_better && candidate.overlap.takes_workers() {
+            true => candidate.seconds * WORKERS_COST,
+            false => candidate.seconds,
+        };
+        let fastest = candidates.iter().min_by(|a, b| rated(a).total_cmp(&rated(b)));
+        let Some(Candidate { overlap, groups, .. }) = fastest else {
+            return Ok((PassOverlap::Sequential, whole));
+        };
+        let groups = groups.clone();
+        Ok((*overlap, LinearPlan::new(self.spec, self.topology.world_size, groups, cost)?))
     }
 
-    /// What it takes; `None` where it cannot be run so, or there is nothing that travels.
+    /// The best groups of a way to run it, with what that takes; `None` where it cannot be run so, or there is nothing that travels.
+    fn candidate(&self, overlap: PassOverlap, whole: &LinearPlan, cost: &CostModel) -> Option<Candidate> {
+        let (groups, seconds) = match overlap {
+            PassOverlap::Sequential | PassOverlap::Fused => {
+                (WaveGroups::Fixed(1), self.alone(overlap, cost)?)
+            }
+            PassOverlap::Beside => (WaveGroups::Fixed(self.groups_beside(cost)), self.alone(overlap, cost)?),
+            PassOverlap::Concurrent
+            | PassOverlap::Barrier(_)
+            | PassOverlap::Margin(_)
+            | PassOverlap::Signals(_) => {
+                let (groups, seconds) = self.by_groups(overlap, whole, cost)?;
+                (WaveGroups::Sizes(groups), seconds)
+            }
+        };
+        Some(Candidate { overlap, groups, seconds })
+    }
+
+    /// What it takes so, in its best groups; `None` where it cannot be run so, or there is nothing that travels.
     pub fn seconds(&self, overlap: PassOverlap, cost: &CostModel) -> Option<f64> {
+        let groups = WaveGroups::Fixed(1);
+        let whole = LinearPlan::new(self.spec, self.topology.world_size, groups, cost).ok()?;
+        self.candidate(overlap, &whole, cost).map(|candidate| candidate.seconds)
+    }
+
+    /// Rows of the groups in which it ends first where collectives run beside products, and what it takes then.
+    fn by_groups(
+        &self,
+        overlap: PassOverlap,
+        whole: &LinearPlan,
+        cost: &CostModel,
+    ) -> Option<(Vec<usize>, f64)> {
+        let traffic = self.traffic()?;
+        let Parts { weight_gradient, inputs, .. } = self.parts(traffic, cost);
+        // One kernel of all groups is for products whose results travel.
+        if matches!(overlap, PassOverlap::Signals(_)) && traffic == GemmTraffic::Operand {
+            return None;
+        }
+        let speed_without = |workers| cost.sharing.map_or(1.0, |sharing| sharing.speed_without(workers));
+        // What all computation lacks, and what it lacks beside communication.
+        let (always, beside) = match overlap {
+            PassOverlap::Margin(workers) | PassOverlap::Signals(workers) => (speed_without(workers), 1.0),
+            // Sums and the way back of those before start together, each on workers of its own.
+            PassOverlap::Barrier(workers) if traffic == GemmTraffic::SharesAndSums => {
+                (1.0, speed_without(2 * workers))
+            }
+            PassOverlap::Barrier(workers) => (1.0, speed_without(workers)),
+            _ => (1.0, 1.0),
+        };
+        let (spec, tp_size) = (&self.spec, self.topology.world_size);
+        let product = |rows: usize| {
+            cost.launch_seconds + cost.matmul_seconds(spec.product_of(self.direction, rows, tp_size)) / always
+        };
+        let columns = spec.travelling_columns();
+        let travel = |rows: usize| self.travel_seconds(rows, columns, cost);
+        let after = if weight_gradient > 0.0 { cost.launch_seconds + weight_gradient / always } else { 0.0 };
+        let own = whole.tokens_of(0).len();
+        let together = 2.0 * (own * columns * spec.dtype.size()) as f64 / cost.memory_bytes_per_second;
+        let curves = PassCurves {
+            product: &product,
+            travel: &travel,
+            back: &travel,
+            after,
+            join: cost.launch_seconds + together,
+            starts: match overlap {
+                PassOverlap::Signals(_) => ProductStart::OneKernel,
+                PassOverlap::Concurrent => ProductStart::Free,
+                _ => ProductStart::AfterCommunication,
+            },
+            link: LinkUse::Shared,
+            speed_beside: beside,
+        };
+        let step = whole.wave_step();
+        let costs = whole.pass_costs(self.direction, step, &curves)?;
+        // Rows that the gradient of the weight needs are on the link first, so sums are early enough behind the product of dx where they
+        // fit under that gradient.
+        let [inputs, _] = inputs;
+        let sums = travel(own);
+        let most = match inputs > 0.0 {
+            true if sums <= after => 1,
+            true => 2,
+            false => MOST_GROUPS,
+        };
+        let groups = costs.fastest(most);
+        let seconds = costs.seconds(&groups);
+        let seconds = if inputs > 0.0 { seconds.max(inputs + after.max(sums)) } else { seconds };
+        Some((whole.rows_of_waves(step, &groups), seconds))
+    }
+
+    /// Seconds in which so many rows of each rank go to all others, or shares of them come from these.
+    fn travel_seconds(&self, rows: usize, columns: usize, cost: &CostModel) -> f64 {
+        let Topology { world_size, ranks_per_node } = self.topology;
+        let near = ranks_per_node.min(world_size);
+        let bytes = |ranks: usize| (rows * ranks * columns * self.spec.dtype.size()) as u64;
+        let (near, far) = (bytes(near.saturating_sub(1)), bytes(world_size - near));
+        f64::max(cost.link.seconds(near), cost.network.seconds(far))
+    }
+
+    /// What it takes sequentially, as one kernel, or beside copy engines.
+    fn alone(&self, overlap: PassOverlap, cost: &CostModel) -> Option<f64> {
         let traffic = self.traffic()?;
         let parts = self.parts(traffic, cost);
         let Parts { product, weight_gradient, sums, spread, operand, inputs } = parts;
@@ -104,7 +255,7 @@ impl LinearPass {
                 };
                 let fused = self.exchange(traffic).seconds(cost).fused;
                 // Sums are made with the rank's own tiles, which are the last ones, so they leave no earlier.
-                let ranks = self.tp_size as f64;
+                let ranks = self.topology.world_size as f64;
                 let last = f64::max(product / ranks, spread);
                 let first = f64::max(fused, product - product / ranks + last) * SLOWER_FUSED;
                 Some(f64::max(first + HELD_UP * inputs[1], inputs[1]) + beside)
@@ -113,13 +264,13 @@ impl LinearPass {
                 let first = f64::max(product * if inputs[1] > 0.0 { SLOWER_BESIDE } else { 1.0 }, inputs[1]);
                 Some(first + f64::max(weight_gradient * SLOWER_BESIDE, sums[1] / parts.groups() as f64))
             }
-            PassOverlap::Beside => None,
+            _ => None,
         }
     }
 
     /// Groups of tokens in which it is best run [`PassOverlap::Beside`]: what does not fit under the gradient of the weight begins under the
     /// product of `dx`.
-    pub fn groups_beside(&self, cost: &CostModel) -> usize {
+    fn groups_beside(&self, cost: &CostModel) -> usize {
         self.traffic().map_or(1, |traffic| self.parts(traffic, cost).groups())
     }
 
@@ -127,36 +278,27 @@ impl LinearPass {
     fn has_whole_tiles(&self, traffic: GemmTraffic) -> bool {
         const SLICES: [usize; 3] = [16, 32, 64];
         let tokens = self.spec.tokens;
-        let own = tokens / self.tp_size;
+        let tp_size = self.topology.world_size;
+        let own = tokens / tp_size;
         let tiled = own.is_multiple_of(TILE_ROWS) || SLICES.contains(&own);
-        traffic == GemmTraffic::Operand || (tokens.is_multiple_of(self.tp_size) && tiled)
+        traffic == GemmTraffic::Operand || (tokens.is_multiple_of(tp_size) && tiled)
     }
 
     /// What travels beside the first product; `None` where nothing does.
     fn traffic(&self) -> Option<GemmTraffic> {
-        let sums = match self.spec.activations {
-            Activations::Replicated => GemmTraffic::SharesAndSums,
-            Activations::SequenceParallel => GemmTraffic::Shares,
-        };
-        let operand =
-            (self.spec.activations == Activations::SequenceParallel).then_some(GemmTraffic::Operand);
-        match (self.direction, self.spec.kind) {
-            _ if self.tp_size < 2 => None,
-            (LinearDirection::Forward, LinearKind::Column) => operand,
-            (LinearDirection::Forward, LinearKind::Row) => Some(sums),
-            (LinearDirection::Backward { .. }, LinearKind::Column) => Some(sums),
-            (LinearDirection::Backward { .. }, LinearKind::Row) => operand,
-        }
+        let flow = self.spec.flow(self.direction).filter(|_| self.topology.world_size > 1)?;
+        Some(match flow {
+            GroupFlow::Gather => GemmTraffic::Operand,
+            GroupFlow::Reduce => GemmTraffic::Shares,
+            GroupFlow::ReduceAndGather => GemmTraffic::SharesAndSums,
+        })
     }
 
     /// The first product and what travels beside it.
     fn exchange(&self, traffic: GemmTraffic) -> GemmExchange {
-        let [m, n, k] = self.spec.product_size(self.spec.tokens, self.tp_size);
-        let product = match self.direction {
-            LinearDirection::Forward => [m, n, k],
-            LinearDirection::Backward { .. } => [m, k, n],
-        };
-        GemmExchange { traffic, ranks: self.tp_size, product, element_bytes: self.spec.dtype.size() }
+        let ranks = self.topology.world_size;
+        let product = self.spec.product_of(self.direction, self.spec.tokens, ranks);
+        GemmExchange { traffic, ranks, product, element_bytes: self.spec.dtype.size() }
     }
 
     fn parts(&self, traffic: GemmTraffic, cost: &CostModel) -> Parts {
@@ -168,12 +310,14 @@ impl LinearPass {
             LinearDirection::Backward { weight_gradient: true } => cost.matmul_seconds([k, n, tokens]),
             _ => 0.0,
         };
-        let own = tokens.div_ceil(self.tp_size) as f64;
+        let tp_size = self.topology.world_size;
+        let own_rows = tokens.div_ceil(tp_size);
+        let own = own_rows as f64;
         let row = |columns: usize| (columns * dtype.size()) as f64;
-        let to_others = |columns: usize| own * (self.tp_size as f64 - 1.0) * row(columns);
-        let by_kernels = |columns: usize| cost.launch_seconds + cost.link.seconds(to_others(columns) as u64);
+        let to_others = |columns: usize| own * (tp_size as f64 - 1.0) * row(columns);
+        let by_kernels = |columns: usize| cost.launch_seconds + self.travel_seconds(own_rows, columns, cost);
         let by_engines = |columns: usize| ENGINE_START + to_others(columns) / ENGINE_RATE;
-        let adding = own * (self.tp_size as f64 + 1.0) * row(n) / (SUMMING_WORKERS as f64 * SUM_RATE);
+        let adding = own * (tp_size as f64 + 1.0) * row(n) / (SUMMING_WORKERS as f64 * SUM_RATE);
         let (sums, spread) = match traffic {
             GemmTraffic::Shares => ([by_kernels(n), by_engines(n) + adding], [0.0; 2]),
             GemmTraffic::SharesAndSums => {
@@ -198,6 +342,10 @@ mod tests {
 
     const WAYS: [PassOverlap; 3] = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::Beside];
 
+    fn fastest(pass: LinearPass, ways: &[PassOverlap]) -> PassOverlap {
+        pass.fastest(ways, &CostModel::H200).unwrap().0
+    }
+
     fn pass(
         kind: LinearKind,
         activations: Activations,
@@ -211,7 +359,7 @@ mod tests {
         let dtype = DType::Bf16;
         let spec =
             LinearSpec { kind, activations, tokens, in_features, out_features, has_bias: false, dtype };
-        LinearPass { spec, tp_size: 4, direction }
+        LinearPass { spec, topology: Topology::flat(4), direction }
     }
 
     const BACKWARD: LinearDirection = LinearDirection::Backward { weight_gradient: true };
@@ -221,13 +369,12 @@ mod tests {
     fn sums_hide_under_the_gradient_of_the_weight() {
         for activations in [Activations::Replicated, Activations::SequenceParallel] {
             for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
-                let found =
-                    pass(LinearKind::Column, activations, BACKWARD, shape).fastest(&WAYS, &CostModel::H200);
+                let found = fastest(pass(LinearKind::Column, activations, BACKWARD, shape), &WAYS);
                 assert_eq!(found, PassOverlap::Beside, "{activations:?} {shape:?}");
             }
             let frozen = LinearDirection::Backward { weight_gradient: false };
             let found = pass(LinearKind::Column, activations, frozen, [8192, 8192, 7168]);
-            assert_eq!(found.fastest(&WAYS, &CostModel::H200), PassOverlap::Fused);
+            assert_eq!(fastest(found, &WAYS), PassOverlap::Fused);
         }
     }
 
@@ -239,6 +386,25 @@ mod tests {
                 .groups_beside(&CostModel::H200)
         };
         assert_eq!([Activations::Replicated, Activations::SequenceParallel].map(groups), [2, 1]);
+    }
+
+    /// Where fused kernels and copy engines are at hand, kernels that take multiprocessors from products are not taken for what was measured
+    /// to be fastest with the former.
+    #[test]
+    fn kernels_beside_products_are_for_those_who_have_nothing_better() {
+        let ways: Vec<PassOverlap> = WAYS
+            .into_iter()
+            .chain([PassOverlap::Barrier(16), PassOverlap::Margin(16), PassOverlap::Signals(16)])
+            .collect();
+        let cost = CostModel { sharing: Some(crate::WorkerSharing::H200), ..CostModel::H200 };
+        for activations in [Activations::Replicated, Activations::SequenceParallel] {
+            for shape in [[2048, 12288, 12288], [8192, 8192, 7168], [16384, 8192, 7168]] {
+                let backward = pass(LinearKind::Column, activations, BACKWARD, shape);
+                assert_eq!(backward.fastest(&ways, &cost).unwrap().0, PassOverlap::Beside, "{shape:?}");
+                let forward = pass(LinearKind::Row, activations, LinearDirection::Forward, shape);
+                assert_eq!(forward.fastest(&ways, &cost).unwrap().0, PassOverlap::Fused, "{shape:?}");
+            }
+        }
     }
 
     /// Rows that are no tiles of their owner are summed by no kernel that multiplies.
@@ -257,7 +423,7 @@ mod tests {
     fn only_what_a_machine_has_is_chosen() {
         let pass = pass(LinearKind::Column, Activations::Replicated, BACKWARD, [8192, 8192, 7168]);
         for ways in [&WAYS[..2], &WAYS[..1]] {
-            assert_eq!(pass.fastest(ways, &CostModel::H200), ways[ways.len() - 1]);
+            assert_eq!(fastest(pass, ways), ways[ways.len() - 1]);
         }
     }
 
@@ -271,7 +437,7 @@ mod tests {
             (LinearKind::Row, Activations::SequenceParallel, BACKWARD),
         ] {
             let pass = pass(kind, activations, direction, [8192, 8192, 7168]);
-            assert_eq!(pass.fastest(&WAYS, &CostModel::H200), PassOverlap::Fused, "{kind:?} {direction:?}");
+            assert_eq!(fastest(pass, &WAYS), PassOverlap::Fused, "{kind:?} {direction:?}");
         }
     }
 
@@ -281,12 +447,12 @@ mod tests {
         let forward =
             pass(LinearKind::Column, Activations::Replicated, LinearDirection::Forward, [512, 256, 256]);
         let one = LinearPass {
-            tp_size: 1,
+            topology: Topology::flat(1),
             ..pass(LinearKind::Row, Activations::Replicated, BACKWARD, [512, 256, 256])
         };
         for pass in [forward, one] {
             assert!(WAYS.iter().all(|way| pass.seconds(*way, &CostModel::H200).is_none()));
-            assert_eq!(pass.fastest(&WAYS, &CostModel::H200), PassOverlap::Sequential);
+            assert_eq!(fastest(pass, &WAYS), PassOverlap::Sequential);
         }
     }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::{Activations, DType, LinearKind, LinearPlan, LinearSpec, WaveGroups};
+use crate::{Activations, DType, GroupFlow, LinearDirection, LinearKind, LinearPlan, LinearSpec, WaveGroups};
 
 /// The version of the format, and of what a group means. It changes with either.
 pub const TUNING_VERSION: u32 = 1;
@@ -35,12 +35,16 @@ impl GemmCollective {
 
     /// That of a layer's forward; `None` where it has none.
     pub fn of(spec: &LinearSpec) -> Option<Self> {
-        match (spec.kind, spec.activations) {
-            (LinearKind::Column, Activations::SequenceParallel) => Some(Self::AllGather),
-            (LinearKind::Column, Activations::Replicated) => None,
-            (LinearKind::Row, Activations::SequenceParallel) => Some(Self::ReduceScatter),
-            (LinearKind::Row, Activations::Replicated) => Some(Self::AllReduce),
-        }
+        Self::of_pass(spec, LinearDirection::Forward)
+    }
+
+    /// That of the product of a pass; `None` where it has none.
+    pub fn of_pass(spec: &LinearSpec, direction: LinearDirection) -> Option<Self> {
+        Some(match spec.flow(direction)? {
+            GroupFlow::Gather => Self::AllGather,
+            GroupFlow::Reduce => Self::ReduceScatter,
+            GroupFlow::ReduceAndGather => Self::AllReduce,
+        })
     }
 
     /// The layer whose forward it is, without a bias. `m`, `n` and `k` are those of all ranks together.

@@ -88,6 +88,8 @@ pub struct PassCurves<'a> {
     pub travel: &'a dyn Fn(usize) -> f64,
     /// Seconds in which so many reduced rows of each rank travel back to all.
     pub back: &'a dyn Fn(usize) -> f64,
+    /// See [`PassCosts::after`].
+    pub after: f64,
     /// See [`PassCosts::join`].
     pub join: f64,
     /// See [`PassCosts::starts`].
@@ -110,6 +112,8 @@ struct Ends {
     started: f64,
     /// Waves whose sums are reduced and have not been sent back.
     pending: usize,
+    /// Of these, those that were reduced under the last product, where they wait for its end.
+    reduced: usize,
 }
 
 /// Of computation beside communication: below it, what was seen has another reason.
@@ -200,15 +204,21 @@ impl PassCosts {
     /// After one more group of `waves`, with `left` still to come.
     fn step(&self, mut ends: Ends, waves: usize, left: usize) -> Ends {
         if self.flow == GroupFlow::Gather {
-            ends.travel += self.travel[waves];
+            // It starts with the product that hides it.
+            let begin = if self.takes_workers() { ends.travel.max(ends.started) } else { ends.travel };
+            ends.travel = begin + self.travel[waves];
             let busy_until = ends.travel + self.travel[left];
-            ends.compute = self.compute_until(ends.compute.max(ends.travel), self.product[waves], busy_until);
+            ends.started = ends.compute.max(ends.travel);
+            ends.compute = self.compute_until(ends.started, self.product[waves], busy_until);
             return ends;
         }
         let begin = match self.starts {
             ProductStart::Free | ProductStart::OneKernel => ends.compute,
             ProductStart::AfterCommunication => ends.compute.max(ends.started),
         };
+        if self.takes_workers() {
+            ends = self.send_back_at_end(ends, begin);
+        }
         let busy_until = ends.travel.max(ends.back);
         let seconds = match self.starts {
             ProductStart::OneKernel => {
@@ -218,6 +228,14 @@ impl PassCosts {
             ProductStart::Free | ProductStart::AfterCommunication => self.product[waves],
         };
         ends.compute = self.compute_until(begin, seconds, busy_until);
+        if self.takes_workers() {
+            ends.started = ends.travel.max(ends.compute);
+            ends.travel = self.carry(&mut ends.link, ends.started, &self.travel, waves);
+            if self.flow == GroupFlow::ReduceAndGather {
+                ends.pending = waves;
+            }
+            return ends;
+        }
         // The next reduction comes before the way back of the last one where its product is done by then.
         let reduced = ends.travel;
         if ends.compute > reduced {
@@ -229,6 +247,20 @@ impl PassCosts {
         if self.flow == GroupFlow::ReduceAndGather {
             ends.pending = waves;
         }
+        ends
+    }
+
+    /// Whether collectives take workers from products and find them only where one ends.
+    fn takes_workers(&self) -> bool {
+        self.starts == ProductStart::AfterCommunication && self.speed_beside < 1.0
+    }
+
+    /// Where a product ends at `at`, sums travel back that have been reduced under it; those whose reduction starts there are next.
+    fn send_back_at_end(&self, mut ends: Ends, at: f64) -> Ends {
+        if ends.reduced > 0 {
+            ends.back = self.carry(&mut ends.link, ends.back.max(at), &self.back, ends.reduced);
+        }
+        (ends.reduced, ends.pending) = (ends.pending, 0);
         ends
     }
 
@@ -258,11 +290,23 @@ impl PassCosts {
     }
 
     fn end(&self, ends: Ends, groups: usize) -> f64 {
+        if self.takes_workers() && self.flow == GroupFlow::ReduceAndGather {
+            return self.end_of_workers(ends);
+        }
         let reduced = ends.travel;
         let ends = self.send_back(ends, reduced);
         let communicated = ends.travel.max(ends.back);
         let computed = self.compute_until(ends.compute, self.after, communicated);
         computed.max(communicated) + if groups > 1 { self.join } else { 0.0 }
+    }
+
+    /// The end where sums travel back on workers that they find where products end.
+    fn end_of_workers(&self, mut ends: Ends) -> f64 {
+        let begin = ends.compute.max(ends.started);
+        ends = self.send_back_at_end(ends, begin);
+        let computed = self.compute_until(begin, self.after, ends.travel.max(ends.back));
+        let last = ends.travel.max(computed);
+        self.send_back_at_end(ends, last).back.max(computed)
     }
 
     /// When computation of `seconds` ends that starts at `start`, while communication is under way until `busy_until`.
@@ -294,6 +338,7 @@ impl Reached {
             && self.ends.link <= other.ends.link + slack
             && self.ends.started <= other.ends.started + slack
             && self.ends.pending <= other.ends.pending
+            && self.ends.reduced <= other.ends.reduced
             && self.groups <= other.groups
     }
 }

@@ -151,8 +151,16 @@ impl From<PassOverlap> for OverlapPolicy {
     /// The policy that has a pass of a layer run so.
     fn from(way: PassOverlap) -> Self {
         let concurrent = Self::default();
+        let leaving = |start, workers| Self {
+            workers: if workers == 0 { WorkerShare::Common } else { WorkerShare::Margin(workers) },
+            ..Self::new(start)
+        };
         match way {
             PassOverlap::Sequential => Self::new(StartOrder::Sequential),
+            PassOverlap::Concurrent => concurrent,
+            PassOverlap::Barrier(_) => Self::new(StartOrder::KernelBarrier),
+            PassOverlap::Margin(workers) => leaving(StartOrder::KernelBarrier, workers),
+            PassOverlap::Signals(workers) => leaving(StartOrder::Signals, workers),
             PassOverlap::Fused => Self { mover: Mover::Fused, ..concurrent },
             PassOverlap::Beside => {
                 Self { mover: Mover::CopyEngine, workers: WorkerShare::Margin(SUMMING_WORKERS), ..concurrent }

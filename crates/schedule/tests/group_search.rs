@@ -4,8 +4,8 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use counterpoint_plan::{
-    CostModel, DType, GemmCollective, GroupSearcher, LinearPlan, Link, LinkUse, PassClock, ProductStart,
-    SearchStep, Topology, WaveGroups, WorkerSharing,
+    CostModel, DType, GemmCollective, GroupSearcher, LinearDirection, LinearPlan, Link, LinkUse, PassClock,
+    ProductStart, SearchStep, Topology, WaveGroups, WorkerSharing,
 };
 use counterpoint_schedule::{ClockError, Mover, OverlapPolicy, SimulatedClock, StartOrder};
 
@@ -68,6 +68,7 @@ impl Case {
         let searcher = GroupSearcher {
             spec,
             tp_size,
+            direction: LinearDirection::Forward,
             wave: m.div_ceil(tp_size).div_ceil(waves),
             most_groups: 8,
             trials,
@@ -85,7 +86,7 @@ impl Case {
 
     fn clock(&self) -> SimulatedClock<'_> {
         let Self { searcher, topology, ref cost, policy } = *self;
-        SimulatedClock { spec: searcher.spec, topology, cost, policy }
+        SimulatedClock { spec: searcher.spec, direction: searcher.direction, topology, cost, policy }
     }
 }
 
@@ -138,6 +139,12 @@ impl PassClock for RoughClock<'_> {
     fn join(&mut self) -> Result<f64, ClockError> {
         self.count += 1;
         let seconds = self.clock.join()?;
+        Ok(self.timed(seconds))
+    }
+
+    fn after(&mut self) -> Result<f64, ClockError> {
+        self.count += 1;
+        let seconds = self.clock.after()?;
         Ok(self.timed(seconds))
     }
 
@@ -262,6 +269,7 @@ fn many_waves_take_no_time() {
     let searcher = GroupSearcher {
         spec,
         tp_size: 8,
+        direction: LinearDirection::Forward,
         wave: 64,
         most_groups: 32,
         trials: 12,
@@ -271,7 +279,7 @@ fn many_waves_take_no_time() {
     };
     let topology = Topology::flat(8);
     let policy = "kernel-barrier".parse().unwrap();
-    let mut clock = SimulatedClock { spec, topology, cost: &cost, policy };
+    let mut clock = SimulatedClock { spec, direction: searcher.direction, topology, cost: &cost, policy };
     let begin = Instant::now();
     let (plan, _) = searcher.predictive(&mut clock, |_| ControlFlow::Continue(())).unwrap();
     // No second in a release build; this one has its checks, and shares its cores with other tests.

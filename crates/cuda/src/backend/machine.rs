@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use counterpoint_exec::{ElementTypes, Ends, ExecError, Machine, World, check_memory};
-use counterpoint_plan::{DType, MachineProfile, PassOverlap, WorkerSharing};
+use counterpoint_plan::{DType, LinearMachine, MachineProfile, Topology, WorkerSharing};
 
 use super::clock::Clock;
 use super::rank::OtherKernels;
@@ -224,8 +224,9 @@ impl Machine for CudaMachine {
         ELEMENT_TYPES
     }
 
-    fn pass_overlaps(&self, ranks: usize) -> &'static [PassOverlap] {
-        self.transport.pass_overlaps(self.meets(ranks))
+    fn linear(&self, ranks: usize) -> LinearMachine {
+        let overlaps = self.transport.pass_overlaps(self.meets(ranks), self.num_sms as usize);
+        LinearMachine { overlaps, topology: Topology::flat(ranks), cost: self.cost(None, ranks) }
     }
 
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {

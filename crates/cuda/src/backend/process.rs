@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use counterpoint_exec::{
     ElementTypes, Ends, ExecError, Facet, Machine, Rendezvous, RendezvousError, World, check_memory,
 };
-use counterpoint_plan::{CostModel, PassOverlap, Topology};
+use counterpoint_plan::{CostModel, LinearMachine, Topology};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -266,8 +266,10 @@ impl Machine for CudaProcess {
         self.rendezvous.rank()..self.rendezvous.rank() + 1
     }
 
-    fn pass_overlaps(&self, _: usize) -> &'static [PassOverlap] {
-        self.transport.pass_overlaps(self.meets && self.topology.nodes() == 1)
+    fn linear(&self, _: usize) -> LinearMachine {
+        let meets = self.meets && self.topology.nodes() == 1;
+        let overlaps = self.transport.pass_overlaps(meets, self.num_sms as usize);
+        LinearMachine { overlaps, topology: self.topology, cost: self.cost(None) }
     }
 
     fn meet(&self, place: &str) -> Result<(), ExecError> {

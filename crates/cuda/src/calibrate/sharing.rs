@@ -1,7 +1,9 @@
 use std::time::Duration;
 
 use counterpoint_exec::{ExecError, MeasureError, MeasuredClock, Repeats};
-use counterpoint_plan::{DType, GemmCollective, GroupSearcher, LinkUse, ProductStart, WorkerSharing};
+use counterpoint_plan::{
+    DType, GemmCollective, GroupSearcher, LinearDirection, LinkUse, ProductStart, WorkerSharing,
+};
 use counterpoint_schedule::{OverlapPolicy, StartOrder};
 
 use crate::CudaMachine;
@@ -18,6 +20,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
     let searcher = GroupSearcher {
         spec,
         tp_size: ranks,
+        direction: LinearDirection::Forward,
         wave: SHAPE[0].div_ceil(ranks).div_ceil(4),
         most_groups: 2,
         trials: 0,
@@ -27,7 +30,7 @@ pub(super) fn measure(machine: &CudaMachine, assumed: WorkerSharing) -> Result<W
     };
     let policy = OverlapPolicy::new(StartOrder::KernelBarrier);
     let timing = Repeats { limit: Duration::from_secs(20), warmups: 2, iterations: 7, enough: Duration::MAX };
-    let mut clock = MeasuredClock { machine, spec, ranks, policy, timing };
+    let mut clock = MeasuredClock { machine, spec, direction: searcher.direction, ranks, policy, timing };
     let failed = |error: MeasureError| match error {
         MeasureError::Run(error) => error,
         other => ExecError::Program { program: "calibration".to_owned(), rank: 0, reason: other.to_string() },

@@ -1,7 +1,7 @@
 use std::fmt;
 
 use counterpoint_plan::PassOverlap;
-use counterpoint_schedule::{Mover, PolicySupport, RankTransport};
+use counterpoint_schedule::RankTransport;
 
 /// How rows travel between GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,18 +32,10 @@ impl TransportKind {
         ("hierarchical", Self::Hierarchical),
     ];
 
-    /// The ways in which passes of linear layers can be run; `meets` where kernels of all ranks can wait for each other.
-    pub(crate) fn pass_overlaps(self, meets: bool) -> &'static [PassOverlap] {
-        use PassOverlap::{Beside, Fused, Sequential};
-        let transport = self.transport();
-        // Where kernels do not meet, ranks that read each other's memory do so on the host.
-        let meets = meets || transport != RankTransport::Nvlink;
-        let runs = |mover| meets && transport.moves_by(mover) == PolicySupport::Runs;
-        match (runs(Mover::Fused), runs(Mover::CopyEngine)) {
-            (true, true) => &[Sequential, Fused, Beside],
-            (false, true) => &[Sequential, Beside],
-            _ => &[Sequential],
-        }
+    /// The ways in which passes of linear layers can be run; `meets` where kernels of all ranks can wait for each other, and
+    /// `workers` the multiprocessors of this transport's kernels.
+    pub(crate) fn pass_overlaps(self, meets: bool, workers: usize) -> Vec<PassOverlap> {
+        self.transport().pass_overlaps(meets, workers)
     }
 
     /// What it is in the table of what runs where, on one node where that is left open.

@@ -10,7 +10,7 @@ mod ticket;
 use std::ops::Range;
 use std::sync::Arc;
 
-use counterpoint_plan::PassOverlap;
+use counterpoint_plan::LinearMachine;
 use counterpoint_schedule::Program;
 
 pub use self::attention::{AttentionCalls, AttentionRank, BackwardTensors, ForwardTensors};
@@ -37,13 +37,13 @@ pub struct Group<M: Machine> {
     world_size: usize,
     here: Range<usize>,
     ranks: Vec<RankOf<M>>,
-    pass_overlaps: &'static [PassOverlap],
+    linear: Arc<LinearMachine>,
 }
 
 impl<M: Machine> Clone for Group<M> {
     fn clone(&self) -> Self {
-        let Self { world_size, here, ranks, pass_overlaps } = self;
-        Self { world_size: *world_size, here: here.clone(), ranks: ranks.clone(), pass_overlaps }
+        let Self { world_size, here, ranks, linear } = self;
+        Self { world_size: *world_size, here: here.clone(), ranks: ranks.clone(), linear: linear.clone() }
     }
 }
 
@@ -79,7 +79,7 @@ impl<M: Machine> Group<M> {
         Ok(Self {
             here: machine.ranks_here(world_size),
             ranks: ends.map(rank).collect(),
-            pass_overlaps: machine.pass_overlaps(world_size),
+            linear: Arc::new(machine.linear(world_size)),
             world_size,
         })
     }
@@ -99,9 +99,9 @@ impl<M: Machine> Group<M> {
         &self.ranks
     }
 
-    /// The ways in which passes of linear layers can overlap here; see [`Machine::pass_overlaps`].
-    pub fn pass_overlaps(&self) -> &'static [PassOverlap] {
-        self.pass_overlaps
+    /// What its ranks can do with passes of linear layers; see [`Machine::linear`].
+    pub fn linear(&self) -> &LinearMachine {
+        &self.linear
     }
 
     /// Bytes of scratch memory of the ranks here.

@@ -1,9 +1,11 @@
 use counterpoint_mask::Range;
 use counterpoint_plan::{
-    Activations, GemmCollective, LinearKind, LinearPlan, LinearSpec, PassClock, PlanError,
+    Activations, DType, GemmCollective, LinearDirection, LinearKind, LinearPlan, LinearSpec, PassClock,
+    PlanError,
 };
 use counterpoint_schedule::{
-    OverlapPolicy, Program, Timeline, lower_join, lower_linear_forward, lower_product,
+    OverlapPolicy, Program, Timeline, WeightGradient, lower_join, lower_linear_backward,
+    lower_linear_forward, lower_product,
 };
 use thiserror::Error;
 
@@ -13,13 +15,15 @@ use super::reference::LinearSample;
 use super::timed::{Repeats, TimedRank, Wanted, check, median, run};
 use crate::{Backend, ExecError, Machine};
 
-/// Measured times of a layer's forward and of its parts, on the ranks of a machine. A sample of every result is compared with what it
+/// Measured times of a layer's pass and of its parts, on the ranks of a machine. A sample of every result is compared with what it
 /// must be.
 pub struct MeasuredClock<'a, M> {
     /// The machine.
     pub machine: &'a M,
     /// The layer.
     pub spec: LinearSpec,
+    /// The pass; a backward adds the gradient of the weight to f32.
+    pub direction: LinearDirection,
     /// Ranks that share it.
     pub ranks: usize,
     /// How communication is brought to run under computation.
@@ -51,20 +55,15 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
     type Error = MeasureError;
 
     fn product(&mut self, rows: usize) -> Result<f64, MeasureError> {
-        let LinearSpec { tokens, dtype, .. } = self.spec;
-        let size = self.spec.product_size(rows, self.ranks);
-        let lower = |rank| lower_product([rank, self.ranks], size, tokens, dtype, self.policy);
-        let [m, n, k] = size;
-        let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
-        self.seconds(lower, |rank| {
-            let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
-            let wanted = |row, column| Wanted { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
-            check::<M>(rank, "to", [&rows, &columns], wanted)
-        })
+        let tokens = self.spec.tokens;
+        let size = self.spec.product_of(self.direction, rows, self.ranks);
+        self.timed_product(size, tokens)
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], MeasureError> {
-        let Some(collective) = GemmCollective::of(&self.spec) else { return Ok([0.0; 2]) };
+        let Some(collective) = GemmCollective::of_pass(&self.spec, self.direction) else {
+            return Ok([0.0; 2]);
+        };
         let case = CollectiveShape {
             collective,
             ranks: self.ranks,
@@ -87,13 +86,44 @@ impl<M: Machine> PassClock for MeasuredClock<'_, M> {
         })
     }
 
+    fn after(&mut self) -> Result<f64, MeasureError> {
+        let LinearDirection::Backward { weight_gradient: true } = self.direction else { return Ok(0.0) };
+        let size = self.spec.weight_gradient_size(self.ranks);
+        self.timed_product(size, size[0])
+    }
+
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, MeasureError> {
-        let lower = |rank| lower_linear_forward(plan, rank, self.policy);
-        self.seconds(lower, |rank| check_forward::<M>(rank, plan))
+        match self.direction {
+            LinearDirection::Forward => {
+                let lower = |rank| lower_linear_forward(plan, rank, self.policy);
+                self.seconds(lower, |rank| check_forward::<M>(rank, plan))
+            }
+            LinearDirection::Backward { weight_gradient } => {
+                let gradient = match weight_gradient {
+                    true => WeightGradient::Accumulated(DType::F32),
+                    false => WeightGradient::Frozen,
+                };
+                let lower = |rank| lower_linear_backward(plan, rank, gradient, self.policy);
+                self.seconds(lower, |rank| check_backward::<M>(rank, plan))
+            }
+        }
     }
 }
 
 impl<M: Machine> MeasuredClock<'_, M> {
+    /// Seconds of a product of `[m, n, k]` as one of a pass of so many rows.
+    fn timed_product(&self, size: [usize; 3], pass_rows: usize) -> Result<f64, MeasureError> {
+        let dtype = self.spec.dtype;
+        let lower = |rank| lower_product([rank, self.ranks], size, pass_rows, dtype, self.policy);
+        let [m, n, k] = size;
+        let (rows, columns) = (SAMPLED.of(Range::new(0, m)), SAMPLED.of(Range::new(0, n)));
+        self.seconds(lower, |rank| {
+            let [a, b] = [0, 1].map(|input| Contents::of(rank.backend().rank(), input));
+            let wanted = |row, column| Wanted { value: a.dot(row * k, b, column * k, k), shares: 0.0 };
+            check::<M>(rank, "to", [&rows, &columns], wanted)
+        })
+    }
+
     fn seconds(
         &self,
         lower: impl Fn(usize) -> Program,
@@ -151,6 +181,47 @@ fn check_forward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(
     check::<M>(rank, "y", [&ends, &columns(SAMPLED_ENDS)], wanted)
 }
 
+/// Compares a sample of a rank's `dx` with the definition: some rows, and the first and last of every group. Inputs are, in their order,
+/// `dy`, `weight`.
+fn check_backward<M: Machine>(rank: &TimedRank<M>, plan: &LinearPlan) -> Result<(), ExecError> {
+    let number = rank.backend().rank();
+    let spec = &plan.spec;
+    let is_scattered = spec.kind == LinearKind::Column && spec.activations == Activations::SequenceParallel;
+    let here = if is_scattered { plan.tokens_of(number) } else { Range::new(0, spec.tokens) };
+    let of_groups = (0..plan.groups()).flat_map(|group| plan.group_tokens(group));
+    let ends =
+        of_groups.filter(|tokens| !tokens.is_empty()).flat_map(|tokens| [tokens.start, tokens.end - 1]);
+    let mut rows: Vec<usize> = ends.filter(|token| here.contains(*token)).collect();
+    rows.extend(SAMPLED.of(here));
+    rows.iter_mut().for_each(|token| *token -= here.start);
+    rows.sort_unstable();
+    rows.dedup();
+    let (features, columns) = (plan.local_out_features(), plan.local_in_features());
+    // What one rank's weight makes of a row of `dy`, which is that of rank `from`.
+    let share = |from: usize, weight: usize, row: usize, column: usize| -> f64 {
+        let (dy, weight) = (Contents::of(from, 0), Contents::of(weight, 1));
+        let terms = (0..features).map(|f| dy.at(row * features + f) * weight.at(f * columns + column));
+        terms.sum()
+    };
+    let wanted = |row: usize, column: usize| {
+        let token = here.start + row;
+        match spec.kind {
+            LinearKind::Column => (0..plan.tp_size).fold(Wanted::default(), |sum, rank| {
+                let share = share(rank, rank, token, column);
+                Wanted { value: sum.value + share, shares: sum.shares + share.abs() }
+            }),
+            LinearKind::Row if spec.activations == Activations::SequenceParallel => {
+                let owner = (0..plan.tp_size).find(|&rank| plan.tokens_of(rank).contains(token));
+                let owner = owner.unwrap_or(number);
+                let row = token - plan.tokens_of(owner).start;
+                Wanted { value: share(owner, number, row, column), shares: 0.0 }
+            }
+            LinearKind::Row => Wanted { value: share(number, number, token, column), shares: 0.0 },
+        }
+    };
+    check::<M>(rank, "dx", [&rows, &SAMPLED_ENDS.of(Range::new(0, columns))], wanted)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -171,7 +242,8 @@ mod tests {
     ) -> MeasuredClock<'_, CpuMachine> {
         // A token that not all ranks have, and rows of no usual length.
         let spec = collective.layer([61, 30, 42], dtype);
-        MeasuredClock { machine, spec, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
+        let direction = LinearDirection::Forward;
+        MeasuredClock { machine, spec, direction, ranks: 3, policy: OverlapPolicy::default(), timing: TIMING }
     }
 
     /// What ranks compute is what is said of it, for all collectives and types, in one group and in several.
@@ -190,6 +262,27 @@ mod tests {
                 }
                 assert!(clock.product(17).unwrap() > 0.0 && clock.join().unwrap() > 0.0);
                 assert!(clock.travel(7).unwrap()[0] > 0.0);
+            }
+        }
+    }
+
+    /// Likewise of backwards, of both kinds and all activations.
+    #[test]
+    fn backwards_are_what_they_must_be() {
+        let machine = CpuMachine::new(0, None).unwrap();
+        for kind in [LinearKind::Column, LinearKind::Row] {
+            for activations in [Activations::Replicated, Activations::SequenceParallel] {
+                let mut clock = clock(&machine, GemmCollective::AllReduce, DType::F32);
+                clock.spec = LinearSpec { kind, activations, ..clock.spec };
+                clock.direction = LinearDirection::Backward { weight_gradient: true };
+                for groups in [WaveGroups::Fixed(1), WaveGroups::Sizes(vec![3, 10, 8])] {
+                    let plan = LinearPlan::new(clock.spec, 3, groups, &CostModel::H200).unwrap();
+                    for start in [StartOrder::Sequential, StartOrder::Concurrent, StartOrder::Signals] {
+                        clock.policy = OverlapPolicy::new(start);
+                        assert!(clock.pass(&plan).unwrap() > 0.0, "{kind} {activations} {start:?}");
+                    }
+                }
+                assert!(clock.after().unwrap() > 0.0);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! How a layer's passes overlap.
 
 use counterpoint_plan::{
-    CostModel, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, PlanError, WaveGroups,
+    CostModel, LinearDirection, LinearMachine, LinearPlan, LinearSpec, PlanError, WaveGroups,
 };
 use counterpoint_schedule::OverlapPolicy;
 
@@ -10,16 +10,17 @@ use super::layer::LayerGradient;
 /// How the passes of a layer share a machine. Results have the same bits however they do.
 #[derive(Clone, Debug, PartialEq)]
 pub enum LayerOverlap {
-    /// Each pass in the way that is predicted to end soonest by these costs, of those that the machine has.
-    Predicted(CostModel),
+    /// Each pass in the way that is predicted to end first, of those that the machine has: by these costs, or by those that the machine
+    /// itself says.
+    Predicted(Option<CostModel>),
     /// Both by this policy, in these groups; automatic ones by these costs, and all in one where groups have nothing to hide.
     Policy(OverlapPolicy, WaveGroups, CostModel),
 }
 
 impl Default for LayerOverlap {
-    /// By the costs of a machine that nobody has measured.
+    /// By the machine's own costs.
     fn default() -> Self {
-        Self::Predicted(CostModel::H200)
+        Self::Predicted(None)
     }
 }
 
@@ -42,16 +43,14 @@ pub struct PlannedPasses {
 }
 
 impl LayerOverlap {
-    /// The passes of a layer over `tp_size` ranks of a machine that has these ways to overlap
-    /// ([`Machine::pass_overlaps`](crate::Machine::pass_overlaps)).
+    /// The passes of a layer on the ranks of a machine ([`Machine::linear`](crate::Machine::linear)).
     ///
     /// # Errors
     /// As [`LinearPlan::new`].
     pub fn passes(
         &self,
-        ways: &[PassOverlap],
+        machine: &LinearMachine,
         spec: LinearSpec,
-        tp_size: usize,
         gradient: LayerGradient,
     ) -> Result<PlannedPasses, PlanError> {
         let cost = match self {
@@ -60,22 +59,14 @@ impl LayerOverlap {
                     WaveGroups::Auto if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
                     groups => groups.clone(),
                 };
-                let plan = LinearPlan::new(spec, tp_size, groups, cost)?;
+                let plan = LinearPlan::new(spec, machine.topology.world_size, groups, cost)?;
                 let pass = PlannedPass { plan, policy: *policy };
                 return Ok(PlannedPasses { forward: pass.clone(), backward: pass });
             }
-            Self::Predicted(cost) => cost,
+            Self::Predicted(cost) => cost.as_ref().unwrap_or(&machine.cost),
         };
         let pass = |direction: LinearDirection| {
-            // Where workers are threads, what overlaps takes nothing from each other, and groups do.
-            if ways.is_empty() {
-                let plan = LinearPlan::new(spec, tp_size, WaveGroups::Auto, cost)?;
-                return Ok(PlannedPass { plan, policy: OverlapPolicy::default() });
-            }
-            let pass = LinearPass { spec, tp_size, direction };
-            let way = pass.fastest(ways, cost);
-            let groups = if way == PassOverlap::Beside { pass.groups_beside(cost) } else { 1 };
-            let plan = LinearPlan::new(spec, tp_size, WaveGroups::Fixed(groups), cost)?;
+            let (way, plan) = machine.fastest(spec, direction, cost)?;
             Ok(PlannedPass { plan, policy: way.into() })
         };
         let weight_gradient = !matches!(gradient, LayerGradient::Frozen | LayerGradient::Deferred { .. });
@@ -88,7 +79,7 @@ impl LayerOverlap {
 
 #[cfg(test)]
 mod tests {
-    use counterpoint_plan::{Activations, DType, LinearKind};
+    use counterpoint_plan::{Activations, DType, LinearKind, Topology};
     use counterpoint_schedule::{Mover, StartOrder};
 
     use super::*;
@@ -108,9 +99,11 @@ mod tests {
         };
         let mut cost = CostModel::H200;
         cost.link.bytes_per_second /= 4.0;
+        let topology = Topology::flat(2);
+        let machine = LinearMachine { overlaps: Vec::new(), topology, cost };
         let groups = |policy, groups| {
             let overlap = LayerOverlap::Policy(policy, groups, cost);
-            let passes = overlap.passes(&[], spec, 2, LayerGradient::Written).unwrap();
+            let passes = overlap.passes(&machine, spec, LayerGradient::Written).unwrap();
             passes.backward.plan.groups()
         };
         let fused = OverlapPolicy { mover: Mover::Fused, ..OverlapPolicy::default() };

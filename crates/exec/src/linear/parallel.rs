@@ -44,7 +44,7 @@ impl LinearOptions {
         let Self { activations, has_bias, dtype, gradient, ref overlap } = *self;
         let spec = LinearSpec { kind, activations, tokens, in_features, out_features, has_bias, dtype };
         let passes = overlap
-            .passes(group.pass_overlaps(), spec, group.world_size(), gradient)
+            .passes(group.linear(), spec, gradient)
             .map_err(|error| ExecError::Tensor { name: "layer".to_owned(), reason: error.to_string() })?;
         LinearLayer::with_passes(group, passes, gradient)
     }

@@ -40,7 +40,9 @@ pub(super) fn run<M: Machine>(
     let prepared = group.prepare(|rank| programs[rank].clone(), None);
     let mut prepared: Vec<TimedRank<M>> = prepared.map_err(|error| group.fail_with(error))?;
     for rank in &mut prepared {
-        let inputs = rank.program().buffers.iter().filter(|spec| spec.role == BufferRole::Input);
+        // What is added to has contents too.
+        let is_given = |spec: &&BufferSpec| matches!(spec.role, BufferRole::Input | BufferRole::Updated);
+        let inputs = rank.program().buffers.iter().filter(is_given);
         for (index, spec) in inputs.cloned().enumerate().collect::<Vec<_>>() {
             let elements = Contents::of(rank.program().rank, index).elements(spec.dtype);
             let buffer = rank.backend().upload_repeated(&spec, &elements)?;

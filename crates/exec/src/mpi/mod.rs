@@ -11,10 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use counterpoint_plan::LinearMachine;
 use rayon::ThreadPool;
 
 use self::messenger::Messenger;
 use crate::cpu_transport::{Courier, Inbox, PeerMessage};
+use crate::machine::linear_on_cpus;
 use crate::memory::check_memory;
 use crate::{CpuBackend, CpuTransport, Ends, ExecError, Machine, Rendezvous, SlowLink, World};
 
@@ -66,6 +68,10 @@ impl Machine for MpiMachine {
     }
 
     /// The ends of this process's rank. All ranks must call it, as often as each other.
+    fn linear(&self, ranks: usize) -> LinearMachine {
+        linear_on_cpus(ranks, self.slow_link)
+    }
+
     fn connect(&self, world: &Arc<World>) -> Result<Vec<Ends<Self>>, ExecError> {
         let rank = self.rendezvous.rank();
         self.rendezvous.attach(world)?;

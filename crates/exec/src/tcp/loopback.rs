@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use counterpoint_plan::LinearMachine;
+
 use super::TcpMachine;
+use crate::machine::linear_on_cpus;
 use crate::memory::check_memory;
 use crate::monitor::lock;
 use crate::{
@@ -85,6 +88,10 @@ impl Machine for TcpLoopback {
             ends.push(end);
         }
         Ok(ends)
+    }
+
+    fn linear(&self, ranks: usize) -> LinearMachine {
+        linear_on_cpus(ranks, self.slow_link)
     }
 
     fn check_memory(&self, ranks: u64, host: u64) -> Result<(), ExecError> {

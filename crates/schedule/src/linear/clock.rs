@@ -1,14 +1,21 @@
-use counterpoint_plan::{CostModel, GemmCollective, LinearPlan, LinearSpec, PassClock, PlanError, Topology};
+use counterpoint_plan::{
+    CostModel, DType, GemmCollective, LinearDirection, LinearPlan, LinearSpec, PassClock, PlanError, Topology,
+};
 use thiserror::Error;
 
-use super::{GATHER, lower_collective, lower_join, lower_linear_forward, lower_product};
+use super::{
+    GATHER, WeightGradient, lower_collective, lower_join, lower_linear_backward, lower_linear_forward,
+    lower_product,
+};
 use crate::{OverlapPolicy, Program, SimulateError, Timeline, simulate};
 
-/// Simulated times of a layer's forward and its parts, on a modelled machine. All ranks do the same, so one is simulated.
+/// Simulated times of a layer's pass and its parts, on a modelled machine. All ranks do the same, so one is simulated.
 #[derive(Clone, Copy, Debug)]
 pub struct SimulatedClock<'a> {
     /// The layer.
     pub spec: LinearSpec,
+    /// The pass; a backward adds the gradient of the weight to f32.
+    pub direction: LinearDirection,
     /// Ranks and nodes; all of them share the layer.
     pub topology: Topology,
     /// The machine.
@@ -40,13 +47,15 @@ impl PassClock for SimulatedClock<'_> {
 
     fn product(&mut self, rows: usize) -> Result<f64, ClockError> {
         let ranks = self.topology.world_size;
-        let size = self.spec.product_size(rows, ranks);
+        let size = self.spec.product_of(self.direction, rows, ranks);
         let product = lower_product([0, ranks], size, self.spec.tokens, self.spec.dtype, self.policy);
         Ok(self.play(product)?.makespan())
     }
 
     fn travel(&mut self, rows: usize) -> Result<[f64; 2], ClockError> {
-        let Some(collective) = GemmCollective::of(&self.spec) else { return Ok([0.0; 2]) };
+        let Some(collective) = GemmCollective::of_pass(&self.spec, self.direction) else {
+            return Ok([0.0; 2]);
+        };
         let ranks = self.topology.world_size;
         let columns = self.spec.travelling_columns();
         let timeline =
@@ -60,8 +69,25 @@ impl PassClock for SimulatedClock<'_> {
         Ok(self.play(lower_join([0, ranks], shape, self.spec.dtype))?.makespan())
     }
 
+    fn after(&mut self) -> Result<f64, ClockError> {
+        let LinearDirection::Backward { weight_gradient: true } = self.direction else { return Ok(0.0) };
+        let ranks = self.topology.world_size;
+        let size = self.spec.weight_gradient_size(ranks);
+        Ok(self.play(lower_product([0, ranks], size, size[0], self.spec.dtype, self.policy))?.makespan())
+    }
+
     fn pass(&mut self, plan: &LinearPlan) -> Result<f64, ClockError> {
-        Ok(self.play(lower_linear_forward(plan, 0, self.policy))?.makespan())
+        let program = match self.direction {
+            LinearDirection::Forward => lower_linear_forward(plan, 0, self.policy),
+            LinearDirection::Backward { weight_gradient } => {
+                let gradient = match weight_gradient {
+                    true => WeightGradient::Accumulated(DType::F32),
+                    false => WeightGradient::Frozen,
+                };
+                lower_linear_backward(plan, 0, gradient, self.policy)
+            }
+        };
+        Ok(self.play(program)?.makespan())
     }
 }
 

@@ -90,7 +90,7 @@ impl Case<'_> {
         let mut asked = vec![(sequential.to_string(), named(sequential, WaveGroups::Fixed(1)))];
         for choice in &self.arguments.overlap {
             let OverlapChoice::Named(policy) = choice else {
-                asked.push((choice.to_string(), LayerOverlap::Predicted(self.cost)));
+                asked.push((choice.to_string(), LayerOverlap::Predicted(Some(self.cost))));
                 continue;
             };
             asked.extend(self.arguments.groups.iter().map(|&groups| {
@@ -126,13 +126,11 @@ impl Case<'_> {
     }
 
     fn passes<M: Machine>(&self, machine: &M, overlap: &LayerOverlap) -> Result<PlannedPasses, CliError> {
-        overlap.passes(machine.pass_overlaps(self.tp_size), self.spec, self.tp_size, GRADIENT).map_err(
-            |error| CliError::Flag {
-                flag: "--shapes",
-                value: self.shape.map(|size| size.to_string()).join(":"),
-                reason: error.to_string(),
-            },
-        )
+        overlap.passes(&machine.linear(self.tp_size), self.spec, GRADIENT).map_err(|error| CliError::Flag {
+            flag: "--shapes",
+            value: self.shape.map(|size| size.to_string()).join(":"),
+            reason: error.to_string(),
+        })
     }
 
     /// A layer that runs so, with its results checked.

@@ -1,7 +1,7 @@
 //! `counterpoint simulate linear`.
 
 use counterpoint_plan::{
-    CostModel, DType, LinearDirection, LinearPass, LinearPlan, LinearSpec, PassOverlap, Topology, WaveGroups,
+    DType, LinearDirection, LinearMachine, LinearPlan, LinearSpec, Topology, WaveGroups, WorkerSharing,
 };
 use counterpoint_schedule::{
     OverlapPolicy, Program, RankTransport, WeightGradient, Workload, lower_linear_backward,
@@ -31,9 +31,9 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     };
     let tp_size = arguments.tp_size;
     // As layers do: what does not overlap by groups has one.
-    let plan_of = |policy: &OverlapPolicy, chosen: Option<usize>| {
+    let plan_of = |policy: &OverlapPolicy, chosen: Option<Vec<usize>>| {
         let groups = match (&arguments.groups, chosen) {
-            (WaveGroups::Auto, Some(groups)) => WaveGroups::Fixed(groups),
+            (WaveGroups::Auto, Some(groups)) => WaveGroups::Sizes(groups),
             (WaveGroups::Auto, None) if !policy.overlaps_by_groups() => WaveGroups::Fixed(1),
             (groups, _) => groups.clone(),
         };
@@ -48,9 +48,11 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     };
     let gradient = WeightGradient::Accumulated(DType::F32);
     let directions = [LinearDirection::Forward, LinearDirection::Backward { weight_gradient: true }];
-    // The way that layers take by themselves, and its groups.
-    let chosen =
-        directions.map(|direction| chosen(LinearPass { spec, tp_size, direction }, &topology, &cost));
+    // The way that layers take by themselves on the nodes' first transport, and its groups.
+    let workers = cost.sharing.map_or(WorkerSharing::H200.communication, |sharing| sharing.communication);
+    let transport = RankTransport::of_gpus(&topology)[0];
+    let machine = LinearMachine { overlaps: transport.pass_overlaps(true, workers), topology, cost };
+    let chosen = [chosen(&machine, spec, directions[0])?, chosen(&machine, spec, directions[1])?];
     let mut predicted =
         Predicted::new(Schema::SimulateLinear, "Predicted linear layer", &setting.profile, pass_columns());
     predicted.set("kind", spec.kind);
@@ -64,11 +66,11 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     let mut first = [0.0; 2];
     let mut rows = Vec::new();
     let asked = arguments.overlap.iter().map(|&one| PassOverlaps { forward: one, backward: one });
-    let policies = simulated(asked, chosen.map(|(policy, _)| policy));
+    let policies = simulated(asked, [0, 1].map(|at: usize| chosen[at].0));
     for (index, Simulated { asked, passes }) in policies.iter().enumerate() {
         for (at, (policy, pass)) in passes.iter().zip(["forward", "backward"]).enumerate() {
             let is_chosen = *policy == chosen[at].0;
-            let plan = plan_of(policy, is_chosen.then_some(chosen[at].1))?;
+            let plan = plan_of(policy, is_chosen.then(|| chosen[at].1.clone()))?;
             let timeline = alone(match directions[at] {
                 LinearDirection::Forward => lower_linear_forward(&plan, 0, *policy),
                 LinearDirection::Backward { .. } => lower_linear_backward(&plan, 0, gradient, *policy),
@@ -97,14 +99,13 @@ pub(super) fn run(arguments: &SimulateLinearArguments) -> Result<(), CliError> {
     predicted.tell(&arguments.simulation, &setting)
 }
 
-/// What layers take for a pass on GPUs of such nodes, and in how many groups.
-fn chosen(pass: LinearPass, topology: &Topology, cost: &CostModel) -> (OverlapPolicy, usize) {
-    let all = [PassOverlap::Sequential, PassOverlap::Fused, PassOverlap::Beside];
-    let runs = |way: &PassOverlap| {
-        RankTransport::any_of_gpus(topology, &OverlapPolicy::from(*way), Workload::Linear).is_ok()
-    };
-    let ways: Vec<PassOverlap> = all.into_iter().filter(runs).collect();
-    let way = pass.fastest(&ways, cost);
-    let groups = if way == PassOverlap::Beside { pass.groups_beside(cost) } else { 1 };
-    (way.into(), groups)
+/// What layers take for a pass on GPUs of such nodes, and the layer in its groups.
+fn chosen(
+    machine: &LinearMachine,
+    spec: LinearSpec,
+    direction: LinearDirection,
+) -> Result<(OverlapPolicy, Vec<usize>), CliError> {
+    let fastest = machine.fastest(spec, direction, &machine.cost);
+    let (way, plan) = fastest.map_err(|source| CliError::of_layer(source, &FLAGS))?;
+    Ok((way.into(), plan.group_sizes().to_vec()))
 }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use counterpoint_cuda::TransportKind;
 use counterpoint_exec::{CpuMachine, Machine, Repeats};
-use counterpoint_plan::{DType, GroupSearcher, LinearSpec, LinkUse, ProductStart, WaveGroups};
+use counterpoint_plan::{
+    DType, GroupSearcher, LinearDirection, LinearSpec, LinkUse, ProductStart, WaveGroups,
+};
 use counterpoint_schedule::{OverlapPolicy, StartOrder, WorkerShare};
 
 use crate::arguments::{Device, RanksArguments, SearchArgument, TuneGemmArguments};
@@ -179,5 +181,6 @@ fn searcher(
     };
     let most_groups = arguments.most_groups as usize;
     let trials = TRIALS[1];
-    Ok(GroupSearcher { spec, tp_size, wave, most_groups, trials, starts, link, speed_beside })
+    let direction = LinearDirection::Forward;
+    Ok(GroupSearcher { spec, tp_size, direction, wave, most_groups, trials, starts, link, speed_beside })
 }

@@ -59,7 +59,8 @@ pub(super) struct Tuning<'a> {
 impl Tuning<'_> {
     fn clock<'m, M>(&self, machine: &'m M, policy: OverlapPolicy) -> MeasuredClock<'m, M> {
         let timing = Repeats { enough: ENOUGH, ..repeats(&self.arguments.ranks) };
-        MeasuredClock { machine, spec: self.spec, ranks: self.tp_size, policy, timing }
+        let direction = self.searcher.direction;
+        MeasuredClock { machine, spec: self.spec, direction, ranks: self.tp_size, policy, timing }
     }
 
     /// Searches as the arguments say, and measures what was found beside the same without overlap.
