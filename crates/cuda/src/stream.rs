@@ -5,13 +5,17 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUstream;
 
 use crate::library::call;
-use crate::memory::captures;
+use crate::memory::{Uploads, captures};
 use crate::partition::{Part, Partition};
 use crate::{CudaError, Device, Event};
 
 /// A queue of a device whose operations run in order. Cheap to clone: a clone is the same queue.
 #[derive(Clone)]
-pub struct Stream(Arc<Queue>);
+pub struct Stream {
+    queue: Arc<Queue>,
+    /// What this handle and its clones gather; see [`Stream::gathering`].
+    uploads: Option<Arc<Uploads>>,
+}
 
 struct Queue {
     device: Device,
@@ -88,17 +92,36 @@ impl Stream {
 
     fn of(queue: Queue) -> Self {
         queue.device.stream_ends().join(queue.raw);
-        Self(Arc::new(queue))
+        Self { queue: Arc::new(queue), uploads: None }
+    }
+
+    /// The same queue, by a handle whose [`DeviceBuffer::from_slice`](crate::DeviceBuffer::from_slice) only gathers: nothing is there
+    /// before [`Stream::send_gathered`].
+    pub(crate) fn gathering(&self) -> Self {
+        Self { queue: self.queue.clone(), uploads: Some(Arc::default()) }
+    }
+
+    /// Where this handle gathers.
+    pub(crate) fn uploads(&self) -> Option<&Uploads> {
+        self.uploads.as_deref()
+    }
+
+    /// Copies what this handle and its clones have gathered, and waits for that.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    pub(crate) fn send_gathered(&self) -> Result<(), CudaError> {
+        self.uploads().map_or(Ok(()), |uploads| uploads.send(self))
     }
 
     /// Its device.
     pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.queue.device
     }
 
     /// The driver's handle.
     pub fn raw(&self) -> CUstream {
-        self.0.raw
+        self.queue.raw
     }
 
     /// Lets what is enqueued from now on wait for the point that `event` marks now. An event that was never recorded is no
@@ -111,9 +134,9 @@ impl Stream {
         const INVALID_VALUE: u32 = 1;
         const CAPTURE_ISOLATION: u32 = 905;
         const CAPTURED_EVENT: u32 = 907;
-        let driver = self.0.device.bind()?;
+        let driver = self.queue.device.bind()?;
         // SAFETY: both handles are alive.
-        match unsafe { call!(driver, cuStreamWaitEvent(self.0.raw, event.raw(), 0)) } {
+        match unsafe { call!(driver, cuStreamWaitEvent(self.queue.raw, event.raw(), 0)) } {
             Err(CudaError::Driver { code: INVALID_VALUE | CAPTURE_ISOLATION | CAPTURED_EVENT, .. })
                 if event.is_captured() =>
             {
@@ -128,7 +151,7 @@ impl Stream {
     /// # Errors
     /// When the driver refuses.
     pub fn is_capturing(&self) -> Result<bool, CudaError> {
-        captures(&*self.0.device.bind()?, self.0.raw as usize)
+        captures(&*self.queue.device.bind()?, self.queue.raw as usize)
     }
 
     /// Whether everything enqueued so far has finished.
@@ -136,9 +159,9 @@ impl Stream {
     /// # Errors
     /// When some of it failed.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
-        let driver = self.0.device.bind()?;
+        let driver = self.queue.device.bind()?;
         // SAFETY: the handle is alive.
-        driver.check_done("cuStreamQuery", unsafe { (driver.cuStreamQuery)(self.0.raw) })
+        driver.check_done("cuStreamQuery", unsafe { (driver.cuStreamQuery)(self.queue.raw) })
     }
 
     /// Waits until everything enqueued so far has finished.
@@ -146,15 +169,15 @@ impl Stream {
     /// # Errors
     /// When some of it failed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
-        let driver = self.0.device.bind()?;
+        let driver = self.queue.device.bind()?;
         // SAFETY: the handle is alive.
-        unsafe { call!(driver, cuStreamSynchronize(self.0.raw)) }
+        unsafe { call!(driver, cuStreamSynchronize(self.queue.raw)) }
     }
 }
 
 impl fmt::Debug for Stream {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "Stream({:?}, {:p})", self.0.device, self.0.raw)
+        write!(formatter, "Stream({:?}, {:p})", self.queue.device, self.queue.raw)
     }
 }
 

@@ -170,6 +170,20 @@ pub trait Backend: Clone + Send + Sync {
     /// See [`Backend::create_event`].
     fn create_signal(&self) -> Result<Self::Signal, ExecError>;
 
+    /// The same rank, by a handle through which things are made ready whose tables go to the device together, by
+    /// [`Backend::send_uploads`]; nothing runs before.
+    fn gathering_uploads(&self) -> Self {
+        self.clone()
+    }
+
+    /// Sends what was gathered, and waits until it is there.
+    ///
+    /// # Errors
+    /// When the device refuses.
+    fn send_uploads(&self) -> Result<(), ExecError> {
+        Ok(())
+    }
+
     /// Makes a compute operation ready: checks shapes and types, builds what every run shares.
     ///
     /// # Errors

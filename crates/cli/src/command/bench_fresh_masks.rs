@@ -1,5 +1,6 @@
 //! `counterpoint bench fresh-masks`: what a mask costs that has never been seen, and a call of one that has.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use counterpoint_cuda::{CudaMachine, DriverCalls, Timing};
@@ -218,6 +219,7 @@ impl Case {
         let config = WorldConfig { limit: Duration::from_secs(120), poison: false, ..WorldConfig::default() };
         let group = Group::connect(machine, self.ranks, config).map_err(exec)?;
         let [mut adopt, mut cold, mut forward, mut backward] = [(); 4].map(|()| Samples::default());
+        let mut first = [Samples::default(), Samples::default()];
         for number in 0..=SAMPLES {
             let mask = pack(self.tokens, number)?;
             let ahead = plan(&mask, self.ranks)?;
@@ -242,25 +244,43 @@ impl Case {
             }
             adopt.add(adopted, None);
             cold.add(unprepared, None);
+            let timed = |calls: &Calls<M>, pass: Pass, samples: &mut Samples| -> Result<(), CliError> {
+                let mut seconds = 0.0;
+                let asked = counted(&mut || {
+                    let began = Instant::now();
+                    let tickets = call(calls, &tensors, pass)?;
+                    seconds = began.elapsed().as_secs_f64();
+                    drop(tickets);
+                    Ok(())
+                })?;
+                samples.add(seconds, asked);
+                Ok(())
+            };
+            const PASSES: [Pass; 2] = [Pass::Forward, Pass::ForwardBackward];
+            // What a step meets whose mask a loader's thread has made ready.
+            let ready = thread::scope(|scope| scope.spawn(|| prepare(&group, &ahead)).join());
+            let ready = ready.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            for (pass, samples) in PASSES.into_iter().zip(&mut first) {
+                timed(&ready, pass, samples)?;
+            }
+            group.synchronize().map_err(exec)?;
             for _ in 0..CALLS {
-                for (pass, samples) in [(Pass::Forward, &mut forward), (Pass::ForwardBackward, &mut backward)]
-                {
-                    let mut seconds = 0.0;
-                    let asked = counted(&mut || {
-                        let began = Instant::now();
-                        let tickets = call(&calls, &tensors, pass)?;
-                        seconds = began.elapsed().as_secs_f64();
-                        drop(tickets);
-                        Ok(())
-                    })?;
-                    samples.add(seconds, asked);
+                for (pass, samples) in PASSES.into_iter().zip([&mut forward, &mut backward]) {
+                    timed(&calls, pass, samples)?;
                 }
                 group.synchronize().map_err(exec)?;
             }
         }
         group.close().map_err(exec)?;
-        let all =
-            [("adopt", adopt), ("cold", cold), ("enqueue_forward", forward), ("enqueue_backward", backward)];
+        let [first_forward, first_backward] = first;
+        let all = [
+            ("adopt", adopt),
+            ("cold", cold),
+            ("first_forward", first_forward),
+            ("first_backward", first_backward),
+            ("enqueue_forward", forward),
+            ("enqueue_backward", backward),
+        ];
         let of = |(what, samples): (_, Samples)| {
             row(what, self.device.clone(), self.ranks, self.tokens, &samples.seconds, samples.asked)
         };

@@ -203,8 +203,18 @@ impl Backend for CudaBackend {
 
     fn create_signal(&self) -> Result<CudaSignal, ExecError> {
         let signal = CudaSignal::new(&self.0.setup);
-        lock(&self.0.signals).push(signal.clone());
+        watch::add_watched(&self.0.signals, signal.clone(), |signal| {
+            signal.is_used() || signal.missed().is_some()
+        });
         Ok(signal)
+    }
+
+    fn gathering_uploads(&self) -> Self {
+        self.with_gathered_uploads()
+    }
+
+    fn send_uploads(&self) -> Result<(), ExecError> {
+        self.setup().send_gathered().map_err(|error| self.error(&"an upload of tables", error))
     }
 
     fn prepare(&self, program: &Program, index: usize) -> Result<CudaKernel, ExecError> {

@@ -26,7 +26,11 @@ pub(super) struct OtherKernels {
 
 /// One rank of the CUDA backend.
 #[derive(Clone)]
-pub struct CudaBackend(pub(super) Arc<Rank>);
+pub struct CudaBackend(
+    pub(super) Arc<Rank>,
+    /// The rank's stream for uploads; one that gathers them while something is made ready.
+    Stream,
+);
 
 pub(super) struct Rank {
     pub(super) world: Arc<World>,
@@ -80,11 +84,11 @@ impl CudaBackend {
         world.when_failed(move || failed.stop_waits());
         let setup = Stream::new(device, StreamPriority::High)
             .map_err(|error| exec_error(rank, "the start of a rank", error))?;
-        Ok(Self(Arc::new(Rank {
+        let rank = Arc::new(Rank {
             world: world.clone(),
             rank,
             device: device.clone(),
-            setup,
+            setup: setup.clone(),
             timing,
             clock,
             run: Mutex::new(None),
@@ -102,7 +106,8 @@ impl CudaBackend {
             program: Mutex::default(),
             start_line: StartLine::new(pace),
             borrowed: Mutex::default(),
-        })))
+        });
+        Ok(Self(rank, setup))
     }
 
     /// What the ranks share.
@@ -115,9 +120,14 @@ impl CudaBackend {
         &self.0.device
     }
 
-    /// A stream with nothing of a run on it, for uploads that are waited for.
+    /// A stream with nothing of a run on it, for uploads that are waited for, here or when all that is made ready has been gathered.
     pub(crate) fn setup(&self) -> &Stream {
-        &self.0.setup
+        &self.1
+    }
+
+    /// The same rank, by a handle that gathers uploads.
+    pub(super) fn with_gathered_uploads(&self) -> Self {
+        Self(self.0.clone(), self.0.setup.gathering())
     }
 
     /// cuBLASLt on this device, where plain products are its.

@@ -1,6 +1,6 @@
 //! The end of a run: waits that have a limit, and what waits on the device have told.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -63,17 +63,20 @@ impl CudaBackend {
 
     /// Has the end of every run ask whether a wait inside a kernel gave up.
     pub(crate) fn watch(&self, label: String, waits: CtaWaits) {
-        lock(&self.0.waits).push((label, waits));
+        let counts = |(_, waits): &(String, CtaWaits)| waits.is_used() || waits.found().is_some();
+        add_watched(&self.0.waits, (label, waits), counts);
     }
 
     /// Has the end of every run ask whether a rank was waited for in vain.
     pub(crate) fn watch_link(&self, label: String, link: Arc<LinkEnd>) {
-        lock(&self.0.links).push((label, link));
+        let counts =
+            |(_, link): &(String, Arc<LinkEnd>)| Arc::strong_count(link) > 1 || link.missed().is_some();
+        add_watched(&self.0.links, (label, link), counts);
     }
 
     /// Has a wait that reaches its limit ask whether this exchange is what it waits for.
     pub(crate) fn watch_exchange(&self, exchange: Arc<ExchangeMarks>) {
-        lock(&self.0.exchanges).push(exchange);
+        add_watched(&self.0.exchanges, exchange, |exchange| Arc::strong_count(exchange) > 1);
     }
 
     /// Whether a wait inside a kernel of this rank's world has given up so far, and who waited for whom: without waiting for anything,
@@ -142,5 +145,33 @@ impl CudaBackend {
         }
         lock(waits).retain(|(_, waits)| waits.is_used());
         Ok(())
+    }
+}
+
+/// Adds to a list from which the end of a run takes what nobody uses. Who only polls comes to no such end, so that what does not count
+/// any more also goes before the list would need more memory.
+pub(super) fn add_watched<T>(list: &Mutex<Vec<T>>, added: T, counts: impl Fn(&T) -> bool) {
+    let mut list = lock(list);
+    if list.len() == list.capacity() {
+        list.retain(counts);
+    }
+    list.push(added);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_that_nobody_reads_does_not_grow() {
+        let list = Mutex::new(Vec::new());
+        let kept: Vec<Arc<usize>> = (0..5).map(Arc::new).collect();
+        kept.iter().for_each(|one| add_watched(&list, one.clone(), |one| Arc::strong_count(one) > 1));
+        for number in 0..10_000 {
+            add_watched(&list, Arc::new(number), |one| Arc::strong_count(one) > 1);
+        }
+        let list = lock(&list);
+        assert!(list.capacity() <= 32, "{}", list.capacity());
+        assert!(kept.iter().all(|one| list.iter().any(|other| Arc::ptr_eq(one, other))));
     }
 }

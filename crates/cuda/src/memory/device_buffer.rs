@@ -67,11 +67,14 @@ impl DeviceBuffer {
         Ok(guarded)
     }
 
-    /// New memory with a copy of `values`. Waits until they have been copied.
+    /// New memory with a copy of `values`. Waits until they have been copied, unless the stream gathers what is uploaded.
     ///
     /// # Errors
     /// As [`DeviceBuffer::new`].
     pub fn from_slice<T: NoUninit>(stream: &Stream, values: &[T]) -> Result<Self, CudaError> {
+        if let Some(uploads) = stream.uploads() {
+            return uploads.add(stream.device(), bytemuck::cast_slice(values));
+        }
         let buffer = Self::new(stream.device(), size_of_val(values))?;
         buffer.upload(stream, 0, values)?;
         Ok(buffer)

@@ -6,6 +6,7 @@ mod host_records;
 mod pinned_buffer;
 mod pool;
 mod shared;
+mod uploads;
 
 pub use device_buffer::DeviceBuffer;
 pub(crate) use guard::Guards;
@@ -14,6 +15,7 @@ pub(crate) use host_records::{HostRecords, RecordPlace};
 pub use pinned_buffer::PinnedBuffer;
 pub(crate) use pool::{MemoryPool, PoolMemory, StreamEnds, captures};
 pub(crate) use shared::{AllocationPlace, OpenedMemory, handle_bytes};
+pub(crate) use uploads::Uploads;
 
 use std::ptr;
 

@@ -34,12 +34,18 @@ impl PinnedBuffer {
     /// # Errors
     /// [`CudaError::OutOfMemory`] when the system does not pin so much.
     pub fn new(device: &Device, bytes: usize) -> Result<Self, CudaError> {
-        let block = (bytes > 0).then(|| take_block(device, PoolMemory::Host, bytes)).transpose()?;
-        let address = block.map_or(ptr::null_mut(), |block| block.address as *mut u8);
+        let pinned = Self::unwritten(device, bytes)?;
         if bytes > 0 {
             // SAFETY: the block has as many bytes, which nothing enqueued uses any more.
-            unsafe { ptr::write_bytes(address, 0, bytes) };
+            unsafe { ptr::write_bytes(pinned.0.address, 0, bytes) };
         }
+        Ok(pinned)
+    }
+
+    /// The same, contents arbitrary.
+    pub(crate) fn unwritten(device: &Device, bytes: usize) -> Result<Self, CudaError> {
+        let block = (bytes > 0).then(|| take_block(device, PoolMemory::Host, bytes)).transpose()?;
+        let address = block.map_or(ptr::null_mut(), |block| block.address as *mut u8);
         Ok(Self(Arc::new(Pages { device: device.clone(), block, address, bytes })))
     }
 

@@ -12,6 +12,7 @@ use counterpoint_mask::Mask;
 use counterpoint_plan::{AttentionSpec, DType};
 use counterpoint_schedule::OverlapPolicy;
 
+use super::soak::soak;
 use super::staged::StagedAttention;
 use crate::kernel::StartHold;
 use crate::{
@@ -31,7 +32,7 @@ pub(super) fn selftest_calls(machine: &CudaMachine) -> Result<Vec<SelfCheck>, Ex
         let case = Case::new(machine, Mask::causal(640 * ranks), ranks, 11)?;
         checks.extend(case.check(machine)?);
     }
-    checks.extend(many_masks(machine)?);
+    checks.extend(soak(machine)?);
     Ok(checks)
 }
 
@@ -40,7 +41,7 @@ pub(super) fn failed(error: CudaError) -> ExecError {
 }
 
 /// A group whose results are not filled with NaN first.
-fn group(machine: &CudaMachine, ranks: usize) -> Result<Group<CudaMachine>, ExecError> {
+pub(super) fn group(machine: &CudaMachine, ranks: usize) -> Result<Group<CudaMachine>, ExecError> {
     let config = WorldConfig { limit: Duration::from_secs(30), poison: false, ..WorldConfig::default() };
     Group::connect(machine, ranks, config)
 }
@@ -324,61 +325,4 @@ fn packed(
     let parts = [part(0, q), part(q, kv), part(q + kv, kv)];
     let [q, k, v] = parts.map(|part| part.map_err(failed));
     Ok((memory, [q?, k?, v?]))
-}
-
-/// What many masks, prepared, called and dropped on one group of ranks that share a GPU, make once all sizes have come.
-fn many_masks(machine: &CudaMachine) -> Result<Vec<SelfCheck>, ExecError> {
-    const RANKS: usize = 2;
-    const SIZES: usize = 7;
-    const WARM: usize = 100;
-    const MASKS: usize = 260;
-    /// A training loop's host is no further ahead than this.
-    const AHEAD: usize = 8;
-    let group = group(machine, RANKS)?;
-    let case = |number: usize| {
-        let rows = 256 * RANKS * (1 + number * 5 % SIZES);
-        StagedAttention::new(Mask::causal(rows), RANKS, 1, number as u64, false)
-    };
-    // Kept for a while: several are on their way, and go in another order than they came.
-    let mut kept: Vec<AttentionCalls<CudaMachine>> = Vec::new();
-    let mut next = |number: usize| -> Result<(), ExecError> {
-        let StagedAttention { spec, plan, inputs } = case(number)?;
-        let inputs = inputs.of_ranks(&plan)?;
-        let calls = group.attention(&plan, &spec, Pass::Forward, OverlapPolicy::default(), true)?;
-        let ranks = group.ranks().iter().zip(&inputs);
-        let tensors = ranks.map(|(rank, inputs)| -> Result<_, ExecError> {
-            let backend = rank.backend();
-            let lse = HostTensor::zeros(vec![inputs.q.rows(), spec.heads_q], DType::F32);
-            let upload = |name: &str, tensor: &HostTensor| backend.upload(name, tensor.clone());
-            let read = [upload("q", &inputs.q)?, upload("k", &inputs.k)?, upload("v", &inputs.v)?];
-            Ok((read, upload("out", &inputs.q)?, upload("lse", &lse)?))
-        });
-        let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
-        let given: Vec<ForwardTensors<'_, CudaBackend>> = tensors
-            .iter()
-            .map(|([q, k, v], out, lse)| ForwardTensors { q, k, v, sink: None, out, lse })
-            .collect();
-        drop(calls.forward(&given, None)?);
-        kept.push(calls);
-        if kept.len() > 5 {
-            drop(kept.swap_remove(number * 3 % 5));
-        }
-        if number.is_multiple_of(AHEAD) {
-            group.synchronize()?;
-        }
-        Ok(())
-    };
-    (0..WARM).try_for_each(&mut next)?;
-    let (done, asked) = DriverCalls::of(|| (WARM..MASKS).try_for_each(&mut next)).map_err(failed)?;
-    done?;
-    group.close()?;
-    let each = ["cuMemAlloc_v2", "cuMemHostAlloc", "cuStreamCreateWithPriority"];
-    let made: usize = each.iter().map(|name| asked.of_function(name)).sum();
-    let name = format!("allocations and streams that {} masks of known sizes still need", MASKS - WARM);
-    let dropped = asked.of_function("cuMemFree_v2") + asked.of_function("cuCtxSynchronize");
-    Ok(vec![
-        // Which of several sizes are on their way at once differs a little.
-        SelfCheck::of(name, 0, made as f64, 16.0),
-        SelfCheck::of("waits when they are dropped".to_owned(), 0, dropped as f64, 0.0),
-    ])
 }

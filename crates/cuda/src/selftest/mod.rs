@@ -14,6 +14,7 @@ mod links;
 mod long;
 mod repeats;
 mod signals;
+mod soak;
 mod staged;
 mod subject;
 

@@ -14,7 +14,7 @@ use super::{Call, CallError, CudaMeeting, CudaTransport, Means, addresses};
 use crate::backend::ExchangeMarks;
 use crate::kernel::{RowCopy, RowMove};
 use crate::nccl::NcclMessage;
-use crate::{CudaError, Device, DeviceBuffer, Stream, StreamPriority};
+use crate::{CudaError, Device, DeviceBuffer, Stream};
 
 /// One rank's part.
 pub(super) struct ExchangeWork {
@@ -89,12 +89,11 @@ impl Packed {
 
 impl ExchangeWork {
     pub(super) fn new(
-        device: &Device,
+        setup: &Stream,
         rank: usize,
         collective: &Collective,
         outputs: &[BufferSpec],
     ) -> Result<Self, CudaError> {
-        let setup = Stream::new(device, StreamPriority::Low)?;
         let row_bytes = rows::row_bytes(collective);
         let pattern = &collective.pattern;
         let stretches = |peers: &[PeerRows]| -> Vec<Stretch> {
@@ -118,10 +117,10 @@ impl ExchangeWork {
         let moves: Vec<RowMove> = moves.collect();
         let tensors: Vec<_> = collective.contract.tensors.iter().map(rows::unconverted).collect();
         Ok(Self {
-            pack: RowCopy::new(&setup, &tensors, &moves)?,
-            place: staged_rows(&setup, rank, (collective, outputs), &staged, &received, None)?,
-            sent: Packed::new(device, sent)?,
-            received: Packed::new(device, received)?,
+            pack: RowCopy::new(setup, &tensors, &moves)?,
+            place: staged_rows(setup, rank, (collective, outputs), &staged, &received, None)?,
+            sent: Packed::new(setup.device(), sent)?,
+            received: Packed::new(setup.device(), received)?,
             staged,
             direct,
             row_bytes,

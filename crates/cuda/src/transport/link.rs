@@ -18,7 +18,7 @@ use crate::kernel::{
     LINK_PARTS, LINK_TENSORS, LinkArrivals, LinkCall, LinkCopy, LinkDelivery, LinkDirection, LinkOperands,
     LinkPeers, LinkPhase, LinkReduce, LinkReduceSpec, RowMove, Scalar,
 };
-use crate::{CudaBarrier, CudaError, Device, Stream, StreamPriority};
+use crate::{CudaBarrier, CudaError, Stream};
 
 /// Who moves the rows of a group-cast.
 const CAST: LinkDirection = LinkDirection::Push;
@@ -73,7 +73,7 @@ pub(super) fn takes(collective: &Collective) -> bool {
 
 impl LinkWork {
     pub(super) fn new(
-        device: &Device,
+        setup: &Stream,
         collective: &Collective,
         outputs: &[BufferSpec],
         num_sms: u32,
@@ -85,11 +85,10 @@ impl LinkWork {
             .map(|reduction| reduce_spec(collective, reduction, outputs, LinkOperands::Announced));
         let spec = spec.transpose()?;
         match &spec {
-            Some(spec) => LinkReduce::load(device, spec.types)?,
-            None => LinkCopy::load(device, CAST)?,
+            Some(spec) => LinkReduce::load(setup.device(), spec.types)?,
+            None => LinkCopy::load(setup.device(), CAST)?,
         }
-        let setup = Stream::new(device, StreamPriority::Low)?;
-        Ok(Self { num_sms, engines, spec, side: LinkSide::new(&setup)? })
+        Ok(Self { num_sms, engines, spec, side: LinkSide::new(setup)? })
     }
 
     /// Whether the ranks know each other, and all that they need to know in every run.

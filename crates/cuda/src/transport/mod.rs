@@ -34,7 +34,7 @@ mod rows;
 mod staging;
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use counterpoint_exec::collective::{Board, Collective};
 use counterpoint_exec::{CollectiveContext, ExecError, OpPlace, Rendezvous, Transport, World};
@@ -44,7 +44,7 @@ use counterpoint_schedule::{
 };
 
 use crate::backend::{CudaBackend, exec_error};
-use crate::{CudaError, Device};
+use crate::{CudaError, Device, Stream, StreamPriority};
 
 use call::{Call, CallError, addresses, untold};
 pub use collective::CudaCollective;
@@ -70,6 +70,8 @@ pub struct CudaTransport {
     /// Where the other ranks are processes. Before what moves rows, which must not go while others still use it.
     peers: Option<PeerProcesses>,
     means: Means,
+    /// For what collectives upload when they are made ready.
+    setup: OnceLock<Stream>,
 }
 
 impl CudaTransport {
@@ -83,7 +85,7 @@ impl CudaTransport {
         let rank = |(rank, (device, means))| {
             let (world, board) = (world.clone(), board.clone());
             let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
-            Self { world, board, rank, device, next, prepared, peers: None, means }
+            Self { world, board, rank, device, next, prepared, peers: None, means, setup: OnceLock::new() }
         };
         (0..world.size()).zip(devices.into_iter().zip(means)).map(rank).collect()
     }
@@ -100,7 +102,17 @@ impl CudaTransport {
         let (world, board, device) = (world.clone(), peers.board().clone(), device.clone());
         let (next, prepared) = (AtomicU64::new(0), AtomicU64::new(0));
         let (rank, peers) = (rendezvous.rank(), Some(peers));
-        Ok(Self { world, board, rank, device, next, prepared, peers, means })
+        let setup = OnceLock::new();
+        Ok(Self { world, board, rank, device, next, prepared, peers, means, setup })
+    }
+
+    /// A stream with nothing of a run on it.
+    fn setup(&self) -> Result<&Stream, CudaError> {
+        if let Some(setup) = self.setup.get() {
+            return Ok(setup);
+        }
+        let made = Stream::new(&self.device, StreamPriority::Low)?;
+        Ok(self.setup.get_or_init(|| made))
     }
 
     fn prepare(
@@ -178,11 +190,11 @@ impl CudaTransport {
             }
             Means::Pull | Means::Push => pull(),
             Means::Link { num_sms, engines } if link::takes(collective) => {
-                LinkWork::new(&self.device, collective, outputs, *num_sms, *engines).map(Work::Link)
+                LinkWork::new(self.setup()?, collective, outputs, *num_sms, *engines).map(Work::Link)
             }
             Means::Link { .. } => pull(),
             Means::Exchange(_) => {
-                exchange::ExchangeWork::new(&self.device, self.rank, collective, outputs).map(Work::Exchange)
+                exchange::ExchangeWork::new(self.setup()?, self.rank, collective, outputs).map(Work::Exchange)
             }
         }
     }

@@ -67,8 +67,9 @@ impl<B: Backend, T: Transport<B>> Prepared<B, T> {
             rank.check()?;
             check_program(&program, rank)?;
             rank.check_memory(&program)?;
-            let steps = steps::prepare(rank, &program, plan)?;
-            let backend = rank.backend();
+            let backend = rank.backend().gathering_uploads();
+            let steps = steps::prepare(&backend, rank.transport(), &program, plan)?;
+            backend.send_uploads()?;
             Ok(Self {
                 streams: rank.streams_for(&program.streams, &program.policy)?,
                 events: (0..program.num_events).map(|_| backend.create_event()).collect::<Result<_, _>>()?,

@@ -2,7 +2,6 @@
 
 use counterpoint_schedule::{GroupCast, GroupReduce, Op, Program};
 
-use crate::group::GroupRank;
 use crate::{Backend, CollectiveContext, ExecError, OpPlace, PlanIdentity, Transport};
 
 /// A step, its place and its stream.
@@ -25,11 +24,11 @@ pub(super) enum Step<B: Backend, T: Transport<B>> {
 
 /// Makes every operation ready.
 pub(super) fn prepare<B: Backend, T: Transport<B>>(
-    rank: &GroupRank<B, T>,
+    backend: &B,
+    transport: &T,
     program: &Program,
     plan: Option<&PlanIdentity>,
 ) -> Result<Vec<PlacedStep<B, T>>, ExecError> {
-    let (backend, transport) = (rank.backend(), rank.transport());
     let context = CollectiveContext { buffers: &program.buffers, policy: &program.policy, plan };
     let mut steps = Vec::with_capacity(program.ops.len());
     for (index, op) in program.ops.iter().enumerate() {

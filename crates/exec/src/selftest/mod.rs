@@ -10,6 +10,7 @@ mod linear;
 mod pattern;
 mod random_mask;
 mod share;
+mod soak;
 #[cfg(test)]
 mod spoiled;
 mod subject;
@@ -19,4 +20,5 @@ pub use collectives::selftest_collectives;
 pub use examine::{SelfCheck, selftest_attention, unlike_elements};
 pub use linear::selftest_linear;
 pub use share::Share;
+pub use soak::Soak;
 pub use subject::{CpuSubject, Subject, SubjectError};
