@@ -54,7 +54,7 @@ pub enum PassOverlap {
 /// Multiprocessors that products leave to sums. Two pairs: with 64 of 66 pairs of CTAs most shapes take as many rounds of tiles.
 pub const SUMMING_WORKERS: usize = 4;
 /// Bytes a second of copies to other ranks, and what it takes until the first of a collective has begun and the last is known to have
-/// ended (`docs/kernel-log.md`).
+/// ended (`docs/experiments/060-column-backward.md`).
 const ENGINE_RATE: f64 = 380e9;
 const ENGINE_START: f64 = 25e-6;
 /// Bytes a second that one multiprocessor reads, adds and writes beside a product.

@@ -9,8 +9,8 @@ type Measured = (usize, usize, usize, [f64; 7], [f64; 7]);
 
 /// Of one H200: rows, query and key heads, then microseconds of the forward and of the backward with its delta, of the masks full,
 /// causal, block_causal, sw_causal, varlen_full, varlen_causal, varlen_block_causal; 0 where it was not measured. Forwards are of
-/// `benches/runs/2026-11-22-h200-x2-whole`. Backwards, whose kernels are later, are of `bench attention` as "Where everything stands" of
-/// `docs/kernel-log.md` has them and, 16k and 32k rows of 64:8 heads, of `bench cp` on one rank that day.
+/// `benches/runs/2026-11-22-h200-x2-whole`. Backwards, whose kernels are later, are of `bench attention` that day and, 16k and 32k rows of
+/// 64:8 heads, of `bench cp` on one rank (`docs/experiments/070-stages-and-arrivals.md`).
 const MEASURED: [Measured; 6] = [
     (
         8192,

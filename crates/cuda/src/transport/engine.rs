@@ -30,8 +30,8 @@ impl EngineUse {
     pub const NEVER: Self = Self { least_bytes: u64::MAX, least_copy: u64::MAX };
     /// Everywhere: a test tool.
     pub const ALWAYS: Self = Self { least_bytes: 0, least_copy: 0 };
-    /// What was found on NVLink of an H200 (`docs/kernel-log.md`): kernels move 365 GB/s, engines 390, which take 20 us more to begin and
-    /// 2.6 us for each copy.
+    /// What was found on NVLink of an H200 (`docs/experiments/042-link-limits.md`): kernels move 365 GB/s, engines 390, which take 20 us
+    /// more to begin and 2.6 us for each copy.
     pub const H200: Self = Self { least_bytes: 128 << 20, least_copy: 16 << 20 };
 
     /// As this machine was measured: from where on engines were the faster at all larger sizes. Nowhere, when they never were;
