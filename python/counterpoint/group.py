@@ -47,6 +47,8 @@ class _Group:
         self._prefetched: dict[Any, Future[Plan]] = {}
         self._lock = threading.Lock()
         self._planner: ThreadPoolExecutor | None = None
+        # Whether this process's caller has met the error by which the group has failed.
+        self._is_failure_known = False
 
     @property
     def rank(self) -> int:
@@ -198,12 +200,13 @@ class _Group:
         try:
             yield
         except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(sentence(error))
             raise
 
     def fail(self, reason: str) -> None:
         """Ends the group for all ranks, which hear `reason`. A failed group is of no use; all ranks make a new one."""
         self._native.fail(reason)
+        self._is_failure_known = True
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -219,12 +222,26 @@ class _Group:
                     error.global_peer = self._global_ranks[error.peer]
                 error.args = (_with_global_ranks(str(error), self._global_ranks),)
             raise
+        finally:
+            self._is_failure_known = self._is_failure_known or (sys.exc_info()[0] is not None and self._has_failed())
+
+    def _has_failed(self) -> bool:
+        try:
+            self._native.check()
+        except Error:
+            return True
+        return False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, transport={self.transport!r})"
 
     def __reduce__(self) -> Any:
         raise TypeError("a group cannot be pickled: it is connections of this process; make one in each process")
+
+
+def sentence(error: BaseException) -> str:
+    """An exception in words for other ranks."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 _DEFAULTS: dict[str, Any] = {

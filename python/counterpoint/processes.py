@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from counterpoint._native import Ranks
 from counterpoint.errors import Error, PeerError, PlanError
-from counterpoint.group import _Group, _refuse_cuda, _with_global_ranks
+from counterpoint.group import _Group, _refuse_cuda, _with_global_ranks, sentence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,9 +33,9 @@ class Group(_Group):
     """Ranks that are processes, one each, from a process group of PyTorch's or a dimension of a device mesh.
 
     Making one is collective among its ranks, and is done once: the same ranks and device give the same group again, until it is
-    closed or has failed. It reads and writes a few keys of the process group's store, and no collective of `torch.distributed` is
-    called, then or later: any backend will do, and none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives
-    one group of all.
+    closed. Where it has failed, its error is raised first, if no call has raised it yet; then a new one is made. It reads and
+    writes a few keys of the process group's store, and no collective of `torch.distributed` is called, then or later: any backend
+    will do, and none is disturbed. A mesh of two dimensions, (nodes, ranks of a node), gives one group of all.
 
     `limit` is how many seconds a rank waits for another that does nothing. `nodes` is how many machines the ranks are on, equally
     many on each; it is found out if it is not given. `profile` is the path of a machine profile of
@@ -43,6 +43,7 @@ class Group(_Group):
     """
 
     _wishes: dict[str, Any]
+    _process: int
 
     def __new__(
         cls,
@@ -70,7 +71,9 @@ class Group(_Group):
         }
         with _making:
             known = _groups.get((ranks, "cpu"))
-            if known is not None and known._is_usable():
+            if known is not None and known._is_of_this_process() and not known._is_failure_known:
+                # A failure that nobody here has met yet is raised: a new group would wait for ranks that do something else now.
+                known.check()
                 known._refuse_others(wishes)
                 return known
             made = super().__new__(cls)
@@ -101,7 +104,7 @@ class Group(_Group):
         profile: str | os.PathLike[str] | None,
     ) -> None:
         rank, store = dist.get_rank(process_group), _store(process_group)
-        self.device, self._global_ranks = "cpu", ranks
+        self.device, self._global_ranks, self._process = "cpu", ranks, os.getpid()
         super().__init__(nodes=nodes or 1, profile=profile)
         places = _exchange_places(store, rank, ranks, limit)
         if nodes is None:
@@ -124,13 +127,9 @@ class Group(_Group):
                     f"{name} is {wish!r}, and the group of these ranks was made with {made_with!r}; close that one before"
                 )
 
-    def _is_usable(self) -> bool:
-        """Whether it is open and has not failed."""
-        try:
-            self._native.check()
-        except Error:
-            return False
-        return True
+    def _is_of_this_process(self) -> bool:
+        """Whether it is open, and not a copy in a forked process."""
+        return self._process == os.getpid() and not self._native.closed
 
 
 def _process_group(given: Any) -> tuple[dist.ProcessGroup, int | None]:
@@ -270,7 +269,7 @@ def _at_exit() -> None:
     def fail_all(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         for group in _groups.values():
             with contextlib.suppress(Error):
-                group.fail(f"{kind.__name__}: {error}" if str(error) else kind.__name__)
+                group.fail(sentence(error))
         before(kind, error, trace)
 
     sys.excepthook = fail_all

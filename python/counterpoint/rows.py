@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,8 @@ def _exchange(plan: Plan, x: torch.Tensor, dim: int, role: Role, what: str, *, r
         )
     first = x.movedim(dim, 0)
     tail, dtype = first.shape[1:], x.dtype
-    flat = first.reshape(first.shape[0], -1).contiguous()
+    # Not -1, which of no rows could be any number.
+    flat = first.reshape(first.shape[0], math.prod(tail)).contiguous()
     if dtype in _CARRIERS:
         flat = flat.view(_CARRIERS[dtype])
     elif dtype not in _NAME_OF:

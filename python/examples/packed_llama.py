@@ -4,7 +4,8 @@
 
 The model is one of transformers, unchanged but for `attn_implementation`. Every rank reads the same batch and keeps its own rows
 of it: `Batch` finds the documents, plans who computes what, and shifts the labels before rows are dealt out. No logits are
-gathered. Needs torch and transformers. Random words stand for data, so the loss falls only as far as a batch can be learnt by heart.
+gathered. Needs torch and transformers. Random words stand for data, so the loss falls only as far as a batch can be learnt by
+heart.
 """
 
 from __future__ import annotations

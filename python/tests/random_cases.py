@@ -121,5 +121,5 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], d
         assert torch.equal(a.isinf(), b.isinf()), name
         a, b = a.masked_fill(a.isinf(), 0), b.masked_fill(b.isinf(), 0)
         assert a.isfinite().all(), name
-        error = float((a - b).norm() / max(float(b.norm()), 1e-3))
+        error = float((a - b).detach().norm() / max(float(b.norm()), 1e-3))
         assert error < BOUNDS[dtype], f"{name}: relative error {error:.2e}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +21,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+import counterpoint as cp
+from counterpoint import processes
+from counterpoint.group import sentence
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -33,7 +39,7 @@ class RankFailed(AssertionError):
 class Ranks:
     """Processes with ranks in a process group of torch.distributed."""
 
-    def __init__(self, size: int, *, backend: str = "gloo", limit: float = 90.0) -> None:
+    def __init__(self, size: int, *, backend: str = "gloo", limit: float = 30.0) -> None:
         self.size, self.limit = size, limit
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
@@ -60,6 +66,9 @@ class Ranks:
             ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = sorted(set(range(self.size)) - set(found))
+                for rank in missing:
+                    os.kill(self.processes[rank].pid, signal.SIGUSR1)  # prints where it is
+                time.sleep(1.0)
                 self.close()
                 raise TimeoutError(f"ranks {missing} did not answer within {self.limit} s; the others: {found}")
             for pipe in ready:
@@ -106,6 +115,7 @@ class Died:
 
 def _serve(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
@@ -116,8 +126,12 @@ def _serve(rank: int, size: int, port: int, backend: str, pipe: Connection) -> N
             break
         try:
             answer = (True, function(rank, *arguments, **keywords))
-        except BaseException:
+        except BaseException as error:
             answer = (False, traceback.format_exc())
+            # So that the other ranks do not wait for this one; they make their groups anew for the next test.
+            for group in processes._groups.values():
+                with contextlib.suppress(cp.Error):
+                    group.fail(sentence(error))
         with contextlib.suppress(BrokenPipeError):
             pipe.send(answer)
     os._exit(0)
