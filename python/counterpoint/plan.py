@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from counterpoint._native import Mask, Solution, Timeline
@@ -229,7 +230,7 @@ class Plan:
         """Rows of a chunk."""
         return self._solution.chunk
 
-    @property
+    @cached_property
     def _dtype(self) -> torch.dtype:
         import torch
 
@@ -258,12 +259,12 @@ class Plan:
         """Query rows of every rank, in the order of ranks."""
         return [self.rows_of(rank) for rank in range(self._solution.ranks)]
 
-    @property
+    @cached_property
     def q_rows(self) -> int:
         """Local query rows."""
         return sum(self.rows_of(rank) for rank in self._ranks_here())
 
-    @property
+    @cached_property
     def k_rows(self) -> int:
         """Local key rows."""
         return sum(self.rows_of(rank, "k") for rank in self._ranks_here())
